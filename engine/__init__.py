@@ -1,0 +1,48 @@
+"""The running system: the engine, its actors, checkpoints, packed execution, pre- and post-processing.
+
+The public face is here; nothing of HTTP is.
+"""
+
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.engine import Engine
+from maxsimd.engine.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    MaxsimdError,
+    ModelLoadError,
+    QueueFullError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
+from maxsimd.engine.requests import (
+    EmbedResult,
+    RankedDocument,
+    RerankResult,
+    ScoreResult,
+    TokenEmbedResult,
+    Truncation,
+    Usage,
+)
+from maxsimd.engine.sync import SyncEngine
+
+__all__ = [
+    "EmbedResult",
+    "Engine",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineNotReadyError",
+    "InvalidRequestError",
+    "MaxsimdError",
+    "ModelLoadError",
+    "QueueFullError",
+    "RankedDocument",
+    "RequestFailedError",
+    "RequestTimeoutError",
+    "RerankResult",
+    "ScoreResult",
+    "SyncEngine",
+    "TokenEmbedResult",
+    "Truncation",
+    "Usage",
+]

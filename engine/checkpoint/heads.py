@@ -1,0 +1,70 @@
+"""Heads: what is done with pooled rows. Each maps float32 [n, hidden] to float32 [n, dim]."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+
+class ModuleHead:
+    """sentence-transformers' own modules (Dense, Normalize, ...) applied one after the other.
+
+    `feature` is the name under which they pass the rows on: sentence_embedding or token_embeddings."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module], feature: str) -> None:
+        self._modules = [module.float() for module in modules]
+        self._feature = feature
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        features = {self._feature: rows}
+        for module in self._modules:
+            features = module(features)
+        return features[self._feature]
+
+
+class ClassifierHead:
+    """The head of a transformers `*ForSequenceClassification` model, run by the model's own code.
+
+    The model is called with its backbone replaced by one that returns the pooled rows as sequences of one
+    token, so that whatever the family does after its backbone is done here too."""
+
+    def __init__(self, model: Any) -> None:
+        prefix = model.base_model_prefix
+        backbone = getattr(model, prefix)
+        # A shallow copy shares every weight but has a module table of its own.
+        self._model = copy.copy(model)
+        self._model._modules = dict(model._modules)
+        pooler = getattr(backbone, "pooler", None)
+        self._rows = _GivenRows(pooler.float() if pooler is not None else None)
+        self._model._modules[prefix] = self._rows
+        for name, module in self._model._modules.items():
+            if name != prefix and module is not None:
+                module.float()
+        pad = getattr(model.config, "pad_token_id", None) or 0
+        self._token_id = pad + 1
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) == 0:
+            return rows.new_empty(0, self._model.config.num_labels)
+        self._rows.rows = rows[:, None, :]  # [n, 1, hidden]
+        input_ids = torch.full((len(rows), 1), self._token_id, device=rows.device)
+        try:
+            logits: torch.Tensor = self._model(input_ids=input_ids).logits
+        finally:
+            self._rows.rows = None
+        return logits.float()  # [n, labels]
+
+
+class _GivenRows(torch.nn.Module):
+    """Stands in for a backbone: returns the rows it was given, and the family's pooler over them."""
+
+    def __init__(self, pooler: torch.nn.Module | None) -> None:
+        super().__init__()
+        self._pooler = pooler
+        self.rows: torch.Tensor | None = None
+
+    def forward(self, *args: object, **kwargs: object) -> BaseModelOutputWithPooling:
+        pooled = self._pooler(self.rows) if self._pooler is not None else None
+        return BaseModelOutputWithPooling(last_hidden_state=self.rows, pooler_output=pooled)

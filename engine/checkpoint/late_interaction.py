@@ -1,0 +1,77 @@
+"""Loads late-interaction checkpoints: MultiVectorEncoder, PyLate and Stanford ColBERT saves."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.modules import Dense, Normalize
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+from maxsimd.engine.checkpoint.heads import ModuleHead
+from maxsimd.engine.checkpoint.model import Expansion, RoleRules, Task
+from maxsimd.engine.errors import ModelLoadError
+
+
+def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Reads the checkpoint with sentence-transformers, which knows all three formats.
+
+    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    model = MultiVectorEncoder(path, **options)
+    modules = list(model)
+    transformer, rest = modules[0], modules[1:]
+    masks = [module for module in rest if isinstance(module, MultiVectorMask)]
+    projection = [module for module in rest if isinstance(module, Dense | Normalize)]
+    other = [type(module).__name__ for module in rest if module not in masks and module not in projection]
+    if other:
+        raise ModelLoadError(f"{path!r} has modules that are not supported: {', '.join(other)}")
+    dense = [module for module in projection if isinstance(module, Dense)]
+    dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
+    normalised = any(isinstance(module, Normalize) for module in projection)
+    mask = masks[-1] if masks else MultiVectorMask()
+    tokenizer = transformer.tokenizer
+    document_prompt = next(
+        (model.prompts[name] for name in ("document", "passage", "corpus") if name in model.prompts), ""
+    )
+    return {
+        "backbone": transformer.auto_model,
+        "tokenizer": tokenizer,
+        "tasks": {"token_embed": Task("all", ModuleHead(projection, "token_embeddings"), dim, normalised)},
+        "score_task": "token_embed",
+        "query": _query_rules(transformer, model.prompts.get("query") or "", _skipped(mask, "query")),
+        "document": RoleRules(
+            prompt=document_prompt or "",
+            max_tokens=transformer.document_length,
+            skipped_ids=_skipped(mask, "document"),
+        ),
+        "activation": torch.nn.Identity(),
+        "similarity": model.similarity_fn_name,
+    }
+
+
+def _skipped(mask: MultiVectorMask, role: str) -> NDArray[np.int64] | None:
+    ids = mask._skiplist_ids
+    if ids is None or role not in mask.skiplist_tasks:
+        return None
+    return np.unique(ids.numpy())
+
+
+def _query_rules(transformer: Any, prompt: str, skipped: Any) -> RoleRules:
+    expansion = transformer.query_expansion
+    if expansion is None:
+        return RoleRules(prompt=prompt, max_tokens=transformer.query_length, skipped_ids=skipped)
+    tokenizer = transformer.tokenizer
+    if expansion["token"] is not None:
+        token_id = tokenizer.convert_tokens_to_ids(expansion["token"])
+    else:
+        # As PyLate has it: [MASK] for encoders, the end-of-text token for decoders.
+        token_id = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
+    length, fixed = expansion["length"], expansion["strategy"] == "fixed"
+    longest = length if fixed else transformer.query_length and max(transformer.query_length, length)
+    return RoleRules(
+        prompt=prompt,
+        max_tokens=longest,
+        expansion=Expansion(length, token_id, expansion["attend"], fixed),
+        skipped_ids=skipped,
+    )

@@ -1,0 +1,71 @@
+"""Loads a checkpoint of any supported kind into a `LoadedModel`."""
+
+import logging
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset, takes_type_ids
+from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
+from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
+from maxsimd.engine.checkpoint.detect import detect_score_type, read_files
+from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
+from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
+from maxsimd.engine.checkpoint.model import LoadedModel
+from maxsimd.engine.config import EngineConfig, ScoreType
+from maxsimd.engine.errors import ModelLoadError
+
+log = logging.getLogger(__name__)
+
+
+def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
+    """Finds, reads and places the model that the configuration names.
+
+    The heads are float32; the backbone keeps the precision of its file, which the caller may change.
+    Raises ModelLoadError when there is no such model or it is of no supported kind.
+    """
+    path = config.model if config.model is not None else embedded_model_path()
+    files = read_files(path, config.revision)
+    if config.score_type != "auto":
+        score_type = ScoreType(config.score_type)
+    elif config.model is None:
+        # On real text the embedded model ranks better by its token states than by their mean.
+        score_type = ScoreType.LATE_INTERACTION
+    else:
+        score_type = detect_score_type(files)
+    options: dict[str, Any] = {
+        "device": str(device),
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+        "model_kwargs": {"dtype": "auto"},
+    }
+    transformers_logging.disable_progress_bar()
+    try:
+        if score_type is ScoreType.CROSS_ENCODER:
+            parts = load_cross_encoder(path, files, options)
+        elif detect_score_type(files) is ScoreType.LATE_INTERACTION and score_type is ScoreType.LATE_INTERACTION:
+            parts = load_late_interaction(path, options)
+        else:
+            parts = load_bi_encoder(path, score_type, options)
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error}") from error
+
+    backbone = parts["backbone"].eval().requires_grad_(False)
+    if getattr(backbone, "pooler", None) is not None:
+        backbone.pooler = None  # the heads do its work, on pooled rows only
+    offset = position_offset(backbone)
+    longest = max_tokens(backbone.config, parts["tokenizer"], offset)
+    if config.max_model_len is not None:
+        longest = min(longest, config.max_model_len)
+    return LoadedModel(
+        name=config.model or NAME,
+        score_type=score_type,
+        max_tokens=longest,
+        causal=is_causal(backbone),
+        position_offset=offset,
+        takes_type_ids=takes_type_ids(backbone),
+        **parts,
+    )

@@ -1,0 +1,66 @@
+"""The engine's configuration: one dataclass, documented field by field.
+
+The command line and the table of options in the README are generated from it.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+
+class ScoreType(Enum):
+    """The three ways to score a query against a document."""
+
+    LATE_INTERACTION = "late-interaction"
+    CROSS_ENCODER = "cross-encoder"
+    BI_ENCODER = "bi-encoder"
+
+
+def option(default: Any, help: str) -> Any:
+    """A configuration field with the sentence that explains it."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine loads its model and runs it."""
+
+    model: str | None = option(
+        None, "Folder or hub id of the checkpoint. Without one: the embedded all-MiniLM-L6-v2."
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub checkpoint.")
+    score_type: Literal["auto", "late-interaction", "cross-encoder", "bi-encoder"] = option(
+        "auto", "How to score; auto takes what the checkpoint says of itself."
+    )
+    device: str = option("auto", "auto, cpu, cuda or cuda:N; auto is CUDA where there is one.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Precision of the model; auto is bfloat16 where the hardware multiplies it natively, else float32."
+    )
+    max_model_len: int | None = option(None, "Longest sequence in tokens; at most the checkpoint's own maximum.")
+    max_batch_tokens: int | None = option(
+        None, "Token budget of one step; by default 2,048 on a CPU and 16,384 on a GPU."
+    )
+    max_batch_sequences: int = option(512, "Most sequences in one step.")
+    max_queued_tokens: int = option(
+        8_000_000, "Requests are refused while more tokens than this wait; a lone request is never refused."
+    )
+    steps_in_flight: int = option(2, "Steps handed to the device ahead of their results; 1 or 2.")
+    maxsim: Literal["auto", "torch", "cpu", "triton"] = option(
+        "auto", "MaxSim backend: triton on a GPU, cpu elsewhere; torch is the plain reference."
+    )
+    packing: Literal["auto", "off"] = option(
+        "auto", "auto runs steps without padding where that is proven exact at load; off pads always."
+    )
+    threads: int | None = option(None, "Threads for computing on the CPU; by default torch's own choice.")
+    tokenizer_threads: int = option(2, "Threads for tokenisation and other work that blocks.")
+    trust_remote_code: bool = option(False, "Run Python code that comes with the checkpoint.")
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_batch_tokens", "max_batch_sequences", "threads", "tokenizer_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.steps_in_flight not in (1, 2):
+            raise ValueError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
+        if self.max_queued_tokens < 0:
+            raise ValueError(f"max_queued_tokens must not be negative, not {self.max_queued_tokens}")

@@ -1,0 +1,308 @@
+"""The engine: the public face, from texts to scores.
+
+It owns the threads and the actors; each request passes through here once on its way in and once on its way
+out.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+import numpy as np
+import torch
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device import DeviceThread, OnDevice, load_on_device
+from maxsimd.engine.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestTimeoutError,
+)
+from maxsimd.engine.messages import Admit, Cancel, Value
+from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.postprocess import rank, shorten
+from maxsimd.engine.preprocess import Prepared
+from maxsimd.engine.requests import (
+    CUT_LONG,
+    REFUSE_LONG,
+    EmbedRequest,
+    EmbedResult,
+    InputType,
+    RerankResult,
+    ScoreRequest,
+    ScoreResult,
+    TokenEmbedResult,
+    Truncation,
+    Usage,
+)
+from maxsimd.engine.running import Running
+from maxsimd.engine.tokenization import TextTokenizer
+from maxsimd.engine.validation import as_texts, pair_up, usable_dimensions
+
+T = TypeVar("T")
+Texts = str | Sequence[str]
+
+
+class Engine:
+    """Scores and embeds texts with one model. Use it as an async context manager, from one event loop.
+
+    All methods raise InvalidRequestError for requests that make no sense, QueueFullError when too much
+    waits already, RequestTimeoutError when `timeout` (seconds) passes, RequestFailedError when the model
+    fails on this very request, EngineNotReadyError outside of the context and EngineDeadError when the
+    engine has died. Cancelling a call cancels its work. A lower `priority` gets a larger share.
+    """
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.metrics = EngineMetrics()
+        self._running: Running | None = None
+        self._death: str | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Loads the model and starts the actors. Raises ModelLoadError."""
+        device = DeviceThread()
+        try:
+            on_device = await device.call(lambda: load_on_device(self.config))
+        except BaseException:
+            device.close()
+            raise
+        self._running = Running(self.config, self.metrics, device, on_device, self._died)
+        self._death = None
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Takes no more requests, finishes those it has (for at most `grace` seconds) and frees everything."""
+        running, self._running = self._running, None
+        if running is not None:
+            await running.close(grace)
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._running is not None and self._death is None
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model's description."""
+        return self._require().on_device.model
+
+    @property
+    def on_device(self) -> OnDevice:
+        """The model as it is run: device, precision, packing."""
+        return self._require().on_device
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return self._require().tokenizer
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that can be run, special tokens included."""
+        return self._require().max_tokens
+
+    async def score(
+        self,
+        queries: Texts,
+        documents: Texts,
+        *,
+        truncation: Truncation = REFUSE_LONG,
+        use_activation: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> ScoreResult:
+        """Scores documents against queries: one query against one or many documents, or N against N.
+
+        Scores are in the documents' order and higher is better: MaxSim sums for late interaction, cosines
+        for bi-encoders, the classifier's activation (logits without `use_activation`) for cross-encoders.
+        """
+        running = self._require()
+        model = running.on_device.model
+        if model.score_task == "classify" and len(model.labels) != 1:
+            raise InvalidRequestError(
+                f"this model has {len(model.labels)} labels and so no single score; it can only classify",
+                "model",
+            )
+        paired_queries, paired_documents = pair_up(queries, documents)
+        request = ScoreRequest(queries=paired_queries, documents=paired_documents, truncation=truncation)
+        self.metrics.request_documents.observe(len(request.documents))
+        prepared, values = await self._run(
+            lambda owner: running.preprocessor.score(request, owner, running.keys), priority, timeout
+        )
+        scores = np.array(values, dtype=np.float32)
+        if model.score_task == "classify" and use_activation:
+            scores = model.activation(torch.from_numpy(scores)).numpy()
+        return ScoreResult(scores.tolist(), Usage(prepared.tokens), prepared.truncated)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        truncation: Truncation = CUT_LONG,
+        use_activation: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> RerankResult:
+        """Ranks documents for a query, best first, ties in input order; at most `top_n` of them.
+
+        Over-long documents are cut unless `truncation` says otherwise."""
+        if top_n is not None and top_n < 0:
+            raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
+        texts = as_texts(documents, "documents")
+        scored = await self.score(
+            query,
+            texts,
+            truncation=truncation,
+            use_activation=use_activation,
+            priority=priority,
+            timeout=timeout,
+        )
+        return RerankResult(rank(scored.scores, texts, top_n), scored.usage, scored.truncated)
+
+    async def embed(
+        self,
+        texts: Texts,
+        *,
+        input_type: InputType | None = None,
+        dimensions: int | None = None,
+        truncation: Truncation = REFUSE_LONG,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> EmbedResult:
+        """One vector a text: float32 [texts, dim]. `input_type` chooses the checkpoint's prompt for queries
+        or documents; `dimensions` keeps the first so many columns (matryoshka)."""
+        prepared, values = await self._texts("embed", texts, input_type, dimensions, truncation, priority, timeout)
+        embeddings = np.concatenate([np.asarray(value) for value in values])
+        normalised = self.model.tasks["embed"].normalised
+        return EmbedResult(shorten(embeddings, dimensions, normalised), Usage(prepared.tokens))
+
+    async def embed_tokens(
+        self,
+        texts: Texts,
+        *,
+        input_type: InputType | None = None,
+        dimensions: int | None = None,
+        truncation: Truncation = REFUSE_LONG,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> TokenEmbedResult:
+        """One vector a token: a list of float32 [tokens, dim], as late interaction scores them."""
+        prepared, values = await self._texts(
+            "token_embed", texts, input_type, dimensions, truncation, priority, timeout
+        )
+        normalised = self.model.tasks["token_embed"].normalised
+        matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values]
+        return TokenEmbedResult(matrices, Usage(prepared.tokens))
+
+    async def classify(
+        self,
+        texts: Texts,
+        *,
+        truncation: Truncation = REFUSE_LONG,
+        use_activation: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> EmbedResult:
+        """The classifier's outputs for single texts: float32 [texts, labels]."""
+        prepared, values = await self._texts("classify", texts, None, None, truncation, priority, timeout)
+        model = self._require().on_device.model
+        logits = np.array(values, dtype=np.float32).reshape(len(values), -1)
+        if use_activation:
+            logits = model.activation(torch.from_numpy(logits)).numpy()
+        return EmbedResult(logits, Usage(prepared.tokens))
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Runs something that blocks in the engine's thread pool."""
+        return await asyncio.get_running_loop().run_in_executor(self._require().pool, function)
+
+    async def _texts(
+        self,
+        task: Literal["embed", "token_embed", "classify"],
+        texts: Texts,
+        input_type: InputType | None,
+        dimensions: int | None,
+        truncation: Truncation,
+        priority: int,
+        timeout: float | None,
+    ) -> tuple[Prepared, list[Value]]:
+        running = self._require()
+        tasks = running.on_device.model.tasks
+        if task not in tasks:
+            raise InvalidRequestError(
+                f"this model cannot {task}; it can {' and '.join(sorted(tasks))}", "task"
+            )
+        request = EmbedRequest(
+            texts=as_texts(texts, "input"),
+            task=task,
+            input_type=input_type,
+            dimensions=usable_dimensions(dimensions, tasks[task].dim),
+            truncation=truncation,
+        )
+        self.metrics.request_documents.observe(len(request.texts))
+        return await self._run(
+            lambda owner: running.preprocessor.embed(request, owner, running.keys), priority, timeout
+        )
+
+    async def _run(
+        self, prepare: Callable[[int], Prepared], priority: int, timeout: float | None
+    ) -> tuple[Prepared, list[Value]]:
+        """Prepares a request in the thread pool, queues it and waits for its values."""
+        running = self._require()
+        owner = next(running.owners)
+        scheduler = running.scheduler
+        try:
+            async with asyncio.timeout(timeout):
+                started = time.perf_counter()
+                prepared = await self.in_thread(lambda: prepare(owner))
+                self.metrics.preprocess_seconds.observe(time.perf_counter() - started)
+                self._check_room(running, prepared.tokens)
+                future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
+                await scheduler.mailbox.send(
+                    Admit(owner, prepared.sequences, prepared.results, priority, future)
+                )
+                return prepared, await future
+        except TimeoutError:
+            self._abandon(running, owner)
+            raise RequestTimeoutError(
+                f"not done within {timeout} seconds; allow more time or send fewer documents"
+            ) from None
+        except asyncio.CancelledError:
+            self._abandon(running, owner)
+            raise
+
+    def _abandon(self, running: Running, owner: int) -> None:
+        self.metrics.cancelled.inc()
+        running.scheduler.mailbox.post(Cancel(owner))
+
+    def _check_room(self, running: Running, tokens: int) -> None:
+        waiting = running.scheduler.waiting_tokens
+        if waiting and waiting + tokens > self.config.max_queued_tokens:
+            rate = running.scheduler.tokens_per_second or 1000.0
+            raise QueueFullError(
+                f"{waiting} tokens wait already and this request has {tokens}, more than the queue's "
+                f"{self.config.max_queued_tokens} together; try again later",
+                retry_after=min(60.0, max(1.0, waiting / rate)),
+            )
+
+    def _require(self) -> Running:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        if self._running is None:
+            raise EngineNotReadyError("the engine is not running: it is starting, draining or stopped")
+        return self._running
+
+    def _died(self, reason: str) -> None:
+        self._death = reason

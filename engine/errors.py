@@ -1,0 +1,41 @@
+"""Every way in which the engine refuses or fails. Messages say what to change."""
+
+
+class MaxsimdError(Exception):
+    """The base of all errors that the engine raises on purpose."""
+
+
+class ModelLoadError(MaxsimdError):
+    """The model cannot be found, read or served."""
+
+
+class InvalidRequestError(MaxsimdError):
+    """The request itself is wrong; `param` names the argument or field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFullError(MaxsimdError):
+    """Too many tokens wait already; `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RequestTimeoutError(MaxsimdError):
+    """The request's own timeout passed before its result was there."""
+
+
+class RequestFailedError(MaxsimdError):
+    """The model failed on this request alone; others were not affected."""
+
+
+class EngineNotReadyError(MaxsimdError):
+    """The engine is not started yet, or takes no more requests because it is draining."""
+
+
+class EngineDeadError(MaxsimdError):
+    """An actor failed beyond repair; the engine must be started anew."""

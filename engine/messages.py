@@ -1,0 +1,95 @@
+"""The messages between actors. Data only."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.dispatch import Pooled
+from maxsimd.scheduler import Sequence, Step
+
+# A score, or an item: float32 [tokens, dim] or [1, dim].
+Value = float | NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admit:
+    """Engine to scheduler: run these sequences and resolve `values` with `results` values by index."""
+
+    request: int
+    sequences: list[Sequence]
+    results: int
+    priority: int
+    values: asyncio.Future[list[Value]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Engine to scheduler: nobody waits for this request any more."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Scheduler to the device's actors: this request has ended, let go of all that it left there."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hidden:
+    """Model runner to pooling: the hidden states of a step that was begun at `started` (perf_counter)."""
+
+    step: Step
+    states: torch.Tensor
+    cursor: PoolingCursor
+    started: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledStep:
+    """Pooling to scoring: what a step finished."""
+
+    step: Step
+    pooled: list[Pooled]
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The value of one sequence or pair of a request."""
+
+    request: int
+    index: int
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that cannot be completed, and why."""
+
+    request: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepReport:
+    """The device's actors to the scheduler: what became of some or all chunks of a step."""
+
+    step_id: int
+    chunks: int
+    tokens: int
+    results: list[Result]
+    failures: list[Failure]
+    seconds: float
+    out_of_memory: bool = False
+
+
+SchedulerMessage = Admit | Cancel | StepReport
+RunnerMessage = Step | Release
+PoolingMessage = Hidden | Release
+ScoringMessage = PooledStep | Release

@@ -1,0 +1,49 @@
+"""What the engine counts. One registry an engine, so that several can live in one process."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class EngineMetrics:
+    """The engine's own metrics, all named maxsimd_*."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.queue_tokens = Gauge(
+            "maxsimd_queue_tokens", "Tokens that wait for a step", registry=self.registry
+        )
+        self.queue_sequences = Gauge(
+            "maxsimd_queue_sequences", "Sequences that wait for a step", registry=self.registry
+        )
+        self.tokens = Counter("maxsimd_tokens", "Tokens run through the model", registry=self.registry)
+        self.step_tokens = Histogram(
+            "maxsimd_step_tokens", "Tokens in a step", buckets=_TOKENS, registry=self.registry
+        )
+        self.step_sequences = Histogram(
+            "maxsimd_step_sequences", "Sequences in a step", buckets=_SEQUENCES, registry=self.registry
+        )
+        self.step_seconds = Histogram(
+            "maxsimd_step_seconds",
+            "Seconds from the start of a step to its results",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.preprocess_seconds = Histogram(
+            "maxsimd_preprocess_seconds",
+            "Seconds that tokenising and preparing a request took",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.request_documents = Histogram(
+            "maxsimd_request_documents",
+            "Documents or texts in a request",
+            buckets=(1, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000),
+            registry=self.registry,
+        )
+        self.cancelled = Counter(
+            "maxsimd_cancelled_requests", "Requests whose caller went away or ran out of time",
+            registry=self.registry,
+        )

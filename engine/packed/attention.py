@@ -1,0 +1,166 @@
+"""Attention within each sequence of a packed step, registered with transformers under one name.
+
+`attend` is called by every layer of the model with the step's layout among its keyword arguments. For each
+device there is one way to do it; `attend_one_by_one` is the plain one that the others are tested against.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from maxsimd.engine.packed.layout import Group, Layout
+
+NAME = "maxsimd_packed"
+
+# (queries, keys, values [heads, rows, head_dim], layout, scaling, window) -> [rows, heads, head_dim]
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float, int | None], torch.Tensor]
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    attention: Attention | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query, key and value are [1, heads, rows, head_dim].
+
+    Returns [1, rows, heads, head_dim]. Features that are not understood raise, so that the proof at load
+    fails and the model is run padded."""
+    if layout is None or attention is None:
+        raise RuntimeError("packed attention was called outside of a packed step")
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        raise NotImplementedError("packed attention knows neither softcap, sinks nor position bias")
+    q, k, v = query[0], key[0], value[0]
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    carried = [
+        (rows, *carry.extend(module.layer_idx, chunk.start, k[:, rows], v[:, rows], not chunk.is_last))
+        for chunk, rows, carry in layout.carried
+    ]
+    if not carried:
+        return attention(q, k, v, layout, scale, sliding_window)[None], None
+    out = torch.empty(q.shape[1], q.shape[0], v.shape[-1], dtype=q.dtype, device=q.device)
+    if layout.groups:
+        stop = layout.groups[-1].rows.stop
+        out[:stop] = attention(q[:, :stop], k[:, :stop], v[:, :stop], layout, scale, sliding_window)
+    for rows, keys, values in carried:
+        out[rows] = _attend_chunk(q[:, rows], keys, values, scale, sliding_window).transpose(0, 1)
+    return out[None], None
+
+
+def register() -> None:
+    """Makes the function known to transformers, with no mask of its own: the layout says it all."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+def attend_one_by_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, window: int | None
+) -> torch.Tensor:
+    """The plain reference: `scaled_dot_product_attention` for each sequence by itself."""
+    out = torch.zeros(q.shape[1], q.shape[0], v.shape[-1], dtype=q.dtype, device=q.device)
+    for group in layout.groups:
+        for i, keys in enumerate(group.key_lengths):
+            start = group.first_row + i * group.length
+            rows, seen = slice(start, start + group.length), slice(start, start + keys)
+            mask = visible(group.length, keys, layout.causal, window, q.device)
+            kk, vv = _repeat_heads(k[:, seen], q), _repeat_heads(v[:, seen], q)
+            out[rows] = F.scaled_dot_product_attention(q[:, rows], kk, vv, mask, scale=scale).transpose(0, 1)
+    return out
+
+
+def attend_grouped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, window: int | None
+) -> torch.Tensor:
+    """For the CPU: one batched product a group of like length, softmax, one batched product."""
+    heads, rows, _ = q.shape
+    out = torch.empty(rows, heads, v.shape[-1], dtype=q.dtype, device=q.device)
+    for group in layout.groups:
+        n, length = group.count, group.length
+        # [heads, n * length, head_dim] -> [n, heads, length, head_dim], without a copy
+        qq, kk, vv = (x[:, group.rows].unflatten(1, (n, length)).transpose(0, 1) for x in (q, k, v))
+        if layout.causal:
+            attended = _causal_group(qq, kk, vv, length, scale, window)
+        else:
+            shared = kk.shape[1] != heads
+            if shared:
+                kk, vv = _repeat_heads(kk, qq), _repeat_heads(vv, qq)
+            weights = torch.matmul(qq, kk.transpose(2, 3)).mul_(scale)  # [n, heads, length, length]
+            _hide(weights, group, layout, window)
+            attended = torch.matmul(torch.softmax(weights, dim=-1), vv)
+        out[group.rows].unflatten(0, (n, length)).copy_(attended.transpose(1, 2))
+    return out
+
+
+def _causal_group(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, scale: float, window: int | None
+) -> torch.Tensor:
+    """Padding stands at the end, where no real token of a causal model can see it."""
+    grouped_heads = k.shape[1] != q.shape[1]
+    if window is None or window >= length:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped_heads)
+    mask = visible(length, length, True, window, q.device)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=grouped_heads)
+
+
+def _hide(weights: torch.Tensor, group: Group, layout: Layout, window: int | None) -> None:
+    """Takes out of `weights` [n, heads, length, length] the keys that must not be seen.
+
+    Only the columns from the shortest sequence's end on can be padding, so only they are touched."""
+    length, shortest = group.length, min(group.key_lengths)
+    low = torch.finfo(weights.dtype).min
+    if shortest < length:
+        hidden = layout.masks.get(group)
+        if hidden is None:
+            keys = torch.tensor(group.key_lengths, device=weights.device)
+            columns = torch.arange(shortest, length, device=weights.device)
+            hidden = (columns[None, :] >= keys[:, None])[:, None, None, :]
+            layout.masks[group] = hidden
+        weights[..., shortest:].masked_fill_(hidden, low)
+    if window is not None and window < length:
+        seen = visible(length, length, False, window, weights.device)
+        if seen is not None:
+            weights.masked_fill_(~seen, low)
+
+
+def _attend_chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """A chunk [heads, tokens, head_dim] against its own and all earlier keys."""
+    tokens, keys = q.shape[1], k.shape[1]
+    mask = visible(tokens, keys, True, window, q.device)
+    return F.scaled_dot_product_attention(
+        q[None], _repeat_heads(k, q)[None], _repeat_heads(v, q)[None], mask, scale=scale
+    )[0]
+
+
+def visible(
+    tokens: int, keys: int, causal: bool, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """Which keys each token sees, as bool [tokens, keys], or None for all of them.
+
+    Causal tokens are the last of the keys' sequence; a window counts as transformers' masks count it."""
+    if not causal and window is None:
+        return None
+    row = torch.arange(tokens, device=device)[:, None]
+    column = torch.arange(keys, device=device)[None, :]
+    if causal:
+        row = row + (keys - tokens)
+        seen = column <= row
+        return seen if window is None else seen & (column > row - window)
+    # ModernBERT hands its layers the half-window plus one; its mask sees distances up to the half-window.
+    return (row - column).abs() < window
+
+
+def _repeat_heads(kv: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Keys or values [..., kv_heads, tokens, head_dim] repeated for grouped-query attention."""
+    repeats = q.shape[-3] // kv.shape[-3]
+    return kv if repeats == 1 else kv.repeat_interleave(repeats, dim=-3)

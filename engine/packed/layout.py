@@ -1,0 +1,128 @@
+"""The layout of a step: which row each token takes, and which rows attend together.
+
+All of it is worked out on the CPU before the model runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from maxsimd.engine.packed.carry import Carry
+from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.scheduler import Chunk, Step
+
+# What one more group of attention costs, counted in padding rows that would cost as much.
+GROUP_COST_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Chunks that attend in one batched product: `count` of them in `length` rows each, from `first_row`.
+
+    `key_lengths` says how many keys each may see; those after are padding or must not be attended to."""
+
+    first_row: int
+    count: int
+    length: int
+    key_lengths: tuple[int, ...]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.count * self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What the attention function must know of a step.
+
+    Whole sequences are in `groups`; chunks of a cut sequence, which attend to keys of earlier steps, are in
+    `carried` with their rows. `masks` caches what the layers share, for the time of one forward pass."""
+
+    groups: tuple[Group, ...]
+    carried: tuple[tuple[Chunk, slice, Carry], ...]
+    causal: bool
+    masks: dict[object, torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """A step's tensors: `input_ids`, `position_ids` and `type_ids` are int64 [rows]."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    type_ids: torch.Tensor
+    layout: Layout
+    cursor: PoolingCursor
+
+
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Splits sequences into groups of like length, as lists of places in `lengths`.
+
+    Ascending by length; a group takes in the next longer sequence while the rows that padding to it adds
+    cost less than a group of its own would."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    groups: list[list[int]] = []
+    padding = 0
+    for place in order:
+        if groups:
+            growth = lengths[place] - lengths[groups[-1][-1]]
+            padding += growth * len(groups[-1])
+            if padding <= GROUP_COST_ROWS:
+                groups[-1].append(place)
+                continue
+        groups.append([place])
+        padding = 0
+    return groups
+
+
+def lay_out(
+    step: Step, carries: dict[int, Carry], *, causal: bool, grouped: bool, position_offset: int
+) -> PackedBatch:
+    """Lays out a step.
+
+    With `grouped`, sequences of like length are put side by side and padded to the longest of them, which
+    suits batched products; without, they stand in step order without any padding, which suits
+    variable-length attention. Padding rows repeat token 0 and nobody looks at them.
+    """
+    whole = [chunk for chunk in step.chunks if chunk.is_whole]
+    cut = [chunk for chunk in step.chunks if not chunk.is_whole]
+    lengths = [len(chunk) for chunk in whole]
+    places = group_by_length(lengths) if grouped else [[i] for i in range(len(whole))]
+
+    groups: list[Group] = []
+    carried: list[tuple[Chunk, slice, Carry]] = []
+    placed: list[Chunk] = []
+    starts: list[int] = []
+    row = 0
+    for members in places:
+        length = lengths[members[-1]]
+        keys = tuple(whole[i].sequence.attended for i in members)
+        groups.append(Group(row, len(members), length, keys))
+        for i in members:
+            placed.append(whole[i])
+            starts.append(row)
+            row += length
+    for chunk in cut:
+        carried.append((chunk, slice(row, row + len(chunk)), carries[chunk.sequence.key]))
+        placed.append(chunk)
+        starts.append(row)
+        row += len(chunk)
+
+    input_ids = np.zeros(row, dtype=np.int64)
+    position_ids = np.full(row, position_offset, dtype=np.int64)
+    type_ids = np.zeros(row, dtype=np.int64)
+    for chunk, start in zip(placed, starts, strict=True):
+        rows, part = slice(start, start + len(chunk)), slice(chunk.start, chunk.stop)
+        input_ids[rows] = chunk.sequence.token_ids[part]
+        position_ids[rows] = np.arange(chunk.start, chunk.stop) + position_offset
+        if chunk.sequence.type_ids is not None:
+            type_ids[rows] = chunk.sequence.type_ids[part]
+    return PackedBatch(
+        torch.from_numpy(input_ids),
+        torch.from_numpy(position_ids),
+        torch.from_numpy(type_ids),
+        Layout(tuple(groups), tuple(carried), causal),
+        PoolingCursor(tuple(placed), tuple(starts)),
+    )

@@ -1,0 +1,116 @@
+"""Runs the backbone over a step, packed where that was proven exact and padded elsewhere.
+
+Used by the device thread alone. What comes of the hidden states is not decided here.
+"""
+
+import logging
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.packed.attention import Attention
+from maxsimd.engine.packed.carry import Carry
+from maxsimd.engine.packed.layout import lay_out
+from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.scheduler import Step
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner(Protocol):
+    """What the engine needs of a way to run the model."""
+
+    chunked: bool
+
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        """The hidden states [rows, hidden] of a step, and where each chunk's rows are.
+
+        Running the same step again gives the same result, so that it may be retried."""
+        ...
+
+    def free(self, key: int) -> None:
+        """Forgets what is kept of a sequence between its chunks."""
+        ...
+
+
+class PackedRunner:
+    """One pass over [1, rows]; owns the keys and values of sequences that are cut between steps."""
+
+    def __init__(self, model: LoadedModel, device: torch.device, attention: Attention, grouped: bool) -> None:
+        self.chunked = model.causal
+        self._model = model
+        self._backbone: Any = model.backbone
+        self._device = device
+        self._attention = attention
+        self._grouped = grouped
+        self._carries: dict[int, Carry] = {}
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        for chunk in step.chunks:
+            if not chunk.is_whole:
+                self._carries.setdefault(chunk.sequence.key, Carry())
+        batch = lay_out(
+            step,
+            self._carries,
+            causal=self._model.causal,
+            grouped=self._grouped,
+            position_offset=self._model.position_offset,
+        )
+        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+        if self._model.takes_type_ids:
+            inputs["token_type_ids"] = batch.type_ids
+        output = self._backbone(
+            **{name: ids[None].to(self._device, non_blocking=True) for name, ids in inputs.items()},
+            attention_mask=None,
+            layout=batch.layout,
+            attention=self._attention,
+        )
+        return output.last_hidden_state[0], batch.cursor  # [rows, hidden]
+
+    def free(self, key: int) -> None:
+        self._carries.pop(key, None)
+
+    @property
+    def held(self) -> int:
+        """How many sequences have keys and values here."""
+        return len(self._carries)
+
+
+class PaddedRunner:
+    """One pass over [sequences, longest] with an attention mask; for models that cannot be packed."""
+
+    chunked = False
+
+    def __init__(self, model: LoadedModel, device: torch.device) -> None:
+        self._model = model
+        self._backbone: Any = model.backbone
+        self._device = device
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        n, longest = len(step.chunks), max(len(chunk) for chunk in step.chunks)
+        pad = getattr(self._backbone.config, "pad_token_id", None) or 0
+        input_ids = np.full((n, longest), pad, dtype=np.int64)
+        attention_mask = np.zeros((n, longest), dtype=np.int64)
+        type_ids = np.zeros((n, longest), dtype=np.int64)
+        for i, chunk in enumerate(step.chunks):
+            sequence = chunk.sequence
+            input_ids[i, : len(sequence)] = sequence.token_ids
+            attention_mask[i, : sequence.attended] = 1
+            if sequence.type_ids is not None:
+                type_ids[i, : len(sequence)] = sequence.type_ids
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if self._model.takes_type_ids:
+            inputs["token_type_ids"] = type_ids
+        output = self._backbone(
+            **{name: torch.from_numpy(ids).to(self._device, non_blocking=True) for name, ids in inputs.items()}
+        )
+        hidden = output.last_hidden_state  # [n, longest, hidden]
+        starts = tuple(range(0, n * longest, longest))
+        return hidden.flatten(0, 1), PoolingCursor(step.chunks, starts)
+
+    def free(self, key: int) -> None:
+        pass

@@ -1,0 +1,103 @@
+"""What callers ask of the engine and what they get back.
+
+Plain data: texts in, numbers out. The engine turns a request into sequences; see `preprocess`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+InputType = Literal["query", "document"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """What to do with inputs that are too long.
+
+    `max_tokens` None makes an over-long input an error, -1 cuts it to the model's maximum and any other
+    number cuts it to that many tokens, special tokens included. `side` says which end is cut off.
+    `max_query_tokens` and `max_document_tokens` cut the texts themselves, special tokens not counted.
+    """
+
+    max_tokens: int | None = None
+    side: Literal["left", "right"] = "right"
+    max_query_tokens: int | None = None
+    max_document_tokens: int | None = None
+
+
+REFUSE_LONG = Truncation()
+CUT_LONG = Truncation(max_tokens=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Query i is scored against document i; one query is scored against every document."""
+
+    queries: tuple[str, ...]
+    documents: tuple[str, ...]
+    truncation: Truncation = REFUSE_LONG
+
+    def query_of(self, document: int) -> int:
+        return 0 if len(self.queries) == 1 else document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedRequest:
+    """Texts to embed, each to one vector (`embed`), one vector a token (`token_embed`) or to labels
+    (`classify`)."""
+
+    texts: tuple[str, ...]
+    task: Literal["embed", "token_embed", "classify"]
+    input_type: InputType | None = None
+    dimensions: int | None = None
+    truncation: Truncation = REFUSE_LONG
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens that the model really ran: a query that is scored late counts once, a pair counts whole."""
+
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """One score a document, in input order; higher is more relevant."""
+
+    scores: list[float]
+    usage: Usage
+    truncated: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    index: int
+    score: float
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
+class RerankResult:
+    """Documents best first, ties by index; `truncated` counts the inputs that were cut."""
+
+    results: list[RankedDocument]
+    usage: Usage
+    truncated: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedResult:
+    """One vector a text: float32 [texts, dim]."""
+
+    embeddings: NDArray[np.float32]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEmbedResult:
+    """One matrix a text: float32 [tokens, dim] each."""
+
+    embeddings: list[NDArray[np.float32]]
+    usage: Usage

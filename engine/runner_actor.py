@@ -1,0 +1,94 @@
+"""The actor that runs the model. Lives on the device thread's event loop."""
+
+import logging
+import time
+
+import torch
+
+from maxsimd.engine.actor import Actor, Mailbox
+from maxsimd.engine.messages import (
+    Failure,
+    Hidden,
+    PoolingMessage,
+    Release,
+    RunnerMessage,
+    SchedulerMessage,
+    StepReport,
+)
+from maxsimd.engine.packed import ModelRunner
+from maxsimd.scheduler import Step
+
+log = logging.getLogger(__name__)
+
+
+class RunnerActor(Actor[RunnerMessage]):
+    """Owns the model and the policy for steps that fail.
+
+    A step flows through pooling and scoring before the next one is run. Whatever fails on the way fails the
+    step, which is then tried again in halves, until the sequence that breaks it stands alone; only that
+    one's request fails.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox[RunnerMessage],
+        runner: ModelRunner,
+        pooling: Mailbox[PoolingMessage],
+        scheduler: Mailbox[SchedulerMessage],
+    ) -> None:
+        super().__init__(mailbox)
+        self._runner = runner
+        self._pooling = pooling
+        self._scheduler = scheduler
+        self._cut_sequences: dict[int, set[int]] = {}
+
+    async def receive(self, message: RunnerMessage) -> None:
+        if isinstance(message, Release):
+            for key in self._cut_sequences.pop(message.request, ()):
+                self._runner.free(key)
+            await self._pooling.ask(message)
+            return
+        for chunk in message.chunks:
+            if not chunk.is_whole:
+                self._cut_sequences.setdefault(chunk.sequence.request, set()).add(chunk.sequence.key)
+        await self._run(message)
+
+    async def _run(self, step: Step) -> None:
+        started = time.perf_counter()
+        try:
+            states, cursor = self._runner.forward(step)
+            await self._pooling.ask(Hidden(step, states, cursor, started))
+        except Exception as error:
+            await self._recover(step, error)
+        else:
+            self._free_finished(step)
+
+    async def _recover(self, step: Step, error: Exception) -> None:
+        out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if out_of_memory:
+            torch.cuda.empty_cache()
+            self._report(step, chunks=0, out_of_memory=True)
+        if len(step.chunks) > 1:
+            log.warning("a step of %d sequences failed and is tried in halves: %s", len(step.chunks), error)
+            for half in step.halves():
+                await self._run(half)
+            return
+        log.exception("a sequence of %d tokens cannot be run", step.num_tokens, exc_info=error)
+        request = step.chunks[0].sequence.request
+        reason = "the device has not enough memory for this input" if out_of_memory else "the model failed on it"
+        self._report(step, chunks=1, failures=[Failure(request, reason)])
+
+    def _report(
+        self, step: Step, chunks: int, failures: list[Failure] | None = None, out_of_memory: bool = False
+    ) -> None:
+        self._scheduler.post(StepReport(step.id, chunks, 0, [], failures or [], 0.0, out_of_memory))
+
+    def _free_finished(self, step: Step) -> None:
+        for chunk in step.chunks:
+            if chunk.is_last and not chunk.is_first:
+                sequence = chunk.sequence
+                self._runner.free(sequence.key)
+                keys = self._cut_sequences.get(sequence.request, set())
+                keys.discard(sequence.key)
+                if not keys:
+                    self._cut_sequences.pop(sequence.request, None)

@@ -1,0 +1,83 @@
+"""Everything that exists only while an engine runs: threads, actors and the one who watches over them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+from maxsimd.engine.actor import Mailbox
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device import DeviceActors, DeviceThread, OnDevice
+from maxsimd.engine.messages import SchedulerMessage
+from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.preprocess import Preprocessor
+from maxsimd.engine.scheduler_actor import SchedulerActor
+from maxsimd.engine.tokenization import TextTokenizer
+from maxsimd.scheduler import Scheduler, StepLimits
+
+log = logging.getLogger(__name__)
+
+
+class Running:
+    """Everything that exists only while an engine runs; complete when made."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        metrics: EngineMetrics,
+        device: DeviceThread,
+        on_device: OnDevice,
+        died: Callable[[str], None],
+    ) -> None:
+        model, prepared = on_device.model, on_device.prepared
+        self.on_device = on_device
+        self.keys: Iterator[int] = count()
+        self.owners: Iterator[int] = count()
+        self.pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="maxsimd-pool")
+        budget = config.max_batch_tokens
+        if budget is None:
+            budget = 16_384 if on_device.device.type == "cuda" else 2_048
+            if not prepared.runner.chunked:
+                budget = max(budget, model.max_tokens)
+        self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
+        self.tokenizer = TextTokenizer(model.tokenizer)
+        self.preprocessor = Preprocessor(model, self.tokenizer, self.max_tokens)
+        limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked)
+        self._device = device
+        self._died = died
+        loop = asyncio.get_running_loop()
+        mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
+        actors = DeviceActors(device.loop, on_device, mailbox)
+        self.scheduler = SchedulerActor(
+            mailbox, Scheduler(limits), actors.mailbox, config.steps_in_flight, metrics
+        )
+        self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
+
+    async def close(self, grace: float | None) -> None:
+        try:
+            async with asyncio.timeout(grace):
+                await self.scheduler.until_idle()
+        except TimeoutError:
+            log.warning("stopping with requests unfinished after %s seconds", grace)
+        self._supervisor.cancel()
+        await asyncio.gather(self._supervisor, return_exceptions=True)
+        await asyncio.to_thread(self._device.close)
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _supervise(self, actors: DeviceActors) -> None:
+        """Runs the actors of both loops; when one dies, all do, and every waiting caller is told."""
+        reason = "the engine was stopped"
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.scheduler.run())
+                group.create_task(self._run_on_device(actors))
+        except* Exception as errors:
+            reason = f"the engine has died: {errors.exceptions[0]!r}"
+            log.critical("%s", reason, exc_info=errors.exceptions[0])
+            self._died(reason)
+        finally:
+            self.scheduler.fail_all(reason)
+
+    async def _run_on_device(self, actors: DeviceActors) -> None:
+        await asyncio.wrap_future(self._device.run(actors.run()))

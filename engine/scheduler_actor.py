@@ -1,0 +1,153 @@
+"""The actor that owns the queue and every waiting request. Lives on the caller's event loop."""
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass
+
+from maxsimd.engine.actor import Actor, Mailbox
+from maxsimd.engine.errors import EngineDeadError, RequestFailedError
+from maxsimd.engine.messages import (
+    Admit,
+    Cancel,
+    Release,
+    RunnerMessage,
+    SchedulerMessage,
+    StepReport,
+    Value,
+)
+from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request whose values are not all there yet."""
+
+    values: list[Value | None]
+    missing: int
+    future: asyncio.Future[list[Value]]
+
+
+class SchedulerActor(Actor[SchedulerMessage]):
+    """Owns the `Scheduler` and the open requests; keeps up to `steps_in_flight` steps on the device.
+
+    Other parts may read `waiting_tokens`, `tokens_per_second` and `is_idle`; all else goes by message.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox[SchedulerMessage],
+        scheduler: Scheduler,
+        runner: Mailbox[RunnerMessage],
+        steps_in_flight: int,
+        metrics: EngineMetrics,
+    ) -> None:
+        super().__init__(mailbox)
+        self._scheduler = scheduler
+        self._runner = runner
+        self._steps_in_flight = steps_in_flight
+        self._metrics = metrics
+        self._open: dict[int, _Open] = {}
+        self._in_flight: dict[int, int] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.tokens_per_second = 0.0
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._scheduler.waiting_tokens
+
+    async def until_idle(self) -> None:
+        """Returns once no request is open and no step in flight."""
+        await self._idle.wait()
+
+    async def receive(self, message: SchedulerMessage) -> None:
+        match message:
+            case Admit():
+                self._admit(message)
+            case Cancel():
+                self._end(message.request)
+            case StepReport():
+                self._account(message)
+        self._dispatch()
+        self._metrics.queue_tokens.set(self._scheduler.waiting_tokens)
+        self._metrics.queue_sequences.set(self._scheduler.waiting_sequences)
+        if self._open or self._in_flight:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def fail_all(self, reason: str) -> None:
+        """Tells every waiting caller that the engine is dead. For the supervisor, after the actors died."""
+        for request in self._open.values():
+            if not request.future.done():
+                request.future.set_exception(EngineDeadError(reason))
+        self._open.clear()
+        self._in_flight.clear()
+        self._idle.set()
+
+    def _admit(self, message: Admit) -> None:
+        if message.values.done():  # cancelled before it got here
+            return
+        self._open[message.request] = _Open([None] * message.results, message.results, message.values)
+        self._scheduler.admit(message.request, message.sequences, message.priority)
+
+    def _end(self, request: int) -> None:
+        """Forgets a request that was cancelled or has failed, here and on the device."""
+        if self._open.pop(request, None) is None:
+            return
+        self._scheduler.cancel(request)
+        self._runner.post(Release(request))
+
+    def _dispatch(self) -> None:
+        while len(self._in_flight) < self._steps_in_flight:
+            step = self._scheduler.schedule()
+            if step is None:
+                return
+            self._in_flight[step.id] = len(step.chunks)
+            self._metrics.step_tokens.observe(step.num_tokens)
+            self._metrics.step_sequences.observe(len(step.chunks))
+            self._runner.post(step)
+
+    def _account(self, report: StepReport) -> None:
+        self._in_flight[report.step_id] -= report.chunks
+        if self._in_flight[report.step_id] <= 0:
+            del self._in_flight[report.step_id]
+        self._metrics.tokens.inc(report.tokens)
+        self._metrics.step_seconds.observe(report.seconds)
+        if report.tokens and report.seconds > 0:
+            rate = report.tokens / report.seconds
+            self.tokens_per_second = 0.8 * self.tokens_per_second + 0.2 * rate if self.tokens_per_second else rate
+        if report.out_of_memory:
+            log.warning("the device ran out of memory; steps are smaller for a while")
+            self._scheduler.reduce_budget()
+        for failure in report.failures:
+            self._fail(failure.request, failure.reason)
+        for result in report.results:
+            self._resolve(result.request, result.index, result.value)
+
+    def _resolve(self, request: int, index: int, value: Value) -> None:
+        open_request = self._open.get(request)
+        if open_request is None:
+            return
+        if isinstance(value, float) and not math.isfinite(value):
+            self._fail(request, "the model returned a score that is not a finite number")
+            return
+        open_request.values[index] = value
+        open_request.missing -= 1
+        if open_request.missing == 0:
+            del self._open[request]
+            if not open_request.future.done():
+                open_request.future.set_result([value for value in open_request.values if value is not None])
+
+    def _fail(self, request: int, reason: str) -> None:
+        open_request = self._open.get(request)
+        if open_request is None:
+            return
+        log.error("request %d failed: %s", request, reason)
+        if not open_request.future.done():
+            open_request.future.set_exception(RequestFailedError(reason))
+        self._end(request)

@@ -1,0 +1,113 @@
+"""Texts to token ids, exactly as the checkpoint's tokeniser does it, but each text only once.
+
+A pair is put together from two texts tokenised apart, so that a query is not tokenised again for every
+document, and truncation is arithmetic on lengths. The special tokens around texts are learned from the
+tokeniser itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.scheduler.sequence import TokenIds
+
+Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """The special tokens around one text or two: `ids[i]` and `types[i]` come before text i, the last
+    ones after the last text. `text_types[i]` is the type of text i's own tokens."""
+
+    ids: tuple[TokenIds, ...]
+    types: tuple[TokenIds, ...]
+    text_types: tuple[int, ...]
+
+    @property
+    def special_tokens(self) -> int:
+        return sum(len(part) for part in self.ids)
+
+    def fill(self, *texts: TokenIds) -> tuple[TokenIds, TokenIds]:
+        """The token ids and type ids of one sequence."""
+        ids, types = [self.ids[0]], [self.types[0]]
+        for i, text in enumerate(texts):
+            ids += [text, self.ids[i + 1]]
+            types += [np.full(len(text), self.text_types[i], dtype=np.int32), self.types[i + 1]]
+        return np.concatenate(ids), np.concatenate(types)
+
+
+class TextTokenizer:
+    """A private copy of a checkpoint's tokeniser. Thread-safe: nothing in it changes after construction."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InvalidRequestError(f"{type(tokenizer).__name__} has no fast tokeniser, which is required")
+        self._tokenizer: Tokenizer = Tokenizer.from_str(backend.to_str())
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.single = self._learn_template("a")
+        self.pair = self._learn_template("a", "b")
+
+    def encode(self, texts: Sequence[str], param: str) -> list[TokenIds]:
+        """The token ids of each text, without special tokens. `param` names the field in errors."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequestError(
+                f"{param} holds a text that is not valid Unicode; replace lone surrogates", param
+            ) from error
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def encode_whole(self, text: str) -> tuple[list[int], list[str]]:
+        """Ids and token strings of one text as it would be run alone, special tokens included."""
+        encoding = self._tokenizer.encode(text)
+        return encoding.ids, encoding.tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _learn_template(self, *texts: str) -> Template:
+        encoding = self._tokenizer.encode(*texts)
+        ids: list[list[int]] = [[] for _ in range(len(texts) + 1)]
+        types: list[list[int]] = [[] for _ in range(len(texts) + 1)]
+        text_types = [0] * len(texts)
+        place = 0
+        owners = encoding.sequence_ids
+        for token, type_id, owner in zip(encoding.ids, encoding.type_ids, owners, strict=True):
+            if owner is None:
+                ids[place].append(token)
+                types[place].append(type_id)
+            else:
+                place = owner + 1
+                text_types[owner] = type_id
+        return Template(
+            tuple(np.array(part, dtype=np.int32) for part in ids),
+            tuple(np.array(part, dtype=np.int32) for part in types),
+            tuple(text_types),
+        )
+
+
+def cut(text: TokenIds, length: int, side: Side) -> TokenIds:
+    """At most `length` tokens of a text, cut at the given side."""
+    if len(text) <= length:
+        return text
+    return text[:length] if side == "right" else text[len(text) - length :]
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """The lengths of two texts cut to `room` tokens together, as the tokenizers library's longest_first
+    strategy has it: the longer one is cut to what the shorter leaves, and where that is less than half
+    both are cut to halves."""
+    if first + second <= room:
+        return first, second
+    short, long = min(first, second), max(first, second)
+    long = short if short > room else max(short, room - short)
+    if short + long > room:
+        short = room // 2
+        long = short + room % 2
+    return (short, long) if first <= second else (long, short)

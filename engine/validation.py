@@ -1,0 +1,37 @@
+"""Checks of what callers pass in; each error names the argument and says what to change."""
+
+from collections.abc import Sequence
+
+from maxsimd.engine.errors import InvalidRequestError
+
+
+def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
+    """One text or many as a tuple. Raises InvalidRequestError for none, or for anything but strings."""
+    texts = (texts,) if isinstance(texts, str) else tuple(texts)
+    if not texts:
+        raise InvalidRequestError(f"{param} is empty; give at least one text", param)
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{param}[{i}] is not a string but {type(text).__name__}", param)
+    return texts
+
+
+def pair_up(
+    queries: str | Sequence[str], documents: str | Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Queries and documents in a shape that can be scored: 1:1, 1:N or N:N."""
+    queries, documents = as_texts(queries, "queries"), as_texts(documents, "documents")
+    if len(queries) not in (1, len(documents)):
+        raise InvalidRequestError(
+            "Input lengths must be either 1:1, 1:N or N:N; "
+            f"there are {len(queries)} queries and {len(documents)} documents",
+            "documents",
+        )
+    return queries, documents
+
+
+def usable_dimensions(dimensions: int | None, dim: int) -> int | None:
+    """The number of embedding columns asked for, if the model has that many."""
+    if dimensions is not None and not 1 <= dimensions <= dim:
+        raise InvalidRequestError(f"dimensions must be from 1 to {dim}, not {dimensions}", "dimensions")
+    return dimensions

@@ -1,0 +1,53 @@
+"""Sends each chunk to the pooling method of its task, and gathers what is finished."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.methods import PoolingMethod
+from maxsimd.pooling.ragged import Ragged
+from maxsimd.scheduler import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pooled:
+    """The finished sequences of one task in one step; item i of `items` belongs to `sequences[i]`."""
+
+    task: str
+    sequences: tuple[Sequence, ...]
+    items: Ragged
+
+    def __iter__(self) -> Iterator[tuple[Sequence, torch.Tensor]]:
+        return zip(self.sequences, self.items, strict=True)
+
+
+class DispatchPooler:
+    """Owns one pooling method a task. Called by whoever owns the step's hidden states, one step at a time."""
+
+    def __init__(self, methods: Mapping[str, PoolingMethod]) -> None:
+        self._methods = dict(methods)
+
+    def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> list[Pooled]:
+        """Pools a step: `hidden` is [rows, hidden]. One entry a task that finished any sequence.
+
+        State of unfinished sequences stays until `free`."""
+        pooled = []
+        for task in dict.fromkeys(chunk.sequence.task for chunk in cursor.chunks):
+            group = cursor.select(lambda chunk, task=task: chunk.sequence.task == task)  # type: ignore[misc]
+            items = self._methods[task].pool(hidden, group)
+            sequences = tuple(chunk.sequence for chunk in group.chunks if chunk.is_last)
+            if sequences:
+                pooled.append(Pooled(task, sequences, items))
+        return pooled
+
+    def free(self, key: int) -> None:
+        """Forgets the state of a sequence that finished, failed or was cancelled."""
+        for method in self._methods.values():
+            method.free(key)
+
+    @property
+    def held(self) -> int:
+        """How many unfinished sequences have state in any method."""
+        return sum(method.held for method in self._methods.values())

@@ -1,0 +1,180 @@
+"""The pooling methods: from the rows of a step's chunks to one item per finished sequence.
+
+Each method handles its whole group at once and keeps what it needs of sequences that are still in prefill.
+Which method a sequence takes, and what is done with the item, is decided elsewhere.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from maxsimd.pooling.cursor import PoolingCursor, take_rows
+from maxsimd.pooling.ragged import Ragged
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PoolingMethod(ABC):
+    """Pools sequences, whole or in chunks, and owns the state of those that are not finished.
+
+    `head` maps rows [n, hidden] to [n, dim] (projection, classifier, normalisation), in float32.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+
+    @abstractmethod
+    def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
+        """Pools one step's group.
+
+        `hidden` is [rows, hidden]; the result has an item for each chunk of the cursor that is its
+        sequence's last, in the cursor's order. Calling it twice with the same cursor has the effect of
+        calling it once, so that a step may be retried.
+        """
+
+    @abstractmethod
+    def free(self, key: int) -> None:
+        """Forgets the state of a sequence, if there is any."""
+
+    @property
+    @abstractmethod
+    def held(self) -> int:
+        """How many unfinished sequences have state here."""
+
+
+class AllPool(PoolingMethod):
+    """Every kept token's row, already projected: [tokens, dim] a sequence.
+
+    The head is applied once to the whole step's rows; the chunks of one sequence are kept projected.
+    """
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._chunks: dict[int, dict[int, torch.Tensor]] = {}
+
+    def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
+        rows, lengths = cursor.kept_rows()
+        projected = Ragged.from_lengths(self.head(take_rows(hidden, rows)), lengths)
+        if all(chunk.is_whole for chunk in cursor.chunks):
+            return projected
+        finished = []
+        for chunk, part in zip(cursor.chunks, projected, strict=True):
+            key = chunk.sequence.key
+            if not chunk.is_last:
+                # A clone, so that the step's whole tensor is not kept alive by one chunk of it.
+                self._chunks.setdefault(key, {})[chunk.start] = part.clone()
+            elif chunk.is_first:
+                finished.append(part)
+            else:
+                earlier = self._chunks[key]
+                finished.append(torch.cat([earlier[start] for start in sorted(earlier)] + [part]))
+        return Ragged.from_items(finished) if finished else Ragged(projected.values[:0], (0,))
+
+    def free(self, key: int) -> None:
+        self._chunks.pop(key, None)
+
+    @property
+    def held(self) -> int:
+        return len(self._chunks)
+
+
+class _OneRowPool(PoolingMethod):
+    """Common ground of the methods that make one vector of a sequence."""
+
+    def _finish(self, pooled: torch.Tensor) -> Ragged:
+        vectors = self.head(pooled)
+        return Ragged(vectors, tuple(range(len(vectors) + 1)))
+
+
+class ClsPool(_OneRowPool):
+    """The first token's row: [1, dim] a sequence."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._first_rows: dict[int, torch.Tensor] = {}
+
+    def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
+        first = [(chunk, row) for chunk, row in zip(cursor.chunks, cursor.starts, strict=True) if chunk.is_first]
+        rows = take_rows(hidden, np.array([row for _, row in first], dtype=np.int64))
+        if len(first) == len(cursor.chunks) and all(chunk.is_last for chunk, _ in first):
+            return self._finish(rows)
+        here = {chunk.sequence.key: row for (chunk, _), row in zip(first, rows, strict=True)}
+        finished = []
+        for chunk in cursor.chunks:
+            key = chunk.sequence.key
+            if not chunk.is_last:
+                if chunk.is_first:
+                    self._first_rows[key] = here[key].clone()
+            else:
+                finished.append(here[key] if chunk.is_first else self._first_rows[key])
+        return self._finish(torch.stack(finished) if finished else rows[:0])
+
+    def free(self, key: int) -> None:
+        self._first_rows.pop(key, None)
+
+    @property
+    def held(self) -> int:
+        return len(self._first_rows)
+
+
+class LastPool(_OneRowPool):
+    """The last token's row: [1, dim] a sequence. Keeps nothing between chunks."""
+
+    def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
+        rows = [
+            start + len(chunk) - 1
+            for chunk, start in zip(cursor.chunks, cursor.starts, strict=True)
+            if chunk.is_last
+        ]
+        return self._finish(take_rows(hidden, np.array(rows, dtype=np.int64)))
+
+    def free(self, key: int) -> None:
+        pass
+
+    @property
+    def held(self) -> int:
+        return 0
+
+
+class MeanPool(_OneRowPool):
+    """The mean of the kept tokens' rows, summed in float32: [1, dim] a sequence.
+
+    Between chunks it keeps the running sum of each, by the token at which the chunk began.
+    """
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._sums: dict[int, dict[int, torch.Tensor]] = {}
+
+    def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
+        rows, lengths = cursor.kept_rows()
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device)
+        sums.index_add_(0, torch.from_numpy(owner).to(hidden.device), take_rows(hidden, rows))
+        finished, counts = [], []
+        for i, chunk in enumerate(cursor.chunks):
+            key = chunk.sequence.key
+            if not chunk.is_last:
+                self._sums.setdefault(key, {})[chunk.start] = sums[i].clone()
+                continue
+            earlier = self._sums.get(key)
+            if earlier:
+                sums[i] += torch.stack(list(earlier.values())).sum(0)
+            finished.append(i)
+            kept = chunk.sequence.kept
+            counts.append(max(1, len(chunk.sequence) if kept is None else len(kept)))
+        if len(finished) < len(cursor.chunks):
+            sums = sums[finished]
+        return self._finish(sums / torch.tensor(counts, dtype=torch.float32, device=hidden.device)[:, None])
+
+    def free(self, key: int) -> None:
+        self._sums.pop(key, None)
+
+    @property
+    def held(self) -> int:
+        return len(self._sums)
+
+
+METHODS: dict[str, type[PoolingMethod]] = {"all": AllPool, "cls": ClsPool, "last": LastPool, "mean": MeanPool}

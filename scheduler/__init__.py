@@ -1,0 +1,9 @@
+"""What to run next: sequences, steps, the token budget and fairness between requests.
+
+Pure Python and numpy: no torch and no asyncio, so that the policy can be simulated a million steps at a time.
+"""
+
+from maxsimd.scheduler.policy import Scheduler, StepLimits
+from maxsimd.scheduler.sequence import Chunk, Role, Sequence, Step
+
+__all__ = ["Chunk", "Role", "Scheduler", "Sequence", "Step", "StepLimits"]

@@ -1,0 +1,96 @@
+"""The nouns of scheduling: a tokenised sequence, a chunk of one, and a step of chunks.
+
+Nothing here decides anything; the policy does.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]
+
+
+class Role(Enum):
+    """What a sequence is to its request."""
+
+    QUERY = "query"
+    DOCUMENT = "document"
+    PAIR = "pair"
+    TEXT = "text"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequence:
+    """One tokenised text or pair, complete with all that later stages need to know about it.
+
+    `key` is unique in the engine, `request` names the owner and `index` this sequence's place among the
+    request's results. A document that is scored against a query names that query's key in `query`; a query
+    says in `uses` how many documents will.
+    """
+
+    key: int
+    request: int
+    index: int
+    role: Role
+    task: str
+    token_ids: TokenIds
+    type_ids: TokenIds | None = None
+    # Tokens that may be attended to: fewer than all when query expansion is not attended.
+    attended: int = -1
+    # Rows that take part in pooling, ascending; None for all of them.
+    kept: NDArray[np.int64] | None = None
+    query: int | None = None
+    uses: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) == 0:
+            raise ValueError("a sequence needs at least one token")
+        if self.attended < 0:
+            object.__setattr__(self, "attended", len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """The tokens `start` to `stop` of a sequence, to be run in one step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == len(self.sequence)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.is_first and self.is_last
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One forward pass. `id` counts steps; a step split after a failure keeps its id in both halves."""
+
+    id: int
+    chunks: tuple[Chunk, ...]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(len(chunk) for chunk in self.chunks)
+
+    def halves(self) -> tuple["Step", "Step"]:
+        """The two halves of a step that failed as a whole; needs at least two chunks."""
+        middle = len(self.chunks) // 2
+        return Step(self.id, self.chunks[:middle]), Step(self.id, self.chunks[middle:])
