@@ -42,10 +42,11 @@ from maxsimd.engine.requests import (
 )
 from maxsimd.engine.running import Running
 from maxsimd.engine.tokenization import TextTokenizer
-from maxsimd.engine.validation import as_texts, pair_up, usable_dimensions
+from maxsimd.engine.validation import as_inputs, as_texts, check_dimensions, pair_up
 
 T = TypeVar("T")
 Texts = str | Sequence[str]
+Inputs = str | Sequence[str | Sequence[int]]
 
 
 class Engine:
@@ -61,7 +62,8 @@ class Engine:
         self.config = config or EngineConfig()
         self.metrics = EngineMetrics()
         self._running: Running | None = None
-        self._death: str | None = None
+        self.death: str | None = None
+        self._dead = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -81,7 +83,7 @@ class Engine:
             device.close()
             raise
         self._running = Running(self.config, self.metrics, device, on_device, self._died)
-        self._death = None
+        self.death = None
 
     async def stop(self, grace: float | None = None) -> None:
         """Takes no more requests, finishes those it has (for at most `grace` seconds) and frees everything."""
@@ -89,9 +91,13 @@ class Engine:
         if running is not None:
             await running.close(grace)
 
+    async def until_dead(self) -> None:
+        """Returns when the engine has died; `death` then says of what."""
+        await self._dead.wait()
+
     @property
     def is_healthy(self) -> bool:
-        return self._running is not None and self._death is None
+        return self._running is not None and self.death is None
 
     @property
     def model(self) -> LoadedModel:
@@ -174,7 +180,7 @@ class Engine:
 
     async def embed(
         self,
-        texts: Texts,
+        texts: Inputs,
         *,
         input_type: InputType | None = None,
         dimensions: int | None = None,
@@ -191,7 +197,7 @@ class Engine:
 
     async def embed_tokens(
         self,
-        texts: Texts,
+        texts: Inputs,
         *,
         input_type: InputType | None = None,
         dimensions: int | None = None,
@@ -209,7 +215,7 @@ class Engine:
 
     async def classify(
         self,
-        texts: Texts,
+        texts: Inputs,
         *,
         truncation: Truncation = REFUSE_LONG,
         use_activation: bool = True,
@@ -231,7 +237,7 @@ class Engine:
     async def _texts(
         self,
         task: Literal["embed", "token_embed", "classify"],
-        texts: Texts,
+        texts: Inputs,
         input_type: InputType | None,
         dimensions: int | None,
         truncation: Truncation,
@@ -244,12 +250,9 @@ class Engine:
             raise InvalidRequestError(
                 f"this model cannot {task}; it can {' and '.join(sorted(tasks))}", "task"
             )
+        check_dimensions(dimensions, tasks[task].dim)
         request = EmbedRequest(
-            texts=as_texts(texts, "input"),
-            task=task,
-            input_type=input_type,
-            dimensions=usable_dimensions(dimensions, tasks[task].dim),
-            truncation=truncation,
+            texts=as_inputs(texts), task=task, input_type=input_type, truncation=truncation
         )
         self.metrics.request_documents.observe(len(request.texts))
         return await self._run(
@@ -298,11 +301,12 @@ class Engine:
             )
 
     def _require(self) -> Running:
-        if self._death is not None:
-            raise EngineDeadError(self._death)
+        if self.death is not None:
+            raise EngineDeadError(self.death)
         if self._running is None:
             raise EngineNotReadyError("the engine is not running: it is starting, draining or stopped")
         return self._running
 
     def _died(self, reason: str) -> None:
-        self._death = reason
+        self.death = reason
+        self._dead.set()

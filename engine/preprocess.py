@@ -17,6 +17,10 @@ from maxsimd.scheduler import Role, Sequence
 from maxsimd.scheduler.sequence import TokenIds
 
 
+# Token ids, type ids, attended length and kept rows of a sequence.
+_Parts = tuple[TokenIds, TokenIds, int, NDArray[np.int64] | None]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """The sequences of a request, queries first; `results` of them end in a result."""
@@ -50,11 +54,11 @@ class Preprocessor:
     def embed(self, request: EmbedRequest, owner: int, keys: Iterator[int]) -> Prepared:
         """The sequences of texts to embed or classify, in their order."""
         assembly = self._assembly(self._model.rules(request.input_type), request.truncation, "input")
-        texts = assembly.encode(request.texts)
+        texts = iter(assembly.encode(tuple(text for text in request.texts if isinstance(text, str))))
         role = {"query": Role.QUERY, "document": Role.DOCUMENT}.get(request.input_type or "", Role.TEXT)
         sequences = []
-        for i, text in enumerate(texts):
-            parts = assembly.build(text, i)
+        for i, text in enumerate(request.texts):
+            parts = assembly.build(next(texts), i) if isinstance(text, str) else assembly.given(text, i)
             sequences.append(Sequence(next(keys), owner, i, role, request.task, *parts))
         return Prepared(sequences, len(sequences), assembly.truncated)
 
@@ -154,8 +158,8 @@ class _Assembly:
         encoded = self._tokenizer.encode([prompt + text for text in texts] if prompt else texts, self._param)
         return encoded if self._most is None else [cut(text, self._most, self._side) for text in encoded]
 
-    def build(self, text: TokenIds, index: int) -> tuple[TokenIds, TokenIds, int, NDArray[np.int64] | None]:
-        """The token ids, type ids, attended length and kept rows of one text."""
+    def build(self, text: TokenIds, index: int) -> _Parts:
+        """The parts of one text's sequence: template, truncation and the role's rules applied."""
         template = self._tokenizer.single
         room = self._limit - template.special_tokens
         if len(text) > room:
@@ -166,6 +170,25 @@ class _Assembly:
         ids, types = template.fill(text)
         if len(ids) == 0:
             raise InvalidRequestError(f"{self._param}[{index}] has no tokens; leave it out", self._param)
+        return self._complete(ids, types)
+
+    def given(self, tokens: tuple[int, ...], index: int) -> _Parts:
+        """The same of token ids that the caller made."""
+        ids = np.array(tokens, dtype=np.int64)
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._tokenizer.vocabulary_size:
+            raise InvalidRequestError(
+                f"{self._param}[{index}] must hold token ids from 0 to {self._tokenizer.vocabulary_size - 1}",
+                self._param,
+            )
+        if len(ids) > self._limit:
+            if not self._may_cut:
+                raise _too_long(self._param, index, len(ids), self._limit)
+            self.truncated += 1
+            ids = cut(ids, self._limit, self._side)
+        return self._complete(ids.astype(np.int32), np.zeros(len(ids), dtype=np.int32))
+
+    def _complete(self, ids: TokenIds, types: TokenIds) -> _Parts:
+        """Adds what the checkpoint's rules for the role ask for: expansion, and tokens left out."""
         attended = len(ids)
         expansion = self._rules.expansion
         if expansion is not None and len(ids) < expansion.length:

@@ -46,12 +46,11 @@ class ScoreRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
     """Texts to embed, each to one vector (`embed`), one vector a token (`token_embed`) or to labels
-    (`classify`)."""
+    (`classify`). A text may come as token ids, special tokens included, which are run as they are."""
 
-    texts: tuple[str, ...]
+    texts: tuple[str | tuple[int, ...], ...]
     task: Literal["embed", "token_embed", "classify"]
     input_type: InputType | None = None
-    dimensions: int | None = None
     truncation: Truncation = REFUSE_LONG
 
 

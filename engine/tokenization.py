@@ -7,15 +7,17 @@ tokeniser itself.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.scheduler.sequence import TokenIds
 
 Side = Literal["left", "right"]
+I = TypeVar("I", np.int32, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +55,14 @@ class TextTokenizer:
         self.single = self._learn_template("a")
         self.pair = self._learn_template("a", "b")
 
+    @property
+    def vocabulary_size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
     def encode(self, texts: Sequence[str], param: str) -> list[TokenIds]:
         """The token ids of each text, without special tokens. `param` names the field in errors."""
+        if not texts:
+            return []
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as error:
@@ -92,7 +100,7 @@ class TextTokenizer:
         )
 
 
-def cut(text: TokenIds, length: int, side: Side) -> TokenIds:
+def cut(text: NDArray[I], length: int, side: Side) -> NDArray[I]:
     """At most `length` tokens of a text, cut at the given side."""
     if len(text) <= length:
         return text

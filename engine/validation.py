@@ -16,6 +16,16 @@ def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
     return texts
 
 
+def as_inputs(inputs: str | Sequence[str | Sequence[int]]) -> tuple[str | tuple[int, ...], ...]:
+    """Texts, or lists of token ids, as a tuple."""
+    if isinstance(inputs, str):
+        return (inputs,)
+    inputs = tuple(item if isinstance(item, str) else tuple(item) for item in inputs)
+    if not inputs:
+        raise InvalidRequestError("input is empty; give at least one text", "input")
+    return inputs
+
+
 def pair_up(
     queries: str | Sequence[str], documents: str | Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -30,8 +40,7 @@ def pair_up(
     return queries, documents
 
 
-def usable_dimensions(dimensions: int | None, dim: int) -> int | None:
-    """The number of embedding columns asked for, if the model has that many."""
+def check_dimensions(dimensions: int | None, dim: int) -> None:
+    """Refuses more embedding columns than the model has, and fewer than one."""
     if dimensions is not None and not 1 <= dimensions <= dim:
         raise InvalidRequestError(f"dimensions must be from 1 to {dim}, not {dimensions}", "dimensions")
-    return dimensions

@@ -1,0 +1,50 @@
+"""The command line: `maxsimd serve`, and what other rooms add to it as entry points."""
+
+import sys
+from importlib.metadata import entry_points
+from typing import Any
+
+import click
+
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.options import config_from, options_from
+from maxsimd.engine.config import EngineConfig
+
+
+class _Commands(click.Group):
+    """A group that also knows the commands which installed packages register."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted({*super().list_commands(context), *(point.name for point in _registered())})
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        for point in _registered():
+            if point.name == name:
+                command: click.Command = point.load()
+                return command
+        return super().get_command(context, name)
+
+
+def _registered() -> Any:
+    return entry_points(group="maxsimd.commands")
+
+
+@click.group(cls=_Commands)
+@click.version_option(package_name="maxsimd")
+def main() -> None:
+    """Scores documents against queries: late interaction, cross-encoders and bi-encoders."""
+
+
+@main.command()
+@click.argument("model", required=False)
+@options_from(EngineConfig, exclude=frozenset({"model"}))
+@options_from(ServerConfig)
+def serve(**values: Any) -> None:
+    """Serves MODEL, a folder or a hub id, over HTTP; without one, the embedded all-MiniLM-L6-v2."""
+    engine_config = config_from(EngineConfig, values)
+    server_config = config_from(ServerConfig, values)
+    from maxsimd.api.logs import set_up_logging
+    from maxsimd.api.serve import serve as run
+
+    set_up_logging(server_config.log_level, server_config.log_format)
+    sys.exit(run(engine_config, server_config))

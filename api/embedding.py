@@ -1,0 +1,89 @@
+"""The routes that give vectors: /v1/embeddings and /pooling."""
+
+import base64
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from numpy.typing import NDArray
+
+from maxsimd.api import wire
+from maxsimd.api.reading import as_inputs, input_type_of, truncation_of
+from maxsimd.api.scoring import usage_of
+from maxsimd.api.state import STATE, ServerState, new_id, now
+from maxsimd.engine import EmbedResult, InvalidRequestError, TokenEmbedResult
+
+routes = web.RouteTableDef()
+
+
+@routes.post("/v1/embeddings")
+async def embeddings(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    body = await state.read(request, wire.EmbeddingsRequest)
+    inputs = as_inputs(body.input)
+    state.check_count(len(inputs), "input")
+    result = await state.engine.embed(
+        inputs,
+        input_type=input_type_of(body.input_type),
+        dimensions=body.dimensions,
+        truncation=truncation_of(body),
+        priority=body.priority,
+        timeout=body.timeout,
+    )
+
+    def build() -> wire.EmbeddingsResponse:
+        data = [
+            wire.Embedding(i, _encode(vector, body.encoding_format))
+            for i, vector in enumerate(result.embeddings)
+        ]
+        return wire.EmbeddingsResponse(new_id("embd"), now(), state.model_name, data, usage_of(result.usage))
+
+    return await state.answer(await state.engine.in_thread(build), result.embeddings.size)
+
+
+@routes.post("/pooling")
+async def pooling(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    body = await state.read(request, wire.PoolingRequest)
+    inputs = as_inputs(body.input)
+    state.check_count(len(inputs), "input")
+    result = await _pool(state, body, inputs)
+
+    def build() -> wire.PoolingResponse:
+        data = [
+            wire.Pooling(i, _encode(item, body.encoding_format)) for i, item in enumerate(result.embeddings)
+        ]
+        return wire.PoolingResponse(new_id("pooling"), now(), state.model_name, data, usage_of(result.usage))
+
+    return await state.answer(
+        await state.engine.in_thread(build), sum(item.size for item in result.embeddings)
+    )
+
+
+async def _pool(
+    state: ServerState, body: wire.PoolingRequest, inputs: list[str] | list[list[int]]
+) -> EmbedResult | TokenEmbedResult:
+    """Runs the task that the request names, or else the one that the model's scores are made of."""
+    engine = state.engine
+    task = body.task or engine.model.score_task
+    options: dict[str, Any] = {
+        "truncation": truncation_of(body),
+        "priority": body.priority,
+        "timeout": body.timeout,
+    }
+    if task == "classify":
+        activated = body.use_activation is not False
+        return await engine.classify(inputs, use_activation=activated, **options)
+    if body.use_activation is False:
+        raise InvalidRequestError("use_activation=false is only for the task classify", "use_activation")
+    options |= {"input_type": input_type_of(body.input_type), "dimensions": body.dimensions}
+    if task == "embed":
+        return await engine.embed(inputs, **options)
+    return await engine.embed_tokens(inputs, **options)
+
+
+def _encode(array: NDArray[np.float32], encoding_format: str) -> Any:
+    """Numbers as nested lists, or as base64 of little-endian float32 in row order."""
+    if encoding_format == "base64":
+        return base64.b64encode(np.ascontiguousarray(array, dtype="<f4").tobytes()).decode("ascii")
+    return array.tolist()

@@ -1,0 +1,40 @@
+"""What the server counts, on top of the engine's own metrics and in the same registry."""
+
+import asyncio
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LAG_PERIOD = 0.1
+
+
+class ServerMetrics:
+    """HTTP requests by route and status, their latency, and how late the event loop is."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        ProcessCollector(registry=registry)
+        self.requests = Counter(
+            "maxsimd_http_requests", "HTTP requests answered", ("route", "status"), registry=registry
+        )
+        self.seconds = Histogram(
+            "maxsimd_http_request_seconds",
+            "Seconds from a request's arrival to its answer",
+            ("route",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.in_flight = Gauge("maxsimd_http_in_flight", "HTTP requests being answered", registry=registry)
+        self.lag = Histogram(
+            "maxsimd_event_loop_lag_seconds",
+            "How much later than asked for the event loop woke a sleeper",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+
+    async def watch_lag(self) -> None:
+        """Measures the event loop's lag until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asked = loop.time() + _LAG_PERIOD
+            await asyncio.sleep(_LAG_PERIOD)
+            self.lag.observe(max(0.0, loop.time() - asked))

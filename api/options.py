@@ -1,0 +1,73 @@
+"""Command-line options and their documentation, generated from configuration dataclasses."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+C = TypeVar("C")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def options_from(config: type, exclude: frozenset[str] = frozenset()) -> Callable[[F], F]:
+    """A decorator that gives a click command one option a field of a configuration dataclass."""
+
+    def decorate(command: F) -> F:
+        for field in reversed(_fields(config, exclude)):
+            command = click.option(flag(field.name), **_click_arguments(config, field))(command)
+        return command
+
+    return decorate
+
+
+def config_from(config: type[C], values: dict[str, Any]) -> C:
+    """Builds the dataclass from a click command's values, and takes those out of `values`."""
+    names = [field.name for field in dataclasses.fields(config) if field.name in values]  # type: ignore[arg-type]
+    try:
+        return config(**{name: values.pop(name) for name in names})
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def markdown_table(*configs: type) -> str:
+    """The table of options for the README."""
+    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
+    for config in configs:
+        for field in _fields(config, frozenset({"model"})):
+            default = "" if field.default in (None, ()) else _shown(field.default)
+            lines.append(f"| `{flag(field.name)}` | {default} | {field.metadata['help']} |")
+    return "\n".join(lines)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:,}" if isinstance(default, int) else str(default)
+
+
+def _fields(config: type, exclude: frozenset[str]) -> list["dataclasses.Field[Any]"]:
+    return [field for field in dataclasses.fields(config) if field.name not in exclude]
+
+
+def _click_arguments(config: type, field: "dataclasses.Field[Any]") -> dict[str, Any]:
+    kind = typing.get_type_hints(config)[field.name]
+    arguments: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    if typing.get_origin(kind) is typing.Literal:
+        arguments["type"] = click.Choice(list(typing.get_args(kind)))
+    elif typing.get_origin(kind) is tuple:
+        arguments["multiple"] = True
+    elif kind is bool:
+        arguments["is_flag"] = True
+    else:
+        arguments["type"] = kind
+    arguments["show_default"] = field.default not in (None, (), False)
+    return arguments

@@ -1,0 +1,109 @@
+"""From wire requests to arguments of the engine. Functions of their input."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from maxsimd.api.wire import Common, Content, Contents, RerankRequest, ScoreRequest, Scoring
+from maxsimd.engine import InvalidRequestError, Truncation
+
+_PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+
+
+def texts_to_score(request: ScoreRequest) -> tuple[list[str], list[str]]:
+    """The queries and documents of a score request, under whichever names they came."""
+    for first, second in _PAIRS:
+        queries, documents = getattr(request, first), getattr(request, second)
+        if queries is not None and documents is not None:
+            return as_texts(queries, first), as_texts(documents, second)
+    for first, second in _PAIRS:
+        if getattr(request, first) is not None:
+            raise InvalidRequestError(f"{second} is missing", second)
+    raise InvalidRequestError("queries and documents are missing", "queries")
+
+
+def documents_to_rank(request: RerankRequest) -> list[str]:
+    if request.documents is None:
+        raise InvalidRequestError("documents is missing", "documents")
+    return as_texts(request.documents, "documents", request.rank_fields)
+
+
+def as_texts(contents: Contents, param: str, rank_fields: Sequence[str] | None = None) -> list[str]:
+    """One or many contents as plain texts."""
+    if not isinstance(contents, list):
+        contents = [contents]
+    return [as_text(content, f"{param}[{i}]", param, rank_fields) for i, content in enumerate(contents)]
+
+
+def as_text(content: Content, place: str, param: str, rank_fields: Sequence[str] | None = None) -> str:
+    """The text of a string, of {"text": ...}, of {"content": "..."} or content parts, or, with Cohere's
+    `rank_fields`, the named fields of a record, a line each."""
+    if isinstance(content, str):
+        return content
+    if rank_fields:
+        return "\n".join(f"{name}: {content[name]}" for name in rank_fields if name in content)
+    text = content.get("text", content.get("content"))
+    if isinstance(text, list):
+        return "\n".join(_part_text(part, place, param) for part in text)
+    if isinstance(text, str):
+        return text
+    raise InvalidRequestError(f'{place} is an object without a "text" or "content" string', param)
+
+
+def _part_text(part: Any, place: str, param: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise InvalidRequestError(f"{place} has a content part that is not text; only text can be scored", param)
+
+
+def truncation_of(request: Common, default_max_tokens: int | None = None) -> Truncation:
+    """What the request says of over-long inputs; `default_max_tokens` where it says nothing."""
+    asked = request.truncate_prompt_tokens
+    scoring = request if isinstance(request, Scoring) else None
+    return Truncation(
+        max_tokens=default_max_tokens if asked is None else asked,
+        side=request.truncation_side or "right",
+        max_query_tokens=(scoring.max_tokens_per_query or None) if scoring else None,
+        max_document_tokens=(scoring.max_tokens_per_doc or None) if scoring else None,
+    )
+
+
+def wants_activation(request: Scoring) -> bool:
+    return not request.raw_scores if request.use_activation is None else request.use_activation
+
+
+def as_inputs(value: Any) -> list[str] | list[list[int]]:
+    """OpenAI's `input`: a text, texts, token ids, or lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return value
+        if all(_is_token(item) for item in value):
+            return [value]
+        if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
+            return value
+    raise InvalidRequestError(
+        "input must be a text, a list of texts, a list of token ids or a list of those, and not empty", "input"
+    )
+
+
+def _is_token(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def input_type_of(value: str | None) -> "Any":
+    """`query` or `document` from what clients call them; None for none of these."""
+    if value is None:
+        return None
+    known = {
+        "query": "query",
+        "search_query": "query",
+        "retrieval.query": "query",
+        "document": "document",
+        "passage": "document",
+        "search_document": "document",
+        "retrieval.passage": "document",
+    }
+    if value not in known:
+        raise InvalidRequestError(f"input_type {value!r} is not known; use query or document", "input_type")
+    return known[value]

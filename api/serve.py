@@ -1,0 +1,82 @@
+"""The life of a server process: listen, load, serve, drain, leave."""
+
+import asyncio
+import logging
+import signal
+import time
+
+import uvloop
+from aiohttp import web
+
+from maxsimd.api.app import build_app
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.state import STATE
+from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+
+log = logging.getLogger("maxsimd.serve")
+
+_DRAIN_POLL_SECONDS = 0.02
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serves until SIGTERM or SIGINT; returns the process's exit status."""
+    return uvloop.run(_serve(engine_config, server_config))
+
+
+async def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    started = time.perf_counter()
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    engine = Engine(engine_config)
+    runner = web.AppRunner(
+        build_app(engine, server_config), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
+    await runner.setup()
+    # Listening comes first: while the model loads, /health says so instead of refusing connections.
+    site = web.TCPSite(runner, server_config.host, server_config.port)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        await engine.start()
+        model = engine.model
+        log.info(
+            "%s is ready on http://%s:%d after %.1f s: %s, %s, %s on %s",
+            model.name,
+            server_config.host,
+            port,
+            time.perf_counter() - started,
+            model.score_type.value,
+            str(engine.on_device.prepared.dtype).removeprefix("torch."),
+            "padded" if engine.on_device.prepared.not_packed else "packed",
+            engine.on_device.device,
+        )
+        died = asyncio.create_task(engine.until_dead())
+        asked = asyncio.create_task(stop.wait())
+        await asyncio.wait({died, asked}, return_when=asyncio.FIRST_COMPLETED)
+        await _drain(runner, site, server_config.grace_seconds)
+        died.cancel()
+        asked.cancel()
+        return 0 if engine.death is None else 1
+    except ModelLoadError as error:
+        log.error("%s", error)
+        return 1
+    finally:
+        await engine.stop(grace=server_config.grace_seconds)
+        await runner.cleanup()
+
+
+async def _drain(runner: web.AppRunner, site: web.TCPSite, grace: float) -> None:
+    """Takes no more requests and lets those in flight finish."""
+    state = runner.app[STATE]
+    state.draining = True
+    await site.stop()
+    deadline = time.perf_counter() + grace
+    while state.in_flight and time.perf_counter() < deadline:
+        await asyncio.sleep(_DRAIN_POLL_SECONDS)
+    if state.in_flight:
+        log.warning("%d requests were still unfinished after %.0f seconds", state.in_flight, grace)
+    # Answers that are on their way out need a moment to leave.
+    await asyncio.sleep(_DRAIN_POLL_SECONDS)
+    log.info("drained")

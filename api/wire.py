@@ -1,0 +1,179 @@
+"""The wire types: what clients send and what they get, as msgspec structs.
+
+Unknown fields are ignored, as clients send their own; known ones are checked here. What the fields mean
+together is worked out in `reading`.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+# A text, or an object that holds one: {"text": ...}, {"content": ...}, or a record with fields.
+Content = str | dict[str, Any]
+Contents = str | dict[str, Any] | list[Content]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """Options that all requests share."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: int = 0
+    timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+class Scoring(Common, kw_only=True):
+    """Options that /score and /rerank share."""
+
+    max_tokens_per_query: NotNegative = 0
+    max_tokens_per_doc: NotNegative = 0
+    use_activation: bool | None = None
+    raw_scores: bool = False
+
+
+class ScoreRequest(Scoring, kw_only=True):
+    queries: Contents | None = None
+    documents: Contents | None = None
+    items: Contents | None = None
+    text_1: Contents | None = None
+    text_2: Contents | None = None
+    data_1: Contents | None = None
+    data_2: Contents | None = None
+
+
+class RerankRequest(Scoring, kw_only=True):
+    """Jina's, Cohere's and vLLM's with `documents`, text-embeddings-inference's with `texts`."""
+
+    query: Content
+    documents: Contents | None = None
+    texts: list[str] | None = None
+    top_n: NotNegative | None = None
+    return_documents: bool = True
+    return_text: bool = False
+    rank_fields: list[str] | None = None
+    long_documents: Literal["truncate", "error"] | None = None
+    truncate: bool | None = None
+    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+
+
+TokenInput = str | list[str] | list[int] | list[list[int]]
+
+
+class EmbeddingsRequest(Common, kw_only=True):
+    input: Any
+    dimensions: Positive | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    input_type: str | None = None
+
+
+class PoolingRequest(EmbeddingsRequest, kw_only=True):
+    task: Literal["token_embed", "embed", "classify"] | None = None
+    use_activation: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    text: str | None = None
+    prompt: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[NotNegative]
+    model: str | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Score(msgspec.Struct):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreResponse(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+    object: str = "list"
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class Ranked(msgspec.Struct, omit_defaults=True):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class RerankResponse(msgspec.Struct, omit_defaults=True):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: Usage
+    meta: dict[str, Any]
+    warnings: list[str] = []
+
+
+class TeiRanked(msgspec.Struct, omit_defaults=True):
+    index: int
+    score: float
+    text: str | None = None
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: Any
+    object: str = "embedding"
+
+
+class EmbeddingsResponse(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
+    object: str = "list"
+
+
+class Pooling(msgspec.Struct):
+    index: int
+    data: Any
+    object: str = "pooling"
+
+
+class PoolingResponse(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Pooling]
+    usage: Usage
+    object: str = "list"
+
+
+class TokenizeResponse(msgspec.Struct):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorResponse(msgspec.Struct):
+    error: ErrorBody
