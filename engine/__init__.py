@@ -16,6 +16,7 @@ from maxsimd.engine.errors import (
     RequestTimeoutError,
 )
 from maxsimd.engine.requests import (
+    CUT_LONG,
     EmbedResult,
     RankedDocument,
     RerankResult,
@@ -27,6 +28,7 @@ from maxsimd.engine.requests import (
 from maxsimd.engine.sync import SyncEngine
 
 __all__ = [
+    "CUT_LONG",
     "EmbedResult",
     "Engine",
     "EngineConfig",

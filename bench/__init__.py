@@ -1,0 +1,4 @@
+"""Benchmarks: throughput, latency, ranking quality and single methods.
+
+A figure counts only if a command here printed it.
+"""

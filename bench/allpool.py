@@ -1,0 +1,60 @@
+"""All-token pooling as a method: one slice and one split a step, against slicing sequence by sequence."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import click
+import numpy as np
+import torch
+
+from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.methods import AllPool
+from maxsimd.scheduler import Chunk, Role, Sequence
+
+
+def measure_allpool(sequences: int, tokens: int, hidden: int, rounds: int) -> None:
+    """Prints the medians of both ways over the same step, with a projection to 128 and normalisation."""
+    draw = random.Random(0)
+    lengths = [draw.randint(max(1, tokens // 2), tokens * 3 // 2) for _ in range(sequences)]
+    chunks = tuple(
+        Chunk(Sequence(i, 0, i, Role.TEXT, "all", np.zeros(length, dtype=np.int32)), 0, length)
+        for i, length in enumerate(lengths)
+    )
+    starts = tuple(int(start) for start in np.cumsum([0, *lengths[:-1]]))
+    cursor = PoolingCursor(chunks, starts)
+    states = torch.randn(sum(lengths), hidden).bfloat16()
+    projection = torch.nn.Linear(hidden, 128, bias=False)
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(projection(rows), dim=-1)
+
+    pool = AllPool(head)
+
+    def together() -> list[torch.Tensor]:
+        return list(pool.pool(states, cursor))
+
+    def one_by_one() -> list[torch.Tensor]:
+        return [
+            head(states[start : start + len(chunk)].float()) for chunk, start in zip(chunks, starts, strict=True)
+        ]
+
+    with torch.inference_mode():
+        for ours, plain in zip(together(), one_by_one(), strict=True):
+            torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+        a, b = _medians(together, one_by_one, rounds)
+    click.echo(f"{sequences} sequences, {sum(lengths)} tokens, hidden {hidden} -> 128")
+    click.echo(f"  one slice and one split   {a * 1e3:8.3f} ms")
+    click.echo(f"  sequence by sequence      {b * 1e3:8.3f} ms   {b / a:.2f} times as long")
+
+
+def _medians(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Median seconds of both, run in turns."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for times, run in zip(taken, (first, second), strict=True):
+            started = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - started)
+    return statistics.median(taken[0]), statistics.median(taken[1])

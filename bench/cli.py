@@ -1,0 +1,108 @@
+"""`maxsimd bench`: drives a running server, the engine in this process, or a peer beside it."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from maxsimd.api.options import config_from, options_from
+from maxsimd.bench.datasets import Request, docstring_requests, random_requests
+from maxsimd.bench.report import Report
+from maxsimd.engine.config import EngineConfig
+
+
+@click.group()
+def bench() -> None:
+    """Measures throughput, latency and ranking quality."""
+
+
+def workload_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that say what is sent and how."""
+    options = [
+        click.option("--dataset", type=click.Choice(["random", "docstrings"]), default="docstrings",
+                     show_default=True, help="Random words, or real English with known answers."),
+        click.option("--num-requests", type=int, default=100, show_default=True, help="Requests to measure."),
+        click.option("--documents", type=int, default=100, show_default=True, help="Documents in a request."),
+        click.option("--random-input-len", type=int, default=256, show_default=True,
+                     help="Tokens of a pair of random words."),
+        click.option("--random-range-ratio", type=float, default=0.5, show_default=True,
+                     help="How much random lengths vary, 0 to 1."),
+        click.option("--shared-query", is_flag=True, help="One random query for the whole run."),
+        click.option("--concurrency", type=int, default=4, show_default=True, help="Requests at a time."),
+        click.option("--request-rate", type=float, help="Requests a second, instead of a fixed concurrency."),
+        click.option("--warmup", type=int, default=5, show_default=True, help="Requests before measuring."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
+        click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file."),
+    ]  # fmt: skip
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
+
+
+def make_requests(workload: dict[str, Any]) -> list[Request]:
+    """The measured requests with those of the warm-up in front."""
+    count = workload["num_requests"] + workload["warmup"]
+    if workload["dataset"] == "docstrings":
+        return docstring_requests(count, workload["documents"], workload["seed"])
+    return random_requests(
+        count,
+        workload["documents"],
+        workload["random_input_len"],
+        workload["random_range_ratio"],
+        workload["shared_query"],
+        workload["seed"],
+    )
+
+
+def finish(report: Report, json_file: str | None) -> None:
+    click.echo(report.show())
+    if json_file:
+        report.write(json_file)
+
+
+@bench.command("engine")
+@click.argument("model", required=False)
+@options_from(EngineConfig, exclude=frozenset({"model"}))
+@workload_options
+def bench_engine(**values: Any) -> None:
+    """Measures the engine in this process, with MODEL or the embedded one."""
+    config = config_from(EngineConfig, values)
+    from maxsimd.bench.targets import run_engine
+
+    report = asyncio.run(run_engine(config, make_requests(values), values))
+    finish(report, values["json_file"])
+
+
+@bench.command("serve")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server's address.")
+@click.option("--api-key", help="Key to send as a bearer token.")
+@workload_options
+def bench_serve(url: str, api_key: str | None, **values: Any) -> None:
+    """Measures a running server through POST /rerank, maxsimd or any that answers alike."""
+    from maxsimd.bench.targets import run_server
+
+    report = asyncio.run(run_server(url, api_key, make_requests(values), values))
+    finish(report, values["json_file"])
+
+
+@bench.command("compare")
+@click.option("--pairs", type=int, default=200, show_default=True, help="Docstring pairs to score.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_compare(pairs: int, rounds: int, json_file: str | None) -> None:
+    """Cross-encoder of MiniLM-L6 shape: this engine beside sentence-transformers, in turns, in one run."""
+    from maxsimd.bench.compare import compare_cross_encoders
+
+    compare_cross_encoders(pairs, rounds, json_file)
+
+
+@bench.command("allpool")
+@click.option("--sequences", type=int, default=64, show_default=True)
+@click.option("--tokens", type=int, default=128, show_default=True, help="Mean tokens a sequence.")
+@click.option("--hidden", type=int, default=384, show_default=True)
+@click.option("--rounds", type=int, default=50, show_default=True)
+def bench_allpool(sequences: int, tokens: int, hidden: int, rounds: int) -> None:
+    """All-token pooling with one slice and one split a step, against slicing sequence by sequence."""
+    from maxsimd.bench.allpool import measure_allpool
+
+    measure_allpool(sequences, tokens, hidden, rounds)

@@ -1,0 +1,114 @@
+"""What is sent: random words of given lengths, or real English with known answers."""
+
+import importlib
+import inspect
+import random
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Words that nearly every tokeniser keeps whole, so that a number of words is a number of tokens.
+_WORDS = (
+    "the of and to in is was for on that with he as it his at by from are this be an had not which but have "
+    "one you were her all she there would their we him been has when who will no more if out so said what up "
+    "its about into than them can only other new some could time these two may then do first any my now such"
+).split()
+
+# Modules that do something visible when imported.
+_NOT_IMPORTED = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "lib2to3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One rerank call; `answer` is the index of the document that belongs to the query, if one is known."""
+
+    query: str
+    documents: list[str]
+    answer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    query: str
+    document: str
+
+
+def random_requests(
+    count: int, documents: int, input_len: int, range_ratio: float, shared_query: bool, seed: int
+) -> list[Request]:
+    """Random words, `input_len` tokens a pair, half of them in the query, as vLLM's random-rerank has it.
+
+    Lengths vary by +-`range_ratio`. Each request has a query of its own unless `shared_query`, which gives
+    the whole run a single one.
+    """
+    draw = random.Random(seed)
+
+    def words(length: int) -> str:
+        spread = int(length * range_ratio)
+        return " ".join(draw.choices(_WORDS, k=max(1, draw.randint(length - spread, length + spread))))
+
+    query_len = max(1, input_len // 2 - 1)
+    document_len = max(1, input_len - query_len - 1)
+    shared = words(query_len)
+    return [
+        Request(shared if shared_query else words(query_len), [words(document_len) for _ in range(documents)])
+        for _ in range(count)
+    ]
+
+
+def docstring_requests(count: int, documents: int, seed: int) -> list[Request]:
+    """Known-item ranking: a query and `documents` documents, of which one is its own."""
+    pairs = docstring_pairs()
+    draw = random.Random(seed)
+    requests = []
+    for pair in draw.choices(pairs, k=count) if count > len(pairs) else draw.sample(pairs, count):
+        others = [other.document for other in draw.sample(pairs, min(documents, len(pairs))) if other is not pair]
+        chosen = others[: documents - 1]
+        place = draw.randint(0, len(chosen))
+        requests.append(Request(pair.query, [*chosen[:place], pair.document, *chosen[place:]], place))
+    return requests
+
+
+def docstring_pairs(max_characters: int = 4000) -> list[Pair]:
+    """Real English from the standard library of the running interpreter: the first sentence of a docstring
+    as the query, the rest of it as the document. In a fixed order, without repetitions."""
+    seen: set[str] = set()
+    pairs = []
+    for docstring in _docstrings():
+        sentence, rest = _split_first_sentence(docstring)
+        if len(sentence.split()) < 4 or len(rest.split()) < 15 or sentence in seen or rest in seen:
+            continue
+        seen |= {sentence, rest}
+        pairs.append(Pair(sentence[:300], rest[:max_characters]))
+    return pairs
+
+
+def _split_first_sentence(text: str) -> tuple[str, str]:
+    match = re.search(r"[.!?](\s|$)|\n\s*\n", text)
+    if match is None:
+        return text, ""
+    return " ".join(text[: match.start() + 1].split()), text[match.end() :].strip()
+
+
+def _docstrings() -> Iterator[str]:
+    for name in sorted(sys.stdlib_module_names):
+        if name.startswith("_") or name in _NOT_IMPORTED:
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module = importlib.import_module(name)
+        except Exception:
+            continue
+        for _, thing in sorted(vars(module).items()):
+            if getattr(thing, "__module__", None) != name or not (inspect.isclass(thing) or callable(thing)):
+                continue
+            members = [thing]
+            if inspect.isclass(thing):
+                members += [member for _, member in sorted(vars(thing).items()) if inspect.isfunction(member)]
+            for member in members:
+                text = getattr(member, "__doc__", None)
+                if isinstance(text, str):
+                    yield inspect.cleandoc(text)
