@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from maxsimd.bench.candidates import Bm25
+
 # Words that nearly every tokeniser keeps whole, so that a number of words is a number of tokens.
 _WORDS = (
     "the of and to in is was for on that with he as it his at by from are this be an had not which but have "
@@ -59,15 +61,18 @@ def random_requests(
 
 
 def docstring_requests(count: int, documents: int, seed: int) -> list[Request]:
-    """Known-item ranking: a query and `documents` documents, of which one is its own."""
+    """Known-item ranking: a query and `documents` documents, of which one is its own and the others are
+    those that a first stage (BM25) finds for the query, in random order."""
     pairs = docstring_pairs()
+    index = Bm25([pair.document for pair in pairs])
     draw = random.Random(seed)
     requests = []
-    for pair in draw.choices(pairs, k=count) if count > len(pairs) else draw.sample(pairs, count):
-        others = [other.document for other in draw.sample(pairs, min(documents, len(pairs))) if other is not pair]
-        chosen = others[: documents - 1]
-        place = draw.randint(0, len(chosen))
-        requests.append(Request(pair.query, [*chosen[:place], pair.document, *chosen[place:]], place))
+    for own in (draw.sample if count <= len(pairs) else draw.choices)(range(len(pairs)), k=count):
+        found = [i for i in index.best(pairs[own].query, documents) if i != own][: documents - 1]
+        candidates = [own, *found]
+        draw.shuffle(candidates)
+        texts = [pairs[i].document for i in candidates]
+        requests.append(Request(pairs[own].query, texts, candidates.index(own)))
     return requests
 
 
@@ -78,7 +83,7 @@ def docstring_pairs(max_characters: int = 4000) -> list[Pair]:
     pairs = []
     for docstring in _docstrings():
         sentence, rest = _split_first_sentence(docstring)
-        if len(sentence.split()) < 4 or len(rest.split()) < 15 or sentence in seen or rest in seen:
+        if len(sentence.split()) < 4 or len(rest.split()) < 25 or sentence in seen or rest in seen:
             continue
         seen |= {sentence, rest}
         pairs.append(Pair(sentence[:300], rest[:max_characters]))
