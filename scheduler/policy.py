@@ -120,6 +120,10 @@ class Scheduler:
         room = filling.room if not self._requests else max(1, filling.room // 2)
         stop = min(len(sequence), done + room)
         filling.add(Chunk(sequence, done, stop))
+        self._note_progress(sequence, stop)
+
+    def _note_progress(self, sequence: Sequence, stop: int) -> None:
+        """Remembers how far a cut sequence has come; once it is complete, its documents may follow."""
         self._partial = (sequence, stop)
         if stop == len(sequence):
             self._partial = None
@@ -151,17 +155,21 @@ class Scheduler:
         return True
 
     def _cut_to_fill(self, filling: "_Filling") -> None:
-        """Fills the rest of the step with the beginning of a sequence that does not fit whole."""
+        """Fills what nothing else fits into: with more of the sequence that is mid-prefill, and once that
+        is complete with the beginning of another."""
+        if self._partial is not None:
+            sequence, _ = self._partial
+            self._note_progress(sequence, filling.extend(sequence))
         if self._partial is not None or not filling.is_open:
             return
         for key in self._rotation:
             request = self._requests[key]
-            sequence = request.take_longest()
-            if sequence is not None:
-                request.deficit -= len(sequence)
-                stop = filling.room
-                filling.add(Chunk(sequence, 0, stop))
-                self._partial = (sequence, stop)
+            longest = request.take_longest()
+            if longest is not None:
+                request.deficit -= len(longest)
+                stop = min(len(longest), filling.room)
+                filling.add(Chunk(longest, 0, stop))
+                self._note_progress(longest, stop)
                 return
 
     def _run_oversized(self, filling: "_Filling") -> None:
@@ -195,3 +203,12 @@ class _Filling:
     def add(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self.room -= len(chunk)
+
+    def extend(self, sequence: Sequence) -> int:
+        """Lengthens the first chunk, which is of `sequence`, into the room that is left; returns its end."""
+        first = self.chunks[0]
+        assert first.sequence is sequence
+        more = min(self.room, len(sequence) - first.stop)
+        self.chunks[0] = Chunk(sequence, first.start, first.stop + more)
+        self.room -= more
+        return first.stop + more

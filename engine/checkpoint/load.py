@@ -1,6 +1,7 @@
 """Loads a checkpoint of any supported kind into a `LoadedModel`."""
 
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,14 +10,12 @@ from transformers.utils import logging as transformers_logging
 from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset, takes_type_ids
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
-from maxsimd.engine.checkpoint.detect import detect_score_type, read_files
+from maxsimd.engine.checkpoint.detect import CheckpointFiles, detect_score_type, read_files
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
-
-log = logging.getLogger(__name__)
 
 
 def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
@@ -40,14 +39,9 @@ def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
         "trust_remote_code": config.trust_remote_code,
         "model_kwargs": {"dtype": "auto"},
     }
-    transformers_logging.disable_progress_bar()
     try:
-        if score_type is ScoreType.CROSS_ENCODER:
-            parts = load_cross_encoder(path, files, options)
-        elif detect_score_type(files) is ScoreType.LATE_INTERACTION and score_type is ScoreType.LATE_INTERACTION:
-            parts = load_late_interaction(path, options)
-        else:
-            parts = load_bi_encoder(path, score_type, options)
+        with _quiet_transformers():
+            parts = _load_parts(path, files, score_type, options)
     except ModelLoadError:
         raise
     except Exception as error:
@@ -69,3 +63,28 @@ def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
         takes_type_ids=takes_type_ids(backbone),
         **parts,
     )
+
+
+def _load_parts(
+    path: str, files: CheckpointFiles, score_type: ScoreType, options: dict[str, Any]
+) -> dict[str, Any]:
+    if score_type is ScoreType.CROSS_ENCODER:
+        return load_cross_encoder(path, files, options)
+    if score_type is ScoreType.LATE_INTERACTION and detect_score_type(files) is score_type:
+        return load_late_interaction(path, options)
+    return load_bi_encoder(path, score_type, options)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without progress bars, and without reports of weights that a head uses and a backbone does not."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,62 @@
+"""A causal model's sequences, cut between steps, give what one pass gives."""
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import Engine, EngineConfig
+
+BUDGETS = [7, 16, 61, 200, 1000]
+
+
+@pytest.fixture(scope="module")
+def texts(pairs: list[Pair]) -> list[str]:
+    """Mixed lengths, from a few tokens to several hundred."""
+    documents = [pair.document[: 20 + 90 * i] for i, pair in enumerate(pairs[:14])]
+    return [*documents, "one", "a few words"]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+async def test_last_token_embeddings_do_not_depend_on_the_budget(
+    qwen3_embedding: str, texts: list[str], budget: int
+) -> None:
+    config = EngineConfig(model=qwen3_embedding, dtype="float32", max_batch_tokens=budget)
+    async with Engine(config) as engine:
+        embeddings = (await engine.embed(texts, input_type="document")).embeddings
+    reference = SentenceTransformer(qwen3_embedding, device="cpu").encode_document(texts)
+    np.testing.assert_allclose(embeddings, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+async def test_token_embeddings_do_not_depend_on_the_budget(
+    qwen3_embedding: str, texts: list[str], budget: int
+) -> None:
+    model = SentenceTransformer(qwen3_embedding, device="cpu")
+    config = EngineConfig(model=qwen3_embedding, dtype="float32", max_batch_tokens=budget)
+    async with Engine(config) as engine:
+        matrices = (await engine.embed_tokens(texts, input_type="document")).embeddings
+    for text, ours in zip(texts, matrices, strict=True):
+        alone = model.encode(text, output_value="token_embeddings").float().numpy()
+        alone = alone / np.linalg.norm(alone, axis=-1, keepdims=True)
+        np.testing.assert_allclose(ours, alone, atol=1e-5)
+
+
+async def test_a_late_interaction_score_does_not_depend_on_the_budget(
+    qwen3_embedding: str, texts: list[str]
+) -> None:
+    """Queries are cut too, and must still be complete before any document is scored."""
+    scores = []
+    for budget in (7, 4096):
+        config = EngineConfig(
+            model=qwen3_embedding, dtype="float32", score_type="late-interaction", max_batch_tokens=budget
+        )
+        async with Engine(config) as engine:
+            scores.append((await engine.score("what does this do, and why " * 5, texts)).scores)
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-5, atol=1e-4)
+
+
+async def test_nothing_is_kept_after_the_sequences_are_done(qwen3_embedding: str, texts: list[str]) -> None:
+    async with Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=16)) as engine:
+        await engine.embed(texts)
+        assert engine.on_device.prepared.runner.held == 0

@@ -1,0 +1,88 @@
+"""Late interaction scores as sentence-transformers' MultiVectorEncoder does, by what the checkpoint says of
+markers, query expansion, lengths and skipped tokens."""
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Normalize
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from maxsimd.engine.checkpoint.embedded import embedded_model_path
+
+CHECKPOINTS = ["stanford_colbert", "stanford_colbert_attending", "native_multi_vector", "minilm"]
+
+
+@pytest.fixture(params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest) -> str | None:
+    return None if request.param == "minilm" else str(request.getfixturevalue(request.param))
+
+
+def _reference(checkpoint: str | None) -> MultiVectorEncoder:
+    if checkpoint is not None:
+        return MultiVectorEncoder(checkpoint, device="cpu")
+    # The embedded model has no projection: its token states are compared as they are, normalised.
+    transformer = SentenceTransformer(embedded_model_path(), device="cpu")[0]
+    modules = [transformer, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
+    return MultiVectorEncoder(modules=modules, device="cpu")
+
+
+async def test_scores_equal_maxsim_in_float32(checkpoint: str | None, pairs: list[Pair]) -> None:
+    queries, documents = [pair.query for pair in pairs], [pair.document for pair in pairs]
+    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
+        result = await engine.score(queries, documents, truncation=CUT_LONG)
+    model = _reference(checkpoint)
+    reference = model.similarity_pairwise(model.encode_query(queries), model.encode_document(documents))
+    np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-4)
+
+
+async def test_one_query_against_many_equals_maxsim(checkpoint: str | None, pairs: list[Pair]) -> None:
+    documents = [pair.document for pair in pairs[:80]]
+    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
+        result = await engine.score(pairs[3].query, documents, truncation=CUT_LONG)
+    model = _reference(checkpoint)
+    reference = model.similarity(model.encode_query([pairs[3].query]), model.encode_document(documents))
+    np.testing.assert_allclose(result.scores, reference[0].numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("input_type", ["query", "document"])
+async def test_token_embeddings_equal_encode(
+    checkpoint: str | None, pairs: list[Pair], input_type: str
+) -> None:
+    texts = [pair.query for pair in pairs[:30]] + ["What, then, is the point?!", "the"]
+    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
+        result = await engine.embed_tokens(texts, input_type=input_type, truncation=CUT_LONG)
+    model = _reference(checkpoint)
+    encode = model.encode_query if input_type == "query" else model.encode_document
+    for ours, reference in zip(result.embeddings, encode(texts), strict=True):
+        np.testing.assert_allclose(ours, reference.numpy(), atol=1e-5)
+
+
+async def test_bfloat16_ranks_as_float32_does(checkpoint: str | None, pairs: list[Pair]) -> None:
+    scores = {}
+    for dtype in ("float32", "bfloat16"):
+        async with Engine(EngineConfig(model=checkpoint, dtype=dtype)) as engine:
+            result = await engine.score(
+                [pair.query for pair in pairs], [pair.document for pair in pairs], truncation=CUT_LONG
+            )
+        scores[dtype] = result.scores
+    assert spearmanr(scores["float32"], scores["bfloat16"]).statistic >= 0.999
+
+
+async def test_an_expanded_query_has_the_fixed_length_that_its_checkpoint_says(stanford_colbert: str) -> None:
+    async with Engine(EngineConfig(model=stanford_colbert)) as engine:
+        short = await engine.embed_tokens(["why"], input_type="query")
+        long = await engine.embed_tokens(["why " * 200], input_type="query")
+    assert short.embeddings[0].shape == long.embeddings[0].shape == (32, 32)
+
+
+@pytest.mark.parametrize("maxsim", ["torch", "cpu"])
+async def test_maxsim_backends_agree(stanford_colbert: str, pairs: list[Pair], maxsim: str) -> None:
+    documents = [pair.document for pair in pairs[:40]]
+    results = []
+    for backend in (maxsim, "auto"):
+        async with Engine(EngineConfig(model=stanford_colbert, dtype="float32", maxsim=backend)) as engine:
+            results.append((await engine.score("what is it for", documents, truncation=CUT_LONG)).scores)
+    np.testing.assert_allclose(results[0], results[1], atol=1e-4)
