@@ -1,0 +1,116 @@
+"""Every MaxSim backend against the reference, and the reference against its definition."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sentence_transformers.util import maxsim as sentence_transformers_maxsim
+
+from maxsimd.pooling.maxsim import choose_maxsim, maxsim_cpu, maxsim_reference
+from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.similarity import score_pairs
+
+
+def random_ragged(lengths: list[int], dim: int, seed: int) -> Ragged:
+    values = torch.randn(sum(lengths), dim, generator=torch.Generator().manual_seed(seed))
+    return Ragged.from_lengths(torch.nn.functional.normalize(values, dim=-1), lengths)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Ragged, Ragged, list[tuple[int, int]]]:
+    dim = draw(st.sampled_from([1, 3, 16, 48]))
+    queries = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    documents = draw(st.lists(st.integers(0, 70), min_size=1, max_size=8))
+    index = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
+    pairs = draw(st.lists(index, max_size=20))
+    return random_ragged(queries, dim, 1), random_ragged(documents, dim, 2), pairs
+
+
+@given(problems())
+def test_the_cpu_backend_equals_the_reference(problem: tuple[Ragged, Ragged, list[tuple[int, int]]]) -> None:
+    torch.testing.assert_close(maxsim_cpu(*problem), maxsim_reference(*problem), atol=1e-5, rtol=1e-5)
+
+
+def test_the_reference_equals_sentence_transformers() -> None:
+    queries, documents = random_ragged([5, 32, 1], 16, 1), random_ragged([9, 1, 40, 17], 16, 2)
+    pairs = [(q, d) for q in range(3) for d in range(4)]
+    expected = sentence_transformers_maxsim(list(queries), list(documents)).flatten()
+    torch.testing.assert_close(maxsim_reference(queries, documents, pairs), expected)
+
+
+def test_a_document_without_tokens_ranks_below_all_others() -> None:
+    queries, documents = random_ragged([4], 8, 1), random_ragged([0, 3], 8, 2)
+    empty, other = maxsim_cpu(queries, documents, [(0, 0), (0, 1)]).tolist()
+    assert empty < -1e8 < other
+
+
+def test_the_triton_kernel_equals_the_reference_when_interpreted() -> None:
+    """In a process of its own, because Triton decides at import whether it interprets."""
+    script = "import tests.unit.test_maxsim as t; t.check_triton()"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "compared" in done.stdout
+
+
+def check_triton() -> None:
+    from maxsimd.pooling.maxsim.triton_kernel import maxsim_triton
+
+    @settings(max_examples=25)
+    @given(problems())
+    def compare(problem: tuple[Ragged, Ragged, list[tuple[int, int]]]) -> None:
+        torch.testing.assert_close(maxsim_triton(*problem), maxsim_reference(*problem), atol=1e-5, rtol=1e-5)
+
+    compare()
+    print("compared")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dim", [32, 128])
+def test_the_triton_kernel_compiles_for_hopper(dtype: str, dim: int) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from maxsimd.pooling.maxsim import triton_kernel as kernel
+
+    types = dict.fromkeys(("queries", "documents"), f"*{dtype}") | {"scores": "*fp32", "dim": "i32"}
+    offsets = ("query_offsets", "document_offsets", "pair_queries", "pair_documents")
+    types |= dict.fromkeys(offsets, "*i32")
+    signature = {name: types.get(name, "constexpr") for name in kernel.maxsim_kernel.arg_names}
+    constants = {
+        "EMPTY": kernel.EMPTY_DOCUMENT_SCORE,
+        "BLOCK_Q": kernel.BLOCK_QUERY,
+        "BLOCK_D": kernel.BLOCK_DOCUMENT,
+        "BLOCK_DIM": dim,
+    }
+    source = triton.compiler.ASTSource(kernel.maxsim_kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert "cubin" in compiled.asm
+
+
+def test_auto_is_plain_torch_on_a_cpu_and_triton_is_refused_there() -> None:
+    assert choose_maxsim("auto", torch.device("cpu"))[0] == "cpu"
+    assert choose_maxsim("torch", torch.device("cpu"))[0] == "torch"
+    with pytest.raises(ValueError, match="cannot run on cpu"):
+        choose_maxsim("triton", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot", "meanmaxsim"])
+def test_other_similarities_follow_their_definition(similarity: str) -> None:
+    length = 3 if similarity == "meanmaxsim" else 1
+    queries = Ragged.from_lengths(torch.randn(2 * length, 8), [length] * 2)
+    documents = Ragged.from_lengths(torch.randn(3 * length, 8), [length] * 3)
+    pairs = [(0, 2), (1, 0), (1, 1)]
+    scores = score_pairs(similarity, queries, documents, pairs, maxsim_reference)
+    for score, (q, d) in zip(scores, pairs, strict=True):
+        if similarity == "cosine":
+            expected = torch.cosine_similarity(queries[q], documents[d])[0]
+        elif similarity == "dot":
+            expected = queries[q][0] @ documents[d][0]
+        else:
+            expected = (queries[q] @ documents[d].T).amax(1).mean()
+        torch.testing.assert_close(score, expected)

@@ -1,0 +1,147 @@
+"""Packed execution: layouts, attention and weight layout against their plain references."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.activations import ACT2FN
+
+from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.packed import attention, linear, proof
+from maxsimd.engine.packed.attention import attend_grouped, attend_one_by_one
+from maxsimd.engine.packed.carry import Carry
+from maxsimd.engine.packed.layout import GROUP_COST_ROWS, group_by_length, lay_out
+from maxsimd.scheduler import Chunk, Role, Sequence, Step
+
+
+def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
+    chunks = []
+    for key, length in enumerate(lengths):
+        ids = np.arange(1, length + 1, dtype=np.int32) + 100 * key
+        seen = attended[key] if attended else length
+        chunks.append(Chunk(Sequence(key, 0, key, Role.TEXT, "all", ids, attended=seen), 0, length))
+    return Step(0, tuple(chunks))
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
+def test_groups_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
+    groups = group_by_length(lengths)
+    assert sorted(place for group in groups for place in group) == list(range(len(lengths)))
+    for group in groups:
+        longest = max(lengths[place] for place in group)
+        assert sum(longest - lengths[place] for place in group) <= GROUP_COST_ROWS
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.booleans(), st.integers(0, 2))
+def test_the_cursor_finds_every_token_where_the_layout_put_it(
+    lengths: list[int], grouped: bool, offset: int
+) -> None:
+    batch = lay_out(make_step(lengths), {}, causal=False, grouped=grouped, position_offset=offset)
+    for chunk, start in zip(batch.cursor.chunks, batch.cursor.starts, strict=True):
+        rows = slice(start, start + len(chunk))
+        assert batch.input_ids[rows].tolist() == chunk.sequence.token_ids.tolist()
+        assert batch.position_ids[rows].tolist() == list(range(offset, offset + len(chunk)))
+    if not grouped:
+        assert len(batch.input_ids) == sum(lengths)
+
+
+@st.composite
+def attention_problems(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, bool, int | None]:
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
+    causal = draw(st.booleans())
+    attended = lengths if causal else [draw(st.integers(1, length)) for length in lengths]
+    kv_heads, repeats = draw(st.sampled_from([(2, 1), (1, 2), (2, 2)]))
+    window = draw(st.none() | st.integers(2, 20))
+    if window is not None:
+        attended = lengths  # a window and unattended tokens do not come together
+    return lengths, attended, kv_heads, repeats, causal, window
+
+
+@given(attention_problems())
+def test_grouped_attention_equals_attention_one_by_one(
+    problem: tuple[list[int], list[int], int, int, bool, int | None],
+) -> None:
+    lengths, attended, kv_heads, repeats, causal, window = problem
+    step = make_step(lengths, attended)
+    random = torch.Generator().manual_seed(0)
+    results = []
+    states = {
+        name: {chunk: torch.randn(heads, len(chunk), 8, generator=random) for chunk in step.chunks}
+        for name, heads in (("q", kv_heads * repeats), ("k", kv_heads), ("v", kv_heads))
+    }
+    for attend, grouped in ((attend_grouped, True), (attend_one_by_one, False)):
+        batch = lay_out(step, {}, causal=causal, grouped=grouped, position_offset=0)
+        rows = len(batch.input_ids)
+        q, k, v = (torch.randn(next(iter(parts.values())).shape[0], rows, 8) for parts in states.values())
+        for tensor, parts in zip((q, k, v), states.values(), strict=True):
+            for chunk, start in zip(batch.cursor.chunks, batch.cursor.starts, strict=True):
+                tensor[:, start : start + len(chunk)] = parts[chunk]
+        out = attend(q, k, v, batch.layout, 0.3, window)
+        places = dict(zip(batch.cursor.chunks, batch.cursor.starts, strict=True))
+        results.append([out[places[chunk] :][: len(chunk)] for chunk in step.chunks])
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_a_carry_gives_all_keys_so_far_also_when_a_step_is_retried() -> None:
+    carry = Carry()
+    keys = torch.randn(2, 10, 4)
+    for _ in range(2):
+        seen, _ = carry.extend(0, 0, keys[:, :4], keys[:, :4], keep=True)
+        assert torch.equal(seen, keys[:, :4])
+    for _ in range(2):
+        seen, values = carry.extend(0, 4, keys[:, 4:], keys[:, 4:], keep=False)
+        assert torch.equal(seen, keys)
+        assert torch.equal(values, keys)
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 products here")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("gelu", [True, False])
+def test_a_prepacked_linear_equals_the_plain_one(bias: bool, gelu: bool) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(96, 64, bias=bias).bfloat16()
+    packed = linear.PrepackedLinear(plain, gelu)
+    for rows in (1, 7, 130):
+        x = torch.randn(1, rows, 96).bfloat16()
+        with torch.inference_mode():
+            expected = plain(x).float()
+            expected = torch.nn.functional.gelu(expected) if gelu else expected
+            torch.testing.assert_close(packed(x).float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("name", "exact"), [("gelu", True), ("gelu_new", False), ("relu", False)])
+def test_only_the_exact_gelu_is_fused(name: str, exact: bool) -> None:
+    assert linear._is_exact_gelu(ACT2FN[name]) is exact
+
+
+def test_a_wrong_attention_is_found_out_at_load(bert_cross_encoder: str) -> None:
+    """The proof must see it when sequences leak into each other."""
+    model = load_model(EngineConfig(model=bert_cross_encoder), torch.device("cpu"))
+    device = torch.device("cpu")
+
+    def leaky(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
+
+    assert proof.why_not_packed(model, device, attend_grouped, grouped=True) is None
+    model.backbone.set_attn_implementation("sdpa")
+    assert "differ by" in (proof.why_not_packed(model, device, leaky, grouped=True) or "")
+    assert model.backbone.config._attn_implementation == "sdpa"
+
+
+async def test_a_model_that_cannot_be_packed_runs_padded_with_a_warning(
+    bert_cross_encoder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError("not here")
+
+    monkeypatch.setattr(attention, "attend", broken)
+    with caplog.at_level(logging.WARNING, logger="maxsimd"):
+        async with Engine(EngineConfig(model=bert_cross_encoder)) as engine:
+            assert "not here" in (engine.on_device.prepared.not_packed or "")
+            assert len((await engine.score("a", ["b", "c d e"])).scores) == 2
+    assert "runs padded" in caplog.text

@@ -1,0 +1,123 @@
+"""Pooling methods against their plain definitions, whole and in chunks, on random ragged input."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.dispatch import DispatchPooler
+from maxsimd.pooling.methods import METHODS
+from maxsimd.pooling.registry import QueryRegistry
+from maxsimd.scheduler import Chunk, Role, Sequence
+
+HIDDEN = 8
+WEIGHT = torch.randn(HIDDEN, 4, generator=torch.Generator().manual_seed(0))
+
+
+def head(rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(rows @ WEIGHT, dim=-1)
+
+
+def _kept(states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    return states if sequence.kept is None else states[torch.from_numpy(sequence.kept)]
+
+
+PLAIN: dict[str, Callable[[torch.Tensor, Sequence], torch.Tensor]] = {
+    "all": lambda states, sequence: head(_kept(states, sequence)),
+    "cls": lambda states, sequence: head(states[:1]),
+    "last": lambda states, sequence: head(states[-1:]),
+    "mean": lambda states, sequence: head(_kept(states, sequence).mean(dim=0, keepdim=True)),
+}
+
+
+@st.composite
+def cut_sequences(draw: st.DrawFn) -> tuple[list[Sequence], list[list[Chunk]]]:
+    """Sequences of random lengths and kept tokens, cut at random places and spread over steps."""
+    sequences = []
+    steps: list[list[Chunk]] = []
+    for key in range(draw(st.integers(1, 6))):
+        length = draw(st.integers(1, 12))
+        kept = draw(st.none() | st.sets(st.integers(0, length - 1), min_size=1))
+        sequence = Sequence(
+            key,
+            request=0,
+            index=key,
+            role=Role.TEXT,
+            task=draw(st.sampled_from(sorted(METHODS))),
+            token_ids=np.zeros(length, dtype=np.int32),
+            kept=None if kept is None else np.array(sorted(kept)),
+        )
+        sequences.append(sequence)
+        cuts = sorted(draw(st.sets(st.integers(1, length), max_size=3)) | {length})
+        step = draw(st.integers(0, 2))
+        for start, stop in zip([0, *cuts], cuts, strict=False):
+            while len(steps) <= step:
+                steps.append([])
+            steps[step].append(Chunk(sequence, start, stop))
+            step += draw(st.integers(1, 2))
+    return sequences, [step for step in steps if step]
+
+
+@given(cut_sequences(), st.integers(0, 3), st.booleans())
+def test_pooling_in_chunks_equals_the_plain_definition(
+    workload: tuple[list[Sequence], list[list[Chunk]]], padding: int, retried: bool
+) -> None:
+    sequences, steps = workload
+    states = {s.key: torch.randn(len(s), HIDDEN, generator=torch.Generator().manual_seed(s.key)) for s in sequences}
+    pooler = DispatchPooler({name: method(head) for name, method in METHODS.items()})
+    items: dict[int, torch.Tensor] = {}
+    for step in steps:
+        starts, rows = [], []
+        for chunk in step:
+            starts.append(sum(map(len, rows)))
+            rows.append(states[chunk.sequence.key][chunk.start : chunk.stop])
+            rows.append(torch.full((padding, HIDDEN), torch.nan))  # whoever looks at padding is found out
+        hidden, cursor = torch.cat(rows), PoolingCursor(tuple(step), tuple(starts))
+        if retried:
+            pooler.pool(hidden, cursor)
+        for pooled in pooler.pool(hidden, cursor):
+            for sequence, item in pooled:
+                assert sequence.key not in items
+                items[sequence.key] = item.clone()
+                pooler.free(sequence.key)
+    assert pooler.held == 0
+    for sequence in sequences:
+        expected = PLAIN[sequence.task](states[sequence.key], sequence)
+        torch.testing.assert_close(items[sequence.key], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("task", ["all", "cls", "mean"])
+def test_state_of_an_unfinished_sequence_goes_when_it_is_freed(task: str) -> None:
+    pooler = DispatchPooler({task: METHODS[task](head)})
+    sequence = Sequence(5, 0, 0, Role.TEXT, task, np.zeros(6, dtype=np.int32))
+    pooled = pooler.pool(torch.randn(3, HIDDEN), PoolingCursor((Chunk(sequence, 0, 3),), (0,)))
+    assert pooled == []
+    assert pooler.held == 1
+    pooler.free(5)
+    assert pooler.held == 0
+
+
+def _query(key: int, uses: int, request: int = 0) -> Sequence:
+    return Sequence(key, request, 0, Role.QUERY, "all", np.zeros(2, dtype=np.int32), uses=uses)
+
+
+def test_a_query_is_held_until_its_last_use() -> None:
+    registry = QueryRegistry()
+    registry.put(_query(1, uses=3), torch.ones(2, 4))
+    registry.release(1, uses=2)
+    assert registry.get(1).shape == (2, 4)
+    registry.release(1)
+    with pytest.raises(KeyError):
+        registry.get(1)
+
+
+def test_queries_of_a_request_that_ended_are_dropped() -> None:
+    registry = QueryRegistry()
+    registry.put(_query(1, uses=9, request=1), torch.ones(2, 4))
+    registry.put(_query(2, uses=9, request=2), torch.ones(2, 4))
+    registry.drop_request(1)
+    assert len(registry) == 1
