@@ -11,46 +11,37 @@ from typing import Generic, TypeVar
 M = TypeVar("M")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Letter(Generic[M]):
     message: M
-    counted: bool
     reply: asyncio.Future[None] | None
 
 
 class Mailbox(Generic[M]):
-    """The queue in front of an actor; usable from the actor's own event loop and from any other.
+    """The queue in front of an actor.
 
-    `capacity` bounds the messages that `send` and `ask` may leave waiting. `post` is for the few messages
-    whose number is bounded by other means, and never waits.
+    Backpressure is in how one sends: `ask` waits until the message has been dealt with, and `post` is for
+    messages whose number is bounded by other means (steps in flight, admitted requests).
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, capacity: int = 64) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._letters: asyncio.Queue[_Letter[M]] = asyncio.Queue()
-        self._room = asyncio.Semaphore(capacity)
 
     def post(self, message: M) -> None:
-        """Delivers a message without waiting, from any thread."""
-        self._loop.call_soon_threadsafe(self._letters.put_nowait, _Letter(message, False, None))
-
-    async def send(self, message: M) -> None:
-        """Delivers a message; waits while the mailbox is full. For the actor's own loop."""
-        await self._room.acquire()
-        self._letters.put_nowait(_Letter(message, True, None))
+        """Delivers a message without waiting, from this loop or any thread."""
+        self._loop.call_soon_threadsafe(self._letters.put_nowait, _Letter(message, None))
 
     async def ask(self, message: M) -> None:
-        """Delivers a message and waits until it has been dealt with; raises what that raised."""
-        await self._room.acquire()
+        """Delivers a message and waits until it has been dealt with; raises what that raised.
+
+        For senders on the actor's own loop."""
         reply: asyncio.Future[None] = self._loop.create_future()
-        self._letters.put_nowait(_Letter(message, True, reply))
+        self._letters.put_nowait(_Letter(message, reply))
         await reply
 
     async def next(self) -> _Letter[M]:
-        letter = await self._letters.get()
-        if letter.counted:
-            self._room.release()
-        return letter
+        return await self._letters.get()
 
 
 class Actor(ABC, Generic[M]):
@@ -73,6 +64,8 @@ class Actor(ABC, Generic[M]):
             try:
                 await self.receive(letter.message)
             except Exception as error:
-                letter.reply.set_exception(error)
+                if not letter.reply.done():
+                    letter.reply.set_exception(error)
             else:
-                letter.reply.set_result(None)
+                if not letter.reply.done():
+                    letter.reply.set_result(None)

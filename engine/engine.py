@@ -272,8 +272,8 @@ class Engine:
                 prepared = await self.in_thread(lambda: prepare(owner))
                 self.metrics.preprocess_seconds.observe(time.perf_counter() - started)
                 self._check_room(running, prepared.tokens)
-                future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
-                await scheduler.mailbox.send(
+                future = running.values()
+                scheduler.mailbox.post(
                     Admit(owner, prepared.sequences, prepared.results, priority, future)
                 )
                 return prepared, await future

@@ -9,7 +9,8 @@ from itertools import count
 from maxsimd.engine.actor import Mailbox
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device import DeviceActors, DeviceThread, OnDevice
-from maxsimd.engine.messages import SchedulerMessage
+from maxsimd.engine.errors import EngineDeadError
+from maxsimd.engine.messages import SchedulerMessage, Value
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Preprocessor
 from maxsimd.engine.scheduler_actor import SchedulerActor
@@ -46,6 +47,8 @@ class Running:
         limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked)
         self._device = device
         self._died = died
+        self._reason = "the engine was stopped"
+        self._awaited: set[asyncio.Future[list[Value]]] = set()
         loop = asyncio.get_running_loop()
         mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
         actors = DeviceActors(device.loop, on_device, mailbox)
@@ -54,30 +57,50 @@ class Running:
         )
         self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
 
+    def values(self) -> asyncio.Future[list[Value]]:
+        """A future for one request's values; it fails when the engine dies before they are there.
+
+        Raises EngineDeadError when it has died already."""
+        if self._supervisor.done():
+            raise EngineDeadError(self._reason)
+        future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
+        self._awaited.add(future)
+        future.add_done_callback(self._awaited.discard)
+        return future
+
     async def close(self, grace: float | None) -> None:
-        try:
-            async with asyncio.timeout(grace):
-                await self.scheduler.until_idle()
-        except TimeoutError:
+        """Waits until all requests are done, for at most `grace` seconds, and frees everything."""
+        idle = asyncio.create_task(self.scheduler.until_idle())
+        await asyncio.wait({idle, self._supervisor}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        if not idle.done() and not self._supervisor.done():
             log.warning("stopping with requests unfinished after %s seconds", grace)
+        idle.cancel()
         self._supervisor.cancel()
-        await asyncio.gather(self._supervisor, return_exceptions=True)
+        await asyncio.gather(idle, self._supervisor, return_exceptions=True)
         await asyncio.to_thread(self._device.close)
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     async def _supervise(self, actors: DeviceActors) -> None:
         """Runs the actors of both loops; when one dies, all do, and every waiting caller is told."""
-        reason = "the engine was stopped"
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.scheduler.run())
                 group.create_task(self._run_on_device(actors))
         except* Exception as errors:
-            reason = f"the engine has died: {errors.exceptions[0]!r}"
-            log.critical("%s", reason, exc_info=errors.exceptions[0])
-            self._died(reason)
+            cause = _first_cause(errors)
+            self._reason = f"the engine has died: {cause!r}"
+            log.critical("%s", self._reason, exc_info=cause)
+            self._died(self._reason)
         finally:
-            self.scheduler.fail_all(reason)
+            for future in list(self._awaited):
+                if not future.done():
+                    future.set_exception(EngineDeadError(self._reason))
 
     async def _run_on_device(self, actors: DeviceActors) -> None:
         await asyncio.wrap_future(self._device.run(actors.run()))
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

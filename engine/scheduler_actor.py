@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from maxsimd.engine.actor import Actor, Mailbox
-from maxsimd.engine.errors import EngineDeadError, RequestFailedError
+from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.messages import (
     Admit,
     Cancel,
@@ -79,15 +79,6 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._idle.clear()
         else:
             self._idle.set()
-
-    def fail_all(self, reason: str) -> None:
-        """Tells every waiting caller that the engine is dead. For the supervisor, after the actors died."""
-        for request in self._open.values():
-            if not request.future.done():
-                request.future.set_exception(EngineDeadError(reason))
-        self._open.clear()
-        self._in_flight.clear()
-        self._idle.set()
 
     def _admit(self, message: Admit) -> None:
         if message.values.done():  # cancelled before it got here

@@ -1,0 +1,112 @@
+"""Real servers: the installed command on a free port, always stopped."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+
+@dataclass
+class Server:
+    """A running `maxsimd serve`."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log_file: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def metric(self, name: str) -> float:
+        for line in httpx.get(self.url + "/metrics").text.splitlines():
+            if line.rsplit(" ", 1)[0] == name:
+                return float(line.rsplit(" ", 1)[1])
+        return 0.0
+
+    def wait_until_ready(self, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the server ended:\n{self.log}"
+            try:
+                if httpx.get(self.url + "/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"the server did not become ready:\n{self.log}")
+
+    def terminate(self) -> int:
+        """SIGTERM, and the exit status that comes of it."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+
+StartServer = Callable[..., Server]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _command() -> str:
+    beside = Path(sys.executable).parent / "maxsimd"
+    return str(beside) if beside.exists() else shutil.which("maxsimd") or "maxsimd"
+
+
+def _starter(folder: Path) -> Iterator[StartServer]:
+    servers: list[Server] = []
+
+    def start(*arguments: str, ready: bool = True) -> Server:
+        port = _free_port()
+        log_file = folder / f"server-{port}.log"
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(
+                [_command(), "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)],
+                stderr=log,
+                stdout=log,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            )
+        server = Server(f"http://127.0.0.1:{port}", process, log_file)
+        servers.append(server)
+        if ready:
+            server.wait_until_ready()
+        return server
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    yield from _starter(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def session_starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    yield from _starter(tmp_path_factory.mktemp("servers"))
+
+
+@pytest.fixture(scope="session")
+def server(session_starter: StartServer) -> Server:
+    """The default model in float32, shared by all tests that leave it as it is."""
+    return session_starter("--dtype", "float32", "--max-documents", "500", "--max-body-mb", "1")
+
+
+@pytest.fixture(scope="session")
+def cross_encoder_server(session_starter: StartServer, bert_cross_encoder: str) -> Server:
+    return session_starter(bert_cross_encoder, "--dtype", "float32", "--served-model-name", "reranker")

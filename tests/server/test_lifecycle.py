@@ -1,0 +1,158 @@
+"""Starting, overload, clients that leave, and shutting down under load."""
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server, StartServer
+
+HEAVY = {"query": "q", "documents": ["word " * 250] * 400, "return_documents": False}
+LIGHT = {"query": "q", "documents": ["d"]}
+
+
+def _wait_for(condition: Any, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.05)
+
+
+def test_a_starting_server_says_so_and_then_serves(start_server: StartServer) -> None:
+    server = start_server(ready=False)
+    seen: set[tuple[int, str]] = set()
+
+    def is_ready() -> bool:
+        try:
+            response = httpx.get(server.url + "/health")
+        except httpx.TransportError:
+            return False
+        seen.add((response.status_code, response.json()["status"]))
+        return response.status_code == 200
+
+    _wait_for(is_ready, 120)
+    assert seen <= {(503, "starting"), (200, "ok")}
+    assert httpx.get(server.url + "/ready").status_code == 200
+    assert httpx.get(server.url + "/version").json()["version"]
+    card = httpx.get(server.url + "/v1/models").json()["data"][0]
+    assert card["id"] == "all-MiniLM-L6-v2"
+    assert card["max_model_len"] == 256
+    assert server.terminate() == 0
+
+
+def test_a_model_that_is_not_there_ends_the_server_with_a_clear_error(start_server: StartServer) -> None:
+    server = start_server("/nowhere/at/all", ready=False)
+    assert server.process.wait(timeout=120) == 1
+    assert "cannot read config.json" in server.log or "no checkpoint" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_a_wrong_option_is_explained(start_server: StartServer) -> None:
+    server = start_server("--steps-in-flight", "5", ready=False)
+    assert server.process.wait(timeout=60) == 2
+    assert "steps_in_flight must be 1 or 2" in server.log
+
+
+def test_work_of_a_client_that_leaves_disappears_from_the_queue(start_server: StartServer) -> None:
+    server = start_server()
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(timeout=60) as client:
+            request = asyncio.create_task(client.post(server.url + "/rerank", json=HEAVY))
+            while (await client.get(server.url + "/metrics")).text.find("maxsimd_queue_tokens 0.0") >= 0:
+                await asyncio.sleep(0.02)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+
+    asyncio.run(leave())
+    _wait_for(lambda: server.metric("maxsimd_queue_tokens") == 0, seconds=2)
+    assert server.metric("maxsimd_queue_sequences") == 0
+    assert server.metric("maxsimd_cancelled_requests_total") == 1
+    assert server.metric('maxsimd_http_requests_total{route="/rerank",status="499"}') == 1
+    # 400 documents of 252 tokens would have been 100,000 tokens.
+    assert server.metric("maxsimd_tokens_total") < 60_000
+    assert httpx.post(server.url + "/rerank", json=LIGHT).status_code == 200
+
+
+def test_a_full_queue_answers_429_and_loses_nobody(start_server: StartServer) -> None:
+    server = start_server("--max-queued-tokens", "20000")
+
+    async def overload() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=120) as client:
+            return await asyncio.gather(
+                *(client.post(server.url + "/rerank", json=HEAVY | {"documents": ["word " * 250] * 60}) for _ in range(8))
+            )
+
+    responses = asyncio.run(overload())
+    statuses = sorted({response.status_code for response in responses})
+    assert statuses == [200, 429]
+    for response in responses:
+        if response.status_code == 429:
+            assert int(response.headers["Retry-After"]) >= 1
+            assert response.json()["error"]["type"] == "QueueFullError"
+        else:
+            assert len(response.json()["results"]) == 60
+    assert httpx.post(server.url + "/rerank", json=LIGHT).status_code == 200
+
+
+def test_a_small_request_is_not_kept_waiting_by_a_large_one(server: Server) -> None:
+    async def race() -> tuple[float, float]:
+        async with httpx.AsyncClient(timeout=120) as client:
+            started = time.perf_counter()
+
+            async def timed(body: dict[str, Any]) -> float:
+                response = await client.post(server.url + "/rerank", json=body)
+                assert response.status_code == 200
+                return time.perf_counter() - started
+
+            large = asyncio.create_task(timed(HEAVY))
+            await asyncio.sleep(0.3)
+            small = await timed(LIGHT)
+            return await large, small
+
+    large, small = asyncio.run(race())
+    assert small < large / 2
+
+
+@pytest.mark.parametrize("clients", [6])
+def test_sigterm_under_load_loses_no_accepted_request(start_server: StartServer, clients: int) -> None:
+    server = start_server()
+    body = {"query": "q", "documents": ["word " * 120] * 30}
+
+    async def load() -> tuple[list[int], int]:
+        statuses: list[int] = []
+        broken = 0
+        stop = False
+
+        async def client_loop() -> None:
+            nonlocal broken, stop
+            async with httpx.AsyncClient(timeout=60) as client:
+                while not stop:
+                    try:
+                        response = await client.post(server.url + "/rerank", json=body)
+                    except httpx.ConnectError:
+                        return  # not accepted: nobody listens any more
+                    except httpx.TransportError:
+                        broken += 1
+                        return
+                    statuses.append(response.status_code)
+                    if response.status_code == 200:
+                        assert len(response.json()["results"]) == 30
+                    else:
+                        return
+
+        loops = [asyncio.create_task(client_loop()) for _ in range(clients)]
+        await asyncio.sleep(1.5)
+        server.process.terminate()
+        await asyncio.gather(*loops)
+        stop = True
+        return statuses, broken
+
+    statuses, broken = asyncio.run(load())
+    assert server.process.wait(timeout=60) == 0
+    assert broken == 0, server.log
+    assert statuses.count(200) >= clients
+    assert set(statuses) <= {200, 503}
+    assert "drained" in server.log

