@@ -45,18 +45,19 @@ async def _surround(request: web.Request, handler: Handler) -> web.StreamRespons
     request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
     route = request.match_info.route.resource.canonical if request.match_info.route.resource else "unknown"
     status = 499
-    state.in_flight += 1
     try:
-        response = await _answer(state, request, handler, request_id)
+        with state.in_flight():
+            response = await _answer(state, request, handler, request_id)
         status = response.status
     finally:
         # Without a response the client has gone away, which aiohttp tells by cancelling.
-        state.in_flight -= 1
         seconds = time.perf_counter() - started
         state.metrics.requests.labels(route, str(status)).inc()
         state.metrics.seconds.labels(route).observe(seconds)
         level = logging.DEBUG if request.method == "GET" else logging.INFO
-        log.log(level, "%s %s %d %.1f ms id=%s", request.method, request.path, status, seconds * 1e3, request_id)
+        log.log(
+            level, "%s %s %d %.1f ms id=%s", request.method, request.path, status, seconds * 1e3, request_id
+        )
     response.headers["x-request-id"] = request_id
     response.headers["server-timing"] = f"total;dur={seconds * 1e3:.1f}"
     if state.draining:

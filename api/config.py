@@ -21,7 +21,9 @@ class ServerConfig:
         "truncate", "What /rerank does with over-long documents unless the request says."
     )
     grace_seconds: float = option(30.0, "After SIGTERM, how long requests in flight may take to finish.")
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe level that is logged.")
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Least severe level that is logged."
+    )
     log_format: Literal["text", "json"] = option("text", "Log lines for people or for machines.")
 
     def __post_init__(self) -> None:

@@ -62,7 +62,9 @@ def as_api_error(error: Exception) -> ApiError:
         case web.HTTPException():
             return ApiError(error.status, "BadRequestError", error.reason)
         case _:
-            return ApiError(500, "InternalServerError", "internal error; the log has it under this request's id")
+            return ApiError(
+                500, "InternalServerError", "internal error; the log has it under this request's id"
+            )
 
 
 def error_response(error: ApiError) -> web.Response:

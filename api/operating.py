@@ -18,11 +18,7 @@ async def health(request: web.Request) -> web.Response:
     state = request.app[STATE]
     if state.is_ready:
         return web.json_response({"status": "ok"})
-    if state.engine.death is not None:
-        status = "dead"
-    else:
-        status = "draining" if state.draining else "starting"
-    return web.json_response({"status": status}, status=503, headers={"Retry-After": "5"})
+    return web.json_response({"status": state.trouble}, status=503, headers={"Retry-After": "5"})
 
 
 @routes.get("/version")

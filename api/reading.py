@@ -83,7 +83,8 @@ def as_inputs(value: Any) -> list[str] | list[list[int]]:
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return value
     raise InvalidRequestError(
-        "input must be a text, a list of texts, a list of token ids or a list of those, and not empty", "input"
+        "input must be a text, a list of texts, a list of token ids or a list of those, and not empty",
+        "input",
     )
 
 

@@ -48,10 +48,14 @@ async def rerank(request: web.Request) -> web.Response:
     documents = documents_to_rank(body)
     result = await _rank(state, body, documents, _truncation(state, body))
     results = [
-        wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if body.return_documents else None)
+        wire.Ranked(
+            ranked.index, ranked.score, wire.Document(ranked.document) if body.return_documents else None
+        )
         for ranked in result.results
     ]
-    warnings = [f"{result.truncated} of the inputs were too long and have been cut"] if result.truncated else []
+    warnings = (
+        [f"{result.truncated} of the inputs were too long and have been cut"] if result.truncated else []
+    )
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
     response = wire.RerankResponse(
         new_id("rerank"), state.model_name, results, usage_of(result.usage), meta, warnings

@@ -15,7 +15,7 @@ from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 
 log = logging.getLogger("maxsimd.serve")
 
-_DRAIN_POLL_SECONDS = 0.02
+_LEAVING_SECONDS = 0.05
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -72,11 +72,11 @@ async def _drain(runner: web.AppRunner, site: web.TCPSite, grace: float) -> None
     state = runner.app[STATE]
     state.draining = True
     await site.stop()
-    deadline = time.perf_counter() + grace
-    while state.in_flight and time.perf_counter() < deadline:
-        await asyncio.sleep(_DRAIN_POLL_SECONDS)
-    if state.in_flight:
-        log.warning("%d requests were still unfinished after %.0f seconds", state.in_flight, grace)
+    try:
+        async with asyncio.timeout(grace):
+            await state.until_quiet()
+    except TimeoutError:
+        log.warning("some requests were still unfinished after %.0f seconds", grace)
     # Answers that are on their way out need a moment to leave.
-    await asyncio.sleep(_DRAIN_POLL_SECONDS)
+    await asyncio.sleep(_LEAVING_SECONDS)
     log.info("drained")

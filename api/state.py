@@ -1,7 +1,10 @@
 """What all handlers share: the engine, the configuration, and a few ways to read and answer."""
 
+import asyncio
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,8 +31,10 @@ class ServerState:
         self.keys = keys
         self.metrics = ServerMetrics(engine.metrics.registry)
         self.draining = False
-        self.in_flight = 0
-        self.metrics.in_flight.set_function(lambda: self.in_flight)
+        self._in_flight = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self.metrics.in_flight.set_function(lambda: self._in_flight)
 
     @property
     def model_name(self) -> str:
@@ -38,6 +43,29 @@ class ServerState:
     @property
     def is_ready(self) -> bool:
         return self.engine.is_healthy and not self.draining
+
+    @property
+    def trouble(self) -> str:
+        """Why the server is not ready."""
+        if self.engine.death is not None:
+            return "dead"
+        return "draining" if self.draining else "starting"
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Counts a request from its arrival to its answer."""
+        self._in_flight += 1
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._quiet.set()
+
+    async def until_quiet(self) -> None:
+        """Returns when no request is in flight."""
+        await self._quiet.wait()
 
     async def read(self, request: web.Request, kind: type[T]) -> T:
         """The request's body as a wire type. Raises what `failures` knows how to answer."""
@@ -64,7 +92,9 @@ class ServerState:
     def check_count(self, count: int, param: str) -> None:
         most = self.config.max_documents
         if count > most:
-            message = f"{param} has {count} entries, but at most {most} are taken at a time; send them in parts"
+            message = (
+                f"{param} has {count} entries, but at most {most} are taken at a time; send them in parts"
+            )
             raise ApiError(413, "RequestTooLargeError", message, param)
 
     def _check_model(self, name: str | None) -> None:

@@ -37,7 +37,8 @@ def measure_allpool(sequences: int, tokens: int, hidden: int, rounds: int) -> No
 
     def one_by_one() -> list[torch.Tensor]:
         return [
-            head(states[start : start + len(chunk)].float()) for chunk, start in zip(chunks, starts, strict=True)
+            head(states[start : start + len(chunk)].float())
+            for chunk, start in zip(chunks, starts, strict=True)
         ]
 
     with torch.inference_mode():

@@ -1,18 +1,16 @@
 """A cross-encoder of MiniLM-L6 shape with random weights: this engine beside sentence-transformers."""
 
 import asyncio
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import click
 import torch
 
 from maxsimd.bench.datasets import docstring_pairs
-from maxsimd.bench.report import machine
+from maxsimd.bench.report import write_json
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 
@@ -68,7 +66,9 @@ async def _compare(folder: str, pairs: list[tuple[str, str]], rounds: int, json_
                     seconds[name].append(time.perf_counter() - started)
 
     first, *others = contestants
-    click.echo(f"{len(pairs)} docstring pairs, {tokens / len(pairs):.0f} tokens a pair, {rounds} rounds in turns")
+    click.echo(
+        f"{len(pairs)} docstring pairs, {tokens / len(pairs):.0f} tokens a pair, {rounds} rounds in turns"
+    )
     figures: dict[str, object] = {"pairs": len(pairs), "tokens": tokens, "rounds": rounds}
     for name, taken in seconds.items():
         rate = len(pairs) / statistics.median(taken)
@@ -80,5 +80,4 @@ async def _compare(folder: str, pairs: list[tuple[str, str]], rounds: int, json_
         figures[f"ratio to {name}"] = round(ratio, 2)
         click.echo(f"  {ratio:.2f} times {name}")
     if json_file:
-        content = {"machine": machine(), "figures": figures}
-        Path(json_file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(json_file, {"figures": figures})

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from maxsimd.bench.candidates import Bm25
 
 # Words that nearly every tokeniser keeps whole, so that a number of words is a number of tokens.
-_WORDS = (
-    "the of and to in is was for on that with he as it his at by from are this be an had not which but have "
-    "one you were her all she there would their we him been has when who will no more if out so said what up "
-    "its about into than them can only other new some could time these two may then do first any my now such"
-).split()
+_WORDS = tuple(
+    """the of and to in is was for on that with he as it his at by from are this be an had not which but have
+    one you were her all she there would their we him been has when who will no more if out so said what up
+    its about into than them can only other new some could time these two may then do first any my now such
+    """.split()  # noqa: SIM905
+)
 
 # Modules that do something visible when imported.
 _NOT_IMPORTED = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "lib2to3"}

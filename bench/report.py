@@ -66,8 +66,12 @@ class Report:
         return "\n".join(lines)
 
     def write(self, path: str) -> None:
-        content = {"machine": machine(), "settings": self.settings, "figures": self.figures()}
-        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(path, {"settings": self.settings, "figures": self.figures()})
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+    """Writes figures to a file, with the machine that they belong to."""
+    Path(path).write_text(json.dumps({"machine": machine()} | content, indent=2) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:

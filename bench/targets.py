@@ -31,7 +31,9 @@ async def run_engine(config: EngineConfig, requests: list[Request], workload: di
         return await _measure(send, requests, workload, settings, {"model_ready_s": round(ready, 2)})
 
 
-async def run_server(url: str, api_key: str | None, requests: list[Request], workload: dict[str, Any]) -> Report:
+async def run_server(
+    url: str, api_key: str | None, requests: list[Request], workload: dict[str, Any]
+) -> Report:
     """Warms up and measures a server that is already running."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=600)

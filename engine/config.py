@@ -34,9 +34,12 @@ class EngineConfig:
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:N; auto is CUDA where there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Precision of the model; auto is bfloat16 where the hardware multiplies it natively, else float32."
+        "auto",
+        "Precision of the model; auto is bfloat16 where the hardware multiplies it natively, else float32.",
     )
-    max_model_len: int | None = option(None, "Longest sequence in tokens; at most the checkpoint's own maximum.")
+    max_model_len: int | None = option(
+        None, "Longest sequence in tokens; at most the checkpoint's own maximum."
+    )
     max_batch_tokens: int | None = option(
         None, "Token budget of one step; by default 2,048 on a CPU and 16,384 on a GPU."
     )
@@ -56,7 +59,13 @@ class EngineConfig:
     trust_remote_code: bool = option(False, "Run Python code that comes with the checkpoint.")
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_batch_tokens", "max_batch_sequences", "threads", "tokenizer_threads"):
+        for name in (
+            "max_model_len",
+            "max_batch_tokens",
+            "max_batch_sequences",
+            "threads",
+            "tokenizer_threads",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")

@@ -92,7 +92,9 @@ class DeviceActors:
         scheduler: Mailbox[SchedulerMessage],
     ) -> None:
         model = on_device.model
-        pooler = DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()})
+        pooler = DispatchPooler(
+            {name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()}
+        )
         scoring = ScoringActor(
             Mailbox(loop), model.similarity, on_device.maxsim, len(model.labels), scheduler
         )

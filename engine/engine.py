@@ -86,7 +86,7 @@ class Engine:
         self.death = None
 
     async def stop(self, grace: float | None = None) -> None:
-        """Takes no more requests, finishes those it has (for at most `grace` seconds) and frees everything."""
+        """Takes no more requests, finishes those it has within `grace` seconds and frees everything."""
         running, self._running = self._running, None
         if running is not None:
             await running.close(grace)
@@ -190,7 +190,9 @@ class Engine:
     ) -> EmbedResult:
         """One vector a text: float32 [texts, dim]. `input_type` chooses the checkpoint's prompt for queries
         or documents; `dimensions` keeps the first so many columns (matryoshka)."""
-        prepared, values = await self._texts("embed", texts, input_type, dimensions, truncation, priority, timeout)
+        prepared, values = await self._texts(
+            "embed", texts, input_type, dimensions, truncation, priority, timeout
+        )
         embeddings = np.concatenate([np.asarray(value) for value in values])
         normalised = self.model.tasks["embed"].normalised
         return EmbedResult(shorten(embeddings, dimensions, normalised), Usage(prepared.tokens))
@@ -273,9 +275,7 @@ class Engine:
                 self.metrics.preprocess_seconds.observe(time.perf_counter() - started)
                 self._check_room(running, prepared.tokens)
                 future = running.values()
-                scheduler.mailbox.post(
-                    Admit(owner, prepared.sequences, prepared.results, priority, future)
-                )
+                scheduler.mailbox.post(Admit(owner, prepared.sequences, prepared.results, priority, future))
                 return prepared, await future
         except TimeoutError:
             self._abandon(running, owner)

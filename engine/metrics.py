@@ -46,6 +46,7 @@ class EngineMetrics:
             registry=self.registry,
         )
         self.cancelled = Counter(
-            "maxsimd_cancelled_requests", "Requests whose caller went away or ran out of time",
+            "maxsimd_cancelled_requests",
+            "Requests whose caller went away or ran out of time",
             registry=self.registry,
         )

@@ -16,7 +16,6 @@ from maxsimd.engine.tokenization import TextTokenizer, cut, longest_first
 from maxsimd.scheduler import Role, Sequence
 from maxsimd.scheduler.sequence import TokenIds
 
-
 # Token ids, type ids, attended length and kept rows of a sequence.
 _Parts = tuple[TokenIds, TokenIds, int, NDArray[np.int64] | None]
 

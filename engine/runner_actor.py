@@ -75,7 +75,9 @@ class RunnerActor(Actor[RunnerMessage]):
             return
         log.exception("a sequence of %d tokens cannot be run", step.num_tokens, exc_info=error)
         request = step.chunks[0].sequence.request
-        reason = "the device has not enough memory for this input" if out_of_memory else "the model failed on it"
+        reason = (
+            "the device has not enough memory for this input" if out_of_memory else "the model failed on it"
+        )
         self._report(step, chunks=1, failures=[Failure(request, reason)])
 
     def _report(

@@ -111,7 +111,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._metrics.step_seconds.observe(report.seconds)
         if report.tokens and report.seconds > 0:
             rate = report.tokens / report.seconds
-            self.tokens_per_second = 0.8 * self.tokens_per_second + 0.2 * rate if self.tokens_per_second else rate
+            self.tokens_per_second = (
+                0.8 * self.tokens_per_second + 0.2 * rate if self.tokens_per_second else rate
+            )
         if report.out_of_memory:
             log.warning("the device ran out of memory; steps are smaller for a while")
             self._scheduler.reduce_budget()

@@ -70,7 +70,9 @@ class ScoringActor(Actor[ScoringMessage]):
                 self._keep_queries(pooled)
                 outputs += self._score_documents(pooled, failures)
                 outputs += self._plain_items(pooled)
-            flat = torch.cat([output.items.values.reshape(-1).float() for output in outputs] or [torch.empty(0)])
+            flat = torch.cat(
+                [output.items.values.reshape(-1).float() for output in outputs] or [torch.empty(0)]
+            )
         if flat.device.type == "cpu":
             self._report(message, outputs, failures, flat)
             return
@@ -117,7 +119,9 @@ class ScoringActor(Actor[ScoringMessage]):
         return [_Output(documents, items, scalar=True)]
 
     def _plain_items(self, pooled: Pooled) -> list[_Output]:
-        plain = [i for i, sequence in enumerate(pooled.sequences) if not sequence.uses and sequence.query is None]
+        plain = [
+            i for i, sequence in enumerate(pooled.sequences) if not sequence.uses and sequence.query is None
+        ]
         if not plain:
             return []
         sequences = [pooled.sequences[i] for i in plain]
@@ -149,7 +153,9 @@ class ScoringActor(Actor[ScoringMessage]):
         results = _results(outputs, host.numpy())
         seconds = time.perf_counter() - message.started
         step = message.step
-        self._scheduler.post(StepReport(step.id, len(step.chunks), step.num_tokens, results, failures, seconds))
+        self._scheduler.post(
+            StepReport(step.id, len(step.chunks), step.num_tokens, results, failures, seconds)
+        )
 
 
 def _results(outputs: list[_Output], flat: NDArray[np.float32]) -> list[Result]:

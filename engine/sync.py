@@ -58,7 +58,9 @@ class SyncEngine:
         finally:
             self._close_loop()
 
-    def score(self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Any) -> ScoreResult:
+    def score(
+        self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Any
+    ) -> ScoreResult:
         one_side, other_side = pair_up(queries, documents)
 
         def piece(start: int, stop: int) -> Coroutine[Any, Any, ScoreResult]:

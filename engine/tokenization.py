@@ -11,13 +11,13 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.scheduler.sequence import TokenIds
 
 Side = Literal["left", "right"]
-I = TypeVar("I", np.int32, np.int64)
+IdType = TypeVar("IdType", np.int32, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +52,8 @@ class TextTokenizer:
         self._tokenizer: Tokenizer = Tokenizer.from_str(backend.to_str())
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self.single = self._learn_template("a")
-        self.pair = self._learn_template("a", "b")
+        self.single = _learn_template(self._tokenizer.encode("a"), texts=1)
+        self.pair = _learn_template(self._tokenizer.encode("a", "b"), texts=2)
 
     @property
     def vocabulary_size(self) -> int:
@@ -79,28 +79,28 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def _learn_template(self, *texts: str) -> Template:
-        encoding = self._tokenizer.encode(*texts)
-        ids: list[list[int]] = [[] for _ in range(len(texts) + 1)]
-        types: list[list[int]] = [[] for _ in range(len(texts) + 1)]
-        text_types = [0] * len(texts)
-        place = 0
-        owners = encoding.sequence_ids
-        for token, type_id, owner in zip(encoding.ids, encoding.type_ids, owners, strict=True):
-            if owner is None:
-                ids[place].append(token)
-                types[place].append(type_id)
-            else:
-                place = owner + 1
-                text_types[owner] = type_id
-        return Template(
-            tuple(np.array(part, dtype=np.int32) for part in ids),
-            tuple(np.array(part, dtype=np.int32) for part in types),
-            tuple(text_types),
-        )
+
+def _learn_template(encoding: Encoding, texts: int) -> Template:
+    """Reads off an encoded sample which tokens stand around and between its texts."""
+    ids: list[list[int]] = [[] for _ in range(texts + 1)]
+    types: list[list[int]] = [[] for _ in range(texts + 1)]
+    text_types = [0] * texts
+    place = 0
+    for token, type_id, owner in zip(encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True):
+        if owner is None:
+            ids[place].append(token)
+            types[place].append(type_id)
+        else:
+            place = owner + 1
+            text_types[owner] = type_id
+    return Template(
+        tuple(np.array(part, dtype=np.int32) for part in ids),
+        tuple(np.array(part, dtype=np.int32) for part in types),
+        tuple(text_types),
+    )
 
 
-def cut(text: NDArray[I], length: int, side: Side) -> NDArray[I]:
+def cut(text: NDArray[IdType], length: int, side: Side) -> NDArray[IdType]:
     """At most `length` tokens of a text, cut at the given side."""
     if len(text) <= length:
         return text

@@ -96,7 +96,9 @@ class ClsPool(_OneRowPool):
         self._first_rows: dict[int, torch.Tensor] = {}
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
-        first = [(chunk, row) for chunk, row in zip(cursor.chunks, cursor.starts, strict=True) if chunk.is_first]
+        first = [
+            (chunk, row) for chunk, row in zip(cursor.chunks, cursor.starts, strict=True) if chunk.is_first
+        ]
         rows = take_rows(hidden, np.array([row for _, row in first], dtype=np.int64))
         if len(first) == len(cursor.chunks) and all(chunk.is_last for chunk, _ in first):
             return self._finish(rows)

@@ -17,7 +17,9 @@ def position_offset(backbone: torch.nn.Module) -> int:
     """The position of the first token: RoBERTa's descendants count from `padding_idx + 1`, others from 0."""
     for module in backbone.modules():
         padding = getattr(module, "padding_idx", None)
-        if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), torch.nn.Embedding):
+        if isinstance(padding, int) and isinstance(
+            getattr(module, "position_embeddings", None), torch.nn.Embedding
+        ):
             return padding + 1
     return 0
 

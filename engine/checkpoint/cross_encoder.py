@@ -1,4 +1,4 @@
-"""Loads cross-encoders: transformers' `*ForSequenceClassification` and sentence-transformers' saves of them."""
+"""Loads cross-encoders: `*ForSequenceClassification` checkpoints, as CrossEncoder saves them or plain."""
 
 from typing import Any
 

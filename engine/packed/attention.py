@@ -37,7 +37,11 @@ def attend(
     fails and the model is run padded."""
     if layout is None or attention is None:
         raise RuntimeError("packed attention was called outside of a packed step")
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+    if (
+        kwargs.get("softcap") is not None
+        or kwargs.get("s_aux") is not None
+        or kwargs.get("position_bias") is not None
+    ):
         raise NotImplementedError("packed attention knows neither softcap, sinks nor position bias")
     q, k, v = query[0], key[0], value[0]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -148,8 +152,6 @@ def visible(
     """Which keys each token sees, as bool [tokens, keys], or None for all of them.
 
     Causal tokens are the last of the keys' sequence; a window counts as transformers' masks count it."""
-    if not causal and window is None:
-        return None
     row = torch.arange(tokens, device=device)[:, None]
     column = torch.arange(keys, device=device)[None, :]
     if causal:
@@ -157,7 +159,7 @@ def visible(
         seen = column <= row
         return seen if window is None else seen & (column > row - window)
     # ModernBERT hands its layers the half-window plus one; its mask sees distances up to the half-window.
-    return (row - column).abs() < window
+    return None if window is None else (row - column).abs() < window
 
 
 def _repeat_heads(kv: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

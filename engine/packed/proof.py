@@ -15,7 +15,9 @@ from maxsimd.scheduler import Chunk, Role, Sequence, Step
 TOLERANCE = 1e-3
 
 
-def why_not_packed(model: LoadedModel, device: torch.device, attention: Attention, grouped: bool) -> str | None:
+def why_not_packed(
+    model: LoadedModel, device: torch.device, attention: Attention, grouped: bool
+) -> str | None:
     """None when packed and one-by-one runs of random sequences agree, else what is the matter.
 
     Leaves the backbone with packed attention after success and with its own after failure. Meant for a
@@ -50,7 +52,9 @@ def _random_steps(model: LoadedModel) -> list[Step]:
     backbone: Any = model.backbone
     random = np.random.default_rng(0)
     vocabulary = backbone.get_input_embeddings().weight.shape[0]
-    window = getattr(backbone.config, "sliding_window", None) or getattr(backbone.config, "local_attention", None)
+    window = getattr(backbone.config, "sliding_window", None) or getattr(
+        backbone.config, "local_attention", None
+    )
     beyond = 2 * window + 3 if isinstance(window, int) and window <= 1024 else 40
     lengths = [5, 1, 17, 6, min(beyond, model.max_tokens), 18]
     sequences = []

@@ -106,7 +106,10 @@ class PaddedRunner:
         if self._model.takes_type_ids:
             inputs["token_type_ids"] = type_ids
         output = self._backbone(
-            **{name: torch.from_numpy(ids).to(self._device, non_blocking=True) for name, ids in inputs.items()}
+            **{
+                name: torch.from_numpy(ids).to(self._device, non_blocking=True)
+                for name, ids in inputs.items()
+            }
         )
         hidden = output.last_hidden_state  # [n, longest, hidden]
         starts = tuple(range(0, n * longest, longest))

@@ -25,7 +25,9 @@ def attend_varlen(
     """One kernel over all sequences. Needs a layout without padding (one sequence a group)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    offsets = _shared(layout, "offsets", lambda: [0, *accumulate(group.length for group in layout.groups)], q.device)
+    offsets = _shared(
+        layout, "offsets", lambda: [0, *accumulate(group.length for group in layout.groups)], q.device
+    )
     longest = max(group.length for group in layout.groups)
     used = None
     if any(group.key_lengths[0] < group.length for group in layout.groups):
@@ -34,8 +36,11 @@ def attend_varlen(
         sides = (-1 if window is None else window - 1, 0)
     else:
         sides = (-1, -1) if window is None else (window - 1, window - 1)
+    queries, keys, values = (x.transpose(0, 1).contiguous() for x in (q, k, v))
     out = varlen_attn(
-        *(x.transpose(0, 1).contiguous() for x in (q, k, v)),
+        queries,
+        keys,
+        values,
         offsets,
         offsets,
         longest,
@@ -49,7 +54,9 @@ def attend_varlen(
     return out
 
 
-def _shared(layout: Layout, name: str, numbers: Callable[[], list[int]], device: torch.device) -> torch.Tensor:
+def _shared(
+    layout: Layout, name: str, numbers: Callable[[], list[int]], device: torch.device
+) -> torch.Tensor:
     """An int32 tensor that all layers of a step share."""
     tensor = layout.masks.get(name)
     if tensor is None:

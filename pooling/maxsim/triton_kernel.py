@@ -20,8 +20,8 @@ BLOCK_DOCUMENT = 32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def maxsim_kernel(
-    queries,  # type: ignore[no-untyped-def]  # [Tq, dim]
+def maxsim_kernel(  # type: ignore[no-untyped-def]
+    queries,  # [Tq, dim]
     documents,  # [Td, dim]
     query_offsets,  # int32 [queries + 1]
     document_offsets,  # int32 [documents + 1]

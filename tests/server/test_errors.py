@@ -19,7 +19,12 @@ def check(response: httpx.Response, status: int, message: str, param: str | None
 
 RERANK = {"query": "q", "documents": ["d"]}
 BAD_REQUESTS: list[tuple[str, Any, str, str | None]] = [
-    ("/score", {"text_1": ["a", "b"], "text_2": ["b", "c", "d"]}, "must be either 1:1, 1:N or N:N", "documents"),
+    (
+        "/score",
+        {"text_1": ["a", "b"], "text_2": ["b", "c", "d"]},
+        "must be either 1:1, 1:N or N:N",
+        "documents",
+    ),
     ("/score", {"text_1": ["a"]}, "text_2 is missing", "text_2"),
     ("/score", {}, "queries and documents are missing", "queries"),
     ("/score", {"queries": [], "documents": ["a"]}, "queries is empty", "queries"),

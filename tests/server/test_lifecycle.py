@@ -82,7 +82,10 @@ def test_a_full_queue_answers_429_and_loses_nobody(start_server: StartServer) ->
     async def overload() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=120) as client:
             return await asyncio.gather(
-                *(client.post(server.url + "/rerank", json=HEAVY | {"documents": ["word " * 250] * 60}) for _ in range(8))
+                *(
+                    client.post(server.url + "/rerank", json=HEAVY | {"documents": ["word " * 250] * 60})
+                    for _ in range(8)
+                )
             )
 
     responses = asyncio.run(overload())

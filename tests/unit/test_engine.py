@@ -243,9 +243,7 @@ async def test_when_an_actor_dies_every_caller_is_told(
 
     monkeypatch.setattr(RunnerActor, "_run", die)
     async with asyncio.timeout(20):
-        results = await asyncio.gather(
-            *(engine.score("a", ["b"]) for _ in range(3)), return_exceptions=True
-        )
+        results = await asyncio.gather(*(engine.score("a", ["b"]) for _ in range(3)), return_exceptions=True)
         await engine.until_dead()
     assert all(isinstance(result, EngineDeadError) for result in results)
     assert "beyond repair" in str(results[0])
@@ -297,7 +295,9 @@ async def test_an_encoder_without_classifier_is_no_cross_encoder(qwen3_embedding
         await Engine(EngineConfig(model=qwen3_embedding, score_type="cross-encoder")).start()
 
 
-def test_the_sync_engine_gives_the_same_results(pairs: list[Pair], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sync_engine_gives_the_same_results(
+    pairs: list[Pair], capsys: pytest.CaptureFixture[str]
+) -> None:
     documents = ([pair.document for pair in pairs] * 2)[:300]
 
     async def score() -> list[float]:

@@ -35,7 +35,11 @@ def test_imports_go_down_only(room: str) -> None:
 
 def test_the_scheduler_knows_neither_torch_nor_asyncio() -> None:
     for path in _files("scheduler"):
-        foreign = {name.split(".")[0] for name in _imported_modules(path)} & {"torch", "asyncio", "transformers"}
+        foreign = {name.split(".")[0] for name in _imported_modules(path)} & {
+            "torch",
+            "asyncio",
+            "transformers",
+        }
         assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
 
 

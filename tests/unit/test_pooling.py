@@ -67,7 +67,9 @@ def test_pooling_in_chunks_equals_the_plain_definition(
     workload: tuple[list[Sequence], list[list[Chunk]]], padding: int, retried: bool
 ) -> None:
     sequences, steps = workload
-    states = {s.key: torch.randn(len(s), HIDDEN, generator=torch.Generator().manual_seed(s.key)) for s in sequences}
+    states = {
+        s.key: torch.randn(len(s), HIDDEN, generator=torch.Generator().manual_seed(s.key)) for s in sequences
+    }
     pooler = DispatchPooler({name: method(head) for name, method in METHODS.items()})
     items: dict[int, torch.Tensor] = {}
     for step in steps:

@@ -34,7 +34,11 @@ def test_pairs_and_single_texts_equal_the_tokenizer(
 ) -> None:
     original = AutoTokenizer.from_pretrained(request.getfixturevalue(checkpoint))
     ours = TextTokenizer(original)
-    samples = [(pair.query, pair.document) for pair in pairs[:40]] + [("", "x"), ("x", ""), ("ümlaut Ł 漢字", "🙂 ok")]
+    samples = [(pair.query, pair.document) for pair in pairs[:40]] + [
+        ("", "x"),
+        ("x", ""),
+        ("ümlaut Ł 漢字", "🙂 ok"),
+    ]
     for query, document in samples:
         q, d = ours.encode([query, document], "texts")
         lengths = longest_first(len(q), len(d), max_tokens - ours.pair.special_tokens)
