@@ -1,6 +1,8 @@
 """Small random-weight checkpoints in the formats in which real ones are published."""
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,8 @@ def _spread(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.5 if "embeddings" in name else 0.15)
+                attends = any(part in name for part in ("query", "key", "q_proj", "k_proj"))
+                parameter.normal_(0, 0.5 if "embed" in name else 0.12 if attends else 0.2)
     return model.eval()
 
 
@@ -47,22 +50,30 @@ def minilm_tokenizer() -> Any:
 
 
 def bert_cross_encoder(folder: Path, labels: int = 1) -> str:
-    model = _spread(BertForSequenceClassification(bert_config(num_labels=labels)))
+    config = bert_config(num_labels=labels, hidden_size=128, intermediate_size=256)
+    model = _spread(BertForSequenceClassification(config))
     model.save_pretrained(folder)
     minilm_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
+def _unigram_vocabulary(size: int = 3000) -> list[tuple[str, float]]:
+    """Frequent words and all characters with their log frequencies, after XLM-R's special tokens. Counted,
+    not trained, because the trainer gives another vocabulary each time."""
+    words = Counter(word for pair in docstring_pairs() for word in pair.document.split())
+    characters = Counter("".join(words.elements()))
+    pieces = Counter({f"\u2581{word}": count for word, count in words.most_common(size)}) + characters
+    total = pieces.total()
+    specials = [(token, 0.0) for token in ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "\u2581")]
+    ranked = sorted(pieces.items(), key=lambda item: (-item[1], item[0]))
+    return specials + [(piece, math.log(count / total)) for piece, count in ranked]
+
+
 def xlm_roberta_cross_encoder(folder: Path) -> str:
     """As bge-reranker-v2-m3 is published: positions from 2 on, two separators between the texts."""
-    tokenizer = Tokenizer(models.Unigram())
+    tokenizer = Tokenizer(models.Unigram(_unigram_vocabulary(), unk_id=3, byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    specials = ["<s>", "<pad>", "</s>", "<unk>"]
-    trainer = trainers.UnigramTrainer(
-        vocab_size=3000, special_tokens=[*specials, "<mask>"], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator((pair.document for pair in docstring_pairs()[:200]), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>",
         pair="<s> $A </s> </s> $B </s>",
@@ -83,10 +94,10 @@ def xlm_roberta_cross_encoder(folder: Path) -> str:
     fast.save_pretrained(folder)
     config = XLMRobertaConfig(
         vocab_size=len(fast),
-        hidden_size=64,
+        hidden_size=128,
         num_hidden_layers=3,
         num_attention_heads=4,
-        intermediate_size=128,
+        intermediate_size=256,
         max_position_embeddings=514,
         type_vocab_size=1,
         num_labels=1,
