@@ -49,7 +49,7 @@ def flag(name: str) -> str:
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
-    return f"{default:,}" if isinstance(default, int) else str(default)
+    return f"{default:,}" if isinstance(default, int) and default >= 10_000 else str(default)
 
 
 def _fields(config: type, exclude: frozenset[str]) -> list["dataclasses.Field[Any]"]:

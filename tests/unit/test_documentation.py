@@ -1,0 +1,39 @@
+"""The README says what is so."""
+
+import re
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from maxsimd.api.cli import main
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.options import flag, markdown_table
+from maxsimd.engine import EngineConfig
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_options_is_the_generated_one() -> None:
+    table = markdown_table(EngineConfig, ServerConfig)
+    assert table in README, f"put this into README.md:\n{table}"
+
+
+def test_the_command_line_knows_every_option_of_the_table() -> None:
+    shown = CliRunner().invoke(main, ["serve", "--help"]).output
+    for name in re.findall(r"^\| `(--[\w-]+)`", README, flags=re.MULTILINE):
+        assert name in shown
+    assert flag("max_batch_tokens") == "--max-batch-tokens"
+
+
+def test_every_command_of_the_readme_exists() -> None:
+    runner = CliRunner()
+    for command in sorted(set(re.findall(r"maxsimd ((?:bench )?[a-z]+)", README))):
+        result = runner.invoke(main, [*command.split(), "--help"])
+        assert result.exit_code == 0, command
+
+
+def test_the_change_log_has_the_version_of_the_package() -> None:
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert version is not None
+    assert f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
