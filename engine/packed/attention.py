@@ -49,6 +49,8 @@ def attend(
         (rows, *carry.extend(module.layer_idx, chunk.start, k[:, rows], v[:, rows], not chunk.is_last))
         for chunk, rows, carry in layout.carried
     ]
+    if layout.gate is not None and layout.gate.belongs_to(module):
+        return attend_first_rows(q, k, v, layout, scale)[None], None
     if not carried:
         return attention(q, k, v, layout, scale, sliding_window)[None], None
     out = torch.empty(q.shape[1], q.shape[0], v.shape[-1], dtype=q.dtype, device=q.device)
@@ -101,6 +103,22 @@ def attend_grouped(
             _hide(weights, group, layout, window)
             attended = torch.matmul(torch.softmax(weights, dim=-1), vv)
         out[group.rows].unflatten(0, (n, length)).copy_(attended.transpose(1, 2))
+    return out
+
+
+def attend_first_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float
+) -> torch.Tensor:
+    """As `attend_grouped`, but only for the first token of each sequence; other rows are left undefined."""
+    heads, rows, _ = q.shape
+    out = torch.empty(rows, heads, v.shape[-1], dtype=q.dtype, device=q.device)
+    for group in layout.groups:
+        n, length = group.count, group.length
+        qq, kk, vv = (x[:, group.rows].unflatten(1, (n, length)).transpose(0, 1) for x in (q, k, v))
+        weights = torch.matmul(qq[:, :, :1], kk.transpose(2, 3)).mul_(scale)  # [n, heads, 1, length]
+        _hide(weights, group, layout, None)
+        attended = torch.matmul(torch.softmax(weights, dim=-1), vv)  # [n, heads, 1, head_dim]
+        out[group.rows].unflatten(0, (n, length))[:, 0] = attended[:, :, 0]
     return out
 
 

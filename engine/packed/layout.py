@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from maxsimd.engine.packed.carry import Carry
+from maxsimd.engine.packed.last_layer import FirstRowsOnly
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.scheduler import Chunk, Step
 
@@ -38,11 +39,13 @@ class Layout:
     """What the attention function must know of a step.
 
     Whole sequences are in `groups`; chunks of a cut sequence, which attend to keys of earlier steps, are in
-    `carried` with their rows. `masks` caches what the layers share, for the time of one forward pass."""
+    `carried` with their rows. With a `gate`, the last layer needs only the first row of each sequence.
+    `masks` caches what the layers share, for the time of one forward pass."""
 
     groups: tuple[Group, ...]
     carried: tuple[tuple[Chunk, slice, Carry], ...]
     causal: bool
+    gate: FirstRowsOnly | None = None
     masks: dict[object, torch.Tensor | None] = field(default_factory=dict)
 
 
@@ -78,7 +81,13 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def lay_out(
-    step: Step, carries: dict[int, Carry], *, causal: bool, grouped: bool, position_offset: int
+    step: Step,
+    carries: dict[int, Carry],
+    *,
+    causal: bool,
+    grouped: bool,
+    position_offset: int,
+    gate: FirstRowsOnly | None = None,
 ) -> PackedBatch:
     """Lays out a step.
 
@@ -123,6 +132,6 @@ def lay_out(
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),
         torch.from_numpy(type_ids),
-        Layout(tuple(groups), tuple(carried), causal),
+        Layout(tuple(groups), tuple(carried), causal, gate),
         PoolingCursor(tuple(placed), tuple(starts)),
     )

@@ -9,7 +9,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.packed import linear, varlen
 from maxsimd.engine.packed.attention import Attention, attend_grouped
-from maxsimd.engine.packed.proof import why_not_packed
+from maxsimd.engine.packed.proof import gate_if_exact, why_not_packed
 from maxsimd.engine.packed.runner import ModelRunner, PackedRunner, PaddedRunner
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
     dtype = choose_dtype(config.dtype, device)
     attention, grouped = _choose_attention(device, dtype)
     backbone = model.backbone
+    gate = None
     if config.packing == "off":
         not_packed: str | None = "packing is off"
     else:
@@ -53,12 +54,14 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
         not_packed = why_not_packed(model, device, attend_grouped, grouped)
         if not_packed is not None:
             log.warning("runs padded, which is slower: %s", not_packed)
+        else:
+            gate = gate_if_exact(model, device, attend_grouped, grouped)
     backbone.to(dtype)
     if linear.is_supported(device, dtype):
         linear.prepack(backbone)
     runner: ModelRunner
     if not_packed is None:
-        runner = PackedRunner(model, device, attention, grouped)
+        runner = PackedRunner(model, device, attention, grouped, gate)
     else:
         runner = PaddedRunner(model, device)
     return PreparedModel(runner, dtype, not_packed)

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.packed import last_layer
 from maxsimd.engine.packed.attention import NAME, Attention, register
+from maxsimd.engine.packed.last_layer import FirstRowsOnly
 from maxsimd.engine.packed.runner import PackedRunner, PaddedRunner
 from maxsimd.scheduler import Chunk, Role, Sequence, Step
 
@@ -46,6 +48,29 @@ def why_not_packed(
         backbone.set_attn_implementation(own)
         return f"packed and one-by-one hidden states differ by {worst:.2g}"
     return None
+
+
+def gate_if_exact(
+    model: LoadedModel, device: torch.device, attention: Attention, grouped: bool
+) -> FirstRowsOnly | None:
+    """A gate that leaves the last layer's first rows alone, where the model needs no others and is shown to
+    give the same with it; else None, and the backbone as it was."""
+    if any(task.pooling != "cls" for task in model.tasks.values()):
+        return None
+    gate = last_layer.install(model.backbone)
+    if gate is None:
+        return None
+    plain = PackedRunner(model, device, attention, grouped)
+    gated = PackedRunner(model, device, attention, grouped, gate)
+    for step in _random_steps(model):
+        gate.rows = None
+        hidden, cursor = plain.forward(step)
+        first = hidden[list(cursor.starts)]
+        only, _ = gated.forward(step)
+        if only.shape != first.shape or not torch.allclose(only, first, rtol=TOLERANCE, atol=TOLERANCE):
+            last_layer.remove(model.backbone, gate)
+            return None
+    return gate
 
 
 def _random_steps(model: LoadedModel) -> list[Step]:

@@ -12,6 +12,7 @@ import torch
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.packed.attention import Attention
 from maxsimd.engine.packed.carry import Carry
+from maxsimd.engine.packed.last_layer import FirstRowsOnly
 from maxsimd.engine.packed.layout import lay_out
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.scheduler import Step
@@ -36,15 +37,25 @@ class ModelRunner(Protocol):
 
 
 class PackedRunner:
-    """One pass over [1, rows]; owns the keys and values of sequences that are cut between steps."""
+    """One pass over [1, rows]; owns the keys and values of sequences that are cut between steps.
 
-    def __init__(self, model: LoadedModel, device: torch.device, attention: Attention, grouped: bool) -> None:
+    With a `gate`, only the first row of each sequence comes out of the last layer."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        device: torch.device,
+        attention: Attention,
+        grouped: bool,
+        gate: FirstRowsOnly | None = None,
+    ) -> None:
         self.chunked = model.causal
         self._model = model
         self._backbone: Any = model.backbone
         self._device = device
         self._attention = attention
         self._grouped = grouped
+        self._gate = gate
         self._carries: dict[int, Carry] = {}
 
     @torch.inference_mode()
@@ -58,7 +69,12 @@ class PackedRunner:
             causal=self._model.causal,
             grouped=self._grouped,
             position_offset=self._model.position_offset,
+            gate=self._gate,
         )
+        cursor = batch.cursor
+        if self._gate is not None:
+            self._gate.rows = torch.tensor(cursor.starts).to(self._device, non_blocking=True)
+            cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         if self._model.takes_type_ids:
             inputs["token_type_ids"] = batch.type_ids
@@ -68,7 +84,7 @@ class PackedRunner:
             layout=batch.layout,
             attention=self._attention,
         )
-        return output.last_hidden_state[0], batch.cursor  # [rows, hidden]
+        return output.last_hidden_state[0], cursor  # [rows, hidden]
 
     def free(self, key: int) -> None:
         self._carries.pop(key, None)
