@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from maxsimd.engine.actor import Actor, Mailbox
+from maxsimd.engine.allocators import settle_allocators
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
@@ -74,6 +75,8 @@ def load_on_device(config: EngineConfig) -> OnDevice:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
+    if device.type == "cpu":
+        settle_allocators()
     try:
         maxsim_name, maxsim = choose_maxsim(config.maxsim, device)
     except ValueError as error:

@@ -96,13 +96,9 @@ def attend_grouped(
         if layout.causal:
             attended = _causal_group(qq, kk, vv, length, scale, window)
         else:
-            shared = kk.shape[1] != heads
-            if shared:
-                kk, vv = _repeat_heads(kk, qq), _repeat_heads(vv, qq)
-            weights = torch.matmul(qq, kk.transpose(2, 3)).mul_(scale)  # [n, heads, length, length]
-            _hide(weights, group, layout, window)
-            attended = torch.matmul(torch.softmax(weights, dim=-1), vv)
+            attended = _bidirectional_group(qq, kk, vv, group, layout, scale, window)
         out[group.rows].unflatten(0, (n, length)).copy_(attended.transpose(1, 2))
+    out[layout.groups[-1].rows.stop :] = 0
     return out
 
 
@@ -115,11 +111,52 @@ def attend_first_rows(
     for group in layout.groups:
         n, length = group.count, group.length
         qq, kk, vv = (x[:, group.rows].unflatten(1, (n, length)).transpose(0, 1) for x in (q, k, v))
-        weights = torch.matmul(qq[:, :, :1], kk.transpose(2, 3)).mul_(scale)  # [n, heads, 1, length]
-        _hide(weights, group, layout, None)
-        attended = torch.matmul(torch.softmax(weights, dim=-1), vv)  # [n, heads, 1, head_dim]
+        attended = _bidirectional_group(qq[:, :, :1], kk, vv, group, layout, scale, None)
         out[group.rows].unflatten(0, (n, length))[:, 0] = attended[:, :, 0]
     return out
+
+
+def _bidirectional_group(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Queries [n, heads, tokens, head_dim] of a group against its keys and values; as many out as in."""
+    n, heads, tokens, head_dim = q.shape
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    keys = k.shape[2]
+    # One product over all sequences and heads, with the scaling in it.
+    weights = torch.baddbmm(
+        q.new_empty(n * heads, tokens, keys),
+        q.reshape(n * heads, tokens, head_dim),
+        k.reshape(n * heads, keys, head_dim).transpose(1, 2),
+        beta=0,
+        alpha=scale,
+    ).unflatten(0, (n, heads))  # [n, heads, tokens, keys]
+    values = v.reshape(n * heads, keys, v.shape[-1])
+    if _needs_no_maximum(weights):
+        _hide(weights, group, layout, window)
+        weights.exp_()
+        total = weights.sum(dim=-1, keepdim=True)
+        attended = torch.bmm(weights.flatten(0, 1), values).unflatten(0, (n, heads))
+        return attended.div_(total)
+    _hide(weights, group, layout, window)
+    return torch.bmm(torch.softmax(weights, dim=-1).flatten(0, 1), values).unflatten(0, (n, heads))
+
+
+def _needs_no_maximum(weights: torch.Tensor) -> bool:
+    """Whether softmax may do without subtracting each row's maximum, which spares bfloat16 two passes.
+
+    Softmax subtracts it so that no exponential overflows and not all of a row vanish. Within +-60 neither
+    can happen: e^60 times any number of keys is far below bfloat16's largest number, e^88."""
+    if weights.dtype is not torch.bfloat16:
+        return False
+    low, high = torch.aminmax(weights)
+    return float(low) >= -60 and float(high) <= 60
 
 
 def _causal_group(

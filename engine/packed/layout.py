@@ -17,6 +17,10 @@ from maxsimd.scheduler import Chunk, Step
 # What one more group of attention costs, counted in padding rows that would cost as much.
 GROUP_COST_ROWS = 16
 
+# Steps are filled up to a multiple of this many rows. Matrix libraries compile a kernel for each new shape,
+# which takes time and memory that is never given back; so there must not be a shape for every step.
+ROW_MULTIPLE = 32
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
@@ -92,8 +96,9 @@ def lay_out(
     """Lays out a step.
 
     With `grouped`, sequences of like length are put side by side and padded to the longest of them, which
-    suits batched products; without, they stand in step order without any padding, which suits
-    variable-length attention. Padding rows repeat token 0 and nobody looks at them.
+    suits batched products, and the step is filled up to a round number of rows; without, they stand in step
+    order without any padding, which suits variable-length attention. Padding rows hold token 0 and nobody
+    looks at them.
     """
     whole = [chunk for chunk in step.chunks if chunk.is_whole]
     cut = [chunk for chunk in step.chunks if not chunk.is_whole]
@@ -119,6 +124,8 @@ def lay_out(
         starts.append(row)
         row += len(chunk)
 
+    if grouped:
+        row += -row % ROW_MULTIPLE
     input_ids = np.zeros(row, dtype=np.int64)
     position_ids = np.full(row, position_offset, dtype=np.int64)
     type_ids = np.zeros(row, dtype=np.int64)

@@ -11,10 +11,11 @@ from transformers.activations import ACT2FN
 
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.packed import attention, linear, proof
+from maxsimd.engine.packed import attention, last_layer, linear, proof
 from maxsimd.engine.packed.attention import attend_grouped, attend_one_by_one
 from maxsimd.engine.packed.carry import Carry
 from maxsimd.engine.packed.layout import GROUP_COST_ROWS, group_by_length, lay_out
+from maxsimd.engine.packed.runner import PackedRunner
 from maxsimd.scheduler import Chunk, Role, Sequence, Step
 
 
@@ -87,6 +88,38 @@ def test_grouped_attention_equals_attention_one_by_one(
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1.0, 40.0])
+def test_bfloat16_attention_equals_float32_with_small_and_with_huge_weights(size: float) -> None:
+    """Small weights are exponentiated as they are; huge ones need softmax's maximum, or they overflow."""
+    torch.manual_seed(0)
+    step = make_step([40, 37, 12, 40, 5], [40, 30, 12, 33, 5])
+    batch = lay_out(step, {}, causal=False, grouped=True, position_offset=0)
+    q, k, v = (torch.randn(2, len(batch.input_ids), 16).bfloat16() for _ in range(3))
+    q = q * size
+    assert attention._needs_no_maximum(q[:, :40] @ k[:, :40].transpose(1, 2)) is (size == 1.0)
+    rounded = attend_grouped(q, k, v, batch.layout, 1.0, None)
+    exact = attend_one_by_one(q.float(), k.float(), v.float(), batch.layout, 1.0, None)
+    close = [
+        torch.isclose(
+            rounded[start:][: len(chunk)].float(), exact[start:][: len(chunk)], atol=6e-2, rtol=6e-2
+        )
+        for chunk, start in zip(batch.cursor.chunks, batch.cursor.starts, strict=True)
+    ]
+    # bfloat16 itself rounds a weight of 160 by up to a half, which decides a few near ties otherwise.
+    assert torch.cat(close).float().mean() >= (1.0 if size == 1.0 else 0.95)
+
+
+@pytest.mark.parametrize("attended", [None, [9, 3, 17]])
+def test_attention_for_first_rows_equals_the_first_rows_of_attention(attended: list[int] | None) -> None:
+    torch.manual_seed(0)
+    batch = lay_out(make_step([9, 5, 17], attended), {}, causal=False, grouped=True, position_offset=0)
+    q, k, v = (torch.randn(2, len(batch.input_ids), 8) for _ in range(3))
+    first = list(batch.cursor.starts)
+    everything = attend_grouped(q, k, v, batch.layout, 0.3, None)
+    only = attention.attend_first_rows(q, k, v, batch.layout, 0.3)
+    torch.testing.assert_close(only[first], everything[first])
+
+
 def test_a_carry_gives_all_keys_so_far_also_when_a_step_is_retried() -> None:
     carry = Carry()
     keys = torch.randn(2, 10, 4)
@@ -131,6 +164,31 @@ def test_a_wrong_attention_is_found_out_at_load(bert_cross_encoder: str) -> None
     model.backbone.set_attn_implementation("sdpa")
     assert "differ by" in (proof.why_not_packed(model, device, leaky, grouped=True) or "")
     assert model.backbone.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("checkpoint", ["bert_cross_encoder", "xlm_roberta_cross_encoder"])
+def test_the_last_layer_of_a_cross_encoder_runs_for_its_first_rows_alone(
+    request: pytest.FixtureRequest, checkpoint: str
+) -> None:
+    device = torch.device("cpu")
+    model = load_model(EngineConfig(model=request.getfixturevalue(checkpoint)), device)
+    assert proof.why_not_packed(model, device, attend_grouped, grouped=True) is None
+    gate = proof.gate_if_exact(model, device, attend_grouped, grouped=True)
+    assert gate is not None
+    step = make_step([9, 5, 17])
+    hidden, cursor = PackedRunner(model, device, attend_grouped, True, gate).forward(step)
+    assert len(hidden) == len(cursor.chunks) == 3
+    gate.rows = None
+    last_layer.remove(model.backbone, gate)
+    full, full_cursor = PackedRunner(model, device, attend_grouped, True).forward(step)
+    torch.testing.assert_close(
+        hidden[list(cursor.starts)], full[list(full_cursor.starts)], atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_model_that_needs_all_rows_gets_no_gate() -> None:
+    model = load_model(EngineConfig(), torch.device("cpu"))
+    assert proof.gate_if_exact(model, torch.device("cpu"), attend_grouped, grouped=True) is None
 
 
 async def test_a_model_that_cannot_be_packed_runs_padded_with_a_warning(
