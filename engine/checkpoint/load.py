@@ -54,11 +54,17 @@ def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
     longest = max_tokens(backbone.config, parts["tokenizer"], offset)
     if config.max_model_len is not None:
         longest = min(longest, config.max_model_len)
+    causal = is_causal(backbone)
+    expansion = parts["query"].expansion
+    if causal and expansion is not None and not expansion.attended:
+        raise ModelLoadError(
+            f"{path!r} expands queries without attending, which a causal model cannot do here"
+        )
     return LoadedModel(
         name=config.model or NAME,
         score_type=score_type,
         max_tokens=longest,
-        causal=is_causal(backbone),
+        causal=causal,
         position_offset=offset,
         takes_type_ids=takes_type_ids(backbone),
         **parts,

@@ -17,8 +17,8 @@ from maxsimd.scheduler import Chunk, Step
 # What one more group of attention costs, counted in padding rows that would cost as much.
 GROUP_COST_ROWS = 16
 
-# Steps are filled up to a multiple of this many rows. Matrix libraries compile a kernel for each new shape,
-# which takes time and memory that is never given back; so there must not be a shape for every step.
+# Matrix libraries compile a kernel for each new shape, which takes time, and memory that is hardly ever given
+# back. So steps have few shapes: rows in all are a multiple of this, and groups are rounded as below.
 ROW_MULTIPLE = 32
 
 
@@ -84,6 +84,22 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
+def round_length(length: int) -> int:
+    """The rows that a sequence of `length` tokens is given: few different numbers, each little more."""
+    multiple = 4 if length <= 32 else 8 if length <= 128 else 16
+    return length + -length % multiple
+
+
+def in_powers_of_two(members: list[int]) -> list[list[int]]:
+    """A group split into parts of 1, 2, 4, ... members, largest first."""
+    parts = []
+    while members:
+        size = 1 << (len(members).bit_length() - 1)
+        parts.append(members[:size])
+        members = members[size:]
+    return parts
+
+
 def lay_out(
     step: Step,
     carries: dict[int, Carry],
@@ -103,7 +119,11 @@ def lay_out(
     whole = [chunk for chunk in step.chunks if chunk.is_whole]
     cut = [chunk for chunk in step.chunks if not chunk.is_whole]
     lengths = [len(chunk) for chunk in whole]
-    places = group_by_length(lengths) if grouped else [[i] for i in range(len(whole))]
+    if grouped:
+        lengths = [round_length(length) for length in lengths]
+        places = [part for members in group_by_length(lengths) for part in in_powers_of_two(members)]
+    else:
+        places = [[i] for i in range(len(whole))]
 
     groups: list[Group] = []
     carried: list[tuple[Chunk, slice, Carry]] = []

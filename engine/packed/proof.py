@@ -55,7 +55,8 @@ def gate_if_exact(
 ) -> FirstRowsOnly | None:
     """A gate that leaves the last layer's first rows alone, where the model needs no others and is shown to
     give the same with it; else None, and the backbone as it was."""
-    if any(task.pooling != "cls" for task in model.tasks.values()):
+    # Where sequences are not grouped, one query a sequence would mean one product a sequence.
+    if not grouped or any(task.pooling != "cls" for task in model.tasks.values()):
         return None
     gate = last_layer.install(model.backbone)
     if gate is None:
