@@ -266,25 +266,30 @@ class Engine:
     ) -> tuple[Prepared, list[Value]]:
         """Prepares a request in the thread pool, queues it and waits for its values."""
         running = self._require()
-        owner = next(running.owners)
-        scheduler = running.scheduler
-        try:
-            async with asyncio.timeout(timeout):
-                started = time.perf_counter()
-                prepared = await self.in_thread(lambda: prepare(owner))
-                self.metrics.preprocess_seconds.observe(time.perf_counter() - started)
-                self._check_room(running, prepared.tokens)
-                future = running.values()
-                scheduler.mailbox.post(Admit(owner, prepared.sequences, prepared.results, priority, future))
-                return prepared, await future
-        except TimeoutError:
-            self._abandon(running, owner)
-            raise RequestTimeoutError(
-                f"not done within {timeout} seconds; allow more time or send fewer documents"
-            ) from None
-        except asyncio.CancelledError:
-            self._abandon(running, owner)
-            raise
+        with running.request() as owner:
+            try:
+                async with asyncio.timeout(timeout):
+                    return await self._prepare_and_wait(running, owner, prepare, priority)
+            except TimeoutError:
+                self._abandon(running, owner)
+                raise RequestTimeoutError(
+                    f"not done within {timeout} seconds; allow more time or send fewer documents"
+                ) from None
+            except asyncio.CancelledError:
+                self._abandon(running, owner)
+                raise
+
+    async def _prepare_and_wait(
+        self, running: Running, owner: int, prepare: Callable[[int], Prepared], priority: int
+    ) -> tuple[Prepared, list[Value]]:
+        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(running.pool, prepare, owner)
+        self.metrics.preprocess_seconds.observe(time.perf_counter() - started)
+        self._check_room(running, prepared.tokens)
+        future = running.values()
+        running.scheduler.mailbox.post(Admit(owner, prepared.sequences, prepared.results, priority, future))
+        return prepared, await future
 
     def _abandon(self, running: Running, owner: int) -> None:
         self.metrics.cancelled.inc()

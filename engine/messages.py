@@ -35,9 +35,17 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Scheduler to the device's actors: this request has ended, let go of all that it left there."""
+    """Scheduler to model runner: this request has ended, let go of all that it left on the device."""
 
     request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Model runner to pooling to scoring: the same, with the keys of the sequences that were cut short."""
+
+    request: int
+    keys: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,5 +99,5 @@ class StepReport:
 
 SchedulerMessage = Admit | Cancel | StepReport
 RunnerMessage = Step | Release
-PoolingMessage = Hidden | Release
-ScoringMessage = PooledStep | Release
+PoolingMessage = Hidden | Free
+ScoringMessage = PooledStep | Free

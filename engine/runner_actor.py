@@ -8,6 +8,7 @@ import torch
 from maxsimd.engine.actor import Actor, Mailbox
 from maxsimd.engine.messages import (
     Failure,
+    Free,
     Hidden,
     PoolingMessage,
     Release,
@@ -44,9 +45,10 @@ class RunnerActor(Actor[RunnerMessage]):
 
     async def receive(self, message: RunnerMessage) -> None:
         if isinstance(message, Release):
-            for key in self._cut_sequences.pop(message.request, ()):
+            keys = frozenset(self._cut_sequences.pop(message.request, ()))
+            for key in keys:
                 self._runner.free(key)
-            await self._pooling.ask(message)
+            await self._pooling.ask(Free(message.request, keys))
             return
         for chunk in message.chunks:
             if not chunk.is_whole:
@@ -64,7 +66,7 @@ class RunnerActor(Actor[RunnerMessage]):
             self._free_finished(step)
 
     async def _recover(self, step: Step, error: Exception) -> None:
-        out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        out_of_memory = _is_out_of_memory(error)
         if out_of_memory:
             torch.cuda.empty_cache()
             self._report(step, chunks=0, out_of_memory=True)
@@ -94,3 +96,8 @@ class RunnerActor(Actor[RunnerMessage]):
                 keys.discard(sequence.key)
                 if not keys:
                     self._cut_sequences.pop(sequence.request, None)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch has a class of its own for the GPU, but says it in words on the CPU.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 
 from maxsimd.engine.actor import Mailbox
@@ -34,7 +35,10 @@ class Running:
         model, prepared = on_device.model, on_device.prepared
         self.on_device = on_device
         self.keys: Iterator[int] = count()
-        self.owners: Iterator[int] = count()
+        self._owners: Iterator[int] = count()
+        self._inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
         self.pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="maxsimd-pool")
         budget = config.max_batch_tokens
         if budget is None:
@@ -57,6 +61,18 @@ class Running:
         )
         self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
 
+    @contextmanager
+    def request(self) -> Iterator[int]:
+        """Covers a request from its arrival to its result, and gives it a number of its own."""
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield next(self._owners)
+        finally:
+            self._inside -= 1
+            if self._inside == 0:
+                self._empty.set()
+
     def values(self) -> asyncio.Future[list[Value]]:
         """A future for one request's values; it fails when the engine dies before they are there.
 
@@ -70,13 +86,13 @@ class Running:
 
     async def close(self, grace: float | None) -> None:
         """Waits until all requests are done, for at most `grace` seconds, and frees everything."""
-        idle = asyncio.create_task(self.scheduler.until_idle())
-        await asyncio.wait({idle, self._supervisor}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-        if not idle.done() and not self._supervisor.done():
-            log.warning("stopping with requests unfinished after %s seconds", grace)
-        idle.cancel()
+        try:
+            async with asyncio.timeout(grace):
+                await self._empty.wait()
+        except TimeoutError:
+            log.warning("stopping with %d requests unfinished after %s seconds", self._inside, grace)
         self._supervisor.cancel()
-        await asyncio.gather(idle, self._supervisor, return_exceptions=True)
+        await asyncio.gather(self._supervisor, return_exceptions=True)
         await asyncio.to_thread(self._device.close)
         self.pool.shutdown(wait=False, cancel_futures=True)
 

@@ -34,7 +34,7 @@ class _Open:
 class SchedulerActor(Actor[SchedulerMessage]):
     """Owns the `Scheduler` and the open requests; keeps up to `steps_in_flight` steps on the device.
 
-    Other parts may read `waiting_tokens`, `tokens_per_second` and `is_idle`; all else goes by message.
+    Other parts may read `waiting_tokens` and `tokens_per_second`; all else goes by message.
     """
 
     def __init__(
@@ -52,17 +52,11 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._metrics = metrics
         self._open: dict[int, _Open] = {}
         self._in_flight: dict[int, int] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.tokens_per_second = 0.0
 
     @property
     def waiting_tokens(self) -> int:
         return self._scheduler.waiting_tokens
-
-    async def until_idle(self) -> None:
-        """Returns once no request is open and no step in flight."""
-        await self._idle.wait()
 
     async def receive(self, message: SchedulerMessage) -> None:
         match message:
@@ -75,10 +69,6 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._dispatch()
         self._metrics.queue_tokens.set(self._scheduler.waiting_tokens)
         self._metrics.queue_sequences.set(self._scheduler.waiting_sequences)
-        if self._open or self._in_flight:
-            self._idle.clear()
-        else:
-            self._idle.set()
 
     def _admit(self, message: Admit) -> None:
         if message.values.done():  # cancelled before it got here

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from maxsimd.engine.actor import Actor, Mailbox
 from maxsimd.engine.messages import (
     Failure,
+    Free,
     PooledStep,
-    Release,
     Result,
     SchedulerMessage,
     ScoringMessage,
@@ -60,7 +60,7 @@ class ScoringActor(Actor[ScoringMessage]):
         self._deliveries: set[asyncio.Task[None]] = set()
 
     async def receive(self, message: ScoringMessage) -> None:
-        if isinstance(message, Release):
+        if isinstance(message, Free):
             self._queries.drop_request(message.request)
             return
         outputs: list[_Output] = []

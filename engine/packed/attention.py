@@ -90,14 +90,12 @@ def attend_grouped(
     heads, rows, _ = q.shape
     out = torch.empty(rows, heads, v.shape[-1], dtype=q.dtype, device=q.device)
     for group in layout.groups:
-        n, length = group.count, group.length
-        # [heads, n * length, head_dim] -> [n, heads, length, head_dim], without a copy
-        qq, kk, vv = (x[:, group.rows].unflatten(1, (n, length)).transpose(0, 1) for x in (q, k, v))
+        qq, kk, vv = (_of_group(x, group) for x in (q, k, v))
         if layout.causal:
-            attended = _causal_group(qq, kk, vv, length, scale, window)
+            attended = _causal_group(qq, kk, vv, group.length, scale, window)
         else:
             attended = _bidirectional_group(qq, kk, vv, group, layout, scale, window)
-        out[group.rows].unflatten(0, (n, length)).copy_(attended.transpose(1, 2))
+        out[group.rows].unflatten(0, (group.count, group.length)).copy_(attended.transpose(1, 2))
     out[layout.groups[-1].rows.stop :] = 0
     return out
 
@@ -109,11 +107,16 @@ def attend_first_rows(
     heads, rows, _ = q.shape
     out = torch.empty(rows, heads, v.shape[-1], dtype=q.dtype, device=q.device)
     for group in layout.groups:
-        n, length = group.count, group.length
-        qq, kk, vv = (x[:, group.rows].unflatten(1, (n, length)).transpose(0, 1) for x in (q, k, v))
+        qq, kk, vv = (_of_group(x, group) for x in (q, k, v))
         attended = _bidirectional_group(qq[:, :, :1], kk, vv, group, layout, scale, None)
-        out[group.rows].unflatten(0, (n, length))[:, 0] = attended[:, :, 0]
+        out[group.rows].unflatten(0, (group.count, group.length))[:, 0] = attended[:, :, 0]
     return out
+
+
+def _of_group(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """A group's part of [heads, rows, head_dim], as a view [n, heads, length, head_dim]."""
+    part: torch.Tensor = x[:, group.rows].unflatten(1, (group.count, group.length))
+    return part.transpose(0, 1)
 
 
 def _bidirectional_group(
@@ -139,7 +142,8 @@ def _bidirectional_group(
     ).unflatten(0, (n, heads))  # [n, heads, tokens, keys]
     values = v.reshape(n * heads, keys, v.shape[-1])
     _hide(weights, group, layout, window)
-    return torch.bmm(torch.softmax(weights, dim=-1).flatten(0, 1), values).unflatten(0, (n, heads))
+    attended: torch.Tensor = torch.bmm(torch.softmax(weights, dim=-1).flatten(0, 1), values)
+    return attended.view(n, heads, tokens, -1)
 
 
 def _causal_group(

@@ -25,6 +25,8 @@ from maxsimd.engine import (
     Truncation,
 )
 from maxsimd.engine.runner_actor import RunnerActor
+from maxsimd.pooling.dispatch import DispatchPooler
+from maxsimd.pooling.registry import QueryRegistry
 from maxsimd.scheduler import Step
 
 # The id of this word's token marks the sequences that a test lets fail.
@@ -156,8 +158,29 @@ async def test_cancelling_a_call_cancels_its_work(engine: Engine, pairs: list[Pa
         await task
     await until(lambda: running.scheduler.waiting_tokens == 0)
     assert (await engine.score("a", ["b"])).scores, "the engine goes on"
-    await running.scheduler.until_idle()
     assert engine.metrics.registry.get_sample_value("maxsimd_cancelled_requests_total") == 1
+
+
+def _living(kind: type) -> list[Any]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if isinstance(thing, kind)]
+
+
+@pytest.mark.parametrize("task", ["embed", "embed_tokens", "score"])
+async def test_a_cancelled_prefill_leaves_no_state_on_the_device(qwen3_embedding: str, task: str) -> None:
+    config = EngineConfig(model=qwen3_embedding, max_batch_tokens=16, score_type="late-interaction")
+    async with Engine(config) as engine:
+        runner: Any = engine.on_device.prepared.runner
+        long = "some words " * 120
+        work = engine.score("a query", [long]) if task == "score" else getattr(engine, task)(long)
+        running = asyncio.create_task(work)
+        await until(lambda: runner.held > 0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await until(lambda: runner.held == 0)
+        assert (await engine.score("a", ["b"])).scores
+        assert [pooler.held for pooler in _living(DispatchPooler)] == [0]
+        assert [len(registry) for registry in _living(QueryRegistry)] == [0]
 
 
 async def test_a_timeout_ends_the_request_and_its_work(engine: Engine, pairs: list[Pair]) -> None:
@@ -197,15 +220,18 @@ async def test_only_the_request_with_the_broken_sequence_fails(engine: Engine) -
     assert (await engine.score("a", ["b"])).scores
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
 async def test_running_out_of_memory_makes_steps_smaller_and_loses_nothing(
-    engine: Engine, pairs: list[Pair]
+    engine: Engine, pairs: list[Pair], error: Exception
 ) -> None:
     sizes: list[int] = []
 
     def small_memory(step: Step) -> None:
         sizes.append(step.num_tokens)
         if step.num_tokens > 150 and len(step.chunks) > 1:
-            raise torch.OutOfMemoryError("no memory")
+            raise error
 
     before_forward(engine, small_memory)
     documents = [pair.document[:120] for pair in pairs[:60]]
