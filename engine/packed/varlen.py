@@ -1,5 +1,6 @@
 """Attention for a GPU: torch's variable-length flash attention over the rows as they stand."""
 
+import inspect
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -13,10 +14,11 @@ def is_available(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: F401
+        from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    return True
+    # Earlier versions have neither grouped-query attention nor key lengths of their own.
+    return {"enable_gqa", "seqused_k", "window_size"} <= set(inspect.signature(varlen_attn).parameters)
 
 
 def attend_varlen(

@@ -67,7 +67,7 @@ def test_work_of_a_client_that_leaves_disappears_from_the_queue(start_server: St
             await asyncio.gather(request, return_exceptions=True)
 
     asyncio.run(leave())
-    _wait_for(lambda: server.metric("maxsimd_queue_tokens") == 0, seconds=2)
+    _wait_for(lambda: server.metric("maxsimd_queue_tokens") == 0, seconds=5)
     assert server.metric("maxsimd_queue_sequences") == 0
     assert server.metric("maxsimd_cancelled_requests_total") == 1
     assert server.metric('maxsimd_http_requests_total{route="/rerank",status="499"}') == 1

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.packed import attention, last_layer, linear, proof
+from maxsimd.engine.packed import attention, last_layer, linear, proof, varlen
 from maxsimd.engine.packed.attention import attend_grouped, attend_one_by_one
 from maxsimd.engine.packed.carry import Carry
 from maxsimd.engine.packed.layout import (
@@ -74,6 +74,56 @@ def attention_problems(draw: st.DrawFn) -> tuple[list[int], list[int], int, int,
     if window is not None:
         attended = lengths  # a window and unattended tokens do not come together
     return lengths, attended, kv_heads, repeats, causal, window
+
+
+def _plain_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets_q: torch.Tensor,
+    offsets_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor | None,
+) -> torch.Tensor:
+    """What torch documents of its variable-length attention, sequence by sequence in plain torch."""
+    out = torch.empty(len(q), q.shape[1], v.shape[-1])
+    left, right = window_size
+    for i in range(len(offsets_q) - 1):
+        rows = slice(int(offsets_q[i]), int(offsets_q[i + 1]))
+        length = rows.stop - rows.start
+        assert length <= longest_q
+        keys = int(seqused_k[i]) if seqused_k is not None else length
+        seen = slice(rows.start, rows.start + keys)
+        distance = torch.arange(keys)[None, :] - torch.arange(length)[:, None]
+        mask = torch.ones(length, keys, dtype=torch.bool)
+        mask &= (distance >= -left) if left >= 0 else mask
+        mask &= (distance <= right) if right >= 0 else mask
+        heads = (x.transpose(0, 1) for x in (q[rows], k[seen], v[seen]))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        out[rows] = attended.transpose(0, 1)
+    return out
+
+
+@given(attention_problems())
+def test_variable_length_attention_is_called_as_it_is_documented(
+    problem: tuple[list[int], list[int], int, int, bool, int | None],
+) -> None:
+    """The kernel itself needs a GPU; what it is told is checked with a plain stand-in."""
+    lengths, attended, kv_heads, repeats, causal, window = problem
+    batch = lay_out(make_step(lengths, attended), {}, causal=causal, grouped=False, position_offset=0)
+    q, k, v = (torch.randn(heads, sum(lengths), 8) for heads in (kv_heads * repeats, kv_heads, kv_heads))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", _plain_varlen)
+        ours = varlen.attend_varlen(q, k, v, batch.layout, 0.3, window)
+    plain = attend_one_by_one(q, k, v, batch.layout, 0.3, window)
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
 
 
 @given(attention_problems())
