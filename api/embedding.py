@@ -27,7 +27,7 @@ async def embeddings(request: web.Request) -> web.Response:
         input_type=input_type_of(body.input_type),
         dimensions=body.dimensions,
         truncation=truncation_of(body),
-        priority=body.priority,
+        priority=body.priority or 0,
         timeout=body.timeout,
     )
 
@@ -68,7 +68,7 @@ async def _pool(
     task = body.task or engine.model.score_task
     options: dict[str, Any] = {
         "truncation": truncation_of(body),
-        "priority": body.priority,
+        "priority": body.priority or 0,
         "timeout": body.timeout,
     }
     if task == "classify":
@@ -82,7 +82,7 @@ async def _pool(
     return await engine.embed_tokens(inputs, **options)
 
 
-def _encode(array: NDArray[np.float32], encoding_format: str) -> Any:
+def _encode(array: NDArray[np.float32], encoding_format: str | None) -> Any:
     """Numbers as nested lists, or as base64 of little-endian float32 in row order."""
     if encoding_format == "base64":
         return base64.b64encode(np.ascontiguousarray(array, dtype="<f4").tobytes()).decode("ascii")

@@ -5,6 +5,7 @@ from typing import Any
 
 from maxsimd.api.wire import Common, Content, Contents, RerankRequest, ScoreRequest, Scoring
 from maxsimd.engine import InvalidRequestError, Truncation
+from maxsimd.engine.requests import InputType
 
 _PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
 
@@ -92,19 +93,12 @@ def _is_token(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def input_type_of(value: str | None) -> "Any":
-    """`query` or `document` from what clients call them; None for none of these."""
+def input_type_of(value: str | None) -> InputType | None:
+    """`query` or `document` from what clients call them."""
     if value is None:
         return None
-    known = {
-        "query": "query",
-        "search_query": "query",
-        "retrieval.query": "query",
-        "document": "document",
-        "passage": "document",
-        "search_document": "document",
-        "retrieval.passage": "document",
-    }
-    if value not in known:
-        raise InvalidRequestError(f"input_type {value!r} is not known; use query or document", "input_type")
-    return known[value]
+    if value in ("query", "search_query", "retrieval.query"):
+        return "query"
+    if value in ("document", "passage", "search_document", "retrieval.passage"):
+        return "document"
+    raise InvalidRequestError(f"input_type {value!r} is not known; use query or document", "input_type")

@@ -29,7 +29,7 @@ async def score(request: web.Request) -> web.Response:
         documents,
         truncation=truncation_of(body),
         use_activation=wants_activation(body),
-        priority=body.priority,
+        priority=body.priority or 0,
         timeout=body.timeout,
     )
     data = [wire.Score(i, score) for i, score in enumerate(result.scores)]
@@ -47,10 +47,9 @@ async def rerank(request: web.Request) -> web.Response:
         return await _rerank_texts(state, body, body.texts)
     documents = documents_to_rank(body)
     result = await _rank(state, body, documents, _truncation(state, body))
+    with_text = body.return_documents is not False
     results = [
-        wire.Ranked(
-            ranked.index, ranked.score, wire.Document(ranked.document) if body.return_documents else None
-        )
+        wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if with_text else None)
         for ranked in result.results
     ]
     warnings = (
@@ -86,7 +85,7 @@ async def _rank(
         top_n=body.top_n,
         truncation=truncation,
         use_activation=wants_activation(body),
-        priority=body.priority,
+        priority=body.priority or 0,
         timeout=body.timeout,
     )
 

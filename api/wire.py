@@ -16,22 +16,22 @@ NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Common(msgspec.Struct, kw_only=True):
-    """Options that all requests share."""
+    """Options that all requests share. Clients send null for what they leave open, so all of them take it."""
 
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: int = 0
+    priority: int | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
 class Scoring(Common, kw_only=True):
     """Options that /score and /rerank share."""
 
-    max_tokens_per_query: NotNegative = 0
-    max_tokens_per_doc: NotNegative = 0
+    max_tokens_per_query: NotNegative | None = None
+    max_tokens_per_doc: NotNegative | None = None
     use_activation: bool | None = None
-    raw_scores: bool = False
+    raw_scores: bool | None = None
 
 
 class ScoreRequest(Scoring, kw_only=True):
@@ -51,21 +51,19 @@ class RerankRequest(Scoring, kw_only=True):
     documents: Contents | None = None
     texts: list[str] | None = None
     top_n: NotNegative | None = None
-    return_documents: bool = True
-    return_text: bool = False
+    return_documents: bool | None = None
+    return_text: bool | None = None
     rank_fields: list[str] | None = None
     long_documents: Literal["truncate", "error"] | None = None
     truncate: bool | None = None
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
 
 
-TokenInput = str | list[str] | list[int] | list[list[int]]
-
-
 class EmbeddingsRequest(Common, kw_only=True):
+    # A text, texts, token ids or lists of those; told apart in `reading`, with a message of its own.
     input: Any
     dimensions: Positive | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     input_type: str | None = None
 
 
@@ -78,7 +76,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     text: str | None = None
     prompt: str | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

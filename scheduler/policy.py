@@ -76,11 +76,6 @@ class Scheduler:
         if self._partial is not None and self._partial[0].request == request:
             self._partial = None
 
-    def abandon(self, key: int) -> None:
-        """Forgets the rest of a partial prefill whose earlier chunk failed."""
-        if self._partial is not None and self._partial[0].key == key:
-            self._partial = None
-
     def reduce_budget(self, steps: int = 100) -> None:
         """Halves the token budget for the next `steps` steps, after the device ran out of memory.
 

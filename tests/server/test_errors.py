@@ -83,6 +83,17 @@ def test_unknown_fields_are_ignored(server: Server) -> None:
     assert httpx.post(server.url + "/rerank", json=body).status_code == 200
 
 
+def test_null_means_left_open(server: Server) -> None:
+    names = """model top_n return_documents priority timeout use_activation raw_scores rank_fields texts
+        max_tokens_per_doc max_tokens_per_query truncate_prompt_tokens truncation_side long_documents"""
+    nulls = dict.fromkeys(names.split())
+    response = httpx.post(server.url + "/rerank", json=RERANK | nulls)
+    assert response.status_code == 200, response.text
+    assert response.json()["results"][0]["document"] == {"text": "d"}
+    nulls = dict.fromkeys(("dimensions", "encoding_format", "input_type", "user", "priority"))
+    assert httpx.post(server.url + "/v1/embeddings", json={"input": "a"} | nulls).status_code == 200
+
+
 def test_unknown_models_routes_and_methods(server: Server) -> None:
     wrong_model = httpx.post(server.url + "/rerank", json=RERANK | {"model": "nope"})
     check(wrong_model, 404, "The model `nope` does not exist.", "model")
