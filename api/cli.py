@@ -1,5 +1,9 @@
 """The command line: `maxsimd serve`, and what other rooms add to it as entry points."""
 
+import time
+
+_STARTED = time.perf_counter()  # before the imports below, which take seconds
+
 import sys
 from importlib.metadata import entry_points
 from typing import Any
@@ -47,4 +51,4 @@ def serve(**values: Any) -> None:
     from maxsimd.api.serve import serve as run
 
     set_up_logging(server_config.log_level, server_config.log_format)
-    sys.exit(run(engine_config, server_config))
+    sys.exit(run(engine_config, server_config, _STARTED))

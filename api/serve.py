@@ -18,13 +18,14 @@ log = logging.getLogger("maxsimd.serve")
 _LEAVING_SECONDS = 0.05
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serves until SIGTERM or SIGINT; returns the process's exit status."""
-    return uvloop.run(_serve(engine_config, server_config))
+def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
+    """Serves until SIGTERM or SIGINT; returns the process's exit status.
+
+    `started` is when the command was given (perf_counter), for the log."""
+    return uvloop.run(_serve(engine_config, server_config, started))
 
 
-async def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    started = time.perf_counter()
+async def _serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
