@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -167,10 +168,7 @@ def _results(outputs: list[_Output], flat: NDArray[np.float32]) -> list[Result]:
             values: list[Value] = flat[place : place + len(output.sequences)].tolist()
         else:
             rows = flat[place : place + output.items.values.numel()].reshape(-1, dim)
-            values = [
-                rows[start:stop]
-                for start, stop in zip(output.items.offsets, output.items.offsets[1:], strict=False)
-            ]
+            values = [rows[start:stop] for start, stop in pairwise(output.items.offsets)]
         place += output.items.values.numel()
         results += [
             Result(sequence.request, sequence.index, value)

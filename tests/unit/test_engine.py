@@ -80,7 +80,7 @@ async def test_rerank_gives_the_best_first_and_ties_in_input_order(engine: Engin
     assert scores == sorted(scores, reverse=True)
     places = [ranked.index for ranked in result.results]
     assert places.index(1) < places.index(3)
-    assert [ranked.index for ranked in (await engine.rerank("x", documents, top_n=2)).results].__len__() == 2
+    assert len((await engine.rerank("x", documents, top_n=2)).results) == 2
 
 
 async def test_usage_counts_a_late_query_once(engine: Engine) -> None:
