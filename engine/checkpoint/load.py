@@ -29,7 +29,7 @@ def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
     if config.score_type != "auto":
         score_type = ScoreType(config.score_type)
     elif config.model is None:
-        # On real text the embedded model ranks at least as well by its token states as by their mean.
+        # On real text the embedded model ranks about as well by its token states as by their mean.
         score_type = ScoreType.LATE_INTERACTION
     else:
         score_type = detect_score_type(files)
