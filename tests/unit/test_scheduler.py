@@ -153,20 +153,30 @@ def test_one_document_behind_ten_thousand_is_scheduled_within_two_steps(length: 
     assert {20_000, 20_001} <= keys
 
 
-@given(st.integers(0, 1000))
-def test_a_long_sequence_is_not_starved_by_a_stream_of_short_requests(seed: int) -> None:
-    """New short requests fill every step, yet the long document waits only for a few."""
+@given(st.integers(0, 1000), st.integers(1, 12))
+def test_a_long_sequence_waits_no_longer_than_for_a_turn_of_those_before_it(seed: int, before: int) -> None:
+    """Requests with a large backlog stand before it and short new ones keep coming, enough to fill every
+    step without it; still it is run once each of those before it has been first in turn."""
     random = np.random.default_rng(seed)
+
+    def short(request: int, count: int) -> list[Sequence]:
+        return make_request(request, [int(n) for n in random.integers(5, 60, count)], request * 10_000)
+
     scheduler = Scheduler(StepLimits(512, 512, chunked=False))
-    scheduler.admit(0, make_request(0, [500], 0))
-    for i in range(1, 60):
-        lengths = [int(length) for length in random.integers(5, 60, 20)]
-        scheduler.admit(i, make_request(i, lengths, i * 100))
+    for request in range(before):
+        scheduler.admit(request, short(request, 300))
+    scheduler.admit(1_000, make_request(1_000, [500], 0))
+    waited = 0
+    while True:
+        scheduler.admit(2_000 + waited, short(2_000 + waited, 20))
         step = scheduler.schedule()
         assert step is not None
-        if any(chunk.sequence.key == 0 for chunk in step.chunks):
-            return
-    pytest.fail("the long sequence was starved")
+        if any(chunk.sequence.request == 1_000 for chunk in step.chunks):
+            break
+        assert step.num_tokens > 400, "the others fill the step without it"
+        waited += 1
+        assert waited <= before, "the long sequence was starved"
+    assert waited > 0, "it did not have to wait, so this shows nothing"
 
 
 def test_a_very_long_prefill_leaves_room_for_others() -> None:
