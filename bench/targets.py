@@ -28,7 +28,11 @@ async def run_engine(config: EngineConfig, requests: list[Request], workload: di
             "dtype": str(engine.on_device.prepared.dtype).removeprefix("torch."),
             **_shown(workload),
         }
-        return await _measure(send, requests, workload, settings, {"model_ready_s": round(ready, 2)})
+        loading = {
+            "model_ready_s": round(ready, 2),
+            "packing_proof_s": round(engine.on_device.prepared.proof_seconds, 3),
+        }
+        return await _measure(send, requests, workload, settings, loading)
 
 
 async def run_server(

@@ -17,6 +17,7 @@ from maxsimd.engine.errors import (
 )
 from maxsimd.engine.requests import (
     CUT_LONG,
+    WINDOW_LONG,
     EmbedResult,
     RankedDocument,
     RerankResult,
@@ -29,6 +30,7 @@ from maxsimd.engine.sync import SyncEngine
 
 __all__ = [
     "CUT_LONG",
+    "WINDOW_LONG",
     "EmbedResult",
     "Engine",
     "EngineConfig",

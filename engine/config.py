@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 
 class ScoreType(Enum):
-    """The three ways to score a query against a document."""
+    """The ways to score a query against a document. Listwise is what jina-reranker-v3 does: one pass over the
+    query and many documents, each scored from the hidden state at its own marker."""
 
     LATE_INTERACTION = "late-interaction"
     CROSS_ENCODER = "cross-encoder"
     BI_ENCODER = "bi-encoder"
+    LISTWISE = "listwise"
 
 
 def option(default: Any, help: str) -> Any:
@@ -54,9 +56,33 @@ class EngineConfig:
     packing: Literal["auto", "off"] = option(
         "auto", "auto runs steps without padding where that is proven exact at load; off pads always."
     )
+    dimensions: int | None = option(
+        None, "Keep the first so many columns of every embedding, for matryoshka models."
+    )
+    doc_token_pooling: float | None = option(
+        None,
+        "Merge token embeddings of documents, about so many into one (late interaction); 2 halves them.",
+    )
+    query_prompt: str | None = option(
+        None, "Text put before every query, instead of what the checkpoint says (E5: 'query: ')."
+    )
+    document_prompt: str | None = option(
+        None, "Text put before every document, instead of what the checkpoint says (E5: 'passage: ')."
+    )
+    instruction: str | None = option(
+        None, "Instruction for models that take one, unless the request brings its own."
+    )
+    score_template: str | None = option(
+        None,
+        "Jinja template, or a file with one, that asks a language model about query, document, instruction.",
+    )
+    window_overlap: int = option(64, "Tokens that neighbouring windows of a long document share.")
     threads: int | None = option(None, "Threads for computing on the CPU; by default torch's own choice.")
     tokenizer_threads: int = option(2, "Threads for tokenisation and other work that blocks.")
     trust_remote_code: bool = option(False, "Run Python code that comes with the checkpoint.")
+    allow_pickle: bool = option(
+        False, "Load weights that are there only as pickles, which can run code as they are read."
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -65,11 +91,15 @@ class EngineConfig:
             "max_batch_sequences",
             "threads",
             "tokenizer_threads",
+            "dimensions",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.steps_in_flight not in (1, 2):
             raise ValueError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
-        if self.max_queued_tokens < 0:
-            raise ValueError(f"max_queued_tokens must not be negative, not {self.max_queued_tokens}")
+        for name in ("max_queued_tokens", "window_overlap"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.doc_token_pooling is not None and self.doc_token_pooling < 1:
+            raise ValueError(f"doc_token_pooling must be at least 1, not {self.doc_token_pooling}")

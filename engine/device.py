@@ -96,7 +96,8 @@ class DeviceActors:
     ) -> None:
         model = on_device.model
         pooler = DispatchPooler(
-            {name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()}
+            {name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()},
+            model.token_pooling,
         )
         scoring = ScoringActor(
             Mailbox(loop), model.similarity, on_device.maxsim, len(model.labels), scheduler

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -125,28 +125,36 @@ class Engine:
         *,
         truncation: Truncation = REFUSE_LONG,
         use_activation: bool = True,
+        instruction: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> ScoreResult:
         """Scores documents against queries: one query against one or many documents, or N against N.
 
         Scores are in the documents' order and higher is better: MaxSim sums for late interaction, cosines
-        for bi-encoders, the classifier's activation (logits without `use_activation`) for cross-encoders.
+        for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
+        for cross-encoders. `instruction` is for models that take one.
         """
         running = self._require()
         model = running.on_device.model
         if model.score_task == "classify" and len(model.labels) != 1:
             raise InvalidRequestError(
-                f"this model has {len(model.labels)} labels and so no single score; it can only classify",
+                f"this model has {len(model.labels)} labels and so no single score; it can only classify "
+                "(POST /classify)",
                 "model",
             )
         paired_queries, paired_documents = pair_up(queries, documents)
-        request = ScoreRequest(queries=paired_queries, documents=paired_documents, truncation=truncation)
+        request = ScoreRequest(
+            queries=paired_queries,
+            documents=paired_documents,
+            truncation=truncation,
+            instruction=instruction,
+        )
         self.metrics.request_documents.observe(len(request.documents))
         prepared, values = await self._run(
             lambda owner: running.preprocessor.score(request, owner, running.keys), priority, timeout
         )
-        scores = np.array(values, dtype=np.float32)
+        scores = prepared.combine(values)
         if model.score_task == "classify" and use_activation:
             scores = model.activation(torch.from_numpy(scores)).numpy()
         return ScoreResult(scores.tolist(), Usage(prepared.tokens), prepared.truncated)
@@ -159,6 +167,7 @@ class Engine:
         top_n: int | None = None,
         truncation: Truncation = CUT_LONG,
         use_activation: bool = True,
+        instruction: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> RerankResult:
@@ -173,6 +182,7 @@ class Engine:
             texts,
             truncation=truncation,
             use_activation=use_activation,
+            instruction=instruction,
             priority=priority,
             timeout=timeout,
         )
@@ -183,16 +193,23 @@ class Engine:
         texts: Inputs,
         *,
         input_type: InputType | None = None,
+        prompt_name: str | None = None,
         dimensions: int | None = None,
         truncation: Truncation = REFUSE_LONG,
         priority: int = 0,
         timeout: float | None = None,
     ) -> EmbedResult:
         """One vector a text: float32 [texts, dim]. `input_type` chooses the checkpoint's prompt for queries
-        or documents; `dimensions` keeps the first so many columns (matryoshka)."""
-        prepared, values = await self._texts(
-            "embed", texts, input_type, dimensions, truncation, priority, timeout
+        or documents, `prompt_name` any by its name; `dimensions` keeps the first so many columns
+        (matryoshka)."""
+        request = EmbedRequest(
+            texts=as_inputs(texts),
+            task="embed",
+            input_type=input_type,
+            prompt_name=prompt_name,
+            truncation=truncation,
         )
+        prepared, values = await self._texts(request, dimensions, priority, timeout)
         embeddings = np.concatenate([np.asarray(value) for value in values])
         normalised = self.model.tasks["embed"].normalised
         return EmbedResult(shorten(embeddings, dimensions, normalised), Usage(prepared.tokens))
@@ -202,15 +219,21 @@ class Engine:
         texts: Inputs,
         *,
         input_type: InputType | None = None,
+        prompt_name: str | None = None,
         dimensions: int | None = None,
         truncation: Truncation = REFUSE_LONG,
         priority: int = 0,
         timeout: float | None = None,
     ) -> TokenEmbedResult:
         """One vector a token: a list of float32 [tokens, dim], as late interaction scores them."""
-        prepared, values = await self._texts(
-            "token_embed", texts, input_type, dimensions, truncation, priority, timeout
+        request = EmbedRequest(
+            texts=as_inputs(texts),
+            task="token_embed",
+            input_type=input_type,
+            prompt_name=prompt_name,
+            truncation=truncation,
         )
+        prepared, values = await self._texts(request, dimensions, priority, timeout)
         normalised = self.model.tasks["token_embed"].normalised
         matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values]
         return TokenEmbedResult(matrices, Usage(prepared.tokens))
@@ -224,12 +247,13 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
     ) -> EmbedResult:
-        """The classifier's outputs for single texts: float32 [texts, labels]."""
-        prepared, values = await self._texts("classify", texts, None, None, truncation, priority, timeout)
-        model = self._require().on_device.model
+        """A classifier's probabilities for single texts, or its logits without `use_activation`: float32
+        [texts, labels]."""
+        request = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=truncation)
+        prepared, values = await self._texts(request, None, priority, timeout)
         logits = np.array(values, dtype=np.float32).reshape(len(values), -1)
         if use_activation:
-            logits = model.activation(torch.from_numpy(logits)).numpy()
+            logits = self.model.probabilities(torch.from_numpy(logits)).numpy()
         return EmbedResult(logits, Usage(prepared.tokens))
 
     async def in_thread(self, function: Callable[[], T]) -> T:
@@ -237,25 +261,15 @@ class Engine:
         return await asyncio.get_running_loop().run_in_executor(self._require().pool, function)
 
     async def _texts(
-        self,
-        task: Literal["embed", "token_embed", "classify"],
-        texts: Inputs,
-        input_type: InputType | None,
-        dimensions: int | None,
-        truncation: Truncation,
-        priority: int,
-        timeout: float | None,
+        self, request: EmbedRequest, dimensions: int | None, priority: int, timeout: float | None
     ) -> tuple[Prepared, list[Value]]:
         running = self._require()
         tasks = running.on_device.model.tasks
-        if task not in tasks:
+        if request.task not in tasks:
             raise InvalidRequestError(
-                f"this model cannot {task}; it can {' and '.join(sorted(tasks))}", "task"
+                f"this model cannot {request.task}; it can {' and '.join(sorted(tasks))}", "task"
             )
-        check_dimensions(dimensions, tasks[task].dim)
-        request = EmbedRequest(
-            texts=as_inputs(texts), task=task, input_type=input_type, truncation=truncation
-        )
+        check_dimensions(dimensions, tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
         return await self._run(
             lambda owner: running.preprocessor.embed(request, owner, running.keys), priority, timeout

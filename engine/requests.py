@@ -19,16 +19,23 @@ class Truncation:
     `max_tokens` None makes an over-long input an error, -1 cuts it to the model's maximum and any other
     number cuts it to that many tokens, special tokens included. `side` says which end is cut off.
     `max_query_tokens` and `max_document_tokens` cut the texts themselves, special tokens not counted.
+
+    With `windows` an over-long document is not cut but read through windows of as many tokens as fit, which
+    share `window_overlap` with their neighbours (the engine's setting where None). Its score is the best
+    window's, or MaxSim over the tokens of all windows.
     """
 
     max_tokens: int | None = None
     side: Literal["left", "right"] = "right"
     max_query_tokens: int | None = None
     max_document_tokens: int | None = None
+    windows: bool = False
+    window_overlap: int | None = None
 
 
 REFUSE_LONG = Truncation()
 CUT_LONG = Truncation(max_tokens=-1)
+WINDOW_LONG = Truncation(max_tokens=-1, windows=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +45,7 @@ class ScoreRequest:
     queries: tuple[str, ...]
     documents: tuple[str, ...]
     truncation: Truncation = REFUSE_LONG
+    instruction: str | None = None
 
     def query_of(self, document: int) -> int:
         return 0 if len(self.queries) == 1 else document
@@ -46,11 +54,13 @@ class ScoreRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
     """Texts to embed, each to one vector (`embed`), one vector a token (`token_embed`) or to labels
-    (`classify`). A text may come as token ids, special tokens included, which are run as they are."""
+    (`classify`), behind the prompt of `input_type` or the one named `prompt_name`. A text may
+    come as token ids, special tokens included, which are run as they are."""
 
     texts: tuple[str | tuple[int, ...], ...]
     task: Literal["embed", "token_embed", "classify"]
     input_type: InputType | None = None
+    prompt_name: str | None = None
     truncation: Truncation = REFUSE_LONG
 
 

@@ -47,7 +47,7 @@ class Running:
                 budget = max(budget, model.max_tokens)
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
         self.tokenizer = TextTokenizer(model.tokenizer)
-        self.preprocessor = Preprocessor(model, self.tokenizer, self.max_tokens)
+        self.preprocessor = Preprocessor(model, self.tokenizer, self.max_tokens, config.window_overlap)
         limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked)
         self._device = device
         self._died = died

@@ -25,6 +25,7 @@ from maxsimd.pooling.maxsim import MaxSim
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.registry import QueryRegistry
 from maxsimd.pooling.similarity import score_pairs
+from maxsimd.pooling.windows import WindowRegistry
 from maxsimd.scheduler import Sequence
 
 
@@ -58,11 +59,13 @@ class ScoringActor(Actor[ScoringMessage]):
         self._labels = labels
         self._scheduler = scheduler
         self._queries = QueryRegistry()
+        self._windows = WindowRegistry()
         self._deliveries: set[asyncio.Task[None]] = set()
 
     async def receive(self, message: ScoringMessage) -> None:
         if isinstance(message, Free):
             self._queries.drop_request(message.request)
+            self._windows.drop_request(message.request)
             return
         outputs: list[_Output] = []
         failures: list[Failure] = []
@@ -92,32 +95,47 @@ class ScoringActor(Actor[ScoringMessage]):
                 self._queries.put(sequence, item)
 
     def _score_documents(self, pooled: Pooled, failures: list[Failure]) -> list[_Output]:
+        documents, items = self._complete_documents(pooled)
         places: dict[int, int] = {}
         embeddings: list[torch.Tensor] = []
         pairs: list[tuple[int, int]] = []
-        documents: list[Sequence] = []
-        for i, sequence in enumerate(pooled.sequences):
-            if sequence.query is None:
-                continue
-            if sequence.query not in places:
+        scored: list[Sequence] = []
+        for i, document in enumerate(documents):
+            query = document.query
+            assert query is not None
+            if query not in places:
                 try:
-                    embeddings.append(self._queries.get(sequence.query))
+                    embeddings.append(self._queries.get(query))
                 except KeyError:
-                    failures.append(Failure(sequence.request, "the query's embedding is gone"))
+                    failures.append(Failure(document.request, "the query's embedding is gone"))
                     continue
-                places[sequence.query] = len(embeddings) - 1
-            pairs.append((places[sequence.query], i))
-            documents.append(sequence)
+                places[query] = len(embeddings) - 1
+            pairs.append((places[query], i))
+            scored.append(document)
         if not pairs:
             return []
-        scores = score_pairs(
-            self._similarity, Ragged.from_items(embeddings), pooled.items, pairs, self._maxsim
-        )
-        for document in documents:
+        scores = score_pairs(self._similarity, Ragged.from_items(embeddings), items, pairs, self._maxsim)
+        for document in scored:
             assert document.query is not None
-            self._queries.release(document.query)
-        items = Ragged(scores[:, None], tuple(range(len(scores) + 1)))
-        return [_Output(documents, items, scalar=True)]
+            self._queries.release(document.query, document.windows)
+            if document.document is not None:
+                self._windows.release(document.document)
+        return [_Output(scored, Ragged(scores[:, None], tuple(range(len(scores) + 1))), scalar=True)]
+
+    def _complete_documents(self, pooled: Pooled) -> tuple[list[Sequence], Ragged]:
+        """The documents that are complete with this step, and their embeddings; a document that is read
+        through windows is when its last one is there."""
+        if all(sequence.query is not None and sequence.document is None for sequence in pooled.sequences):
+            return list(pooled.sequences), pooled.items
+        documents, items = [], []
+        for sequence, item in pooled:
+            if sequence.query is None:
+                continue
+            whole = item if sequence.document is None else self._windows.put(sequence, item)
+            if whole is not None:
+                documents.append(sequence)
+                items.append(whole)
+        return documents, Ragged.from_items(items) if items else pooled.items
 
     def _plain_items(self, pooled: Pooled) -> list[_Output]:
         plain = [

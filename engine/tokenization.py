@@ -66,10 +66,23 @@ class TextTokenizer:
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidRequestError(
-                f"{param} holds a text that is not valid Unicode; replace lone surrogates", param
-            ) from error
+            raise _not_unicode(param) from error
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def span(self, text: str, start: int, stop: int, param: str) -> tuple[int, int]:
+        """The tokens, from and up to but without, that hold the characters `start` to `stop` of a text."""
+        try:
+            offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        except (TypeError, UnicodeEncodeError) as error:
+            raise _not_unicode(param) from error
+        inside = [i for i, (begin, end) in enumerate(offsets) if end > start and begin < stop]
+        return (inside[0], inside[-1] + 1) if inside else (len(offsets), len(offsets))
+
+    def token_id(self, token: str) -> int:
+        """The id of a token that is known to be there."""
+        token_id = self._tokenizer.token_to_id(token)
+        assert token_id is not None, token
+        return int(token_id)
 
     def encode_whole(self, text: str) -> tuple[list[int], list[str]]:
         """Ids and token strings of one text as it would be run alone, special tokens included."""
@@ -78,6 +91,12 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _not_unicode(param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param} holds a text that is not valid Unicode; replace lone surrogates", param
+    )
 
 
 def _learn_template(encoding: Encoding, texts: int) -> Template:

@@ -8,7 +8,11 @@ import torch
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.methods import PoolingMethod
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.token_pooling import TokenPooling
 from maxsimd.scheduler import Sequence
+
+# The task whose items are one vector a token.
+TOKENS = "token_embed"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,10 +28,15 @@ class Pooled:
 
 
 class DispatchPooler:
-    """Owns one pooling method a task. Called by whoever owns the step's hidden states, one step at a time."""
+    """Owns one pooling method a task. Called by whoever owns the step's hidden states, one step at a time.
 
-    def __init__(self, methods: Mapping[str, PoolingMethod]) -> None:
+    With `token_pooling` the token embeddings of some roles are merged further."""
+
+    def __init__(
+        self, methods: Mapping[str, PoolingMethod], token_pooling: TokenPooling | None = None
+    ) -> None:
         self._methods = dict(methods)
+        self._token_pooling = token_pooling
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> list[Pooled]:
         """Pools a step: `hidden` is [rows, hidden]. One entry a task that finished any sequence.
@@ -38,6 +47,8 @@ class DispatchPooler:
             group = cursor.select(lambda chunk, task=task: chunk.sequence.task == task)  # type: ignore[misc]
             items = self._methods[task].pool(hidden, group)
             sequences = tuple(chunk.sequence for chunk in group.chunks if chunk.is_last)
+            if self._token_pooling is not None and task == TOKENS:
+                items = self._token_pooling.pool(items, sequences)
             if sequences:
                 pooled.append(Pooled(task, sequences, items))
         return pooled

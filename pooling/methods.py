@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maxsimd.pooling.cursor import PoolingCursor, take_rows
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.scheduler import Sequence
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -154,8 +156,9 @@ class MeanPool(_OneRowPool):
         rows, lengths = cursor.kept_rows()
         owner = np.repeat(np.arange(len(lengths)), lengths)
         sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device)
-        sums.index_add_(0, torch.from_numpy(owner).to(hidden.device), take_rows(hidden, rows))
-        finished, counts = [], []
+        weighted = self._weighted(take_rows(hidden, rows), rows, owner, cursor)
+        sums.index_add_(0, torch.from_numpy(owner).to(hidden.device), weighted)
+        finished, totals = [], []
         for i, chunk in enumerate(cursor.chunks):
             key = chunk.sequence.key
             if not chunk.is_last:
@@ -165,11 +168,10 @@ class MeanPool(_OneRowPool):
             if earlier:
                 sums[i] += torch.stack(list(earlier.values())).sum(0)
             finished.append(i)
-            kept = chunk.sequence.kept
-            counts.append(max(1, len(chunk.sequence) if kept is None else len(kept)))
+            totals.append(max(1.0, self._total(chunk.sequence)))
         if len(finished) < len(cursor.chunks):
             sums = sums[finished]
-        return self._finish(sums / torch.tensor(counts, dtype=torch.float32, device=hidden.device)[:, None])
+        return self._finish(sums / torch.tensor(totals, dtype=torch.float32, device=hidden.device)[:, None])
 
     def free(self, key: int) -> None:
         self._sums.pop(key, None)
@@ -178,5 +180,46 @@ class MeanPool(_OneRowPool):
     def held(self) -> int:
         return len(self._sums)
 
+    def _weighted(
+        self,
+        values: torch.Tensor,
+        rows: NDArray[np.int64],
+        owner: NDArray[np.int64],
+        cursor: PoolingCursor,
+    ) -> torch.Tensor:
+        """The kept rows' values, each times its weight; row i is `rows[i]` of chunk `owner[i]`."""
+        return values
 
-METHODS: dict[str, type[PoolingMethod]] = {"all": AllPool, "cls": ClsPool, "last": LastPool, "mean": MeanPool}
+    def _total(self, sequence: Sequence) -> float:
+        """The sum of a whole sequence's weights."""
+        return len(sequence) if sequence.kept is None else len(sequence.kept)
+
+
+class WeightedMeanPool(MeanPool):
+    """The mean of the kept tokens' rows, each weighted by its position, counted from 1.
+
+    Source: SGPT, Muennighoff 2022 (arXiv 2202.08904)."""
+
+    def _weighted(
+        self,
+        values: torch.Tensor,
+        rows: NDArray[np.int64],
+        owner: NDArray[np.int64],
+        cursor: PoolingCursor,
+    ) -> torch.Tensor:
+        first = np.array([chunk.start for chunk in cursor.chunks]) - np.array(cursor.starts)
+        positions = rows + first[owner] + 1 if len(rows) else rows
+        return values * torch.from_numpy(positions).to(values.device)[:, None]
+
+    def _total(self, sequence: Sequence) -> float:
+        kept = np.arange(len(sequence)) if sequence.kept is None else sequence.kept
+        return float((kept + 1).sum())
+
+
+METHODS: dict[str, type[PoolingMethod]] = {
+    "all": AllPool,
+    "cls": ClsPool,
+    "last": LastPool,
+    "mean": MeanPool,
+    "weighted-mean": WeightedMeanPool,
+}

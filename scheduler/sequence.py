@@ -28,7 +28,8 @@ class Sequence:
 
     `key` is unique in the engine, `request` names the owner and `index` this sequence's place among the
     request's results. A document that is scored against a query names that query's key in `query`; a query
-    says in `uses` how many documents will.
+    says in `uses` how many documents will. A document that is read through `windows` sequences, and scored
+    as one, has the first one's key as `document` in each.
     """
 
     key: int
@@ -44,6 +45,8 @@ class Sequence:
     kept: NDArray[np.int64] | None = None
     query: int | None = None
     uses: int = 0
+    document: int | None = None
+    windows: int = 1
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from maxsimd.bench.datasets import Pair, docstring_pairs
-from tests import checkpoints
+from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
@@ -29,34 +29,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bert_cross_encoder(folder: Path) -> str:
-    return checkpoints.bert_cross_encoder(folder / "bert-ce")
+    return cross_encoders.bert(folder / "bert-ce")
 
 
 @pytest.fixture(scope="session")
 def three_label_classifier(folder: Path) -> str:
-    return checkpoints.bert_cross_encoder(folder / "bert-3", labels=3)
+    return cross_encoders.bert(folder / "bert-3", labels=3)
 
 
 @pytest.fixture(scope="session")
 def xlm_roberta_cross_encoder(folder: Path) -> str:
-    return checkpoints.xlm_roberta_cross_encoder(folder / "xlmr-ce")
+    return cross_encoders.xlm_roberta(folder / "xlmr-ce")
 
 
 @pytest.fixture(scope="session")
 def stanford_colbert(folder: Path) -> str:
-    return checkpoints.stanford_colbert(folder / "stanford")
+    return late_interaction.stanford(folder / "stanford")
 
 
 @pytest.fixture(scope="session")
 def stanford_colbert_attending(folder: Path) -> str:
-    return checkpoints.stanford_colbert(folder / "stanford-attend", attend=True)
+    return late_interaction.stanford(folder / "stanford-attend", attend=True)
 
 
 @pytest.fixture(scope="session")
 def native_multi_vector(folder: Path) -> str:
-    return checkpoints.native_multi_vector(folder / "native")
+    return late_interaction.native(folder / "native")
 
 
 @pytest.fixture(scope="session")
 def qwen3_embedding(folder: Path) -> str:
-    return checkpoints.qwen3_embedding(folder / "qwen3")
+    return bi_encoders.qwen3(folder / "qwen3")

@@ -9,8 +9,10 @@ import torch
 _NO_LIMIT = 1_000_000
 
 
-def takes_type_ids(backbone: Any) -> bool:
-    return "token_type_ids" in inspect.signature(backbone.forward).parameters
+def takes_type_ids(backbone: Any, tokenizer: Any) -> bool:
+    """Whether the model is meant to be told which text a token is of: it can be, and its tokeniser says."""
+    told = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
+    return told and "token_type_ids" in inspect.signature(backbone.forward).parameters
 
 
 def position_offset(backbone: torch.nn.Module) -> int:

@@ -5,14 +5,15 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
 
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
 
-_POOLING = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_POOLING = {"cls": "cls", "mean": "mean", "lasttoken": "last", "weightedmean": "weighted-mean"}
+_AFTER_POOLING = (Dense, Normalize, LayerNorm, Dropout)
 
 
 def load_bi_encoder(path: str, score_type: ScoreType, options: dict[str, Any]) -> dict[str, Any]:
@@ -20,45 +21,56 @@ def load_bi_encoder(path: str, score_type: ScoreType, options: dict[str, Any]) -
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
     model = SentenceTransformer(path, **options)
-    modules = list(model)
-    transformer, rest = modules[0], modules[1:]
-    if not hasattr(transformer, "auto_model"):
-        raise ModelLoadError(f"{path!r} is not a transformer encoder but {type(transformer).__name__}")
-    poolings = [module for module in rest if isinstance(module, Pooling)]
-    if len(poolings) != 1:
-        raise ModelLoadError(f"{path!r} has {len(poolings)} pooling modules; one is supported")
-    pooling = poolings[0]
-    if not pooling.include_prompt:
-        raise ModelLoadError(f"{path!r} leaves its prompt out of pooling, which is not supported yet")
-    if pooling.pooling_mode not in _POOLING:
-        supported = ", ".join(_POOLING)
-        raise ModelLoadError(f"{path!r} pools by {pooling.pooling_mode}; supported are {supported}")
-
-    if model.similarity_fn_name not in ("cosine", "dot"):
+    transformer, pooling, after = _taken_apart(path, list(model))
+    late = score_type is ScoreType.LATE_INTERACTION
+    if not late and model.similarity_fn_name not in ("cosine", "dot"):
         raise ModelLoadError(f"{path!r} compares by {model.similarity_fn_name}; supported are cosine and dot")
 
-    after = rest[rest.index(pooling) + 1 :]
     normalised = any(isinstance(module, Normalize) for module in after)
-    hidden = transformer.get_embedding_dimension()
     dense = [module for module in after if isinstance(module, Dense)]
-    dim = dense[-1].out_features if dense else hidden
+    dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
     embed = Task(_POOLING[pooling.pooling_mode], ModuleHead(after, "sentence_embedding"), dim, normalised)
     # A sentence-level projection serves token level as well, as sentence-transformers converts it.
     token_modules = [_at_token_level(module) for module in dense] + [Normalize("token_embeddings")]
     token_embed = Task("all", ModuleHead(token_modules, "token_embeddings"), dim, True)
-    prompts = model.prompts
-    document = next((prompts[name] for name in ("document", "passage", "corpus") if prompts.get(name)), "")
-    late = score_type is ScoreType.LATE_INTERACTION
+    prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
+    document = next((prompts[name] for name in ("document", "passage", "corpus") if name in prompts), "")
     return {
         "backbone": transformer.auto_model,
         "tokenizer": transformer.tokenizer,
         "tasks": {"embed": embed, "token_embed": token_embed},
         "score_task": "token_embed" if late else "embed",
-        "query": RoleRules(prompt=prompts.get("query") or ""),
-        "document": RoleRules(prompt=document),
+        "query": RoleRules(prompts.get("query", ""), pool_prompt=pooling.include_prompt),
+        "document": RoleRules(document, pool_prompt=pooling.include_prompt),
+        "text": RoleRules(
+            prompts.get(model.default_prompt_name or "", ""), pool_prompt=pooling.include_prompt
+        ),
         "activation": torch.nn.Identity(),
         "similarity": "maxsim" if late else model.similarity_fn_name,
+        "prompts": prompts,
     }
+
+
+def _taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]:
+    """The transformer, the pooling and what follows it. Raises ModelLoadError for anything else."""
+    if not hasattr(modules[0], "auto_model"):
+        raise ModelLoadError(f"{path!r} is not a transformer encoder but {type(modules[0]).__name__}")
+    poolings = [module for module in modules if isinstance(module, Pooling)]
+    if len(poolings) != 1:
+        raise ModelLoadError(f"{path!r} has {len(poolings)} pooling modules; one is supported")
+    pooling = poolings[0]
+    if pooling.pooling_mode not in _POOLING:
+        supported = ", ".join(_POOLING)
+        raise ModelLoadError(f"{path!r} pools by {pooling.pooling_mode}; supported are {supported}")
+    if not pooling.include_prompt and pooling.pooling_mode == "cls":
+        raise ModelLoadError(f"{path!r} pools by its first token but leaves the prompt, its start, out")
+    after = modules[modules.index(pooling) + 1 :]
+    other = [module for module in modules[1:] if module is not pooling and module not in after]
+    other += [module for module in after if not isinstance(module, _AFTER_POOLING)]
+    if other:
+        names = ", ".join(type(module).__name__ for module in other)
+        raise ModelLoadError(f"{path!r} has modules that are not supported: {names}")
+    return modules[0], pooling, after
 
 
 def _at_token_level(dense: Dense) -> Dense:

@@ -1,31 +1,29 @@
 """Loads cross-encoders: `*ForSequenceClassification` checkpoints, as CrossEncoder saves them or plain."""
 
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from sentence_transformers import CrossEncoder
 
 from maxsimd.engine.checkpoint.backbone import is_causal
-from maxsimd.engine.checkpoint.detect import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import ClassifierHead
-from maxsimd.engine.checkpoint.model import RoleRules, Task
+from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
 
 
-def load_cross_encoder(path: str, files: CheckpointFiles, options: dict[str, Any]) -> dict[str, Any]:
+def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[str, Any]) -> dict[str, Any]:
     """Reads the checkpoint with sentence-transformers, which knows the activation that its authors meant.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
-    if not files.architecture.endswith("ForSequenceClassification"):
-        raise ModelLoadError(
-            f"{path!r} is a {files.architecture}, which has no classifier to score pairs with; "
-            "serve it with --score-type bi-encoder or late-interaction, or name a "
-            "*ForSequenceClassification checkpoint"
-        )
     encoder = CrossEncoder(path, **options)
     model: Any = encoder.model
+    if len(list(encoder)) > 1:
+        names = ", ".join(type(module).__name__ for module in list(encoder)[1:])
+        raise ModelLoadError(f"{path!r} has modules after its classifier that are not supported: {names}")
     backbone = getattr(model, model.base_model_prefix)
     pooling = "last" if is_causal(backbone) else getattr(model.config, "classifier_pooling", "cls")
-    labels = tuple(model.config.id2label[i] for i in range(model.config.num_labels))
+    labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
     return {
         "backbone": backbone,
         "tokenizer": encoder.tokenizer,
@@ -34,5 +32,46 @@ def load_cross_encoder(path: str, files: CheckpointFiles, options: dict[str, Any
         "query": RoleRules(),
         "document": RoleRules(),
         "activation": encoder.activation_fn,
+        "probabilities": _probabilities(model.config, len(labels)),
         "labels": labels,
+        "pairs": PairRules(truncation_of(encoder[0]), template or template_of(encoder[0])),
     }
+
+
+def truncation_of(transformer: Any) -> Literal["longest_first", "only_second"]:
+    """How sentence-transformers is told to cut pairs that are too long."""
+    only_second = _settings(transformer, "text").get("truncation") == "only_second"
+    return "only_second" if only_second else "longest_first"
+
+
+def template_of(transformer: Any) -> ScoreTemplate | None:
+    """The chat template by which sentence-transformers is told to put a pair together, if there is one."""
+    template = getattr(transformer.tokenizer, "chat_template", None)
+    if "message" not in transformer.modality_config or not template:
+        return None
+    variables = special_tokens(transformer.tokenizer) | _settings(transformer, "chat_template")
+    variables.pop("restore_suffix", None)
+    found = ScoreTemplate((template,), variables=variables)
+    try:
+        found.check()
+    except ModelLoadError:  # a template for chats, which knows neither query nor document
+        return None
+    return found
+
+
+def special_tokens(tokenizer: Any) -> dict[str, str]:
+    """The special tokens that a chat template may name."""
+    return {
+        name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
+    }
+
+
+def _settings(transformer: Any, name: str) -> dict[str, Any]:
+    settings = transformer.processing_kwargs or {}
+    return dict(settings.get(name) or {})
+
+
+def _probabilities(config: Any, labels: int) -> Any:
+    if labels == 1 or config.problem_type == "multi_label_classification":
+        return torch.sigmoid
+    return torch.nn.Softmax(dim=-1)

@@ -1,68 +1,35 @@
-"""Finds out what a checkpoint is from its files alone, before anything heavy is loaded."""
+"""Finds out what a checkpoint is from its small files alone, before anything heavy is loaded."""
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
+from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.config import ScoreType
-from maxsimd.engine.errors import ModelLoadError
 
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
-    """The small files that say what a checkpoint is."""
-
-    config: dict[str, Any]
-    sentence_transformers: dict[str, Any]
-    modules: list[dict[str, Any]]
-
-    @property
-    def architecture(self) -> str:
-        return str((self.config.get("architectures") or ["unknown"])[0])
-
-
-def read_files(model: str, revision: str | None) -> CheckpointFiles:
-    """Reads them from a folder or the hub. Raises ModelLoadError when there is no checkpoint."""
-    config = _read_json(model, "config.json", revision)
-    modules = _read_json(model, "modules.json", revision)
-    if config is None and modules is None:
-        raise ModelLoadError(
-            f"no checkpoint at {model!r}: there is neither a config.json nor a modules.json; "
-            "name a folder that has one, or a hub id that this machine can reach"
-        )
-    if config is None:  # newer sentence-transformers saves keep it in the first module's folder
-        path = (modules or [{}])[0].get("path", "")
-        config = _read_json(model, f"{path}/config.json", revision)
-    return CheckpointFiles(
-        config or {}, _read_json(model, "config_sentence_transformers.json", revision) or {}, modules or []
-    )
+LISTWISE = "JinaForRanking"
 
 
 def detect_score_type(files: CheckpointFiles) -> ScoreType:
-    """What the checkpoint says of itself; a plain encoder is a bi-encoder."""
-    declared = files.sentence_transformers.get("model_type")
-    if declared in ("MultiVectorEncoder", "ColBERT") or "HF_ColBERT" in files.architecture:
+    """What the checkpoint says of itself; a plain encoder is a bi-encoder, a plain language model one that
+    is asked about pairs."""
+    if files.architecture == LISTWISE:
+        return ScoreType.LISTWISE
+    if is_late_interaction(files):
         return ScoreType.LATE_INTERACTION
-    if declared == "CrossEncoder" or files.architecture.endswith("ForSequenceClassification"):
+    classifies = files.architecture.endswith("ForSequenceClassification")
+    answers = is_language_model(files) and not files.modules
+    if files.sentence_transformers.get("model_type") == "CrossEncoder" or classifies or answers:
         return ScoreType.CROSS_ENCODER
     return ScoreType.BI_ENCODER
 
 
-def _read_json(model: str, name: str, revision: str | None) -> Any:
-    if Path(model).is_dir():
-        path = Path(model) / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    from transformers.utils import cached_file
+def is_late_interaction(files: CheckpointFiles) -> bool:
+    """Whether it was saved for late interaction. PyLate wrote no model_type at first, but settings of its
+    own."""
+    settings = files.sentence_transformers
+    return (
+        settings.get("model_type") in ("MultiVectorEncoder", "ColBERT")
+        or "query_prefix" in settings
+        or files.architecture == "HF_ColBERT"
+    )
 
-    try:
-        cached = cached_file(
-            model,
-            name,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=True,
-        )
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {name} of {model!r}: {error}") from error
-    return json.loads(Path(cached).read_text(encoding="utf-8")) if cached else None
+
+def is_language_model(files: CheckpointFiles) -> bool:
+    return files.architecture.endswith("ForCausalLM")

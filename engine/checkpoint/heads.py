@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as ModelOutput
+
+from maxsimd.engine.errors import ModelLoadError
 
 
 class ModuleHead:
@@ -57,6 +59,46 @@ class ClassifierHead:
         return logits.float()  # [n, labels]
 
 
+class TokenLogitsHead:
+    """The logits of one or two words, from their rows of a language model's output matrix and no others.
+
+    Two words give logit(first) - logit(second), whose sigmoid is the softmax over the two; one gives its
+    logit."""
+
+    def __init__(self, model: Any, words: Sequence[int]) -> None:
+        output = model.get_output_embeddings()
+        index = torch.tensor(words, device=output.weight.device)
+        self._rows = output.weight.detach()[index].float()  # [words, hidden]
+        bias = getattr(output, "bias", None)
+        self._bias = bias.detach()[index].float() if bias is not None else None
+        config = model.config.get_text_config()
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._model = model
+        self._words = index
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.linear(rows, self._rows, self._bias)  # [n, words]
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits[:, :1] - logits[:, 1:].sum(dim=-1, keepdim=True)  # [n, 1]
+
+    @torch.inference_mode()
+    def check(self, path: str) -> None:
+        """Compares with the model's own logits of a few tokens, and lets go of the output matrix.
+
+        Raises ModelLoadError for a model that does more to its logits than is done here."""
+        model, self._model = self._model, None
+        ids = torch.arange(1, 9, device=self._rows.device)[None] % model.config.get_text_config().vocab_size
+        hidden = model.base_model(input_ids=ids).last_hidden_state[:, -1].float()
+        logits = model(input_ids=ids, logits_to_keep=1).logits[0, -1, self._words].float()
+        ours = self(hidden)[0, 0]
+        expected = logits[0] - logits[1:].sum()
+        scale = max(1.0, float(logits.abs().max()))
+        tolerance = 1e-3 if hidden.dtype == model.dtype else 0.05
+        if not abs(float(ours - expected)) <= tolerance * scale:
+            raise ModelLoadError(f"{path!r} does something to its logits that is not supported")
+
+
 class _GivenRows(torch.nn.Module):
     """Stands in for a backbone: returns the rows it was given, and the family's pooler over them."""
 
@@ -65,6 +107,6 @@ class _GivenRows(torch.nn.Module):
         self._pooler = pooler
         self.rows: torch.Tensor | None = None
 
-    def forward(self, *args: object, **kwargs: object) -> BaseModelOutputWithPooling:
+    def forward(self, *args: object, **kwargs: object) -> ModelOutput:
         pooled = self._pooler(self.rows) if self._pooler is not None else None
-        return BaseModelOutputWithPooling(last_hidden_state=self.rows, pooler_output=pooled)
+        return ModelOutput(last_hidden_state=self.rows, pooler_output=pooled)

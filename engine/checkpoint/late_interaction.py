@@ -7,11 +7,13 @@ import torch
 from numpy.typing import NDArray
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize
-from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
 
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import Expansion, RoleRules, Task
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.pooling.token_pooling import TokenPooling
+from maxsimd.scheduler import Role
 
 
 def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -23,7 +25,11 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
     transformer, rest = modules[0], modules[1:]
     masks = [module for module in rest if isinstance(module, MultiVectorMask)]
     projection = [module for module in rest if isinstance(module, Dense | Normalize)]
-    other = [type(module).__name__ for module in rest if module not in masks and module not in projection]
+    poolings = [module for module in rest if isinstance(module, HierarchicalTokenPooling)]
+    known = [*masks, *projection, *poolings]
+    other = [type(module).__name__ for module in rest if module not in known]
+    if poolings and (len(poolings) > 1 or rest[-1] is not poolings[0]):
+        other = [type(module).__name__ for module in poolings]
     if other:
         raise ModelLoadError(f"{path!r} has modules that are not supported: {', '.join(other)}")
     dense = [module for module in projection if isinstance(module, Dense)]
@@ -47,7 +53,15 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
         ),
         "activation": torch.nn.Identity(),
         "similarity": model.similarity_fn_name,
+        "prompts": {name: text for name, text in model.prompts.items() if text},
+        "token_pooling": TokenPooling(poolings[0], _roles(poolings[0])) if poolings else None,
     }
+
+
+def _roles(pooling: HierarchicalTokenPooling) -> frozenset[Role]:
+    """The roles whose sequences are pooled; a text in no role counts as a document."""
+    roles = {Role.QUERY} if pooling.applies_to("query") else set()
+    return frozenset(roles | ({Role.DOCUMENT, Role.TEXT} if pooling.applies_to("document") else set()))
 
 
 def _skipped(mask: MultiVectorMask, role: str) -> NDArray[np.int64] | None:

@@ -7,13 +7,20 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from maxsimd.engine.checkpoint.adjust import adjusted, score_template
 from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset, takes_type_ids
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
-from maxsimd.engine.checkpoint.detect import CheckpointFiles, detect_score_type, read_files
+from maxsimd.engine.checkpoint.detect import detect_score_type, is_language_model, is_late_interaction
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
+from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files
+from maxsimd.engine.checkpoint.language_model import load_language_model
 from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
+from maxsimd.engine.checkpoint.listwise import load_listwise
 from maxsimd.engine.checkpoint.model import LoadedModel
+from maxsimd.engine.checkpoint.support import refuse_unsupported
+from maxsimd.engine.checkpoint.translate import in_transformers_terms
+from maxsimd.engine.checkpoint.weights import refuse_pickles
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
 
@@ -26,27 +33,58 @@ def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
     """
     path = config.model if config.model is not None else embedded_model_path()
     files = read_files(path, config.revision)
-    if config.score_type != "auto":
-        score_type = ScoreType(config.score_type)
-    elif config.model is None:
-        # On real text the embedded model ranks about as well by its token states as by their mean.
-        score_type = ScoreType.LATE_INTERACTION
-    else:
-        score_type = detect_score_type(files)
+    score_type = _score_type(config, files)
+    refuse_unsupported(path, files, score_type, config.trust_remote_code)
+    if not config.allow_pickle:
+        refuse_pickles(path, config.revision, files)
     options: dict[str, Any] = {
         "device": str(device),
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
-        "model_kwargs": {"dtype": "auto"},
+        "model_kwargs": {"dtype": "auto", "use_safetensors": None if config.allow_pickle else True},
     }
     try:
-        with _quiet_transformers():
-            parts = _load_parts(path, files, score_type, options)
+        with (
+            _quiet_transformers(),
+            in_transformers_terms(path, config.revision, files, config.trust_remote_code) as place,
+        ):
+            parts = _load_parts(place, files, score_type, config, options)
     except ModelLoadError:
         raise
     except Exception as error:
         raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error}") from error
+    model = _complete(config, score_type, files, parts)
+    return adjusted(model, config)
 
+
+def _score_type(config: EngineConfig, files: CheckpointFiles) -> ScoreType:
+    if config.score_type != "auto":
+        return ScoreType(config.score_type)
+    if config.model is None:
+        # On real text the embedded model ranks about as well by its token states as by their mean.
+        return ScoreType.LATE_INTERACTION
+    return detect_score_type(files)
+
+
+def _load_parts(
+    path: str, files: CheckpointFiles, score_type: ScoreType, config: EngineConfig, options: dict[str, Any]
+) -> dict[str, Any]:
+    if score_type is ScoreType.LISTWISE:
+        return load_listwise(path, options)
+    if score_type is ScoreType.CROSS_ENCODER:
+        template = score_template(config)
+        if is_language_model(files):
+            return load_language_model(path, files, template, options)
+        return load_cross_encoder(path, template, options)
+    if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
+        return load_late_interaction(path, options)
+    return load_bi_encoder(path, score_type, options)
+
+
+def _complete(
+    config: EngineConfig, score_type: ScoreType, files: CheckpointFiles, parts: dict[str, Any]
+) -> LoadedModel:
+    """Adds what the backbone itself tells."""
     backbone = parts["backbone"].eval().requires_grad_(False)
     if getattr(backbone, "pooler", None) is not None:
         backbone.pooler = None  # the heads do its work, on pooled rows only
@@ -54,31 +92,23 @@ def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
     longest = max_tokens(backbone.config, parts["tokenizer"], offset)
     if config.max_model_len is not None:
         longest = min(longest, config.max_model_len)
-    causal = is_causal(backbone)
-    expansion = parts["query"].expansion
-    if causal and expansion is not None and not expansion.attended:
-        raise ModelLoadError(
-            f"{path!r} expands queries without attending, which a causal model cannot do here"
-        )
-    return LoadedModel(
+    model = LoadedModel(
         name=config.model or NAME,
         score_type=score_type,
         max_tokens=longest,
-        causal=causal,
+        causal=is_causal(backbone),
         position_offset=offset,
-        takes_type_ids=takes_type_ids(backbone),
+        takes_type_ids=takes_type_ids(backbone, parts["tokenizer"]),
+        architecture=files.architecture,
+        file_dtype=next(backbone.parameters()).dtype,
         **parts,
     )
-
-
-def _load_parts(
-    path: str, files: CheckpointFiles, score_type: ScoreType, options: dict[str, Any]
-) -> dict[str, Any]:
-    if score_type is ScoreType.CROSS_ENCODER:
-        return load_cross_encoder(path, files, options)
-    if score_type is ScoreType.LATE_INTERACTION and detect_score_type(files) is score_type:
-        return load_late_interaction(path, options)
-    return load_bi_encoder(path, score_type, options)
+    expansion = model.query.expansion
+    if model.causal and expansion is not None and not expansion.attended:
+        raise ModelLoadError(
+            f"{model.name!r} expands queries without attending, which a causal model cannot do here"
+        )
+    return model
 
 
 @contextmanager

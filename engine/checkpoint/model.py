@@ -1,15 +1,21 @@
 """The one description of a loaded model that all later stages read."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.config import ScoreType
 from maxsimd.pooling.methods import Head
+from maxsimd.pooling.token_pooling import TokenPooling
+
+# "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
+INSTRUCT = re.compile(r"(Instruct: ).*?(\n\s*Query: ?)$", re.DOTALL)
 
 Similarity = Literal["maxsim", "meanmaxsim", "cosine", "dot"]
 
@@ -29,12 +35,35 @@ class Expansion:
 @dataclass(frozen=True, slots=True, eq=False)
 class RoleRules:
     """How a text in one role becomes token ids: a prompt in front, a length of its own, expansion, and
-    tokens that take no part in scoring."""
+    tokens that take no part in scoring: those of `skipped_ids`, and the prompt's unless `pool_prompt`."""
 
     prompt: str = ""
     max_tokens: int | None = None
     expansion: Expansion | None = None
     skipped_ids: NDArray[np.int64] | None = None
+    pool_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairRules:
+    """How a cross-encoder's query and document are joined: by the tokeniser's own template for pairs, or by
+    `template`. A pair that is too long is cut by `truncation`, in the words of the tokenizers library."""
+
+    truncation: Literal["longest_first", "only_second"] = "longest_first"
+    template: ScoreTemplate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListwiseRules:
+    """How a listwise model's documents are packed into passes: at most `block_documents` in one, and the pass
+    is closed when no longest document would surely fit into `context` any more. Longer texts are cut."""
+
+    query_marker: str
+    document_marker: str
+    context: int
+    max_query_tokens: int = 512
+    max_document_tokens: int = 2048
+    block_documents: int = 125
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +82,10 @@ class LoadedModel:
 
     `backbone` maps token ids to hidden states; `tasks` are keyed embed, token_embed and classify, and
     `score_task` is the one that scoring is made of; `similarity` compares its items, except for a
-    cross-encoder, whose logits are the scores. `max_tokens` is the longest sequence the model takes.
+    cross-encoder, whose logits are the scores, and a listwise model, by whose `listwise` rules they come
+    about. `max_tokens` is the longest sequence the model takes. `prompts` are the checkpoint's by name;
+    `instruction` is the one it is used with, None for a model that takes none. `probabilities` turns a
+    classifier's logits into them, `activation` into what its authors score with.
     """
 
     name: str
@@ -69,10 +101,27 @@ class LoadedModel:
     position_offset: int
     takes_type_ids: bool
     activation: Head
+    architecture: str
+    file_dtype: torch.dtype
     labels: tuple[str, ...] = ()
+    probabilities: Head = torch.sigmoid
     similarity: Similarity = "maxsim"
+    text: RoleRules = RoleRules()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    instruction: str | None = None
+    pairs: PairRules = PairRules()
+    listwise: ListwiseRules | None = None
+    token_pooling: TokenPooling | None = None
 
     def rules(self, input_type: str | None) -> RoleRules:
         if input_type == "query":
             return self.query
-        return self.document if input_type == "document" else RoleRules()
+        return self.document if input_type == "document" else self.text
+
+    @property
+    def takes_instruction(self) -> bool:
+        """Whether there is a place for an instruction: in the template for pairs, in a listwise prompt, or
+        in a query prompt of the form that instruction-tuned embedding models share."""
+        if self.pairs.template is not None:
+            return self.pairs.template.takes_instruction
+        return self.listwise is not None or INSTRUCT.match(self.query.prompt) is not None

@@ -143,7 +143,9 @@ def _bidirectional_group(
     values = v.reshape(n * heads, keys, v.shape[-1])
     _hide(weights, group, layout, window)
     attended: torch.Tensor = torch.bmm(torch.softmax(weights, dim=-1).flatten(0, 1), values)
-    return attended.view(n, heads, tokens, -1)
+    attended = attended.view(n, heads, tokens, -1)
+    _clear_blind_rows(attended, group, window)
+    return attended
 
 
 def _causal_group(
@@ -175,6 +177,17 @@ def _hide(weights: torch.Tensor, group: Group, layout: Layout, window: int | Non
         seen = visible(length, length, False, window, weights.device)
         if seen is not None:
             weights.masked_fill_(~seen, low)
+
+
+def _clear_blind_rows(attended: torch.Tensor, group: Group, window: int | None) -> None:
+    """Zeroes rows of [n, heads, tokens, head_dim] whose window holds no key that may be seen, which is what
+    attention over nothing gives. Such are tokens that fill up a query, far behind its attended ones."""
+    tokens = attended.shape[2]
+    if window is None or min(group.key_lengths) + window > tokens:
+        return
+    first_blind = torch.tensor(group.key_lengths, device=attended.device) + (window - 1)
+    blind = torch.arange(tokens, device=attended.device)[None, :] >= first_blind[:, None]
+    attended.masked_fill_(blind[:, None, :, None], 0)
 
 
 def _attend_chunk(

@@ -1,6 +1,7 @@
 """Makes a loaded model ready to run on its device: precision, proof of packing, weight layout."""
 
 import logging
+import time
 from dataclasses import dataclass
 
 import torch
@@ -9,19 +10,22 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.packed import linear, varlen
 from maxsimd.engine.packed.attention import Attention, attend_grouped
-from maxsimd.engine.packed.proof import gate_if_exact, why_not_packed
-from maxsimd.engine.packed.runner import ModelRunner, PackedRunner, PaddedRunner
+from maxsimd.engine.packed.padded import PaddedRunner
+from maxsimd.engine.packed.proof import Proof, prove
+from maxsimd.engine.packed.runner import ModelRunner, PackedRunner
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedModel:
-    """How a model is run, and why so; `not_packed` is None for a packed one."""
+    """How a model is run, and why so; `not_packed` is None for a packed one. `proof_seconds` is how long it
+    took to find out."""
 
     runner: ModelRunner
     dtype: torch.dtype
     not_packed: str | None
+    proof_seconds: float
 
 
 def choose_device(name: str) -> torch.device:
@@ -40,31 +44,40 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if capable else torch.float32
 
 
+def cast(backbone: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Puts the weights into a precision. Buffers that are not in the checkpoint stay as the model made them:
+    rotary frequencies, which must be float32 or far positions are lost."""
+    for module in backbone.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module.register_buffer(name, buffer.to(dtype))
+
+
 def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> PreparedModel:
     """Settles precision and execution. The model is proven in float32, whatever it then runs in."""
     dtype = choose_dtype(config.dtype, device)
     attention, grouped = _choose_attention(device, dtype)
     backbone = model.backbone
-    gate = None
+    started = time.perf_counter()
     if config.packing == "off":
-        not_packed: str | None = "packing is off"
+        proof = Proof("packing is off", None)
     else:
-        backbone.float()
         # The flash kernels know no float32: what is proven on a GPU is layout, positions and masks.
-        not_packed = why_not_packed(model, device, attend_grouped, grouped)
-        if not_packed is not None:
-            log.warning("runs padded, which is slower: %s", not_packed)
-        else:
-            gate = gate_if_exact(model, device, attend_grouped, grouped)
-    backbone.to(dtype)
+        proof = prove(model, device, attend_grouped, grouped)
+        if proof.not_packed is not None:
+            log.warning("runs padded, which is slower: %s", proof.not_packed)
+    proof_seconds = time.perf_counter() - started
+    cast(backbone, dtype)
     if linear.is_supported(device, dtype):
         linear.prepack(backbone)
     runner: ModelRunner
-    if not_packed is None:
-        runner = PackedRunner(model, device, attention, grouped, gate)
+    if proof.not_packed is None:
+        runner = PackedRunner(model, device, attention, grouped, proof.gate)
     else:
         runner = PaddedRunner(model, device)
-    return PreparedModel(runner, dtype, not_packed)
+    return PreparedModel(runner, dtype, proof.not_packed, proof_seconds)
 
 
 def _choose_attention(device: torch.device, dtype: torch.dtype) -> tuple[Attention, bool]:

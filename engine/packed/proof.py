@@ -1,5 +1,6 @@
 """The proof, at load, that running a model packed equals running its sequences one by one."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,34 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.packed import last_layer
 from maxsimd.engine.packed.attention import NAME, Attention, register
 from maxsimd.engine.packed.last_layer import FirstRowsOnly
-from maxsimd.engine.packed.runner import PackedRunner, PaddedRunner
+from maxsimd.engine.packed.padded import PaddedRunner
+from maxsimd.engine.packed.runner import PackedRunner
+from maxsimd.engine.packed.sample_layers import sample_layers
 from maxsimd.scheduler import Chunk, Role, Sequence, Step
 
 # Relative to the hidden states' own size; float32 noise is a hundred times smaller, a wrong mask or
 # position a thousand times larger.
 TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proof:
+    """Why a model cannot be packed, or None, and the gate for its last layer, if it may have one."""
+
+    not_packed: str | None
+    gate: FirstRowsOnly | None
+
+
+def prove(model: LoadedModel, device: torch.device, attention: Attention, grouped: bool) -> Proof:
+    """Finds out in float32 how a model can be run, on a sample of its layers, which stay float32.
+
+    Leaves the backbone with packed attention where that is exact."""
+    with sample_layers(model.backbone):
+        model.backbone.float()
+        not_packed = why_not_packed(model, device, attention, grouped)
+        if not_packed is not None:
+            return Proof(not_packed, None)
+        return Proof(None, gate_if_exact(model, device, attention, grouped))
 
 
 def why_not_packed(
@@ -33,7 +56,8 @@ def why_not_packed(
     register()
     try:
         backbone.set_attn_implementation(NAME)
-        runner = PackedRunner(model, device, attention, grouped)
+        counted = _Counted(attention)
+        runner = PackedRunner(model, device, counted, grouped)
         together = []
         for step in steps:
             hidden, cursor = runner.forward(step)
@@ -42,12 +66,27 @@ def why_not_packed(
     except Exception as error:
         backbone.set_attn_implementation(own)
         return f"packed attention failed: {error}"
+    if counted.calls == 0:
+        # Such a model might still tell sequences apart by their positions, at the cost of a full mask.
+        return "its attention cannot be replaced"
     size = max(float(states.abs().max()) for states in alone)
     worst = max(float((a - b).abs().max()) for a, b in zip(alone, together, strict=True))
     if not worst <= TOLERANCE * max(size, 1e-6):
         backbone.set_attn_implementation(own)
         return f"packed and one-by-one hidden states differ by {worst:.2g}"
     return None
+
+
+class _Counted:
+    """An attention function that knows how often it was called."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+        self.calls = 0
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        self.calls += 1
+        return self._attention(*arguments)
 
 
 def gate_if_exact(
@@ -82,13 +121,14 @@ def _random_steps(model: LoadedModel) -> list[Step]:
         backbone.config, "local_attention", None
     )
     beyond = 2 * window + 3 if isinstance(window, int) and window <= 1024 else 40
-    lengths = [5, 1, 17, 6, min(beyond, model.max_tokens), 18]
+    # Two sequences have tokens at their end that nobody attends to, as in ColBERT's query expansion; some of
+    # the second's see no token at all through a window.
+    shapes = [(5, 5), (1, 1), (17, 10), (6, 6), (beyond, beyond), (18, 18), (beyond, 3)]
     sequences = []
-    for key, length in enumerate(lengths):
+    for key, (length, attended) in enumerate(shapes):
         length = min(length, model.max_tokens)
         ids = random.integers(0, vocabulary, length).astype(np.int32)
-        # One sequence whose last tokens nobody attends to, as in ColBERT's query expansion.
-        attended = length - 7 if length == 17 and not model.causal else length
+        attended = length if model.causal else min(attended, length)
         sequences.append(Sequence(key, 0, key, Role.TEXT, "proof", ids, attended=attended))
     chunks = tuple(Chunk(sequence, 0, len(sequence)) for sequence in sequences)
     return [Step(0, chunks), Step(1, chunks[:1])]

@@ -1,12 +1,10 @@
-"""Runs the backbone over a step, packed where that was proven exact and padded elsewhere.
+"""Runs the backbone over a step in one packed pass.
 
 Used by the device thread alone. What comes of the hidden states is not decided here.
 """
 
-import logging
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
@@ -16,8 +14,6 @@ from maxsimd.engine.packed.last_layer import FirstRowsOnly
 from maxsimd.engine.packed.layout import lay_out
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.scheduler import Step
-
-log = logging.getLogger(__name__)
 
 
 class ModelRunner(Protocol):
@@ -93,43 +89,3 @@ class PackedRunner:
     def held(self) -> int:
         """How many sequences have keys and values here."""
         return len(self._carries)
-
-
-class PaddedRunner:
-    """One pass over [sequences, longest] with an attention mask; for models that cannot be packed."""
-
-    chunked = False
-
-    def __init__(self, model: LoadedModel, device: torch.device) -> None:
-        self._model = model
-        self._backbone: Any = model.backbone
-        self._device = device
-
-    @torch.inference_mode()
-    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        n, longest = len(step.chunks), max(len(chunk) for chunk in step.chunks)
-        pad = getattr(self._backbone.config, "pad_token_id", None) or 0
-        input_ids = np.full((n, longest), pad, dtype=np.int64)
-        attention_mask = np.zeros((n, longest), dtype=np.int64)
-        type_ids = np.zeros((n, longest), dtype=np.int64)
-        for i, chunk in enumerate(step.chunks):
-            sequence = chunk.sequence
-            input_ids[i, : len(sequence)] = sequence.token_ids
-            attention_mask[i, : sequence.attended] = 1
-            if sequence.type_ids is not None:
-                type_ids[i, : len(sequence)] = sequence.type_ids
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if self._model.takes_type_ids:
-            inputs["token_type_ids"] = type_ids
-        output = self._backbone(
-            **{
-                name: torch.from_numpy(ids).to(self._device, non_blocking=True)
-                for name, ids in inputs.items()
-            }
-        )
-        hidden = output.last_hidden_state  # [n, longest, hidden]
-        starts = tuple(range(0, n * longest, longest))
-        return hidden.flatten(0, 1), PoolingCursor(step.chunks, starts)
-
-    def free(self, key: int) -> None:
-        pass

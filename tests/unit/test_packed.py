@@ -71,8 +71,6 @@ def attention_problems(draw: st.DrawFn) -> tuple[list[int], list[int], int, int,
     attended = lengths if causal else [draw(st.integers(1, length)) for length in lengths]
     kv_heads, repeats = draw(st.sampled_from([(2, 1), (1, 2), (2, 2)]))
     window = draw(st.none() | st.integers(2, 20))
-    if window is not None:
-        attended = lengths  # a window and unattended tokens do not come together
     return lengths, attended, kv_heads, repeats, causal, window
 
 
@@ -272,3 +270,11 @@ async def test_a_model_that_cannot_be_packed_runs_padded_with_a_warning(
             assert "not here" in (engine.on_device.prepared.not_packed or "")
             assert len((await engine.score("a", ["b", "c d e"])).scores) == 2
     assert "runs padded" in caplog.text
+
+
+async def test_rotary_frequencies_keep_their_precision_in_bfloat16(qwen3_embedding: str) -> None:
+    """Rounded ones put far tokens at wrong positions."""
+    async with Engine(EngineConfig(model=qwen3_embedding, dtype="bfloat16")) as engine:
+        backbone = engine.model.backbone
+        assert backbone.rotary_emb.inv_freq.dtype is torch.float32
+        assert {parameter.dtype for parameter in backbone.parameters()} == {torch.bfloat16}

@@ -26,11 +26,17 @@ def _kept(states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
     return states if sequence.kept is None else states[torch.from_numpy(sequence.kept)]
 
 
+def _weighted_mean(states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    weights = _kept(torch.arange(1.0, len(states) + 1)[:, None], sequence)
+    return (_kept(states, sequence) * weights).sum(dim=0, keepdim=True) / weights.sum()
+
+
 PLAIN: dict[str, Callable[[torch.Tensor, Sequence], torch.Tensor]] = {
     "all": lambda states, sequence: head(_kept(states, sequence)),
     "cls": lambda states, sequence: head(states[:1]),
     "last": lambda states, sequence: head(states[-1:]),
     "mean": lambda states, sequence: head(_kept(states, sequence).mean(dim=0, keepdim=True)),
+    "weighted-mean": lambda states, sequence: head(_weighted_mean(states, sequence)),
 }
 
 
@@ -92,7 +98,7 @@ def test_pooling_in_chunks_equals_the_plain_definition(
         torch.testing.assert_close(items[sequence.key], expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("task", ["all", "cls", "mean"])
+@pytest.mark.parametrize("task", ["all", "cls", "mean", "weighted-mean"])
 def test_state_of_an_unfinished_sequence_goes_when_it_is_freed(task: str) -> None:
     pooler = DispatchPooler({task: METHODS[task](head)})
     sequence = Sequence(5, 0, 0, Role.TEXT, task, np.zeros(6, dtype=np.int32))

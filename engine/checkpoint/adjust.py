@@ -1,0 +1,72 @@
+"""What the configuration changes about a loaded model: prompts, instruction, dimensions, token pooling."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from maxsimd.engine.checkpoint.model import LoadedModel, Task
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.pooling.methods import Head
+from maxsimd.pooling.token_pooling import merging_documents
+
+
+def score_template(config: EngineConfig) -> ScoreTemplate | None:
+    """The template that the configuration names, as Jinja or as a file of it. Raises ModelLoadError."""
+    given = config.score_template
+    if given is None:
+        return None
+    is_file = "{{" not in given and "{%" not in given
+    if is_file and not Path(given).is_file():
+        raise ModelLoadError(f"the score template {given!r} is neither Jinja nor a file")
+    template = ScoreTemplate((Path(given).read_text(encoding="utf-8") if is_file else given,))
+    template.check()
+    return template
+
+
+def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
+    """The model as configured. Raises ModelLoadError for a setting that it cannot take."""
+    if config.score_template is not None and model.pairs.template is None:
+        raise ModelLoadError("--score-template is for models that read query and document together")
+    if config.query_prompt is not None:
+        model = replace(model, query=replace(model.query, prompt=config.query_prompt))
+    if config.document_prompt is not None:
+        model = replace(model, document=replace(model.document, prompt=config.document_prompt))
+    if config.instruction is not None:
+        if not model.takes_instruction:
+            raise ModelLoadError(f"{model.name!r} takes no instruction")
+        model = replace(model, instruction=config.instruction)
+    if config.doc_token_pooling is not None:
+        if model.score_task != "token_embed":
+            raise ModelLoadError("--doc-token-pooling is for late interaction")
+        model = replace(model, token_pooling=merging_documents(config.doc_token_pooling))
+    if config.dimensions is not None:
+        model = replace(model, tasks=_shortened(model.tasks, config.dimensions))
+    return model
+
+
+def _shortened(tasks: Mapping[str, Task], dimensions: int) -> dict[str, Task]:
+    shortened = dict(tasks)
+    for name in ("embed", "token_embed"):
+        if name in tasks:
+            if dimensions > tasks[name].dim:
+                raise ModelLoadError(f"--dimensions is {dimensions}, but embeddings have {tasks[name].dim}")
+            shortened[name] = replace(
+                tasks[name], head=_first_columns(tasks[name], dimensions), dim=dimensions
+            )
+    return shortened
+
+
+def _first_columns(task: Task, dimensions: int) -> Head:
+    """The head with only so many columns, normalised again where the model normalises.
+
+    Source: matryoshka embeddings, Kusupati et al. 2022 (arXiv 2205.13147)."""
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        kept = task.head(rows)[:, :dimensions]
+        return torch.nn.functional.normalize(kept, dim=-1) if task.normalised else kept
+
+    return head

@@ -1,0 +1,66 @@
+"""A checkpoint's files, in a folder or on the hub: the small ones that say what it is, and the way to all."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxsimd.engine.errors import ModelLoadError
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """The small files that say what a checkpoint is. `config_at_root` is False where only the first module's
+    folder has a config.json."""
+
+    config: dict[str, Any]
+    sentence_transformers: dict[str, Any]
+    modules: list[dict[str, Any]]
+    config_at_root: bool
+
+    @property
+    def architecture(self) -> str:
+        return str((self.config.get("architectures") or ["unknown"])[0])
+
+
+def read_files(model: str, revision: str | None) -> CheckpointFiles:
+    """Reads them from a folder or the hub. Raises ModelLoadError when there is no checkpoint."""
+    config = _read_json(model, "config.json", revision)
+    modules = _read_json(model, "modules.json", revision) or []
+    at_root = config is not None
+    if not at_root and not modules:
+        raise ModelLoadError(
+            f"no checkpoint at {model!r}: there is neither a config.json nor a modules.json; "
+            "name a folder that has one, or a hub id that this machine can reach"
+        )
+    if not at_root:  # newer sentence-transformers saves keep it in the first module's folder
+        config = _read_json(model, f"{modules[0].get('path', '')}/config.json", revision)
+    settings = _read_json(model, "config_sentence_transformers.json", revision)
+    return CheckpointFiles(config or {}, settings or {}, modules, at_root)
+
+
+def find_file(model: str, name: str, revision: str | None) -> Path | None:
+    """A checkpoint's file on this machine, fetched from the hub if need be; None when it has none.
+
+    Raises ModelLoadError when the hub cannot be asked."""
+    if Path(model).is_dir():
+        path = Path(model) / name
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(
+            model,
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=True,
+        )
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {name} of {model!r}: {error}") from error
+    return Path(found) if found else None
+
+
+def _read_json(model: str, name: str, revision: str | None) -> Any:
+    path = find_file(model, name, revision)
+    return json.loads(path.read_text(encoding="utf-8")) if path else None

@@ -1,0 +1,162 @@
+"""Loads language models that answer yes or no about a pair, and are scored by the logits of those words."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sentence_transformers import CrossEncoder
+from sentence_transformers.cross_encoder.modules import LogitScore
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from maxsimd.engine.checkpoint.cross_encoder import special_tokens, template_of, truncation_of
+from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.heads import TokenLogitsHead
+from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.errors import ModelLoadError
+
+NEWLINE = "{{ '\\n' }}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """How the model card of a published reranker asks, and what it makes of the answer.
+
+    The score is logit(`true`) - logit(`false`), or logit(`true`) alone, with `activation` on it."""
+
+    example: str
+    segments: tuple[str, ...]
+    true: str
+    false: str | None
+    activation: torch.nn.Module
+    instruction: str | None = None
+
+
+# By architecture, because that is all that a bare `*ForCausalLM` checkpoint says of itself. The wording is
+# that of the model cards: another one would be another model.
+FAMILIES = {
+    "Qwen3ForCausalLM": Family(
+        example="Qwen/Qwen3-Reranker-0.6B",
+        segments=(
+            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+            'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+            "<|im_start|>user" + NEWLINE,
+            "<Instruct>: {{ instruction }}\n<Query>: {{ query }}\n<Document>: {{ document }}",
+            "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n" + NEWLINE,
+        ),
+        true="yes",
+        false="no",
+        activation=torch.nn.Sigmoid(),
+        instruction="Given a web search query, retrieve relevant passages that answer the query",
+    ),
+    "Qwen2ForCausalLM": Family(
+        example="mixedbread-ai/mxbai-rerank-base-v2",
+        segments=(
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+            "<|im_end|>\n<|im_start|>user" + NEWLINE,
+            "{% if instruction %}instruction: {{ instruction }}{{ '\\n' }}{% endif %}query: {{ query }}",
+            NEWLINE,
+            "document: {{ document }}",
+            NEWLINE,
+            "You are a search relevance expert who evaluates how well documents match search queries. For "
+            "each query-document pair, carefully analyze the semantic relationship between them, then "
+            "provide your binary relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:",
+            "<|im_end|>\n<|im_start|>assistant" + NEWLINE,
+        ),
+        true="1",
+        false="0",
+        activation=torch.nn.Identity(),
+    ),
+    "GemmaForCausalLM": Family(
+        example="BAAI/bge-reranker-v2-gemma",
+        segments=(
+            "{{ bos_token }}",
+            "A: {{ query }}",
+            NEWLINE,
+            "B: {{ document }}",
+            NEWLINE,
+            "{{ instruction }}",
+        ),
+        true="Yes",
+        false=None,
+        activation=torch.nn.Identity(),
+        instruction="Given a query A and a passage B, determine whether the passage contains an answer to "
+        "the query by providing a prediction of either 'Yes' or 'No'.",
+    ),
+}
+
+
+def load_language_model(
+    path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Reads a `*ForCausalLM`: a `CrossEncoder` save as it says, a bare one as its family's model card says.
+
+    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    if files.modules:
+        model, tokenizer, words, activation, pairs = _read_saved(path, template, options)
+    else:
+        model, tokenizer, words, activation, pairs = _read_bare(path, files.architecture, template, options)
+    head = TokenLogitsHead(model, words)
+    head.check(path)
+    return {
+        "backbone": model.base_model,
+        "tokenizer": tokenizer,
+        "tasks": {"classify": Task("last", head, 1, False)},
+        "score_task": "classify",
+        "query": RoleRules(),
+        "document": RoleRules(),
+        "activation": activation,
+        "labels": (str(tokenizer.convert_ids_to_tokens(words[0])),),
+        "pairs": pairs,
+    }
+
+
+def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, Any]) -> tuple[Any, ...]:
+    encoder = CrossEncoder(path, **options)
+    transformer, *after = list(encoder)
+    if len(after) != 1 or not isinstance(after[0], LogitScore):
+        names = ", ".join(type(module).__name__ for module in after) or "nothing"
+        raise ModelLoadError(f"{path!r} has {names} after its language model; a LogitScore is supported")
+    words = [after[0].true_token_id]
+    if after[0].false_token_id is not None:
+        words.append(after[0].false_token_id)
+    template = template or template_of(transformer)
+    if template is None:
+        raise ModelLoadError(f"{path!r} has no chat template for query and document; give --score-template")
+    return (
+        transformer.auto_model,
+        transformer.tokenizer,
+        words,
+        encoder.activation_fn,
+        PairRules(truncation_of(transformer), template),
+    )
+
+
+def _read_bare(
+    path: str, architecture: str, template: ScoreTemplate | None, options: dict[str, Any]
+) -> tuple[Any, ...]:
+    family = FAMILIES.get(architecture)
+    if family is None and template is None:
+        raise ModelLoadError(
+            f"{path!r} is a {architecture} and says neither how it wants to be asked nor how it answers: "
+            "give --score-template, whose answers are taken to be yes and no, or name a model of a known "
+            "family: " + ", ".join(known.example for known in FAMILIES.values())
+        )
+    common = {"revision": options["revision"], "trust_remote_code": options["trust_remote_code"]}
+    tokenizer = AutoTokenizer.from_pretrained(path, **common)
+    model = AutoModelForCausalLM.from_pretrained(path, **common, **options["model_kwargs"])
+    model = model.to(options["device"]).eval()
+    if template is None:
+        assert family is not None
+        template = ScoreTemplate(family.segments, family.instruction, special_tokens(tokenizer))
+    true, false = (family.true, family.false) if family else ("yes", "no")
+    words = [_token_id(tokenizer, word, path) for word in (true, false) if word is not None]
+    activation = family.activation if family else torch.nn.Sigmoid()
+    return model, tokenizer, words, activation, PairRules("only_second", template)
+
+
+def _token_id(tokenizer: Any, word: str, path: str) -> int:
+    token_id = tokenizer.convert_tokens_to_ids(word)
+    if token_id is None or token_id == tokenizer.unk_token_id:
+        raise ModelLoadError(f"the tokeniser of {path!r} has no token {word!r} to take the score from")
+    return int(token_id)

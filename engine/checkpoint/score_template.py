@@ -1,0 +1,68 @@
+"""Templates by which a language model is asked about a pair: Jinja over query, document and instruction."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from maxsimd.engine.errors import ModelLoadError
+
+# Stand in for the texts while a template is rendered; from Unicode's private use area.
+_QUERY, _DOCUMENT, _INSTRUCTION = "\ue0a0", "\ue0a1", "\ue0a2"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What one pair's segment looks like: `before` the document and `after` it, or `before` alone."""
+
+    before: str
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreTemplate:
+    """Segments of Jinja, each rendered and tokenised by itself, as model cards put their inputs together.
+
+    A segment may name `query`, `document` and `instruction`, or go through `messages`, which have the roles
+    system (the instruction), query and document, as sentence-transformers' chat templates for rerankers do.
+    `variables` are handed to it as well. The document has its place in one segment, once.
+    """
+
+    segments: tuple[str, ...]
+    instruction: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def frames(self, query: str, instruction: str | None) -> list[Frame]:
+        """One frame a segment, with the query and the instruction (else the template's own) in place."""
+        frames = []
+        for segment in self.segments:
+            rendered = self._render(segment, instruction or self.instruction)
+            before, *after = [part.replace(_QUERY, query) for part in rendered.split(_DOCUMENT)]
+            frames.append(Frame(before, after[0] if after else None))
+        return frames
+
+    def check(self) -> None:
+        """Raises ModelLoadError for a template without a place for the query, or without one for the
+        document."""
+        rendered = [self._render(segment, self.instruction or "") for segment in self.segments]
+        places = sum(segment.count(_DOCUMENT) for segment in rendered)
+        if places != 1:
+            raise ModelLoadError(f"the score template must have one place for the document, not {places}")
+        if not any(_QUERY in segment for segment in rendered):
+            raise ModelLoadError("the score template has no place for the query")
+
+    @property
+    def takes_instruction(self) -> bool:
+        return any(_INSTRUCTION in self._render(segment, _INSTRUCTION) for segment in self.segments)
+
+    def _render(self, segment: str, instruction: str | None) -> str:
+        messages = [{"role": "query", "content": _QUERY}, {"role": "document", "content": _DOCUMENT}]
+        if instruction:
+            messages = [{"role": "system", "content": instruction}, *messages]
+        texts = {"query": _QUERY, "document": _DOCUMENT, "instruction": instruction}
+        try:
+            rendered, _ = render_jinja_template([messages], chat_template=segment, **texts, **self.variables)
+        except Exception as error:
+            raise ModelLoadError(f"the score template cannot be rendered: {error}") from error
+        return str(rendered[0])

@@ -1,0 +1,42 @@
+"""Which architectures can be served, and the message for those that cannot."""
+
+from transformers import CONFIG_MAPPING
+
+from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.config import ScoreType
+from maxsimd.engine.errors import ModelLoadError
+
+SUPPORTED = (
+    "encoders and decoders that transformers has (*Model), with sentence-transformers' modules or alone; "
+    "*ForSequenceClassification; *ForCausalLM that answer yes or no; sentence-transformers, PyLate and "
+    "Stanford ColBERT (HF_ColBERT) saves; JinaForRanking"
+)
+
+
+def refuse_unsupported(
+    model: str, files: CheckpointFiles, score_type: ScoreType, trust_remote_code: bool
+) -> None:
+    """Raises ModelLoadError for an architecture that transformers does not have, or that cannot be scored
+    with as asked."""
+    kind = files.config.get("model_type")
+    if not files.config and files.modules:
+        first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
+        raise ModelLoadError(f"{model!r} begins with a {first}, not a transformer; supported are {SUPPORTED}")
+    if kind not in CONFIG_MAPPING and not trust_remote_code:
+        code = " It comes with code of its own, which --trust-remote-code would run."
+        raise ModelLoadError(
+            f"{model!r} is a {files.architecture} of type {kind!r}, which transformers does not have."
+            f"{code if 'auto_map' in files.config else ''} Supported are {SUPPORTED}"
+        )
+    if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
+        raise ModelLoadError(
+            f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "
+            "serve it with --score-type bi-encoder or late-interaction, or name a "
+            "*ForSequenceClassification checkpoint"
+        )
+    if score_type is ScoreType.LISTWISE and files.architecture != "JinaForRanking":
+        raise ModelLoadError(f"{model!r} is a {files.architecture}; listwise scoring needs a JinaForRanking")
+
+
+def _reads_pairs(files: CheckpointFiles) -> bool:
+    return files.architecture.endswith(("ForSequenceClassification", "ForCausalLM"))

@@ -1,0 +1,47 @@
+"""The weight files of a checkpoint: which there are, and single tensors out of them."""
+
+import json
+
+import torch
+from safetensors import safe_open
+
+from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file
+from maxsimd.engine.errors import ModelLoadError
+
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def refuse_pickles(model: str, revision: str | None, files: CheckpointFiles) -> None:
+    """Raises ModelLoadError when any part of a checkpoint has its weights only as pickles."""
+    folders = [""] if files.config_at_root else []
+    folders += [module["path"] for module in files.modules if module.get("path")]
+    for folder in dict.fromkeys(folders):
+        prefix = f"{folder}/" if folder else ""
+        if any(find_file(model, prefix + name, revision) for name in (_WHOLE, _INDEX)):
+            continue
+        if any(find_file(model, prefix + name, revision) for name in _PICKLED):
+            raise ModelLoadError(
+                f"{model!r} has weights only as pickles ({prefix}{_PICKLED[0]}), which can run code as they "
+                "are read: convert them to safetensors, or trust them with --allow-pickle"
+            )
+
+
+def read_tensors(model: str, revision: str | None, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names start with `prefix`, by the rest of their names."""
+    index = find_file(model, _INDEX, revision)
+    if index is None:
+        names = [_WHOLE]
+    else:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted({file for tensor, file in weight_map.items() if tensor.startswith(prefix)})
+    tensors = {}
+    for name in names:
+        path = find_file(model, name, revision)
+        if path is None:
+            raise ModelLoadError(f"{model!r} has no {name}")
+        with safe_open(path, framework="pt") as file:
+            for tensor in file.keys():  # noqa: SIM118 (not a mapping)
+                if tensor.startswith(prefix):
+                    tensors[tensor.removeprefix(prefix)] = file.get_tensor(tensor).float()
+    return tensors

@@ -1,0 +1,85 @@
+"""Runs the backbone over padded batches: for models that cannot be packed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.scheduler import Chunk, Step
+
+# How much of a batch may be padding, and the tokens below which a pass of its own costs more than padding.
+PADDING = 0.1
+SMALL_BATCH = 256
+
+
+class PaddedRunner:
+    """Passes over [sequences, longest] with an attention mask, sequences of like length together."""
+
+    chunked = False
+
+    def __init__(self, model: LoadedModel, device: torch.device) -> None:
+        self._model = model
+        self._backbone: Any = model.backbone
+        self._device = device
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        """The hidden states [rows, hidden] of a step, and where each chunk's rows are."""
+        hidden: list[torch.Tensor] = []
+        chunks: list[Chunk] = []
+        starts: list[int] = []
+        row = 0
+        for places in by_length([len(chunk) for chunk in step.chunks]):
+            batch = [step.chunks[place] for place in places]
+            states = self._run(batch)  # [n, longest, hidden]
+            hidden.append(states.flatten(0, 1))
+            chunks += batch
+            starts += range(row, row + len(hidden[-1]), states.shape[1])
+            row += len(hidden[-1])
+        return torch.cat(hidden), PoolingCursor(tuple(chunks), tuple(starts))
+
+    def free(self, key: int) -> None:
+        """Nothing is kept between steps."""
+
+    def _run(self, chunks: list[Chunk]) -> torch.Tensor:
+        n, longest = len(chunks), max(len(chunk) for chunk in chunks)
+        pad = getattr(self._backbone.config, "pad_token_id", None) or 0
+        input_ids = np.full((n, longest), pad, dtype=np.int64)
+        attention_mask = np.zeros((n, longest), dtype=np.int64)
+        type_ids = np.zeros((n, longest), dtype=np.int64)
+        for i, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            input_ids[i, : len(sequence)] = sequence.token_ids
+            attention_mask[i, : sequence.attended] = 1
+            if sequence.type_ids is not None:
+                type_ids[i, : len(sequence)] = sequence.type_ids
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if self._model.takes_type_ids:
+            inputs["token_type_ids"] = type_ids
+        tensors = {
+            name: torch.from_numpy(ids).to(self._device, non_blocking=True) for name, ids in inputs.items()
+        }
+        output: torch.Tensor = self._backbone(**tensors).last_hidden_state
+        return output
+
+
+def by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Splits sequences into batches of like length, as lists of places in `lengths`, shortest first.
+
+    A batch takes in the next longer sequence while little of it is padding, or while it is small."""
+    batches: list[list[int]] = []
+    tokens = 0
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        length = lengths[place]
+        if batches:
+            rows = length * (len(batches[-1]) + 1)
+            if rows <= SMALL_BATCH or rows - tokens - length <= PADDING * rows:
+                batches[-1].append(place)
+                tokens += length
+                continue
+        batches.append([place])
+        tokens = length
+    return batches

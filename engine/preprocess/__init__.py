@@ -1,0 +1,9 @@
+"""Requests to sequences: roles, prompts, templates, truncation, windows, query expansion.
+
+Functions of their input, run in the thread pool; nothing here knows of queues or devices.
+"""
+
+from maxsimd.engine.preprocess.prepared import Prepared
+from maxsimd.engine.preprocess.preprocessor import Preprocessor
+
+__all__ = ["Prepared", "Preprocessor"]

@@ -1,0 +1,182 @@
+"""Score requests to a listwise model: the query and many documents in one prompt, and what is made of it.
+
+Source: jina-reranker-v3, "Last but Not Late Interaction for Document Reranking", arXiv 2509.25085; the
+wording of the prompt and the rule by which documents are packed are its model card's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.engine.checkpoint import ListwiseRules
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.messages import Value
+from maxsimd.engine.preprocess.long_inputs import LongInputs
+from maxsimd.engine.preprocess.prepared import Combine, Prepared
+from maxsimd.engine.requests import ScoreRequest
+from maxsimd.engine.tokenization import TextTokenizer
+from maxsimd.scheduler import Role
+from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler.sequence import TokenIds
+
+_SYSTEM = (
+    "<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the passages based "
+    "on how relevant they are to the query. If the query is a question, how relevant a passage is depends on "
+    "how well it answers the question. If not, try to analyze the intent of the query and assess how well "
+    "each passage satisfies the intent. If an instruction is provided, you should follow the instruction "
+    "when determining the ranking.<|im_end|>\n<|im_start|>user\n"
+)
+_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def listwise(
+    request: ScoreRequest,
+    rules: ListwiseRules,
+    instruction: str | None,
+    tokenizer: TextTokenizer,
+    long_inputs: LongInputs,
+    owner: int,
+    keys: Iterator[int],
+) -> Prepared:
+    """One sequence a block of documents. Its rows that count are those of the documents' markers, in order,
+    and the query's."""
+    rules = replace(rules, context=min(rules.context, long_inputs.limit))
+    texts = _Texts(rules, tokenizer, long_inputs)
+    passes: list[TokenIds] = []
+    passes_of_lists = []
+    for query, documents in _lists(request):
+        asked, query_tokens = texts.query(query)
+        shortened = [texts.document(text, i) for i, text in enumerate(documents)]
+        before, start = len(passes), 0
+        for size in in_blocks([tokens for _, tokens in shortened], query_tokens, rules):
+            block = [text for text, _ in shortened[start : start + size]]
+            passes += _passes(asked, block, instruction, rules, tokenizer)
+            start += size
+        passes_of_lists.append(len(passes) - before)
+    markers = [tokenizer.token_id(rules.document_marker), tokenizer.token_id(rules.query_marker)]
+    sequences = []
+    for i, ids in enumerate(passes):
+        kept = np.flatnonzero(np.isin(ids, markers))
+        sequences.append(
+            TokenSequence(next(keys), owner, i, Role.TEXT, "rank", ids, np.zeros_like(ids), kept=kept)
+        )
+    return Prepared(sequences, len(sequences), long_inputs.truncated, _merge(passes_of_lists))
+
+
+def in_blocks(lengths: Sequence[int], query_tokens: int, rules: ListwiseRules) -> list[int]:
+    """How many documents go into each pass, in order.
+
+    A pass is closed once it is full, or once what is left of the context, with room for the query twice, may
+    not take a longest document."""
+    sizes, size = [], 0
+    room = rules.context - 2 * query_tokens
+    for length in lengths:
+        size += 1
+        room -= length
+        if size >= rules.block_documents or room <= rules.max_document_tokens:
+            sizes.append(size)
+            size, room = 0, rules.context - 2 * query_tokens
+    return [*sizes, size] if size else sizes
+
+
+def merge_blocks(blocks: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Scores of all documents of one query: the cosine of each with the query.
+
+    A block is float32 [documents + 1, dim], the query last. The query is the mean of what it is in each,
+    weighted by the block's best cosine, mapped to 0 to 1."""
+    documents = [_unit(block[:-1]) for block in blocks]
+    weights = [
+        float((1 + unit @ _unit(block[-1])).max() / 2) for unit, block in zip(documents, blocks, strict=True)
+    ]
+    query = np.average([block[-1] for block in blocks], axis=0, weights=weights)
+    return np.concatenate(documents) @ _unit(query).astype(np.float32)
+
+
+def _merge(passes: list[int]) -> Combine:
+    """`passes` says of each list that is ranked by itself in how many passes it was."""
+
+    def combine(values: list[Value]) -> NDArray[np.float32]:
+        scores, place = [], 0
+        for count in passes:
+            scores.append(merge_blocks([np.asarray(value) for value in values[place : place + count]]))
+            place += count
+        return np.concatenate(scores)
+
+    return combine
+
+
+def _passes(
+    query: str, block: list[str], instruction: str | None, rules: ListwiseRules, tokenizer: TextTokenizer
+) -> list[TokenIds]:
+    """The token ids of a block's pass; of its halves' where the prompt around short documents, which the
+    packing rule does not count, is more than the context takes."""
+    ids = tokenizer.encode([_prompt(query, block, instruction, rules)], "documents")[0]
+    if len(ids) <= rules.context:
+        return [ids]
+    if len(block) == 1:
+        raise InvalidRequestError(
+            f"a pass over one document has {len(ids)} tokens, but at most {rules.context} can be run; "
+            "shorten the query or the documents",
+            "documents",
+        )
+    half = len(block) // 2
+    return [
+        *_passes(query, block[:half], instruction, rules, tokenizer),
+        *_passes(query, block[half:], instruction, rules, tokenizer),
+    ]
+
+
+def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    norm = np.linalg.norm(rows, axis=-1, keepdims=True)
+    return np.asarray(rows / np.maximum(norm, 1e-12))
+
+
+def _lists(request: ScoreRequest) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What is ranked together: all documents of the one query, or each of N pairs by itself."""
+    if len(request.queries) == 1:
+        yield request.queries[0], request.documents
+    else:
+        for query, document in zip(request.queries, request.documents, strict=True):
+            yield query, (document,)
+
+
+def _prompt(query: str, documents: list[str], instruction: str | None, rules: ListwiseRules) -> str:
+    asked = f"<instruct>\n{instruction}\n</instruct>\n" if instruction else ""
+    passages = "\n".join(
+        f'<passage id="{i}">\n{text}{rules.document_marker}\n</passage>' for i, text in enumerate(documents)
+    )
+    return (
+        f"{_SYSTEM}I will provide you with {len(documents)} passages, each indicated by a numerical "
+        f"identifier. Rank the passages based on their relevance to query: {query}\n{asked}{passages}\n"
+        f"<query>\n{query}{rules.query_marker}\n</query>{_ASSISTANT}"
+    )
+
+
+class _Texts:
+    """Texts free of markers, within the model's lengths, with their numbers of tokens."""
+
+    def __init__(self, rules: ListwiseRules, tokenizer: TextTokenizer, long_inputs: LongInputs) -> None:
+        self._rules = rules
+        self._tokenizer = tokenizer
+        self._long = long_inputs
+
+    def query(self, text: str) -> tuple[str, int]:
+        ids = self._tokenizer.encode([text], "queries")[0]
+        most = self._rules.max_query_tokens
+        kept = self._long.fit(self._long.query(ids), most, 0, "queries", 0, may_cut=True)
+        return self._clean(text, ids, kept)
+
+    def document(self, text: str, index: int) -> tuple[str, int]:
+        ids = self._tokenizer.encode([text], "documents")[0]
+        most = self._rules.max_document_tokens
+        kept = self._long.fit(self._long.document(ids), most, 0, "documents", index)
+        return self._clean(text, ids, kept)
+
+    def _clean(self, text: str, ids: NDArray[np.int32], kept: NDArray[np.int32]) -> tuple[str, int]:
+        if len(kept) < len(ids):
+            text = self._tokenizer.decode(kept.tolist())
+        for marker in (self._rules.query_marker, self._rules.document_marker):
+            text = text.replace(marker, "")
+        return text, len(kept)

@@ -1,0 +1,111 @@
+"""What is done with inputs that are too long: refused, cut, or read through overlapping windows."""
+
+from numpy.typing import NDArray
+
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.requests import Truncation
+from maxsimd.engine.tokenization import IdType, Side, cut
+
+
+class LongInputs:
+    """One request's wishes, applied text by text; counts in `truncated` the inputs that it cuts.
+
+    `longest` is the most tokens that can be run in one sequence and `limit` the most of this request's.
+    """
+
+    def __init__(self, truncation: Truncation, longest: int, overlap: int) -> None:
+        self._truncation = truncation
+        self._overlap = overlap if truncation.window_overlap is None else truncation.window_overlap
+        self.limit = _limit(truncation, longest)
+        self.truncated = 0
+
+    @property
+    def uses_windows(self) -> bool:
+        return self._truncation.windows
+
+    def query(self, text: NDArray[IdType]) -> NDArray[IdType]:
+        """A query within `max_query_tokens`."""
+        return self._within(text, self._truncation.max_query_tokens)
+
+    def document(self, text: NDArray[IdType]) -> NDArray[IdType]:
+        """A document within `max_document_tokens`."""
+        return self._within(text, self._truncation.max_document_tokens)
+
+    def fit(
+        self, text: NDArray[IdType], room: int, around: int, param: str, index: int, may_cut: bool = False
+    ) -> NDArray[IdType]:
+        """A text cut to `room` tokens beside `around` others, if the request, or `may_cut`, allows it.
+
+        Raises InvalidRequestError else."""
+        if len(text) <= room:
+            return text
+        if not (may_cut or self.cuts):
+            raise too_long(param, index, len(text) + around, room + around)
+        if room < 1:
+            raise InvalidRequestError(
+                f"{around} tokens stand around {param}[{index}] and leave no room for it; shorten the query",
+                "queries",
+            )
+        self.truncated += 1
+        return cut(text, room, self._truncation.side)
+
+    def windows(
+        self, text: NDArray[IdType], room: int, around: int, param: str, index: int
+    ) -> list[NDArray[IdType]]:
+        """A document as windows of at most `room` tokens, neighbours sharing as many as the overlap says; as
+        one text, fitted, for a request that wants no windows."""
+        if len(text) <= room:
+            return [text]
+        if not self.uses_windows:
+            return [self.fit(text, room, around, param, index)]
+        stride = room - self._overlap
+        if stride < 1:
+            raise InvalidRequestError(
+                f"{param}[{index}] is to be read through windows of {max(0, room)} tokens that share "
+                f"{self._overlap}; shorten the query or let windows share fewer",
+                param,
+            )
+        return [text[start : start + room] for start in range(0, len(text) - self._overlap, stride)]
+
+    @property
+    def cuts(self) -> bool:
+        return self._truncation.max_tokens is not None
+
+    @property
+    def side(self) -> Side:
+        return self._truncation.side
+
+    @property
+    def limits_documents(self) -> bool:
+        return self._truncation.max_document_tokens is not None
+
+    def _within(self, text: NDArray[IdType], most: int | None) -> NDArray[IdType]:
+        return text if most is None else cut(text, most, self._truncation.side)
+
+
+def _limit(truncation: Truncation, longest: int) -> int:
+    """The longest sequence a request allows. Raises InvalidRequestError for a limit that makes no sense."""
+    asked = truncation.max_tokens
+    if asked is None or asked == -1:
+        return longest
+    if asked > longest:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {asked}, more than the {longest} tokens that this model takes; ask "
+            "for less, or for -1",
+            "truncate_prompt_tokens",
+        )
+    return asked
+
+
+def too_long(param: str, index: int, length: int, limit: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param}[{index}] has {length} tokens, but at most {limit} can be run; shorten it, or let it be cut "
+        "with truncate_prompt_tokens (-1 cuts to the maximum)",
+        param,
+    )
+
+
+def no_room(limit: int, special_tokens: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{limit} tokens leave no room beside {special_tokens} special tokens", "truncate_prompt_tokens"
+    )

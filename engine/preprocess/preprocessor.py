@@ -1,0 +1,107 @@
+"""The door to preprocessing: chooses by what the model is how a request becomes sequences."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.checkpoint.model import INSTRUCT
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.listwise import listwise
+from maxsimd.engine.preprocess.long_inputs import LongInputs
+from maxsimd.engine.preprocess.pairs import pairs
+from maxsimd.engine.preprocess.prepared import Prepared
+from maxsimd.engine.preprocess.texts import TextBuilder
+from maxsimd.engine.preprocess.two_stage import two_stages
+from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
+from maxsimd.engine.tokenization import TextTokenizer
+from maxsimd.scheduler import Role, Sequence
+
+_ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
+
+
+class Preprocessor:
+    """Turns requests into sequences for one model. Thread-safe.
+
+    `longest_sequence` is the most tokens that the engine can run in one sequence, and `window_overlap` how
+    many the windows of a long document share.
+    """
+
+    def __init__(
+        self, model: LoadedModel, tokenizer: TextTokenizer, longest_sequence: int, window_overlap: int
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._longest = min(model.max_tokens, longest_sequence)
+        self._window_overlap = window_overlap
+
+    def score(self, request: ScoreRequest, owner: int, keys: Iterator[int]) -> Prepared:
+        """The sequences of a score request."""
+        model = self._model
+        if request.instruction is not None and not model.takes_instruction:
+            raise InvalidRequestError("this model takes no instruction; leave it out", "instruction")
+        instruction = request.instruction or model.instruction
+        long_inputs = self._long_inputs(request.truncation)
+        if model.listwise is not None:
+            return listwise(request, model.listwise, instruction, self._tokenizer, long_inputs, owner, keys)
+        if model.score_task == "classify":
+            return pairs(request, model.pairs, instruction, self._tokenizer, long_inputs, owner, keys)
+        rules = _instructed(model.query, instruction)
+        queries = self._builder(rules, long_inputs, "queries", always_cut=rules.max_tokens is not None)
+        documents = self._builder(model.document, long_inputs, "documents")
+        return two_stages(request, queries, documents, long_inputs, model.score_task, owner, keys)
+
+    def embed(self, request: EmbedRequest, owner: int, keys: Iterator[int]) -> Prepared:
+        """The sequences of texts to embed or classify, in their order."""
+        long_inputs = self._long_inputs(request.truncation)
+        rules = self._rules(request)
+        # A checkpoint's own length for queries is how they are meant to be read, never an error.
+        always_cut = request.input_type == "query" and rules.max_tokens is not None
+        builder = self._builder(rules, long_inputs, "input", always_cut)
+        texts = iter(builder.encode(tuple(text for text in request.texts if isinstance(text, str))))
+        role = _ROLES.get(request.input_type or "", Role.TEXT)
+        sequences = []
+        for i, text in enumerate(request.texts):
+            parts = builder.build(next(texts), i) if isinstance(text, str) else builder.given(text, i)
+            sequences.append(
+                Sequence(
+                    next(keys),
+                    owner,
+                    i,
+                    role,
+                    request.task,
+                    parts.token_ids,
+                    parts.type_ids,
+                    parts.attended,
+                    parts.kept,
+                )
+            )
+        return Prepared(sequences, len(sequences), long_inputs.truncated)
+
+    def _rules(self, request: EmbedRequest) -> RoleRules:
+        rules = self._model.rules(request.input_type)
+        if request.prompt_name is None:
+            return rules
+        prompts = self._model.prompts
+        if request.prompt_name not in prompts:
+            names = ", ".join(sorted(prompts)) or "none"
+            raise InvalidRequestError(
+                f"there is no prompt named {request.prompt_name!r}; this model has: {names}", "prompt_name"
+            )
+        return replace(rules, prompt=prompts[request.prompt_name])
+
+    def _long_inputs(self, truncation: Truncation) -> LongInputs:
+        return LongInputs(truncation, self._longest, self._window_overlap)
+
+    def _builder(
+        self, rules: RoleRules, long_inputs: LongInputs, param: str, always_cut: bool = False
+    ) -> TextBuilder:
+        return TextBuilder(self._tokenizer, rules, long_inputs, param, always_cut)
+
+
+def _instructed(rules: RoleRules, instruction: str | None) -> RoleRules:
+    """The rules for queries with another instruction in their prompt, if there is one."""
+    if instruction is None:
+        return rules
+    return replace(
+        rules, prompt=INSTRUCT.sub(lambda found: f"{found[1]}{instruction}{found[2]}", rules.prompt)
+    )

@@ -1,0 +1,118 @@
+"""Single texts to sequences: prompt, template, truncation, query expansion, tokens left out of pooling."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.engine.checkpoint import RoleRules
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.long_inputs import LongInputs, no_room
+from maxsimd.engine.tokenization import TextTokenizer
+from maxsimd.scheduler.sequence import TokenIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """What a sequence is made of: ids, types, how many tokens may be attended to, and the pooled rows."""
+
+    token_ids: TokenIds
+    type_ids: TokenIds
+    attended: int
+    kept: NDArray[np.int64] | None
+
+
+Given: TypeAlias = str | tuple[int, ...]
+
+
+class TextBuilder:
+    """Builds the single-text sequences of one field of one request.
+
+    `param` names the field in errors. With `always_cut` over-long texts are cut without being asked."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        rules: RoleRules,
+        long_inputs: LongInputs,
+        param: str,
+        always_cut: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = tokenizer.single
+        self._rules = rules
+        self._long = long_inputs
+        self._param = param
+        self._always_cut = always_cut
+        limit = long_inputs.limit
+        self._limit = limit if rules.max_tokens is None else min(limit, rules.max_tokens)
+        self._prompt_tokens = 0
+        if not rules.pool_prompt and rules.prompt:
+            self._prompt_tokens = len(tokenizer.encode([rules.prompt], param)[0])
+        if self._room < 1:
+            raise no_room(self._limit, self._template.special_tokens)
+
+    def encode(self, texts: tuple[str, ...]) -> list[TokenIds]:
+        """Token ids of each text behind the role's prompt, without special tokens."""
+        prompt = self._rules.prompt
+        return self._tokenizer.encode([prompt + text for text in texts] if prompt else texts, self._param)
+
+    def build(self, text: TokenIds, index: int) -> Parts:
+        """One text's sequence, cut if it must be and may be."""
+        around = self._template.special_tokens
+        text = self._long.fit(text, self._room, around, self._param, index, self._always_cut)
+        return self._filled(text, index)
+
+    def windows(self, text: TokenIds, index: int) -> list[Parts]:
+        """One document's sequences: one, or its windows, each behind the role's prompt."""
+        if len(text) <= self._room or not self._long.uses_windows:
+            return [self.build(text, index)]
+        prompt, body = text[: self._prompt_length], text[self._prompt_length :]
+        around = self._template.special_tokens + len(prompt)
+        windows = self._long.windows(body, self._room - len(prompt), around, self._param, index)
+        return [self._filled(np.concatenate([prompt, window]), index) for window in windows]
+
+    def given(self, tokens: tuple[int, ...], index: int) -> Parts:
+        """The sequence of token ids that the caller made, special tokens included."""
+        ids = np.array(tokens, dtype=np.int64)
+        size = self._tokenizer.vocabulary_size
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= size:
+            raise InvalidRequestError(
+                f"{self._param}[{index}] must hold token ids from 0 to {size - 1}", self._param
+            )
+        ids = self._long.fit(ids, self._limit, 0, self._param, index, self._always_cut)
+        return self._completed(ids.astype(np.int32), np.zeros(len(ids), dtype=np.int32), prompt_rows=0)
+
+    @property
+    def _room(self) -> int:
+        return self._limit - self._template.special_tokens
+
+    @property
+    def _prompt_length(self) -> int:
+        """How many tokens the prompt has in front of a text that is cut into windows."""
+        prompt = self._rules.prompt
+        return len(self._tokenizer.encode([prompt], self._param)[0]) if prompt else 0
+
+    def _filled(self, text: TokenIds, index: int) -> Parts:
+        ids, types = self._template.fill(text)
+        if len(ids) == 0:
+            raise InvalidRequestError(f"{self._param}[{index}] has no tokens; leave it out", self._param)
+        return self._completed(ids, types, len(self._template.ids[0]) + self._prompt_tokens)
+
+    def _completed(self, ids: TokenIds, types: TokenIds, prompt_rows: int) -> Parts:
+        """Adds what the checkpoint's rules for the role ask for: expansion, and tokens left out."""
+        attended = len(ids)
+        expansion = self._rules.expansion
+        if expansion is not None and len(ids) < expansion.length:
+            missing = expansion.length - len(ids)
+            ids = np.concatenate([ids, np.full(missing, expansion.token_id, dtype=np.int32)])
+            types = np.concatenate([types, np.zeros(missing, dtype=np.int32)])
+            attended = len(ids) if expansion.attended else attended
+        skipped = np.zeros(len(ids), dtype=bool)
+        if self._prompt_tokens and prompt_rows < len(ids):
+            skipped[:prompt_rows] = True
+        if self._rules.skipped_ids is not None:
+            skipped |= np.isin(ids, self._rules.skipped_ids)
+        kept = np.flatnonzero(~skipped) if skipped.any() else None
+        return Parts(ids, types, attended, kept)

@@ -1,0 +1,36 @@
+"""Token pooling: fewer vectors a document, each the mean of a cluster of similar ones."""
+
+from dataclasses import dataclass
+
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
+from maxsimd.pooling.ragged import Ragged
+from maxsimd.scheduler import Role, Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenPooling:
+    """Merges the token embeddings of sequences in the given roles.
+
+    Source: Clavié, Chaffin & Adams 2024, "Reducing the Footprint of Multi-Vector Retrieval with Minimal
+    Performance Impact via Token Pooling" (arXiv 2409.14683); clustered by sentence-transformers.
+    """
+
+    method: HierarchicalTokenPooling
+    roles: frozenset[Role]
+
+    def pool(self, items: Ragged, sequences: tuple[Sequence, ...]) -> Ragged:
+        """Items [tokens, dim] of these sequences, those in the roles with fewer rows."""
+        if not any(sequence.role in self.roles for sequence in sequences):
+            return items
+        return Ragged.from_items(
+            [
+                self.method.pool_one(item) if sequence.role in self.roles else item
+                for sequence, item in zip(sequences, items, strict=True)
+            ]
+        )
+
+
+def merging_documents(factor: float) -> TokenPooling:
+    """Documents with about one vector for every `factor` tokens; the first token is left as it is."""
+    return TokenPooling(HierarchicalTokenPooling(factor), frozenset({Role.DOCUMENT}))

@@ -1,0 +1,248 @@
+"""Bi-encoders, as they are published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from transformers import (
+    BertConfig,
+    BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    GPTNeoConfig,
+    GPTNeoModel,
+    JinaEmbeddingsV3Config,
+    JinaEmbeddingsV3Model,
+    MPNetConfig,
+    MPNetModel,
+    NomicBertConfig,
+    NomicBertModel,
+    Qwen3Config,
+    Qwen3Model,
+)
+
+from tests.checkpoints.cross_encoders import GEMMA, XLM_R
+from tests.checkpoints.tokenizers import byte_level_bpe, unigram, wordpiece
+from tests.checkpoints.weights import SIZES, spread
+
+INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+
+
+def _saved(
+    folder: Path, pooling: str, *after: Any, prompts: dict[str, str] | None = None, **options: Any
+) -> str:
+    """A SentenceTransformer save of the backbone in `folder`/backbone."""
+    transformer = Transformer(str(folder / "backbone"))
+    pool = Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling, **options)
+    model = SentenceTransformer(modules=[transformer, pool, *after], prompts=prompts, device="cpu")
+    model.save_pretrained(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+def _bert(folder: Path) -> Path:
+    spread(BertModel(BertConfig(vocab_size=30522, **SIZES))).save_pretrained(folder / "backbone")
+    wordpiece().save_pretrained(folder / "backbone")
+    return folder
+
+
+def bge(folder: Path) -> str:
+    """BAAI/bge-base-en-v1.5: the first token, normalised; an instruction in front of queries."""
+    prompts = {"query": "Represent this sentence for searching relevant passages: "}
+    return _saved(_bert(folder), "cls", Normalize(), prompts=prompts)
+
+
+def e5(folder: Path) -> str:
+    """intfloat/e5-base-v2: the mean, normalised; its card asks for prefixes that its files do not name."""
+    return _saved(_bert(folder), "mean", Normalize())
+
+
+def gte(folder: Path) -> str:
+    """thenlper/gte-base: the mean, normalised, without prompts."""
+    return _saved(_bert(folder), "mean", Normalize())
+
+
+def without_prompt(folder: Path) -> str:
+    """As hkunlp/instructor: the prompt's tokens take no part in the mean."""
+    prompts = {"query": "Represent the question: ", "document": "Represent the document: "}
+    return _saved(_bert(folder), "mean", Normalize(), prompts=prompts, include_prompt=False)
+
+
+def mpnet(folder: Path) -> str:
+    """sentence-transformers/all-mpnet-base-v2: relative positions, no attention interface."""
+    from transformers import MPNetTokenizerFast
+
+    specials = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    words = [token for token, _ in sorted(wordpiece().get_vocab().items(), key=lambda item: item[1])]
+    vocabulary = specials | {word: i + 4 for i, word in enumerate(words) if word not in specials}
+    vocabulary["<mask>"] = len(vocabulary)
+    (folder / "backbone").mkdir(parents=True)
+    (folder / "backbone" / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
+    tokenizer = MPNetTokenizerFast(str(folder / "backbone" / "vocab.txt"), model_max_length=512)
+    tokenizer.save_pretrained(folder / "backbone")
+    config = MPNetConfig(vocab_size=len(tokenizer), max_position_embeddings=514, **SIZES)
+    spread(MPNetModel(config)).save_pretrained(folder / "backbone")
+    return _saved(folder, "mean", Normalize())
+
+
+def nomic(folder: Path) -> str:
+    """nomic-ai/nomic-embed-text-v1.5: code of its own, GPT-2's names in its config, prefixes for each task.
+
+    `own` beside it holds the same weights in transformers' own terms."""
+    config = NomicBertConfig(
+        vocab_size=30522,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        **SIZES,
+    )
+    model = spread(NomicBertModel(config, add_pooling_layer=False))
+    own, published = folder / "own", folder / "published"
+    prompts = {"query": "search_query: ", "document": "search_document: ", "clustering": "clustering: "}
+    model.save_pretrained(own / "backbone")
+    wordpiece().save_pretrained(own / "backbone")
+    _saved(own, "mean", Normalize(), prompts=prompts)
+
+    wordpiece().save_pretrained(published)
+    save_file(_nomic_terms(model.state_dict()), published / "model.safetensors", metadata={"format": "pt"})
+    settings = {
+        "architectures": ["NomicBertModel"],
+        "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
+        "model_type": "nomic_bert",
+        "activation_function": "swiglu",
+        "n_embd": 128,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_inner": 256,
+        "n_positions": 2048,
+        "layer_norm_epsilon": 1e-12,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_scaling_factor": None,
+        "prenorm": False,
+        "qkv_proj_bias": False,
+        "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False,
+        "type_vocab_size": 2,
+        "vocab_size": 30522,
+    }
+    (published / "config.json").write_text(json.dumps(settings))
+    for name in ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"):
+        (published / name).write_bytes((own / "saved" / name).read_bytes())
+    for module in ("1_Pooling", "2_Normalize"):
+        if (own / "saved" / module).is_dir():
+            (published / module).symlink_to(own / "saved" / module)
+    return str(published)
+
+
+def _nomic_terms(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    named = {}
+    for name, tensor in tensors.items():
+        if ".self_attn.k_proj." in name or ".self_attn.v_proj." in name:
+            continue
+        if ".self_attn.q_proj." in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            tensor = torch.cat(parts)
+        for ours, theirs in (
+            ("layers.", "encoder.layers."),
+            ("self_attn.q_proj", "attn.Wqkv"),
+            ("self_attn.o_proj", "attn.out_proj"),
+            ("embeddings.LayerNorm", "emb_ln"),
+            ("up_proj", "fc11"),
+            ("gate_proj", "fc12"),
+            ("down_proj", "fc2"),
+            ("post_attention_layernorm", "norm1"),
+            ("post_mlp_layernorm", "norm2"),
+        ):
+            name = name.replace(ours, theirs)
+        named[name] = tensor.contiguous()
+    return named
+
+
+def qwen3(folder: Path) -> str:
+    """Qwen/Qwen3-Embedding-0.6B: causal, an end-of-text token after each text, whose state is the embedding;
+    queries behind an instruction. Its tokeniser has a chat template, which is not used."""
+    specials = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    size = byte_level_bpe(
+        folder / "backbone",
+        specials,
+        "$A <|endoftext|>",
+        "$A $B <|endoftext|>",
+        padding_side="left",
+        model_max_length=1024,
+    )
+    config = Qwen3Config(
+        vocab_size=size,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        **SIZES,
+    )
+    spread(Qwen3Model(config)).save_pretrained(folder / "backbone")
+    return _saved(folder, "lasttoken", Normalize(), prompts={"query": INSTRUCTION, "document": ""})
+
+
+def embeddinggemma(folder: Path) -> str:
+    """google/embeddinggemma-300m: a Gemma3 that looks both ways, windows in part, two dense layers."""
+    size = unigram(folder / "backbone", GEMMA, "<bos> $A <eos>", "<bos> $A $B <eos>")
+    config = Gemma3TextConfig(
+        vocab_size=size,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        use_bidirectional_attention=True,
+        query_pre_attn_scalar=32,
+        **SIZES,
+    )
+    spread(Gemma3TextModel(config)).save_pretrained(folder / "backbone")
+    dense = {"bias": False, "activation_function": torch.nn.Identity()}
+    torch.manual_seed(2)
+    prompts = {
+        "query": "task: search result | query: ",
+        "document": "title: none | text: ",
+        "clustering": "task: clustering | query: ",
+    }
+    return _saved(
+        folder, "mean", Dense(128, 512, **dense), Dense(512, 128, **dense), Normalize(), prompts=prompts
+    )
+
+
+def jina_v3(folder: Path) -> str:
+    """jinaai/jina-embeddings-v3-hf: XLM-RoBERTa with rotary positions, its adapters apart."""
+    size = unigram(folder / "backbone", XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
+    config = JinaEmbeddingsV3Config(
+        vocab_size=size,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 20_000.0},
+        **SIZES,
+    )
+    spread(JinaEmbeddingsV3Model(config)).save_pretrained(folder / "backbone")
+    prompts = {
+        "query": "Represent the query for retrieving evidence documents: ",
+        "document": "Represent the document for retrieval: ",
+    }
+    return _saved(folder, "mean", Normalize(), prompts=prompts)
+
+
+def sgpt(folder: Path) -> str:
+    """Muennighoff/SGPT-125M: the mean weighted by position, over a causal GPT-Neo."""
+    specials = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    size = byte_level_bpe(folder / "backbone", specials, "$A", "$A $B")
+    config = GPTNeoConfig(
+        vocab_size=size,
+        hidden_size=128,
+        num_layers=2,
+        num_heads=4,
+        intermediate_size=256,
+        window_size=16,
+        attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=512,
+    )
+    spread(GPTNeoModel(config)).save_pretrained(folder / "backbone")
+    return _saved(folder, "weightedmean")

@@ -1,0 +1,158 @@
+"""Language models that rerank: by the logits of a word, and listwise."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
+
+from tests.checkpoints.cross_encoders import GEMMA
+from tests.checkpoints.tokenizers import byte_level_bpe, unigram
+from tests.checkpoints.weights import SIZES, spread
+
+_CHAT = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+_SPECIALS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+# As sentence-transformers' integrations of rerankers write theirs: roles for the instruction and both texts.
+ROLES_TEMPLATE = (
+    "{%- set instruction = messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | "
+    "first | default('find what answers the query') -%}"
+    "<|im_start|>system\n{{ instruction }}\n<|im_end|>\n"
+    "<|im_start|>user\n"
+    "{{ messages | selectattr('role', 'equalto', 'query') | map(attribute='content') | first }}\n"
+    "{{ messages | selectattr('role', 'equalto', 'document') | map(attribute='content') | first }}"
+    "<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+
+
+def _qwen_tokenizer(folder: Path, **options: Any) -> int:
+    words = ("yes", "no", "Yes", "0", "1")
+    extra = [token for token in _CHAT if token not in _SPECIALS.values()]
+    return byte_level_bpe(
+        folder,
+        _SPECIALS,
+        "$A",
+        "$A $B",
+        words,
+        additional_special_tokens=extra + options.pop("markers", []),
+        padding_side="left",
+        **{"model_max_length": 4096} | options,
+    )
+
+
+def qwen3_reranker(folder: Path, vocabulary: int | None = None) -> str:
+    """Qwen/Qwen3-Reranker-0.6B: a plain Qwen3ForCausalLM; `vocabulary` makes its output matrix larger."""
+    size = _qwen_tokenizer(folder)
+    config = Qwen3Config(
+        vocab_size=vocabulary or size,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        **SIZES,
+    )
+    spread(Qwen3ForCausalLM(config)).save_pretrained(folder)
+    return str(folder)
+
+
+def mxbai_rerank_v2(folder: Path) -> str:
+    """mixedbread-ai/mxbai-rerank-base-v2: a plain Qwen2ForCausalLM that answers 0 or 1."""
+    size = _qwen_tokenizer(folder)
+    config = Qwen2Config(
+        vocab_size=size,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        **SIZES,
+    )
+    spread(Qwen2ForCausalLM(config)).save_pretrained(folder)
+    return str(folder)
+
+
+def bge_reranker_v2_gemma(folder: Path) -> str:
+    """BAAI/bge-reranker-v2-gemma: a plain GemmaForCausalLM, scored by the logit of Yes."""
+    size = unigram(folder, GEMMA, "<bos> $A", "<bos> $A $B", model_max_length=4096)
+    config = GemmaConfig(
+        vocab_size=size, num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, **SIZES
+    )
+    spread(GemmaForCausalLM(config)).save_pretrained(folder)
+    return str(folder)
+
+
+def zerank_2(folder: Path) -> str:
+    """zeroentropy/zerank-2: a Qwen3ForCausalLM saved by sentence-transformers, with a LogitScore of one word
+    and a chat template of roles."""
+    qwen3_reranker(folder)
+    true_id = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["Yes"]
+    (folder / "chat_template.jinja").write_text(ROLES_TEMPLATE)
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore" / "config.json").write_text(
+        json.dumps({"true_token_id": true_id, "false_token_id": None})
+    )
+    modules = [
+        {
+            "idx": 0,
+            "name": "0",
+            "path": "",
+            "type": "sentence_transformers.base.modules.transformer.Transformer",
+        },
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_LogitScore",
+            "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
+        },
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "config_sentence_transformers.json").write_text(
+        json.dumps(
+            {
+                "model_type": "CrossEncoder",
+                "activation_fn": "torch.nn.modules.linear.Identity",
+                "prompts": {},
+                "default_prompt_name": None,
+            }
+        )
+    )
+    logits = {"method": "forward", "method_output_name": "logits"}
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps(
+            {
+                "transformer_task": "text-generation",
+                "modality_config": {"text": logits, "message": logits | {"format": "flat"}},
+                "module_output_name": "causal_logits",
+            }
+        )
+    )
+    return str(folder)
+
+
+def jina_reranker_v3(folder: Path) -> str:
+    """jinaai/jina-reranker-v3: JinaForRanking, a Qwen3 with a projection of two layers at markers."""
+    size = _qwen_tokenizer(folder, markers=["<|embed_token|>", "<|rerank_token|>"], model_max_length=24_576)
+    config = Qwen3Config(
+        vocab_size=size, num_key_value_heads=2, head_dim=32, max_position_embeddings=24_576, **SIZES
+    )
+    model = spread(Qwen3Model(config))
+    model.save_pretrained(folder)
+    tensors = {f"model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors["projector.0.weight"] = torch.randn(64, 128) * 0.2
+    tensors["projector.2.weight"] = torch.randn(96, 64) * 0.2
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    published = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["JinaForRanking"],
+        "auto_map": {"AutoModel": "modeling.JinaForRanking"},
+    }
+    (folder / "config.json").write_text(json.dumps(published))
+    return str(folder)

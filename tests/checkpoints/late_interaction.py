@@ -1,0 +1,251 @@
+"""Late-interaction checkpoints, as they are published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    JinaEmbeddingsV3Config,
+    JinaEmbeddingsV3Model,
+    ModernBertConfig,
+    ModernBertModel,
+)
+
+from tests.checkpoints.cross_encoders import XLM_R
+from tests.checkpoints.tokenizers import unigram, wordpiece
+from tests.checkpoints.weights import SIZES, spread
+
+_BERT = SIZES | {"hidden_size": 64, "intermediate_size": 128}
+
+
+def stanford(folder: Path, attend: bool = False, dim: int = 32) -> str:
+    """colbert-ir/colbertv2.0: HF_ColBERT, `linear.weight` beside the encoder, artifact.metadata."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = BertConfig(vocab_size=30522, architectures=["HF_ColBERT"], **_BERT)
+    config.save_pretrained(folder)
+    saved = json.loads((folder / "config.json").read_text()) | {"architectures": ["HF_ColBERT"]}
+    (folder / "config.json").write_text(json.dumps(saved))
+    weights = {f"bert.{name}": tensor for name, tensor in spread(BertModel(config)).state_dict().items()}
+    weights["linear.weight"] = torch.randn(dim, 64) * 0.2
+    _save_tensors(weights, folder)
+    wordpiece().save_pretrained(folder)
+    _artifact(folder, "[unused0]", "[unused1]", attend, dim, query_maxlen=32, doc_maxlen=180)
+    return str(folder)
+
+
+def answerai(folder: Path) -> str:
+    """answerdotai/answerai-colbert-small-v1: the same format, with 96 dimensions."""
+    return stanford(folder, attend=False, dim=96)
+
+
+def native(folder: Path, token_pooling: bool = False) -> str:
+    """A sentence-transformers multi-vector save with every knob turned: prompts, lengths, expansion that
+    never cuts and is attended, a skip list for both sides, and token pooling if asked for."""
+    backbone = folder / "backbone"
+    spread(BertModel(BertConfig(vocab_size=30522, **_BERT))).save_pretrained(backbone)
+    wordpiece().save_pretrained(backbone)
+    transformer = Transformer(
+        str(backbone),
+        query_length=48,
+        document_length=128,
+        query_expansion={"strategy": "min", "attend": True, "length": 24, "token": "[MASK]"},
+    )
+    projection = Dense(
+        64, 48, bias=True, activation_function=torch.nn.Identity(), module_input_name="token_embeddings"
+    )
+    mask = MultiVectorMask(skiplist_words=[",", ".", "the"], skiplist_tasks=["query", "document"])
+    modules = [transformer, projection, mask, Normalize(module_input_name="token_embeddings")]
+    if token_pooling:
+        modules.append(HierarchicalTokenPooling(2.0))
+    model = MultiVectorEncoder(
+        modules=modules,
+        prompts={"query": "search query: ", "document": "search document: "},
+        device="cpu",
+    )
+    model.save_pretrained(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+def pooled(folder: Path) -> str:
+    """The same with a module that merges documents' tokens."""
+    return native(folder, token_pooling=True)
+
+
+def pylate_modernbert(folder: Path, model_type: str | None = None) -> str:
+    """lightonai/GTE-ModernColBERT-v1: PyLate's first format, whose settings name no type of model; markers
+    are words of the vocabulary and the skip list is punctuation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = wordpiece()
+    tokenizer.add_tokens(["[Q] ", "[D] "])
+    tokenizer.save_pretrained(folder)
+    config = ModernBertConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+        local_attention=16,
+        global_attn_every_n_layers=2,
+        pad_token_id=0,
+        cls_token_id=101,
+        sep_token_id=102,
+        **SIZES,
+    )
+    spread(ModernBertModel(config)).save_pretrained(folder)
+    dense = Dense(128, 48, bias=False, activation_function=torch.nn.Identity())
+    dense.save(str(_made(folder / "1_Dense")))
+    _without(folder / "1_Dense" / "config.json", "module_input_name", "module_output_name")
+    kinds = ["sentence_transformers.models.Transformer", "pylate.models.Dense.Dense"]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": kind}
+        for i, (path, kind) in enumerate(zip(["", "1_Dense"], kinds, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 299, "do_lower_case": false}')
+    settings = {
+        "prompts": {},
+        "default_prompt_name": None,
+        "similarity_fn_name": "MaxSim",
+        "query_prefix": "[Q] ",
+        "document_prefix": "[D] ",
+        "query_length": 32,
+        "document_length": 150,
+        "attend_to_expansion_tokens": False,
+        "skiplist_words": list(".,;:!?()"),
+    }
+    if model_type is not None:
+        settings["model_type"] = model_type
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+def pylate_v3_modernbert(folder: Path) -> str:
+    """lightonai/LateOn: PyLate's later format, which names the type of model."""
+    return pylate_modernbert(folder, "ColBERT")
+
+
+def jina_colbert_v2(folder: Path) -> str:
+    """jinaai/jina-colbert-v2: HF_ColBERT on an XLM-RoBERTa with rotary positions, which its own code runs.
+
+    `saved` beside it holds the same weights as a native save, in transformers' own terms."""
+    folder.mkdir(parents=True, exist_ok=True)
+    markers = ["[QueryMarker]", "[DocumentMarker]"]
+    size = unigram(
+        folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>", additional_special_tokens=markers
+    )
+    theta = 10_000.0
+    config = JinaEmbeddingsV3Config(
+        vocab_size=size,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        **SIZES,
+    )
+    model = spread(JinaEmbeddingsV3Model(config, add_pooling_layer=False))
+    projection = torch.randn(32, 128) * 0.2
+    _save_tensors(_in_remote_terms(model.state_dict()) | {"linear.weight": projection}, folder)
+    code = "jinaai/xlm-roberta-flash-implementation--"
+    published = {
+        "architectures": ["HF_ColBERT"],
+        "auto_map": {
+            "AutoConfig": f"{code}configuration_xlm_roberta.XLMRobertaFlashConfig",
+            "AutoModel": f"{code}modeling_xlm_roberta.XLMRobertaModel",
+        },
+        "model_type": "xlm-roberta",
+        "position_embedding_type": "rotary",
+        "rotary_emb_base": theta,
+        "use_flash_attn": True,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+        "vocab_size": size,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(published | SIZES))
+    _artifact(folder, *markers, attend=True, dim=32, query_maxlen=32, doc_maxlen=300)
+
+    backbone = folder / "backbone"
+    model.save_pretrained(backbone)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(backbone)
+    transformer = Transformer(
+        str(backbone),
+        document_length=300,
+        query_expansion={"strategy": "fixed", "attend": True, "length": 32, "token": "<mask>"},
+    )
+    dense = Dense(
+        128,
+        32,
+        bias=False,
+        activation_function=torch.nn.Identity(),
+        init_weight=projection,
+        module_input_name="token_embeddings",
+    )
+    mask = MultiVectorMask(skiplist_words=list(_PUNCTUATION))
+    reference = MultiVectorEncoder(
+        modules=[transformer, dense, mask, Normalize(module_input_name="token_embeddings")],
+        prompts={"query": "[QueryMarker] ", "document": "[DocumentMarker] "},
+        device="cpu",
+    )
+    reference.save_pretrained(str(folder / "saved"))
+    return str(folder)
+
+
+_PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
+
+
+def _in_remote_terms(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A JinaEmbeddingsV3Model's tensors under the names of the published code."""
+    named = {}
+    for name, tensor in tensors.items():
+        if ".self_attn.k_proj." in name or ".self_attn.v_proj." in name:
+            continue
+        if ".self_attn.q_proj." in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            tensor = torch.cat(parts)
+        for ours, theirs in (
+            ("layers.", "encoder.layers."),
+            ("self_attn.q_proj", "mixer.Wqkv"),
+            ("self_attn.o_proj", "mixer.out_proj"),
+            ("embeddings.LayerNorm", "emb_ln"),
+            ("post_attention_layernorm", "norm1"),
+            ("post_mlp_layernorm", "norm2"),
+        ):
+            name = name.replace(ours, theirs)
+        named[f"roberta.{name}"] = tensor
+    return named
+
+
+def _artifact(folder: Path, query: str, document: str, attend: bool, dim: int, **lengths: int) -> None:
+    metadata: dict[str, Any] = {
+        "query_token_id": query,
+        "doc_token_id": document,
+        "mask_punctuation": True,
+        "attend_to_mask_tokens": attend,
+        "dim": dim,
+        "similarity": "cosine",
+    }
+    (folder / "artifact.metadata").write_text(json.dumps(metadata | lengths))
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _without(path: Path, *keys: str) -> None:
+    """Takes out keys of a config that an older library did not write."""
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in config.items() if key not in keys}))
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

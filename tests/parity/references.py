@@ -1,0 +1,196 @@
+"""What the scores must be, from the library that each model card uses, or from the card itself, plainly."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Normalize
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Model
+
+Scores = NDArray[np.float32]
+
+
+def cross_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    model = CrossEncoder(path, device="cpu")
+    texts = list(zip(queries, documents, strict=True))
+    return np.asarray(model.predict(texts, show_progress_bar=False, batch_size=8))
+
+
+def bi_encoder(path: str, queries: Sequence[str], documents: Sequence[str], **prompts: str) -> Scores:
+    model = SentenceTransformer(path, device="cpu", prompts=prompts or None)
+    first, second = model.encode_query(list(queries)), model.encode_document(list(documents))
+    return model.similarity_pairwise(first, second).numpy()
+
+
+def multi_vector(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    return _maxsim(MultiVectorEncoder(path, device="cpu"), queries, documents)
+
+
+def plain_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    """A bi-encoder's token states, normalised, compared by MaxSim."""
+    transformer = SentenceTransformer(path, device="cpu")[0]
+    modules = [transformer, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
+    return _maxsim(MultiVectorEncoder(modules=modules, device="cpu"), queries, documents)
+
+
+def _maxsim(model: MultiVectorEncoder, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    first, second = model.encode_query(list(queries)), model.encode_document(list(documents))
+    return model.similarity_pairwise(first, second).numpy()
+
+
+class LanguageModel:
+    """A causal language model, run on one prompt at a time."""
+
+    def __init__(self, path: str) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self._model = AutoModelForCausalLM.from_pretrained(path).eval()
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """The logits of the whole vocabulary after the prompt."""
+        logits: torch.Tensor = self._model(input_ids=torch.tensor([ids])).logits[0, -1]
+        return logits
+
+    def word(self, word: str) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(word))
+
+
+QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def qwen3_reranker(
+    path: str, queries: Sequence[str], documents: Sequence[str], instruction: str = QWEN3_INSTRUCTION
+) -> Scores:
+    """As the card of Qwen/Qwen3-Reranker-0.6B has it: softmax over the logits of no and yes."""
+    model = LanguageModel(path)
+    before = model.ids(
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+        'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    after = model.ids("<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    scores = []
+    for query, document in zip(queries, documents, strict=True):
+        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+        logits = model.logits(before + model.ids(asked) + after)
+        pair = torch.stack([logits[model.word("no")], logits[model.word("yes")]])
+        scores.append(float(torch.softmax(pair, dim=0)[1]))
+    return np.array(scores, dtype=np.float32)
+
+
+def mxbai_rerank_v2(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    """As the package mxbai-rerank has it: logit of 1 less logit of 0, every part tokenised by itself."""
+    model = LanguageModel(path)
+    task = (
+        "You are a search relevance expert who evaluates how well documents match search queries. For each "
+        "query-document pair, carefully analyze the semantic relationship between them, then provide your "
+        "binary relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:"
+    )
+    system = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    scores = []
+    for query, document in zip(queries, documents, strict=True):
+        parts = [
+            f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n",
+            f"query: {query}",
+            "\n",
+            f"document: {document}",
+            "\n",
+            task,
+            "<|im_end|>\n<|im_start|>assistant\n",
+        ]
+        logits = model.logits([token for part in parts for token in model.ids(part)])
+        scores.append(float(logits[model.word("1")] - logits[model.word("0")]))
+    return np.array(scores, dtype=np.float32)
+
+
+def bge_reranker_v2_gemma(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    """As its model card has it: the logit of Yes."""
+    model = LanguageModel(path)
+    task = (
+        "Given a query A and a passage B, determine whether the passage contains an answer to the query by "
+        "providing a prediction of either 'Yes' or 'No'."
+    )
+    scores = []
+    for query, document in zip(queries, documents, strict=True):
+        parts = [f"A: {query}", "\n", f"B: {document}", "\n", task]
+        ids = [model.tokenizer.bos_token_id, *(token for part in parts for token in model.ids(part))]
+        scores.append(float(model.logits(ids)[model.word("Yes")]))
+    return np.array(scores, dtype=np.float32)
+
+
+def jina_reranker_v3(path: str, query: str, documents: Sequence[str]) -> Scores:
+    """A plain reading of arXiv 2509.25085 and the model card, for one query and many documents."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = Qwen3Model.from_pretrained(path).eval()
+    tensors = load_file(Path(path) / "model.safetensors")
+    first, second = tensors["projector.0.weight"], tensors["projector.2.weight"]
+
+    texts, lengths = [], []
+    for text in documents:
+        ids = tokenizer(text, truncation=True, max_length=2048)["input_ids"]
+        texts.append(tokenizer.decode(ids) if len(ids) >= 2048 else text)
+        lengths.append(len(ids))
+    query_length = len(tokenizer(query)["input_ids"])
+
+    blocks: list[list[str]] = [[]]
+    room = tokenizer.model_max_length - 2 * query_length
+    for text, length in zip(texts, lengths, strict=True):
+        blocks[-1].append(text)
+        room -= length
+        if len(blocks[-1]) >= 125 or room <= 2048:
+            blocks.append([])
+            room = tokenizer.model_max_length - 2 * query_length
+
+    document_vectors, query_vectors, weights = [], [], []
+    for block in filter(None, blocks):
+        ids = tokenizer(_listwise_prompt(query, block))["input_ids"]
+        with torch.inference_mode():
+            states = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+            projected = torch.relu(states @ first.T) @ second.T
+        at = [i for i, token in enumerate(ids) if token == tokenizer.convert_tokens_to_ids("<|embed_token|>")]
+        asked = ids.index(tokenizer.convert_tokens_to_ids("<|rerank_token|>"))
+        cosines = torch.cosine_similarity(projected[at], projected[asked][None], dim=-1)
+        document_vectors.append(projected[at].numpy())
+        query_vectors.append(projected[asked].numpy())
+        weights.append(float(((1 + cosines) / 2).max()))
+    merged = np.average(np.array(query_vectors), axis=0, weights=weights)
+    vectors = np.concatenate(document_vectors)
+    return vectors @ merged / (np.linalg.norm(merged) * np.linalg.norm(vectors, axis=1))
+
+
+def _listwise_prompt(query: str, documents: list[str]) -> str:
+    lines = [
+        "<|im_start|>system",
+        "You are a search relevance expert who can determine a ranking of the passages based on how relevant "
+        "they are to the query. If the query is a question, how relevant a passage is depends on how well it "
+        "answers the question. If not, try to analyze the intent of the query and assess how well each "
+        "passage satisfies the intent. If an instruction is provided, you should follow the instruction when "
+        "determining the ranking.<|im_end|>",
+        "<|im_start|>user",
+        f"I will provide you with {len(documents)} passages, each indicated by a numerical identifier. Rank "
+        f"the passages based on their relevance to query: {query}",
+    ]
+    for i, document in enumerate(documents):
+        lines += [f'<passage id="{i}">', f"{document}<|embed_token|>", "</passage>"]
+    lines += ["<query>", f"{query}<|rerank_token|>", "</query><|im_end|>", "<|im_start|>assistant"]
+    return "\n".join([*lines, "<think>", "", "</think>", "", ""])
+
+
+def first_of_native_save(
+    path: str, queries: Sequence[str], documents: Sequence[str], **options: Any
+) -> Scores:
+    """The same weights as a native save that lies beside a published checkpoint."""
+    return multi_vector(str(Path(path) / "saved"), queries, documents)
+
+
+def own_terms(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    """The same weights as a save in transformers' own terms that lies beside a published checkpoint."""
+    return bi_encoder(str(Path(path).parent / "own" / "saved"), queries, documents)
