@@ -4,6 +4,7 @@ import time
 
 _STARTED = time.perf_counter()  # before the imports below, which take seconds
 
+import json
 import sys
 from importlib.metadata import entry_points
 from typing import Any
@@ -37,6 +38,23 @@ def _registered() -> Any:
 @click.version_option(package_name="maxsimd")
 def main() -> None:
     """Scores documents against queries: late interaction, cross-encoders and bi-encoders."""
+
+
+@main.command()
+@click.argument("model", required=False)
+@options_from(EngineConfig, exclude=frozenset({"model"}))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(as_json: bool, **values: Any) -> None:
+    """Says what would be done with MODEL, without serving it."""
+    config = config_from(EngineConfig, values)
+    from maxsimd.engine.errors import ModelLoadError
+    from maxsimd.engine.inspection import inspect_model, show
+
+    try:
+        rows = inspect_model(config)
+    except ModelLoadError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(json.dumps(rows, indent=2, ensure_ascii=False) if as_json else show(rows))
 
 
 @main.command()

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from maxsimd.engine.checkpoint.heads import FirstColumns
 from maxsimd.engine.checkpoint.model import LoadedModel, Task
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.pooling.methods import Head
 from maxsimd.pooling.token_pooling import merging_documents
 
 
@@ -54,19 +52,7 @@ def _shortened(tasks: Mapping[str, Task], dimensions: int) -> dict[str, Task]:
         if name in tasks:
             if dimensions > tasks[name].dim:
                 raise ModelLoadError(f"--dimensions is {dimensions}, but embeddings have {tasks[name].dim}")
-            shortened[name] = replace(
-                tasks[name], head=_first_columns(tasks[name], dimensions), dim=dimensions
-            )
+            task = tasks[name]
+            head = FirstColumns(task.head, dimensions, task.normalised)
+            shortened[name] = replace(task, head=head, dim=dimensions)
     return shortened
-
-
-def _first_columns(task: Task, dimensions: int) -> Head:
-    """The head with only so many columns, normalised again where the model normalises.
-
-    Source: matryoshka embeddings, Kusupati et al. 2022 (arXiv 2205.13147)."""
-
-    def head(rows: torch.Tensor) -> torch.Tensor:
-        kept = task.head(rows)[:, :dimensions]
-        return torch.nn.functional.normalize(kept, dim=-1) if task.normalised else kept
-
-    return head

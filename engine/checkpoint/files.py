@@ -46,6 +46,8 @@ def find_file(model: str, name: str, revision: str | None) -> Path | None:
     if Path(model).is_dir():
         path = Path(model) / name
         return path if path.is_file() else None
+    if model.startswith(("/", "./", "../", "~")):
+        raise ModelLoadError(f"there is no folder {model!r}")
     from transformers.utils import cached_file
 
     try:

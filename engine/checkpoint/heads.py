@@ -8,6 +8,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as ModelOutput
 
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.pooling.methods import Head
 
 
 class ModuleHead:
@@ -24,6 +25,9 @@ class ModuleHead:
         for module in self._modules:
             features = module(features)
         return features[self._feature]
+
+    def __str__(self) -> str:
+        return " and ".join(type(module).__name__ for module in self._modules) or "nothing"
 
 
 class ClassifierHead:
@@ -58,6 +62,9 @@ class ClassifierHead:
             self._rows.rows = None
         return logits.float()  # [n, labels]
 
+    def __str__(self) -> str:
+        return f"the head of {type(self._model).__name__}"
+
 
 class TokenLogitsHead:
     """The logits of one or two words, from their rows of a language model's output matrix and no others.
@@ -65,7 +72,7 @@ class TokenLogitsHead:
     Two words give logit(first) - logit(second), whose sigmoid is the softmax over the two; one gives its
     logit."""
 
-    def __init__(self, model: Any, words: Sequence[int]) -> None:
+    def __init__(self, model: Any, words: Sequence[int], names: Sequence[str]) -> None:
         output = model.get_output_embeddings()
         index = torch.tensor(words, device=output.weight.device)
         self._rows = output.weight.detach()[index].float()  # [words, hidden]
@@ -75,12 +82,16 @@ class TokenLogitsHead:
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._model = model
         self._words = index
+        self._names = tuple(names)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         logits = torch.nn.functional.linear(rows, self._rows, self._bias)  # [n, words]
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits[:, :1] - logits[:, 1:].sum(dim=-1, keepdim=True)  # [n, 1]
+
+    def __str__(self) -> str:
+        return " - ".join(f"logit of {name!r}" for name in self._names)
 
     @torch.inference_mode()
     def check(self, path: str) -> None:
@@ -97,6 +108,24 @@ class TokenLogitsHead:
         tolerance = 1e-3 if hidden.dtype == model.dtype else 0.05
         if not abs(float(ours - expected)) <= tolerance * scale:
             raise ModelLoadError(f"{path!r} does something to its logits that is not supported")
+
+
+class FirstColumns:
+    """Another head's rows with only so many columns, normalised again where they were.
+
+    Source: matryoshka embeddings, Kusupati et al. 2022 (arXiv 2205.13147)."""
+
+    def __init__(self, head: Head, dimensions: int, normalised: bool) -> None:
+        self._head = head
+        self._dimensions = dimensions
+        self._normalised = normalised
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        kept = self._head(rows)[:, : self._dimensions]
+        return torch.nn.functional.normalize(kept, dim=-1) if self._normalised else kept
+
+    def __str__(self) -> str:
+        return f"{self._head} and the first columns"
 
 
 class _GivenRows(torch.nn.Module):

@@ -96,7 +96,8 @@ def load_language_model(
         model, tokenizer, words, activation, pairs = _read_saved(path, template, options)
     else:
         model, tokenizer, words, activation, pairs = _read_bare(path, files.architecture, template, options)
-    head = TokenLogitsHead(model, words)
+    names = [str(name) for name in tokenizer.convert_ids_to_tokens(words)]
+    head = TokenLogitsHead(model, words, names)
     head.check(path)
     return {
         "backbone": model.base_model,
@@ -106,7 +107,7 @@ def load_language_model(
         "query": RoleRules(),
         "document": RoleRules(),
         "activation": activation,
-        "labels": (str(tokenizer.convert_ids_to_tokens(words[0])),),
+        "labels": (names[0],),
         "pairs": pairs,
     }
 

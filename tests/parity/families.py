@@ -111,3 +111,14 @@ FAMILIES = [
     Family("prompt left out", BI, "include_prompt: false", _SAVE, bi_encoders.without_prompt,
            references.bi_encoder),
 ]  # fmt: skip
+
+
+LISTWISE = Family(
+    "jina-reranker-v3",
+    "listwise",
+    "jinaai/jina-reranker-v3",
+    "JinaForRanking, code of its own",
+    language_models.jina_reranker_v3,
+    lambda path, queries, documents: references.jina_reranker_v3(path, queries[0], documents),
+    causal=True,
+)

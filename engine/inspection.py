@@ -1,0 +1,116 @@
+"""What the engine would do with a model, in words, without serving it."""
+
+from typing import Any
+
+import torch
+
+from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
+from maxsimd.engine.config import EngineConfig, ScoreType
+from maxsimd.engine.packed import PreparedModel, choose_device, prepare
+
+_SCORED_BY = {
+    "maxsim": "MaxSim, the sum over query tokens of their best match",
+    "meanmaxsim": "MaxSim, the mean over query tokens of their best match",
+    "cosine": "cosine of the embeddings",
+    "dot": "dot product of the embeddings",
+}
+
+
+def inspect_model(config: EngineConfig) -> dict[str, str]:
+    """Loads and prepares the model that the configuration names, and says by name what was found out.
+
+    Raises ModelLoadError as serving it would."""
+    device = choose_device(config.device)
+    model = load_model(config, device)
+    weights = sum(parameter.numel() for parameter in model.backbone.parameters())
+    prepared = prepare(model, config, device)
+    rows = {
+        "model": model.name,
+        "architecture": model.architecture,
+        "kind": model.score_type.value,
+        "score": _score(model),
+        **{task: _task(model, task) for task in model.tasks},
+        **_inputs(model),
+        "longest input": f"{model.max_tokens} tokens",
+        "attention": "causal, prefilled in chunks" if prepared.runner.chunked else _attention(model),
+        "execution": _execution(prepared),
+        "precision": f"{_name(prepared.dtype)} (in the file: {_name(model.file_dtype)})",
+        "weights": f"{weights / 1e6:.1f} million, {weights * prepared.dtype.itemsize / 1e6:.1f} MB",
+    }
+    return {name: value for name, value in rows.items() if value}
+
+
+def show(rows: dict[str, str]) -> str:
+    """Rows as aligned lines."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _score(model: LoadedModel) -> str:
+    if model.listwise is not None:
+        rules = model.listwise
+        return (
+            "cosine of each document's marker with the query's, "
+            f"up to {rules.block_documents} documents or {rules.context} tokens a pass"
+        )
+    if model.score_type is not ScoreType.CROSS_ENCODER:
+        return _SCORED_BY[model.similarity]
+    if len(model.labels) > 1:
+        return f"none, with {len(model.labels)} labels: {', '.join(model.labels)}"
+    return f"the classifier's output through {type(model.activation).__name__}"
+
+
+def _task(model: LoadedModel, name: str) -> str:
+    task = model.tasks[name]
+    unit = "dimensions" if name != "classify" else "label" if task.dim == 1 else "labels"
+    normalised = ", normalised" if task.normalised else ""
+    return f"pools {task.pooling}, then {task.head}: {task.dim} {unit}{normalised}"
+
+
+def _inputs(model: LoadedModel) -> dict[str, str]:
+    """How texts become token ids."""
+    rows = {}
+    if model.score_type is ScoreType.CROSS_ENCODER:
+        rows["pair"] = "joined by the tokeniser" if model.pairs.template is None else "joined by a template"
+        rows["pair"] += f", cut by {model.pairs.truncation}"
+        if model.pairs.template is not None:
+            rows["instruction"] = repr(model.instruction or model.pairs.template.instruction or "")
+            rows["instruction"] = rows["instruction"] if model.takes_instruction else "not taken"
+        return rows
+    if model.listwise is not None:
+        return {"instruction": "taken" if model.instruction is None else repr(model.instruction)}
+    rows["query"] = _role(model.query, model.tokenizer)
+    rows["document"] = _role(model.document, model.tokenizer)
+    if model.token_pooling is not None:
+        roles = " and ".join(sorted(f"{role.value}s" for role in model.token_pooling.roles))
+        rows["token pooling"] = f"by {model.token_pooling.method.pool_factor:g}, {roles}"
+    others = sorted(model.prompts.keys() - {"query", "document"})
+    rows["other prompts"] = ", ".join(others)
+    return rows
+
+
+def _role(rules: RoleRules, tokenizer: Any) -> str:
+    told = [f"behind {rules.prompt!r}" if rules.prompt else "as it is"]
+    if not rules.pool_prompt and rules.prompt:
+        told.append("which is left out of pooling")
+    if rules.max_tokens is not None:
+        told.append(f"at most {rules.max_tokens} tokens")
+    if rules.expansion is not None:
+        token = tokenizer.convert_ids_to_tokens(rules.expansion.token_id)
+        attended = "attended" if rules.expansion.attended else "not attended"
+        told.append(f"filled up to {rules.expansion.length} with {token} ({attended})")
+    if rules.skipped_ids is not None:
+        told.append(f"without {len(rules.skipped_ids)} skipped tokens")
+    return ", ".join(told)
+
+
+def _attention(model: LoadedModel) -> str:
+    return "causal, whole sequences" if model.causal else "bidirectional, whole sequences"
+
+
+def _execution(prepared: PreparedModel) -> str:
+    return "packed" if prepared.not_packed is None else f"padded: {prepared.not_packed}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,28 @@
+"""The page of models says what is so."""
+
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from maxsimd.api.cli import main
+from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from tests.parity.models_page import PAGE, page
+
+
+def test_the_page_is_what_inspecting_every_checkpoint_says(folder: Path) -> None:
+    written = PAGE.read_text(encoding="utf-8")
+    assert page(folder / "page") == written, "run: python -m tests.parity.models_page"
+
+
+def test_the_command_prints_what_the_page_shows() -> None:
+    shown = CliRunner().invoke(main, ["inspect", "--dtype", "float32"])
+    assert shown.exit_code == 0
+    assert shown.stdout.strip() in PAGE.read_text(encoding="utf-8")
+    as_json = CliRunner().invoke(main, ["inspect", embedded_model_path(), "--json"])
+    assert '"architecture": "BertModel"' in as_json.stdout
+
+
+def test_a_model_that_is_not_there_is_an_error_in_one_line() -> None:
+    result = CliRunner().invoke(main, ["inspect", "/no/such/folder"])
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "Error: there is no folder '/no/such/folder'"
