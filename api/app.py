@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from maxsimd.api import embedding, operating, scoring
+from maxsimd.api import classification, embedding, operating, scoring
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.failures import ApiError, as_api_error, error_response
 from maxsimd.api.state import STATE, ServerState
@@ -30,7 +30,7 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     """The application around an engine, which need not be started yet."""
     app = web.Application(middlewares=[_surround], client_max_size=config.max_body_mb * 1024 * 1024)
     app[STATE] = ServerState(engine, config, _read_keys(config))
-    for module in (scoring, embedding, operating):
+    for module in (scoring, embedding, classification, operating):
         app.add_routes(module.routes)
     app.cleanup_ctx.append(_watch_lag)
     return app

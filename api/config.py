@@ -17,8 +17,9 @@ class ServerConfig:
     api_key_file: str | None = option(None, "File with one accepted key a line.")
     max_body_mb: int = option(64, "Largest request body in MiB.")
     max_documents: int = option(10_000, "Most documents or texts in one request.")
-    long_documents: Literal["truncate", "error"] = option(
-        "truncate", "What /rerank does with over-long documents unless the request says."
+    long_documents: Literal["truncate", "window", "error"] = option(
+        "truncate",
+        "What /rerank does with over-long documents unless the request says; window reads them whole.",
     )
     grace_seconds: float = option(30.0, "After SIGTERM, how long requests in flight may take to finish.")
     log_level: Literal["debug", "info", "warning", "error"] = option(

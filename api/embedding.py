@@ -25,6 +25,7 @@ async def embeddings(request: web.Request) -> web.Response:
     result = await state.engine.embed(
         inputs,
         input_type=input_type_of(body.input_type),
+        prompt_name=body.prompt_name,
         dimensions=body.dimensions,
         truncation=truncation_of(body),
         priority=body.priority or 0,
@@ -76,7 +77,11 @@ async def _pool(
         return await engine.classify(inputs, use_activation=activated, **options)
     if body.use_activation is False:
         raise InvalidRequestError("use_activation=false is only for the task classify", "use_activation")
-    options |= {"input_type": input_type_of(body.input_type), "dimensions": body.dimensions}
+    options |= {
+        "input_type": input_type_of(body.input_type),
+        "prompt_name": body.prompt_name,
+        "dimensions": body.dimensions,
+    }
     if task == "embed":
         return await engine.embed(inputs, **options)
     return await engine.embed_tokens(inputs, **options)

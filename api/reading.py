@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from maxsimd.api.wire import Common, Content, Contents, RerankRequest, ScoreRequest, Scoring
+from maxsimd.api.wire import Common, Content, Contents, LongDocuments, RerankRequest, ScoreRequest, Scoring
 from maxsimd.engine import InvalidRequestError, Truncation
 from maxsimd.engine.requests import InputType
 
@@ -56,15 +56,20 @@ def _part_text(part: Any, place: str, param: str) -> str:
     raise InvalidRequestError(f"{place} has a content part that is not text; only text can be scored", param)
 
 
-def truncation_of(request: Common, default_max_tokens: int | None = None) -> Truncation:
-    """What the request says of over-long inputs; `default_max_tokens` where it says nothing."""
-    asked = request.truncate_prompt_tokens
-    scoring = request if isinstance(request, Scoring) else None
+def truncation_of(request: Common, default: LongDocuments = "error") -> Truncation:
+    """What the request says of over-long inputs; `default` where it says nothing."""
+    side = request.truncation_side or "right"
+    tokens = request.truncate_prompt_tokens
+    if not isinstance(request, Scoring):
+        return Truncation(max_tokens=tokens, side=side)
+    long_documents = request.long_documents or default
     return Truncation(
-        max_tokens=default_max_tokens if asked is None else asked,
-        side=request.truncation_side or "right",
-        max_query_tokens=(scoring.max_tokens_per_query or None) if scoring else None,
-        max_document_tokens=(scoring.max_tokens_per_doc or None) if scoring else None,
+        max_tokens=-1 if tokens is None and long_documents != "error" else tokens,
+        side=side,
+        max_query_tokens=request.max_tokens_per_query or None,
+        max_document_tokens=request.max_tokens_per_doc or None,
+        windows=long_documents == "window",
+        window_overlap=request.window_overlap,
     )
 
 
@@ -87,6 +92,29 @@ def as_inputs(value: Any) -> list[str] | list[list[int]]:
         "input must be a text, a list of texts, a list of token ids or a list of those, and not empty",
         "input",
     )
+
+
+def as_sequences(value: Any) -> tuple[list[str], list[str] | None, bool]:
+    """text-embeddings-inference's `inputs`: texts, the second texts of pairs if they are such, and whether
+    there are many."""
+    one = isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    given = [value] if one else value
+    if isinstance(given, list) and given:
+        sequences = [[item] if isinstance(item, str) else item for item in given]
+        lengths = {_length_of(sequence) for sequence in sequences}
+        if lengths == {1}:
+            return [sequence[0] for sequence in sequences], None, not one
+        if lengths == {2}:
+            return [pair[0] for pair in sequences], [pair[1] for pair in sequences], not one
+    raise InvalidRequestError(
+        "inputs must be a text, a pair of texts, or a list of lists of one text each or of two each", "inputs"
+    )
+
+
+def _length_of(sequence: Any) -> int:
+    """How many texts a list holds; 0 for anything but a list of texts."""
+    is_texts = isinstance(sequence, list) and all(isinstance(text, str) for text in sequence)
+    return len(sequence) if is_texts else 0
 
 
 def _is_token(item: Any) -> bool:

@@ -29,6 +29,7 @@ async def score(request: web.Request) -> web.Response:
         documents,
         truncation=truncation_of(body),
         use_activation=wants_activation(body),
+        instruction=body.instruction,
         priority=body.priority or 0,
         timeout=body.timeout,
     )
@@ -46,7 +47,8 @@ async def rerank(request: web.Request) -> web.Response:
     if body.texts is not None:
         return await _rerank_texts(state, body, body.texts)
     documents = documents_to_rank(body)
-    result = await _rank(state, body, documents, _truncation(state, body))
+    truncation = truncation_of(body, state.config.long_documents)
+    result = await _rank(state, body, documents, truncation)
     with_text = body.return_documents is not False
     results = [
         wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if with_text else None)
@@ -64,9 +66,7 @@ async def rerank(request: web.Request) -> web.Response:
 
 async def _rerank_texts(state: ServerState, body: wire.RerankRequest, texts: list[str]) -> web.Response:
     """text-embeddings-inference's rerank: `texts` in, a bare list out."""
-    side = (body.truncation_direction or "right").lower()
-    cut = body.truncate if body.truncate is not None else state.config.long_documents == "truncate"
-    truncation = Truncation(max_tokens=-1 if cut else None, side="left" if side == "left" else "right")
+    truncation = tei_truncation(state, body.truncate, body.truncation_direction)
     result = await _rank(state, body, texts, truncation)
     ranked = [
         wire.TeiRanked(ranked.index, ranked.score, ranked.document if body.return_text else None)
@@ -85,14 +85,20 @@ async def _rank(
         top_n=body.top_n,
         truncation=truncation,
         use_activation=wants_activation(body),
+        instruction=body.instruction,
         priority=body.priority or 0,
         timeout=body.timeout,
     )
 
 
-def _truncation(state: ServerState, body: wire.RerankRequest) -> Truncation:
-    long_documents = body.long_documents or state.config.long_documents
-    return truncation_of(body, -1 if long_documents == "truncate" else None)
+def tei_truncation(state: ServerState, truncate: bool | None, direction: wire.Direction | None) -> Truncation:
+    """Truncation in text-embeddings-inference's words, the server's where the request says nothing."""
+    cut = truncate if truncate is not None else state.config.long_documents != "error"
+    windows = truncate is None and state.config.long_documents == "window"
+    side = (direction or "right").lower()
+    return Truncation(
+        max_tokens=-1 if cut else None, side="left" if side == "left" else "right", windows=windows
+    )
 
 
 def usage_of(usage: Usage) -> wire.Usage:

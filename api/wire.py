@@ -13,6 +13,8 @@ Content = str | dict[str, Any]
 Contents = str | dict[str, Any] | list[Content]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+LongDocuments = Literal["truncate", "window", "error"]
+Direction = Literal["left", "right", "Left", "Right"]
 
 
 class Common(msgspec.Struct, kw_only=True):
@@ -32,6 +34,9 @@ class Scoring(Common, kw_only=True):
     max_tokens_per_doc: NotNegative | None = None
     use_activation: bool | None = None
     raw_scores: bool | None = None
+    instruction: str | None = None
+    long_documents: LongDocuments | None = None
+    window_overlap: NotNegative | None = None
 
 
 class ScoreRequest(Scoring, kw_only=True):
@@ -54,9 +59,8 @@ class RerankRequest(Scoring, kw_only=True):
     return_documents: bool | None = None
     return_text: bool | None = None
     rank_fields: list[str] | None = None
-    long_documents: Literal["truncate", "error"] | None = None
     truncate: bool | None = None
-    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+    truncation_direction: Direction | None = None
 
 
 class EmbeddingsRequest(Common, kw_only=True):
@@ -65,11 +69,26 @@ class EmbeddingsRequest(Common, kw_only=True):
     dimensions: Positive | None = None
     encoding_format: Literal["float", "base64"] | None = None
     input_type: str | None = None
+    prompt_name: str | None = None
 
 
 class PoolingRequest(EmbeddingsRequest, kw_only=True):
     task: Literal["token_embed", "embed", "classify"] | None = None
     use_activation: bool | None = None
+
+
+class ClassifyRequest(Common, kw_only=True):
+    input: Any
+    use_activation: bool | None = None
+
+
+class PredictRequest(msgspec.Struct, kw_only=True):
+    """text-embeddings-inference's: a text, a pair of texts, or a list of lists of either."""
+
+    inputs: Any
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Direction | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -155,6 +174,22 @@ class PoolingResponse(msgspec.Struct):
     created: int
     model: str
     data: list[Pooling]
+    usage: Usage
+    object: str = "list"
+
+
+class Classification(msgspec.Struct):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Classification]
     usage: Usage
     object: str = "list"
 

@@ -5,10 +5,9 @@ out.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,10 +19,8 @@ from maxsimd.engine.errors import (
     EngineDeadError,
     EngineNotReadyError,
     InvalidRequestError,
-    QueueFullError,
-    RequestTimeoutError,
 )
-from maxsimd.engine.messages import Admit, Cancel, Value
+from maxsimd.engine.messages import Value
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.postprocess import rank, shorten
 from maxsimd.engine.preprocess import Prepared
@@ -135,8 +132,7 @@ class Engine:
         for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
         for cross-encoders. `instruction` is for models that take one.
         """
-        running = self._require()
-        model = running.on_device.model
+        model = self.model
         if model.score_task == "classify" and len(model.labels) != 1:
             raise InvalidRequestError(
                 f"this model has {len(model.labels)} labels and so no single score; it can only classify "
@@ -150,10 +146,7 @@ class Engine:
             truncation=truncation,
             instruction=instruction,
         )
-        self.metrics.request_documents.observe(len(request.documents))
-        prepared, values = await self._run(
-            lambda owner: running.preprocessor.score(request, owner, running.keys), priority, timeout
-        )
+        prepared, values = await self._pairs(request, priority, timeout)
         scores = prepared.combine(values)
         if model.score_task == "classify" and use_activation:
             scores = model.activation(torch.from_numpy(scores)).numpy()
@@ -242,15 +235,23 @@ class Engine:
         self,
         texts: Inputs,
         *,
+        text_pairs: Sequence[str] | None = None,
         truncation: Truncation = REFUSE_LONG,
         use_activation: bool = True,
         priority: int = 0,
         timeout: float | None = None,
     ) -> EmbedResult:
-        """A classifier's probabilities for single texts, or its logits without `use_activation`: float32
-        [texts, labels]."""
-        request = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=truncation)
-        prepared, values = await self._texts(request, None, priority, timeout)
+        """A classifier's probabilities, or its logits without `use_activation`: float32 [texts, labels].
+
+        Of single texts, or of pairs with the `text_pairs` as their second texts."""
+        self._check_task("classify")
+        if text_pairs is None:
+            texts_alone = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=truncation)
+            prepared, values = await self._texts(texts_alone, None, priority, timeout)
+        else:
+            first, second = pair_up(cast("Texts", texts), text_pairs)
+            pairs = ScoreRequest(queries=first, documents=second, truncation=truncation)
+            prepared, values = await self._pairs(pairs, priority, timeout)
         logits = np.array(values, dtype=np.float32).reshape(len(values), -1)
         if use_activation:
             logits = self.model.probabilities(torch.from_numpy(logits)).numpy()
@@ -264,59 +265,27 @@ class Engine:
         self, request: EmbedRequest, dimensions: int | None, priority: int, timeout: float | None
     ) -> tuple[Prepared, list[Value]]:
         running = self._require()
-        tasks = running.on_device.model.tasks
-        if request.task not in tasks:
-            raise InvalidRequestError(
-                f"this model cannot {request.task}; it can {' and '.join(sorted(tasks))}", "task"
-            )
-        check_dimensions(dimensions, tasks[request.task].dim)
+        self._check_task(request.task)
+        check_dimensions(dimensions, self.model.tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
-        return await self._run(
+        return await running.run(
             lambda owner: running.preprocessor.embed(request, owner, running.keys), priority, timeout
         )
 
-    async def _run(
-        self, prepare: Callable[[int], Prepared], priority: int, timeout: float | None
+    async def _pairs(
+        self, request: ScoreRequest, priority: int, timeout: float | None
     ) -> tuple[Prepared, list[Value]]:
-        """Prepares a request in the thread pool, queues it and waits for its values."""
         running = self._require()
-        with running.request() as owner:
-            try:
-                async with asyncio.timeout(timeout):
-                    return await self._prepare_and_wait(running, owner, prepare, priority)
-            except TimeoutError:
-                self._abandon(running, owner)
-                raise RequestTimeoutError(
-                    f"not done within {timeout} seconds; allow more time or send fewer documents"
-                ) from None
-            except asyncio.CancelledError:
-                self._abandon(running, owner)
-                raise
+        self.metrics.request_documents.observe(len(request.documents))
+        return await running.run(
+            lambda owner: running.preprocessor.score(request, owner, running.keys), priority, timeout
+        )
 
-    async def _prepare_and_wait(
-        self, running: Running, owner: int, prepare: Callable[[int], Prepared], priority: int
-    ) -> tuple[Prepared, list[Value]]:
-        started = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(running.pool, prepare, owner)
-        self.metrics.preprocess_seconds.observe(time.perf_counter() - started)
-        self._check_room(running, prepared.tokens)
-        future = running.values()
-        running.scheduler.mailbox.post(Admit(owner, prepared.sequences, prepared.results, priority, future))
-        return prepared, await future
-
-    def _abandon(self, running: Running, owner: int) -> None:
-        self.metrics.cancelled.inc()
-        running.scheduler.mailbox.post(Cancel(owner))
-
-    def _check_room(self, running: Running, tokens: int) -> None:
-        waiting = running.scheduler.waiting_tokens
-        if waiting and waiting + tokens > self.config.max_queued_tokens:
-            rate = running.scheduler.tokens_per_second or 1000.0
-            raise QueueFullError(
-                f"{waiting} tokens wait already and this request has {tokens}, more than the queue's "
-                f"{self.config.max_queued_tokens} together; try again later",
-                retry_after=min(60.0, max(1.0, waiting / rate)),
+    def _check_task(self, task: str) -> None:
+        tasks = self.model.tasks
+        if task not in tasks:
+            raise InvalidRequestError(
+                f"this model cannot {task}; it can {' and '.join(sorted(tasks))}", "task"
             )
 
     def _require(self) -> Running:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,10 +11,10 @@ from itertools import count
 from maxsimd.engine.actor import Mailbox
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device import DeviceActors, DeviceThread, OnDevice
-from maxsimd.engine.errors import EngineDeadError
-from maxsimd.engine.messages import SchedulerMessage, Value
+from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTimeoutError
+from maxsimd.engine.messages import Admit, Cancel, SchedulerMessage, Value
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.preprocess import Preprocessor
+from maxsimd.engine.preprocess import Prepared, Preprocessor
 from maxsimd.engine.scheduler_actor import SchedulerActor
 from maxsimd.engine.tokenization import TextTokenizer
 from maxsimd.scheduler import Scheduler, StepLimits
@@ -34,6 +35,8 @@ class Running:
     ) -> None:
         model, prepared = on_device.model, on_device.prepared
         self.on_device = on_device
+        self._metrics = metrics
+        self._max_queued_tokens = config.max_queued_tokens
         self.keys: Iterator[int] = count()
         self._owners: Iterator[int] = count()
         self._inside = 0
@@ -61,28 +64,24 @@ class Running:
         )
         self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
 
-    @contextmanager
-    def request(self) -> Iterator[int]:
-        """Covers a request from its arrival to its result, and gives it a number of its own."""
-        self._inside += 1
-        self._empty.clear()
-        try:
-            yield next(self._owners)
-        finally:
-            self._inside -= 1
-            if self._inside == 0:
-                self._empty.set()
+    async def run(
+        self, prepare: Callable[[int], Prepared], priority: int, timeout: float | None
+    ) -> tuple[Prepared, list[Value]]:
+        """Prepares a request in the thread pool, queues it and waits for its values.
 
-    def values(self) -> asyncio.Future[list[Value]]:
-        """A future for one request's values; it fails when the engine dies before they are there.
-
-        Raises EngineDeadError when it has died already."""
-        if self._supervisor.done():
-            raise EngineDeadError(self._reason)
-        future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
-        self._awaited.add(future)
-        future.add_done_callback(self._awaited.discard)
-        return future
+        Raises QueueFullError and RequestTimeoutError; when it is cancelled, so is its work."""
+        with self._inside_as_owner() as owner:
+            try:
+                async with asyncio.timeout(timeout):
+                    return await self._prepare_and_wait(owner, prepare, priority)
+            except TimeoutError:
+                self._abandon(owner)
+                raise RequestTimeoutError(
+                    f"not done within {timeout} seconds; allow more time or send fewer documents"
+                ) from None
+            except asyncio.CancelledError:
+                self._abandon(owner)
+                raise
 
     async def close(self, grace: float | None) -> None:
         """Waits until all requests are done, for at most `grace` seconds, and frees everything."""
@@ -95,6 +94,55 @@ class Running:
         await asyncio.gather(self._supervisor, return_exceptions=True)
         await asyncio.to_thread(self._device.close)
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _prepare_and_wait(
+        self, owner: int, prepare: Callable[[int], Prepared], priority: int
+    ) -> tuple[Prepared, list[Value]]:
+        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(self.pool, prepare, owner)
+        self._metrics.preprocess_seconds.observe(time.perf_counter() - started)
+        self._check_room(prepared.tokens)
+        future = self._future()
+        self.scheduler.mailbox.post(Admit(owner, prepared.sequences, prepared.results, priority, future))
+        return prepared, await future
+
+    def _abandon(self, owner: int) -> None:
+        self._metrics.cancelled.inc()
+        self.scheduler.mailbox.post(Cancel(owner))
+
+    def _check_room(self, tokens: int) -> None:
+        waiting, most = self.scheduler.waiting_tokens, self._max_queued_tokens
+        if waiting and waiting + tokens > most:
+            rate = self.scheduler.tokens_per_second or 1000.0
+            raise QueueFullError(
+                f"{waiting} tokens wait already and this request has {tokens}, more than the queue's {most} "
+                "together; try again later",
+                retry_after=min(60.0, max(1.0, waiting / rate)),
+            )
+
+    @contextmanager
+    def _inside_as_owner(self) -> Iterator[int]:
+        """Covers a request from its arrival to its result, and gives it a number of its own."""
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield next(self._owners)
+        finally:
+            self._inside -= 1
+            if self._inside == 0:
+                self._empty.set()
+
+    def _future(self) -> asyncio.Future[list[Value]]:
+        """A future for one request's values; it fails when the engine dies before they are there.
+
+        Raises EngineDeadError when it has died already."""
+        if self._supervisor.done():
+            raise EngineDeadError(self._reason)
+        future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
+        self._awaited.add(future)
+        future.add_done_callback(self._awaited.discard)
+        return future
 
     async def _supervise(self, actors: DeviceActors) -> None:
         """Runs the actors of both loops; when one dies, all do, and every waiting caller is told."""

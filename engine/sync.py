@@ -67,7 +67,9 @@ class SyncEngine:
             part = one_side if len(one_side) == 1 else one_side[start:stop]
             return self._engine.score(part, other_side[start:stop], **options)
 
-        parts = self._in_pieces(len(other_side), piece)
+        # A listwise model compares the documents of one call with each other.
+        together = self._engine.model.listwise is not None
+        parts = self._in_pieces(len(other_side), piece, len(other_side) if together else PIECE)
         scores = [score for part in parts for score in part.scores]
         return ScoreResult(scores, _sum_usage(parts), sum(part.truncated for part in parts))
 
@@ -92,16 +94,16 @@ class SyncEngine:
         )
         return TokenEmbedResult([matrix for part in parts for matrix in part.embeddings], _sum_usage(parts))
 
-    def _in_pieces(self, total: int, piece: "Any") -> list[Any]:
-        return self._wait(self._run_pieces(total, piece))
+    def _in_pieces(self, total: int, piece: "Any", size: int = PIECE) -> list[Any]:
+        return self._wait(self._run_pieces(total, piece, size))
 
-    async def _run_pieces(self, total: int, piece: "Any") -> list[Any]:
-        starts = range(0, total, PIECE)
+    async def _run_pieces(self, total: int, piece: "Any", size: int) -> list[Any]:
+        starts = range(0, total, size)
         two_at_a_time = asyncio.Semaphore(2)
         with tqdm(total=total, unit="text", disable=not self._progress or len(starts) < 2) as bar:
 
             async def run(start: int) -> Any:
-                stop = min(total, start + PIECE)
+                stop = min(total, start + size)
                 async with two_at_a_time:
                     result = await piece(start, stop)
                 bar.update(stop - start)

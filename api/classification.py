@@ -1,0 +1,58 @@
+"""The routes that classify: /classify and text-embeddings-inference's /predict."""
+
+from typing import Any
+
+from aiohttp import web
+
+from maxsimd.api import wire
+from maxsimd.api.reading import as_inputs, as_sequences, truncation_of
+from maxsimd.api.scoring import tei_truncation, usage_of
+from maxsimd.api.state import STATE, new_id, now
+
+routes = web.RouteTableDef()
+
+
+@routes.post("/classify")
+async def classify(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    body = await state.read(request, wire.ClassifyRequest)
+    inputs = as_inputs(body.input)
+    state.check_count(len(inputs), "input")
+    result = await state.engine.classify(
+        inputs,
+        truncation=truncation_of(body),
+        use_activation=body.use_activation is not False,
+        priority=body.priority or 0,
+        timeout=body.timeout,
+    )
+    labels = state.engine.model.labels
+    data = [
+        wire.Classification(i, labels[row.argmax()], row.tolist(), len(labels))
+        for i, row in enumerate(result.embeddings)
+    ]
+    response = wire.ClassifyResponse(
+        new_id("classify"), now(), state.model_name, data, usage_of(result.usage)
+    )
+    return await state.answer(response, len(data))
+
+
+@routes.post("/predict")
+async def predict(request: web.Request) -> web.Response:
+    """text-embeddings-inference's: texts or pairs of texts in, labels with scores out, best first."""
+    state = request.app[STATE]
+    body = await state.read(request, wire.PredictRequest)
+    texts, text_pairs, is_batch = as_sequences(body.inputs)
+    state.check_count(len(texts), "inputs")
+    result = await state.engine.classify(
+        texts,
+        text_pairs=text_pairs,
+        truncation=tei_truncation(state, body.truncate, body.truncation_direction),
+        use_activation=not body.raw_scores,
+    )
+    answers = [_ranked(state.engine.model.labels, row.tolist()) for row in result.embeddings]
+    return await state.answer(answers if is_batch else answers[0], len(answers))
+
+
+def _ranked(labels: tuple[str, ...], row: list[float]) -> list[dict[str, Any]]:
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    return [{"score": row[i], "label": labels[i]} for i in order]
