@@ -3,6 +3,7 @@
 import asyncio
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -65,11 +66,17 @@ def finish(report: Report, json_file: str | None) -> None:
 @options_from(EngineConfig, exclude=frozenset({"model"}))
 @workload_options
 def bench_engine(**values: Any) -> None:
-    """Measures the engine in this process, with MODEL or the embedded one."""
+    """Measures the engine in this process, with MODEL or the embedded one.
+
+    With --doc-token-pooling also without it, to show what that costs in ranking."""
     config = config_from(EngineConfig, values)
     from maxsimd.bench.targets import run_engine
 
-    report = asyncio.run(run_engine(config, make_requests(values), values))
+    requests = make_requests(values)
+    report = asyncio.run(run_engine(config, requests, values))
+    if config.doc_token_pooling is not None:
+        whole = asyncio.run(run_engine(replace(config, doc_token_pooling=None), requests, values))
+        report.add_cost_of_token_pooling(whole)
     finish(report, values["json_file"])
 
 

@@ -25,6 +25,7 @@ async def run_engine(config: EngineConfig, requests: list[Request], workload: di
             "target": "engine",
             "model": engine.model.name,
             "score_type": engine.model.score_type.value,
+            "doc_token_pooling": config.doc_token_pooling,
             "dtype": str(engine.on_device.prepared.dtype).removeprefix("torch."),
             **_shown(workload),
         }

@@ -3,10 +3,11 @@ markers, query expansion, lengths and skipped tokens."""
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import spearmanr
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Normalize
-from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
@@ -86,3 +87,37 @@ async def test_maxsim_backends_agree(stanford_colbert: str, pairs: list[Pair], m
         async with Engine(EngineConfig(model=stanford_colbert, dtype="float32", maxsim=backend)) as engine:
             results.append((await engine.score("what is it for", documents, truncation=CUT_LONG)).scores)
     np.testing.assert_allclose(results[0], results[1], atol=1e-4)
+
+
+async def test_token_pooling_merges_the_tokens_of_documents_alone(
+    stanford_colbert: str, pairs: list[Pair]
+) -> None:
+    queries, documents = [pair.query for pair in pairs[:60]], [pair.document for pair in pairs[:60]]
+    config = EngineConfig(model=stanford_colbert, dtype="float32", doc_token_pooling=2)
+    async with Engine(config) as engine:
+        result = await engine.score(queries, documents, truncation=CUT_LONG)
+        vectors = await engine.embed_tokens(documents[:5], input_type="document", truncation=CUT_LONG)
+    model = MultiVectorEncoder(stanford_colbert, device="cpu")
+    pooled = model.encode_document(documents, token_pooling=HierarchicalTokenPooling(2.0))
+    reference = model.similarity_pairwise(model.encode_query(queries), pooled)
+    np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-4)
+    assert [len(matrix) for matrix in vectors.embeddings] == [len(matrix) for matrix in pooled[:5]]
+
+
+async def test_dimensions_keep_the_first_columns_in_scores_and_vectors(
+    stanford_colbert: str, pairs: list[Pair]
+) -> None:
+    """Matryoshka, as jina-colbert-v2 is trained for 128, 96 and 64."""
+    documents = [pair.document for pair in pairs[:40]]
+    async with Engine(EngineConfig(model=stanford_colbert, dtype="float32", dimensions=16)) as engine:
+        scores = (await engine.score(pairs[0].query, documents, truncation=CUT_LONG)).scores
+        vectors = (await engine.embed_tokens([pairs[0].query], input_type="query")).embeddings[0]
+    model = MultiVectorEncoder(stanford_colbert, device="cpu")
+
+    def first(rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(rows[:, :16], dim=-1)
+
+    query = first(model.encode_query([pairs[0].query])[0])
+    np.testing.assert_allclose(vectors, query.numpy(), atol=1e-5)
+    reference = [float((query @ first(rows).T).amax(1).sum()) for rows in model.encode_document(documents)]
+    np.testing.assert_allclose(scores, reference, atol=1e-4)

@@ -1,0 +1,119 @@
+"""Loading: what is refused, and with which words."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.packed.sample_layers import sample_layers
+from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cross_encoder(tmp_path: Path) -> Path:
+    return Path(cross_encoders.bert(tmp_path / "model"))
+
+
+def _change(folder: Path, **settings: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def _pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def test_pickled_weights_are_refused_unless_they_are_allowed(cross_encoder: Path) -> None:
+    _pickle(cross_encoder)
+    with pytest.raises(ModelLoadError, match="--allow-pickle"):
+        load_model(EngineConfig(model=str(cross_encoder)), CPU)
+    loaded = load_model(EngineConfig(model=str(cross_encoder), allow_pickle=True), CPU)
+    assert loaded.labels == ("LABEL_0",)
+
+
+def test_a_pickled_module_of_a_save_is_refused_too(tmp_path: Path) -> None:
+    folder = Path(bi_encoders.embeddinggemma(tmp_path))
+    _pickle(folder / "2_Dense")
+    with pytest.raises(ModelLoadError, match="2_Dense"):
+        load_model(EngineConfig(model=str(folder)), CPU)
+
+
+def test_an_architecture_that_transformers_lacks_is_refused_with_what_is_supported(
+    cross_encoder: Path,
+) -> None:
+    _change(cross_encoder, model_type="new", auto_map={"AutoModel": "modeling.NewModel"})
+    with pytest.raises(ModelLoadError, match="--trust-remote-code") as refused:
+        load_model(EngineConfig(model=str(cross_encoder)), CPU)
+    assert "'new'" in str(refused.value)
+    assert "*ForSequenceClassification" in str(refused.value)
+
+
+def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path) -> None:
+    """The published layout names code; it is translated, and none of it is even there."""
+    folder = late_interaction.jina_colbert_v2(tmp_path)
+    assert "auto_map" in json.loads((Path(folder) / "config.json").read_text())
+    model = load_model(EngineConfig(model=folder), CPU)
+    assert type(model.backbone).__name__ == "JinaEmbeddingsV3Model"
+
+
+def test_adapters_woven_into_weights_are_refused(tmp_path: Path) -> None:
+    folder = late_interaction.jina_colbert_v2(tmp_path)
+    _change(Path(folder), lora_adaptations=["retrieval.query"])
+    with pytest.raises(ModelLoadError, match="jina-embeddings-v3-hf"):
+        load_model(EngineConfig(model=folder), CPU)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"score_type": "cross-encoder"}, "no classifier"),
+        ({"dimensions": 1000}, "--dimensions is 1000"),
+        ({"doc_token_pooling": 2.0, "score_type": "bi-encoder"}, "late interaction"),
+        ({"score_template": "{{ query }} {{ document }}"}, "query and document together"),
+        ({"model": "/no/such/folder"}, "no folder"),
+    ],
+)
+def test_settings_that_a_model_cannot_take_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(EngineConfig(**settings), CPU)  # type: ignore[arg-type]
+
+
+def test_a_proof_runs_one_layer_of_each_kind_and_the_last(tmp_path: Path) -> None:
+    model = load_model(EngineConfig(model=bi_encoders.embeddinggemma(tmp_path)), CPU)
+    layers = list(model.backbone.layers)
+    with sample_layers(model.backbone):
+        assert list(model.backbone.layers) == layers
+    config = EngineConfig(model=cross_encoders.bert(tmp_path / "bert"))
+    backbone = load_model(config, CPU).backbone
+    whole = list(backbone.encoder.layer)
+    with sample_layers(backbone):
+        assert list(backbone.encoder.layer) == [whole[0], whole[-1]]
+    assert list(backbone.encoder.layer) == whole
+
+
+async def test_a_query_prompt_of_ones_own_takes_the_place_of_the_checkpoints(tmp_path: Path) -> None:
+    folder = bi_encoders.bge(tmp_path)
+    async with Engine(EngineConfig(model=folder, dtype="float32", query_prompt="query: ")) as engine:
+        ours = (await engine.embed(["why"], input_type="query")).embeddings
+        written = (await engine.embed(["query: why"])).embeddings
+    assert ours == pytest.approx(written, abs=1e-6)
+    shutil.rmtree(folder)
+
+
+async def test_an_instruction_fills_the_place_that_a_query_prompt_has_for_it(qwen3_embedding: str) -> None:
+    async with Engine(EngineConfig(model=qwen3_embedding, dtype="float32")) as engine:
+        told = await engine.score("why", ["because"], instruction="Find reasons")
+        plain = await engine.score("why", ["because"])
+    prompt = "Instruct: Find reasons\nQuery:"
+    async with Engine(EngineConfig(model=qwen3_embedding, dtype="float32", query_prompt=prompt)) as engine:
+        written = await engine.score("why", ["because"])
+    assert told.scores == pytest.approx(written.scores, abs=1e-6)
+    assert told.scores != pytest.approx(plain.scores, abs=1e-4)
