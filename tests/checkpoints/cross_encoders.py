@@ -52,11 +52,16 @@ def _with_settings(folder: Path, **settings: Any) -> str:
 
 
 def bert(folder: Path, labels: int = 1) -> str:
-    """cross-encoder/ms-marco-MiniLM-L6-v2: the config names the activation, which is none."""
+    """A plain checkpoint, whose logit becomes a probability."""
     config = BertConfig(vocab_size=30522, max_position_embeddings=512, num_labels=labels, **SIZES)
     spread(BertForSequenceClassification(config)).save_pretrained(folder)
     wordpiece().save_pretrained(folder)
-    return _with_settings(folder, sbert_ce_default_activation_function=_IDENTITY if labels == 1 else None)
+    return str(folder)
+
+
+def ms_marco_minilm(folder: Path) -> str:
+    """cross-encoder/ms-marco-MiniLM-L6-v2: the config names the activation, which is none."""
+    return _with_settings(Path(bert(folder)), sbert_ce_default_activation_function=_IDENTITY)
 
 
 def electra(folder: Path) -> str:

@@ -60,8 +60,8 @@ FAMILIES = [
     Family("any encoder", LATE, "sentence-transformers/all-MiniLM-L6-v2", _SAVE, _embedded,
            references.plain_encoder, {"score_type": LATE}),
 
-    Family("BERT", CROSS, "cross-encoder/ms-marco-MiniLM-L6-v2", _FOR_CLASSIFICATION, cross_encoders.bert,
-           references.cross_encoder),
+    Family("BERT", CROSS, "cross-encoder/ms-marco-MiniLM-L6-v2", _FOR_CLASSIFICATION,
+           cross_encoders.ms_marco_minilm, references.cross_encoder),
     Family("RoBERTa", CROSS, "cross-encoder/stsb-roberta-base", _FOR_CLASSIFICATION, cross_encoders.roberta,
            references.cross_encoder),
     Family("XLM-RoBERTa", CROSS, "BAAI/bge-reranker-v2-m3", _FOR_CLASSIFICATION, cross_encoders.xlm_roberta,

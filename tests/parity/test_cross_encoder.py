@@ -1,13 +1,17 @@
 """Cross-encoders score as sentence-transformers' CrossEncoder.predict does."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
 from sentence_transformers import CrossEncoder
+from sentence_transformers.base.modules import Transformer
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
 
 CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder"]
 
@@ -71,3 +75,44 @@ async def test_a_model_with_three_labels_classifies_but_does_not_score(three_lab
     with torch.inference_mode():
         reference = model.model(**features).logits
     np.testing.assert_allclose(result.embeddings, reference.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("truncation", ["longest_first", "only_second"])
+async def test_pairs_are_cut_as_the_checkpoint_says(
+    bert_cross_encoder: str, tmp_path: Path, pairs: list[Pair], truncation: str
+) -> None:
+    transformer = Transformer(
+        bert_cross_encoder,
+        transformer_task="sequence-classification",
+        processing_kwargs={"text": {"truncation": truncation, "max_length": 60}},
+    )
+    CrossEncoder(modules=[transformer], device="cpu").save_pretrained(str(tmp_path))
+    texts = [(f"{pair.query} " * (1 + i % 4), pair.document) for i, pair in enumerate(pairs[:40])]
+    texts = [(" ".join(query.split()[:12]), document) for query, document in texts]
+    reference = CrossEncoder(str(tmp_path), device="cpu").predict(texts, show_progress_bar=False)
+    async with Engine(EngineConfig(model=str(tmp_path), dtype="float32")) as engine:
+        result = await engine.score(
+            [query for query, _ in texts],
+            [document for _, document in texts],
+            truncation=Truncation(max_tokens=60),
+        )
+    np.testing.assert_allclose(result.scores, reference, atol=1e-5)
+
+
+async def test_with_a_broken_attention_the_engine_runs_padded_and_right(
+    checkpoint: str, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that leak into each other must be noticed at load."""
+
+    def leaky(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
+
+    monkeypatch.setattr(sys.modules["maxsimd.engine.packed.prepare"], "attend_grouped", leaky)
+    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
+        assert "differ" in (engine.on_device.prepared.not_packed or "")
+        result = await engine.score(
+            [pair.query for pair in pairs[:40]],
+            [pair.document for pair in pairs[:40]],
+            truncation=CUT_LONG,
+        )
+    np.testing.assert_allclose(result.scores, _reference(checkpoint, pairs[:40]), atol=1e-5)

@@ -21,6 +21,7 @@ from maxsimd.engine.packed.layout import (
     lay_out,
     round_length,
 )
+from maxsimd.engine.packed.padded import PADDING, SMALL_BATCH, by_length
 from maxsimd.engine.packed.runner import PackedRunner
 from maxsimd.scheduler import Chunk, Role, Sequence, Step
 
@@ -278,3 +279,13 @@ async def test_rotary_frequencies_keep_their_precision_in_bfloat16(qwen3_embeddi
         backbone = engine.model.backbone
         assert backbone.rotary_emb.inv_freq.dtype is torch.float32
         assert {parameter.dtype for parameter in backbone.parameters()} == {torch.bfloat16}
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
+def test_padded_batches_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
+    batches = by_length(lengths)
+    assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
+    for batch in batches:
+        rows = len(batch) * max(lengths[place] for place in batch)
+        padding = rows - sum(lengths[place] for place in batch)
+        assert rows <= SMALL_BATCH or padding <= PADDING * rows
