@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -28,7 +27,7 @@ from transformers import (
 
 from tests.checkpoints.cross_encoders import GEMMA, XLM_R
 from tests.checkpoints.tokenizers import byte_level_bpe, unigram, wordpiece
-from tests.checkpoints.weights import SIZES, spread
+from tests.checkpoints.weights import SIZES, save_renamed, spread
 
 INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
 
@@ -107,7 +106,7 @@ def nomic(folder: Path) -> str:
     _saved(own, "mean", Normalize(), prompts=prompts)
 
     wordpiece().save_pretrained(published)
-    save_file(_nomic_terms(model.state_dict()), published / "model.safetensors", metadata={"format": "pt"})
+    save_renamed(model, published, _NOMIC_TERMS, fused="attn.Wqkv")
     settings = {
         "architectures": ["NomicBertModel"],
         "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
@@ -138,28 +137,16 @@ def nomic(folder: Path) -> str:
     return str(published)
 
 
-def _nomic_terms(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    named = {}
-    for name, tensor in tensors.items():
-        if ".self_attn.k_proj." in name or ".self_attn.v_proj." in name:
-            continue
-        if ".self_attn.q_proj." in name:
-            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            tensor = torch.cat(parts)
-        for ours, theirs in (
-            ("layers.", "encoder.layers."),
-            ("self_attn.q_proj", "attn.Wqkv"),
-            ("self_attn.o_proj", "attn.out_proj"),
-            ("embeddings.LayerNorm", "emb_ln"),
-            ("up_proj", "fc11"),
-            ("gate_proj", "fc12"),
-            ("down_proj", "fc2"),
-            ("post_attention_layernorm", "norm1"),
-            ("post_mlp_layernorm", "norm2"),
-        ):
-            name = name.replace(ours, theirs)
-        named[name] = tensor.contiguous()
-    return named
+_NOMIC_TERMS = {
+    "layers.": "encoder.layers.",
+    "self_attn.o_proj": "attn.out_proj",
+    "embeddings.LayerNorm": "emb_ln",
+    "up_proj": "fc11",
+    "gate_proj": "fc12",
+    "down_proj": "fc2",
+    "post_attention_layernorm": "norm1",
+    "post_mlp_layernorm": "norm2",
+}
 
 
 def qwen3(folder: Path) -> str:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
@@ -21,7 +20,7 @@ from transformers import (
 
 from tests.checkpoints.cross_encoders import XLM_R
 from tests.checkpoints.tokenizers import unigram, wordpiece
-from tests.checkpoints.weights import SIZES, spread
+from tests.checkpoints.weights import SIZES, save_renamed, save_tensors, spread
 
 _BERT = SIZES | {"hidden_size": 64, "intermediate_size": 128}
 
@@ -35,7 +34,7 @@ def stanford(folder: Path, attend: bool = False, dim: int = 32) -> str:
     (folder / "config.json").write_text(json.dumps(saved))
     weights = {f"bert.{name}": tensor for name, tensor in spread(BertModel(config)).state_dict().items()}
     weights["linear.weight"] = torch.randn(dim, 64) * 0.2
-    _save_tensors(weights, folder)
+    save_tensors(weights, folder)
     wordpiece().save_pretrained(folder)
     _artifact(folder, "[unused0]", "[unused1]", attend, dim, query_maxlen=32, doc_maxlen=180)
     return str(folder)
@@ -148,7 +147,7 @@ def jina_colbert_v2(folder: Path) -> str:
     )
     model = spread(JinaEmbeddingsV3Model(config, add_pooling_layer=False))
     projection = torch.randn(32, 128) * 0.2
-    _save_tensors(_in_remote_terms(model.state_dict()) | {"linear.weight": projection}, folder)
+    save_renamed(model, folder, _REMOTE_TERMS, "mixer.Wqkv", "roberta.", {"linear.weight": projection})
     code = "jinaai/xlm-roberta-flash-implementation--"
     published = {
         "architectures": ["HF_ColBERT"],
@@ -201,26 +200,13 @@ def jina_colbert_v2(folder: Path) -> str:
 _PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
 
-def _in_remote_terms(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A JinaEmbeddingsV3Model's tensors under the names of the published code."""
-    named = {}
-    for name, tensor in tensors.items():
-        if ".self_attn.k_proj." in name or ".self_attn.v_proj." in name:
-            continue
-        if ".self_attn.q_proj." in name:
-            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            tensor = torch.cat(parts)
-        for ours, theirs in (
-            ("layers.", "encoder.layers."),
-            ("self_attn.q_proj", "mixer.Wqkv"),
-            ("self_attn.o_proj", "mixer.out_proj"),
-            ("embeddings.LayerNorm", "emb_ln"),
-            ("post_attention_layernorm", "norm1"),
-            ("post_mlp_layernorm", "norm2"),
-        ):
-            name = name.replace(ours, theirs)
-        named[f"roberta.{name}"] = tensor
-    return named
+_REMOTE_TERMS = {
+    "layers.": "encoder.layers.",
+    "self_attn.o_proj": "mixer.out_proj",
+    "embeddings.LayerNorm": "emb_ln",
+    "post_attention_layernorm": "norm1",
+    "post_mlp_layernorm": "norm2",
+}
 
 
 def _artifact(folder: Path, query: str, document: str, attend: bool, dim: int, **lengths: int) -> None:
@@ -233,11 +219,6 @@ def _artifact(folder: Path, query: str, document: str, attend: bool, dim: int, *
         "similarity": "cosine",
     }
     (folder / "artifact.metadata").write_text(json.dumps(metadata | lengths))
-
-
-def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _without(path: Path, *keys: str) -> None:

@@ -1,8 +1,11 @@
 """Random weights under which different inputs give clearly different outputs."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 # Sizes that most families' configs share.
 SIZES: dict[str, Any] = {
@@ -22,3 +25,32 @@ def spread(model: Any, weight: float = 0.2, attention: float = 0.12, embedding: 
                 attends = any(part in name for part in ("query", "key", "q_proj", "k_proj", "q_lin", "k_lin"))
                 parameter.normal_(0, embedding if "embed" in name else attention if attends else weight)
     return model.eval()
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_renamed(
+    model: Any,
+    folder: Path,
+    names: Mapping[str, str],
+    fused: str,
+    prefix: str = "",
+    more: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Saves a model's tensors under the names that code of the checkpoint's own gives them: parts of names
+    replaced, the projections of attention in one named `fused`, a prefix in front, and others beside."""
+    tensors = model.state_dict()
+    named = dict(more or {})
+    for name, tensor in tensors.items():
+        if ".self_attn.k_proj." in name or ".self_attn.v_proj." in name:
+            continue
+        if ".self_attn.q_proj." in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            tensor = torch.cat(parts)
+        for ours, theirs in {"self_attn.q_proj": fused, **names}.items():
+            name = name.replace(ours, theirs)
+        named[f"{prefix}{name}"] = tensor
+    save_tensors(named, folder)
