@@ -77,6 +77,16 @@ class EngineConfig:
         "Jinja template, or a file with one, that asks a language model about query, document, instruction.",
     )
     window_overlap: int = option(64, "Tokens that neighbouring windows of a long document share.")
+    cache_mb: int = option(
+        128, "Memory for embeddings of documents, in MiB, so that none is encoded twice; 0 for none."
+    )
+    cache_dir: str | None = option(
+        None, "Folder to keep embeddings of documents in as well, shared by servers and kept over restarts."
+    )
+    cache_disk_mb: int = option(4096, "Most MiB in that folder; the oldest go first.")
+    cache_precision: Literal["auto", "float32", "bfloat16", "int8"] = option(
+        "auto", "What embeddings are kept in, and documents scored with; auto is the model's precision."
+    )
     threads: int | None = option(None, "Threads for computing on the CPU; by default torch's own choice.")
     tokenizer_threads: int = option(2, "Threads for tokenisation and other work that blocks.")
     trust_remote_code: bool = option(False, "Run Python code that comes with the checkpoint.")
@@ -92,13 +102,14 @@ class EngineConfig:
             "threads",
             "tokenizer_threads",
             "dimensions",
+            "cache_disk_mb",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.steps_in_flight not in (1, 2):
             raise ValueError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
-        for name in ("max_queued_tokens", "window_overlap"):
+        for name in ("max_queued_tokens", "window_overlap", "cache_mb"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         if self.doc_token_pooling is not None and self.doc_token_pooling < 1:

@@ -14,11 +14,13 @@ import torch
 
 from maxsimd.engine.actor import Actor, Mailbox
 from maxsimd.engine.allocators import settle_allocators
+from maxsimd.engine.cache import EmbeddingCache, open_cache
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.document_scorer import DocumentScorer
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.messages import SchedulerMessage
-from maxsimd.engine.packed import PreparedModel, choose_device, prepare
+from maxsimd.engine.packed import PreparedModel, choose_device, choose_dtype, prepare
 from maxsimd.engine.pooling_actor import PoolingActor
 from maxsimd.engine.runner_actor import RunnerActor
 from maxsimd.engine.scoring_actor import ScoringActor
@@ -68,6 +70,7 @@ class OnDevice:
     device: torch.device
     maxsim_name: str
     maxsim: MaxSim
+    cache: EmbeddingCache | None
 
 
 def load_on_device(config: EngineConfig) -> OnDevice:
@@ -82,7 +85,8 @@ def load_on_device(config: EngineConfig) -> OnDevice:
     except ValueError as error:
         raise ModelLoadError(str(error)) from error
     model = load_model(config, device)
-    return OnDevice(model, prepare(model, config, device), device, maxsim_name, maxsim)
+    cache = open_cache(config, model, choose_dtype(config.dtype, device))
+    return OnDevice(model, prepare(model, config, device), device, maxsim_name, maxsim, cache)
 
 
 class DeviceActors:
@@ -99,11 +103,12 @@ class DeviceActors:
             {name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()},
             model.token_pooling,
         )
-        scoring = ScoringActor(
-            Mailbox(loop), model.similarity, on_device.maxsim, len(model.labels), scheduler
-        )
+        scorer = DocumentScorer(model.similarity, on_device.maxsim, on_device.cache)
+        scoring = ScoringActor(Mailbox(loop), scorer, len(model.labels), scheduler)
         pooling = PoolingActor(Mailbox(loop), pooler, scoring.mailbox)
-        runner = RunnerActor(Mailbox(loop), on_device.prepared.runner, pooling.mailbox, scheduler)
+        runner = RunnerActor(
+            Mailbox(loop), on_device.prepared.runner, pooling.mailbox, scheduler, on_device.cache
+        )
         self.mailbox = runner.mailbox
         self._actors: list[Actor[Any]] = [runner, pooling, scoring]
 

@@ -23,10 +23,11 @@ from maxsimd.engine.errors import (
 from maxsimd.engine.messages import Value
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.postprocess import rank, shorten
-from maxsimd.engine.preprocess import Prepared
+from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.requests import (
     CUT_LONG,
     REFUSE_LONG,
+    CacheMode,
     EmbedRequest,
     EmbedResult,
     InputType,
@@ -35,7 +36,6 @@ from maxsimd.engine.requests import (
     ScoreResult,
     TokenEmbedResult,
     Truncation,
-    Usage,
 )
 from maxsimd.engine.running import Running
 from maxsimd.engine.tokenization import TextTokenizer
@@ -123,6 +123,7 @@ class Engine:
         truncation: Truncation = REFUSE_LONG,
         use_activation: bool = True,
         instruction: str | None = None,
+        cache: CacheMode = "use",
         priority: int = 0,
         timeout: float | None = None,
     ) -> ScoreResult:
@@ -130,7 +131,8 @@ class Engine:
 
         Scores are in the documents' order and higher is better: MaxSim sums for late interaction, cosines
         for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
-        for cross-encoders. `instruction` is for models that take one.
+        for cross-encoders. `instruction` is for models that take one. `cache` says whether embeddings of
+        documents that are kept are taken, and new ones kept.
         """
         model = self.model
         if model.score_task == "classify" and len(model.labels) != 1:
@@ -145,12 +147,13 @@ class Engine:
             documents=paired_documents,
             truncation=truncation,
             instruction=instruction,
+            cache=cache,
         )
         prepared, values = await self._pairs(request, priority, timeout)
         scores = prepared.combine(values)
         if model.score_task == "classify" and use_activation:
             scores = model.activation(torch.from_numpy(scores)).numpy()
-        return ScoreResult(scores.tolist(), Usage(prepared.tokens), prepared.truncated)
+        return ScoreResult(scores.tolist(), usage_of(prepared), prepared.truncated)
 
     async def rerank(
         self,
@@ -161,6 +164,7 @@ class Engine:
         truncation: Truncation = CUT_LONG,
         use_activation: bool = True,
         instruction: str | None = None,
+        cache: CacheMode = "use",
         priority: int = 0,
         timeout: float | None = None,
     ) -> RerankResult:
@@ -176,6 +180,7 @@ class Engine:
             truncation=truncation,
             use_activation=use_activation,
             instruction=instruction,
+            cache=cache,
             priority=priority,
             timeout=timeout,
         )
@@ -205,7 +210,7 @@ class Engine:
         prepared, values = await self._texts(request, dimensions, priority, timeout)
         embeddings = np.concatenate([np.asarray(value) for value in values])
         normalised = self.model.tasks["embed"].normalised
-        return EmbedResult(shorten(embeddings, dimensions, normalised), Usage(prepared.tokens))
+        return EmbedResult(shorten(embeddings, dimensions, normalised), usage_of(prepared))
 
     async def embed_tokens(
         self,
@@ -229,7 +234,7 @@ class Engine:
         prepared, values = await self._texts(request, dimensions, priority, timeout)
         normalised = self.model.tasks["token_embed"].normalised
         matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values]
-        return TokenEmbedResult(matrices, Usage(prepared.tokens))
+        return TokenEmbedResult(matrices, usage_of(prepared))
 
     async def classify(
         self,
@@ -255,7 +260,7 @@ class Engine:
         logits = np.array(values, dtype=np.float32).reshape(len(values), -1)
         if use_activation:
             logits = self.model.probabilities(torch.from_numpy(logits)).numpy()
-        return EmbedResult(logits, Usage(prepared.tokens))
+        return EmbedResult(logits, usage_of(prepared))
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Runs something that blocks in the engine's thread pool."""

@@ -16,14 +16,35 @@ Value = float | NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeptDocument:
+    """A document that need not be run: its embedding [tokens, dim], to be scored against the query with the
+    key `query` and delivered as value `index` of its request. `tokens` is how many were run for it once."""
+
+    request: int
+    index: int
+    query: int
+    embedding: torch.Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Admit:
-    """Engine to scheduler: run these sequences and resolve `values` with `results` values by index."""
+    """Engine to scheduler: run these sequences, score the documents that are kept, and resolve `values` with
+    `results` values by index."""
 
     request: int
     sequences: list[Sequence]
+    kept: list[KeptDocument]
     results: int
     priority: int
     values: asyncio.Future[list[Value]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attach:
+    """Scheduler to model runner to pooling to scoring: score these as soon as their queries are there."""
+
+    documents: list[KeptDocument]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +70,20 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KnownSequence:
+    """A sequence of a step that was not run: its embedding is kept, or, if None, comes with an equal one."""
+
+    sequence: Sequence
+    embedding: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Hidden:
-    """Model runner to pooling: the hidden states of a step that was begun at `started` (perf_counter)."""
+    """Model runner to pooling: the hidden states of a step that was begun at `started` (perf_counter). The
+    step's sequences in `known` were not run: their embeddings are kept, or come with the step."""
 
     step: Step
+    known: list[KnownSequence]
     states: torch.Tensor
     cursor: PoolingCursor
     started: float
@@ -60,9 +91,11 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledStep:
-    """Pooling to scoring: what a step finished."""
+    """Pooling to scoring: what a step finished, and its sequences that were not run."""
 
     step: Step
+    known: list[KnownSequence]
+    tokens: int
     pooled: list[Pooled]
     started: float
 
@@ -98,6 +131,6 @@ class StepReport:
 
 
 SchedulerMessage = Admit | Cancel | StepReport
-RunnerMessage = Step | Release
-PoolingMessage = Hidden | Free
-ScoringMessage = PooledStep | Free
+RunnerMessage = Step | Release | Attach
+PoolingMessage = Hidden | Free | Attach
+ScoringMessage = PooledStep | Free | Attach

@@ -3,7 +3,7 @@
 import torch
 
 from maxsimd.engine.actor import Actor, Mailbox
-from maxsimd.engine.messages import Free, PooledStep, PoolingMessage, ScoringMessage
+from maxsimd.engine.messages import Attach, Free, PooledStep, PoolingMessage, ScoringMessage
 from maxsimd.pooling.dispatch import DispatchPooler
 
 
@@ -21,6 +21,9 @@ class PoolingActor(Actor[PoolingMessage]):
         self._scoring = scoring
 
     async def receive(self, message: PoolingMessage) -> None:
+        if isinstance(message, Attach):
+            await self._scoring.ask(message)
+            return
         if isinstance(message, Free):
             for key in message.keys:
                 self._pooler.free(key)
@@ -28,7 +31,8 @@ class PoolingActor(Actor[PoolingMessage]):
             return
         with torch.inference_mode():
             pooled = self._pooler.pool(message.states, message.cursor)
-        await self._scoring.ask(PooledStep(message.step, pooled, message.started))
+        tokens = sum(len(chunk) for chunk in message.cursor.chunks)
+        await self._scoring.ask(PooledStep(message.step, message.known, tokens, pooled, message.started))
         for chunk in message.cursor.chunks:
             if chunk.is_last and not chunk.is_first:
                 self._pooler.free(chunk.sequence.key)

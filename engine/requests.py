@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 InputType = Literal["query", "document"]
 
+# use: take documents' embeddings that are kept, and keep new ones; bypass: neither; refresh: make and keep.
+CacheMode = Literal["use", "bypass", "refresh"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
@@ -46,6 +49,7 @@ class ScoreRequest:
     documents: tuple[str, ...]
     truncation: Truncation = REFUSE_LONG
     instruction: str | None = None
+    cache: CacheMode = "use"
 
     def query_of(self, document: int) -> int:
         return 0 if len(self.queries) == 1 else document
@@ -66,9 +70,13 @@ class EmbedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that the model really ran: a query that is scored late counts once, a pair counts whole."""
+    """Tokens of a request: a query that is scored late counts once, a pair counts whole, and a document that
+    a request has twice counts once. Those of documents whose embeddings were kept were not run again, and are
+    also in `cached_tokens`."""
 
     prompt_tokens: int
+    cached_tokens: int = 0
+    cached_documents: int = 0
 
 
 @dataclass(frozen=True, slots=True)

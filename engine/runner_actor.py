@@ -6,10 +6,13 @@ import time
 import torch
 
 from maxsimd.engine.actor import Actor, Mailbox
+from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.messages import (
+    Attach,
     Failure,
     Free,
     Hidden,
+    KnownSequence,
     PoolingMessage,
     Release,
     RunnerMessage,
@@ -17,6 +20,7 @@ from maxsimd.engine.messages import (
     StepReport,
 )
 from maxsimd.engine.packed import ModelRunner
+from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.scheduler import Step
 
 log = logging.getLogger(__name__)
@@ -36,14 +40,19 @@ class RunnerActor(Actor[RunnerMessage]):
         runner: ModelRunner,
         pooling: Mailbox[PoolingMessage],
         scheduler: Mailbox[SchedulerMessage],
+        cache: EmbeddingCache | None,
     ) -> None:
         super().__init__(mailbox)
         self._runner = runner
+        self._cache = cache
         self._pooling = pooling
         self._scheduler = scheduler
         self._cut_sequences: dict[int, set[int]] = {}
 
     async def receive(self, message: RunnerMessage) -> None:
+        if isinstance(message, Attach):
+            await self._pooling.ask(message)
+            return
         if isinstance(message, Release):
             keys = frozenset(self._cut_sequences.pop(message.request, ()))
             for key in keys:
@@ -58,12 +67,36 @@ class RunnerActor(Actor[RunnerMessage]):
     async def _run(self, step: Step) -> None:
         started = time.perf_counter()
         try:
-            states, cursor = self._runner.forward(step)
-            await self._pooling.ask(Hidden(step, states, cursor, started))
+            new, known = self._without_known(step)
+            if new.chunks:
+                states, cursor = self._runner.forward(new)
+            else:
+                states, cursor = torch.empty(0, 0), PoolingCursor((), ())
+            await self._pooling.ask(Hidden(step, known, states, cursor, started))
         except Exception as error:
             await self._recover(step, error)
         else:
             self._free_finished(step)
+
+    def _without_known(self, step: Step) -> tuple[Step, list[KnownSequence]]:
+        """The step without sequences whose embeddings are kept by now, or come with an equal sequence before
+        them, and these sequences: equal documents that waited together are run once."""
+        if self._cache is None or not any(chunk.sequence.cache_key for chunk in step.chunks):
+            return step, []
+        new, known = [], []
+        coming: set[bytes] = set()
+        for chunk in step.chunks:
+            key = chunk.sequence.cache_key
+            if key is None or not chunk.is_whole or chunk.sequence.windows > 1:
+                new.append(chunk)
+            elif key in coming:
+                known.append(KnownSequence(chunk.sequence, None))
+            elif (entry := self._cache.get(key)) is not None:
+                known.append(KnownSequence(chunk.sequence, entry.decoded()))
+            else:
+                coming.add(key)
+                new.append(chunk)
+        return Step(step.id, tuple(new)), known
 
     async def _recover(self, step: Step, error: Exception) -> None:
         out_of_memory = _is_out_of_memory(error)

@@ -50,7 +50,9 @@ class Running:
                 budget = max(budget, model.max_tokens)
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
         self.tokenizer = TextTokenizer(model.tokenizer)
-        self.preprocessor = Preprocessor(model, self.tokenizer, self.max_tokens, config.window_overlap)
+        self.preprocessor = Preprocessor(
+            model, self.tokenizer, self.max_tokens, config.window_overlap, on_device.cache
+        )
         limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked)
         self._device = device
         self._died = died
@@ -93,6 +95,8 @@ class Running:
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
         await asyncio.to_thread(self._device.close)
+        if self.on_device.cache is not None:
+            self.on_device.cache.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     async def _prepare_and_wait(
@@ -104,7 +108,9 @@ class Running:
         self._metrics.preprocess_seconds.observe(time.perf_counter() - started)
         self._check_room(prepared.tokens)
         future = self._future()
-        self.scheduler.mailbox.post(Admit(owner, prepared.sequences, prepared.results, priority, future))
+        self.scheduler.mailbox.post(
+            Admit(owner, prepared.sequences, prepared.kept, prepared.results, priority, future)
+        )
         return prepared, await future
 
     def _abandon(self, owner: int) -> None:

@@ -9,6 +9,7 @@ from maxsimd.engine.actor import Actor, Mailbox
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.messages import (
     Admit,
+    Attach,
     Cancel,
     Release,
     RunnerMessage,
@@ -74,6 +75,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         if message.values.done():  # cancelled before it got here
             return
         self._open[message.request] = _Open([None] * message.results, message.results, message.values)
+        if message.kept:
+            self._runner.post(Attach(message.kept))
         self._scheduler.admit(message.request, message.sequences, message.priority)
 
     def _end(self, request: int) -> None:

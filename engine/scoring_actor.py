@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.actor import Actor, Mailbox
+from maxsimd.engine.document_scorer import DocumentScorer, Place
 from maxsimd.engine.messages import (
+    Attach,
     Failure,
     Free,
     PooledStep,
@@ -21,26 +23,21 @@ from maxsimd.engine.messages import (
     Value,
 )
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.pooling.maxsim import MaxSim
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.registry import QueryRegistry
-from maxsimd.pooling.similarity import score_pairs
-from maxsimd.pooling.windows import WindowRegistry
-from maxsimd.scheduler import Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Output:
-    """What goes to the host: item i of `items` belongs to sequence i, as a number where `scalar` is set."""
+    """What goes to the host: item i of `items` is for place i, as a number where `scalar` is set."""
 
-    sequences: list[Sequence]
+    places: list[Place]
     items: Ragged
     scalar: bool
 
 
 class ScoringActor(Actor[ScoringMessage]):
-    """Owns the query registry. Stage one keeps a query's embedding, stage two scores documents against it,
-    in one batch a step whatever requests they belong to; only results leave the device, in one transfer.
+    """Owns the `DocumentScorer`: stage one keeps a query's embedding, stage two scores documents against it.
+    Only results leave the device, in one transfer a step.
 
     `labels` is the number of a classifier's labels; one label makes its logit a score.
     """
@@ -48,31 +45,30 @@ class ScoringActor(Actor[ScoringMessage]):
     def __init__(
         self,
         mailbox: Mailbox[ScoringMessage],
-        similarity: str,
-        maxsim: MaxSim,
+        scorer: DocumentScorer,
         labels: int,
         scheduler: Mailbox[SchedulerMessage],
     ) -> None:
         super().__init__(mailbox)
-        self._similarity = similarity
-        self._maxsim = maxsim
+        self._scorer = scorer
         self._labels = labels
         self._scheduler = scheduler
-        self._queries = QueryRegistry()
-        self._windows = WindowRegistry()
         self._deliveries: set[asyncio.Task[None]] = set()
 
     async def receive(self, message: ScoringMessage) -> None:
         if isinstance(message, Free):
-            self._queries.drop_request(message.request)
-            self._windows.drop_request(message.request)
+            self._scorer.drop_request(message.request)
+            return
+        if isinstance(message, Attach):
+            self._scorer.attach(message.documents)
             return
         outputs: list[_Output] = []
         failures: list[Failure] = []
         with torch.inference_mode():
+            for scored in self._scorer.score(message.pooled, message.known, failures):
+                scores = Ragged(scored.scores[:, None], tuple(range(len(scored.places) + 1)))
+                outputs.append(_Output(scored.places, scores, scalar=True))
             for pooled in message.pooled:
-                self._keep_queries(pooled)
-                outputs += self._score_documents(pooled, failures)
                 outputs += self._plain_items(pooled)
             flat = torch.cat(
                 [output.items.values.reshape(-1).float() for output in outputs] or [torch.empty(0)]
@@ -89,65 +85,17 @@ class ScoringActor(Actor[ScoringMessage]):
         self._deliveries.add(delivery)
         delivery.add_done_callback(self._deliveries.discard)
 
-    def _keep_queries(self, pooled: Pooled) -> None:
-        for sequence, item in pooled:
-            if sequence.uses:
-                self._queries.put(sequence, item)
-
-    def _score_documents(self, pooled: Pooled, failures: list[Failure]) -> list[_Output]:
-        documents, items = self._complete_documents(pooled)
-        places: dict[int, int] = {}
-        embeddings: list[torch.Tensor] = []
-        pairs: list[tuple[int, int]] = []
-        scored: list[Sequence] = []
-        for i, document in enumerate(documents):
-            query = document.query
-            assert query is not None
-            if query not in places:
-                try:
-                    embeddings.append(self._queries.get(query))
-                except KeyError:
-                    failures.append(Failure(document.request, "the query's embedding is gone"))
-                    continue
-                places[query] = len(embeddings) - 1
-            pairs.append((places[query], i))
-            scored.append(document)
-        if not pairs:
-            return []
-        scores = score_pairs(self._similarity, Ragged.from_items(embeddings), items, pairs, self._maxsim)
-        for document in scored:
-            assert document.query is not None
-            self._queries.release(document.query, document.windows)
-            if document.document is not None:
-                self._windows.release(document.document)
-        return [_Output(scored, Ragged(scores[:, None], tuple(range(len(scores) + 1))), scalar=True)]
-
-    def _complete_documents(self, pooled: Pooled) -> tuple[list[Sequence], Ragged]:
-        """The documents that are complete with this step, and their embeddings; a document that is read
-        through windows is when its last one is there."""
-        if all(sequence.query is not None and sequence.document is None for sequence in pooled.sequences):
-            return list(pooled.sequences), pooled.items
-        documents, items = [], []
-        for sequence, item in pooled:
-            if sequence.query is None:
-                continue
-            whole = item if sequence.document is None else self._windows.put(sequence, item)
-            if whole is not None:
-                documents.append(sequence)
-                items.append(whole)
-        return documents, Ragged.from_items(items) if items else pooled.items
-
     def _plain_items(self, pooled: Pooled) -> list[_Output]:
         plain = [
             i for i, sequence in enumerate(pooled.sequences) if not sequence.uses and sequence.query is None
         ]
         if not plain:
             return []
-        sequences = [pooled.sequences[i] for i in plain]
+        places: list[Place] = [pooled.sequences[i] for i in plain]
         items = pooled.items
         if len(plain) < len(pooled.sequences):
             items = Ragged.from_items([items[i] for i in plain])
-        return [_Output(sequences, items, scalar=pooled.task == "classify" and self._labels == 1)]
+        return [_Output(places, items, scalar=pooled.task == "classify" and self._labels == 1)]
 
     async def _deliver(
         self,
@@ -173,23 +121,23 @@ class ScoringActor(Actor[ScoringMessage]):
         seconds = time.perf_counter() - message.started
         step = message.step
         self._scheduler.post(
-            StepReport(step.id, len(step.chunks), step.num_tokens, results, failures, seconds)
+            StepReport(step.id, len(step.chunks), message.tokens, results, failures, seconds)
         )
 
 
 def _results(outputs: list[_Output], flat: NDArray[np.float32]) -> list[Result]:
     results = []
-    place = 0
+    position = 0
     for output in outputs:
         dim = output.items.values.shape[-1]
         if output.scalar:
-            values: list[Value] = flat[place : place + len(output.sequences)].tolist()
+            values: list[Value] = flat[position : position + len(output.places)].tolist()
         else:
-            rows = flat[place : place + output.items.values.numel()].reshape(-1, dim)
+            rows = flat[position : position + output.items.values.numel()].reshape(-1, dim)
             values = [rows[start:stop] for start, stop in pairwise(output.items.offsets)]
-        place += output.items.values.numel()
+        position += output.items.values.numel()
         results += [
-            Result(sequence.request, sequence.index, value)
-            for sequence, value in zip(output.sequences, values, strict=True)
+            Result(place.request, place.index, value)
+            for place, value in zip(output.places, values, strict=True)
         ]
     return results

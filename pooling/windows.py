@@ -13,6 +13,7 @@ class WindowRegistry:
     def __init__(self) -> None:
         self._held: dict[int, dict[int, torch.Tensor]] = {}
         self._requests: dict[int, int] = {}
+        self._tokens: dict[int, dict[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -22,16 +23,22 @@ class WindowRegistry:
         assert sequence.document is not None
         windows = self._held.setdefault(sequence.document, {})
         self._requests[sequence.document] = sequence.request
+        self._tokens.setdefault(sequence.document, {})[sequence.key] = len(sequence)
         # A clone, so that one window does not keep the whole step's tensor alive.
         windows[sequence.key] = embedding.clone()
         if len(windows) < sequence.windows:
             return None
         return torch.cat([windows[key] for key in sorted(windows)])
 
+    def tokens(self, document: int) -> int:
+        """How many tokens the windows of a document have that are here."""
+        return sum(self._tokens[document].values())
+
     def release(self, document: int) -> None:
         """Lets go of a document that has been scored."""
         self._held.pop(document, None)
         self._requests.pop(document, None)
+        self._tokens.pop(document, None)
 
     def drop_request(self, request: int) -> None:
         """Lets go of all windows of a request that has ended."""

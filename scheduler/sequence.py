@@ -29,7 +29,8 @@ class Sequence:
     `key` is unique in the engine, `request` names the owner and `index` this sequence's place among the
     request's results. A document that is scored against a query names that query's key in `query`; a query
     says in `uses` how many documents will. A document that is read through `windows` sequences, and scored
-    as one, has the first one's key as `document` in each.
+    as one, has the first one's key as `document` in each. A document whose embedding is to be kept has a
+    `cache_key`, and is marked as `truncated` when it was cut.
     """
 
     key: int
@@ -47,6 +48,8 @@ class Sequence:
     uses: int = 0
     document: int | None = None
     windows: int = 1
+    cache_key: bytes | None = None
+    truncated: bool = False
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:

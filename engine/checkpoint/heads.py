@@ -17,17 +17,17 @@ class ModuleHead:
     `feature` is the name under which they pass the rows on: sentence_embedding or token_embeddings."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], feature: str) -> None:
-        self._modules = [module.float() for module in modules]
+        self.modules = [module.float() for module in modules]
         self._feature = feature
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         features = {self._feature: rows}
-        for module in self._modules:
+        for module in self.modules:
             features = module(features)
         return features[self._feature]
 
     def __str__(self) -> str:
-        return " and ".join(type(module).__name__ for module in self._modules) or "nothing"
+        return " and ".join(type(module).__name__ for module in self.modules) or "nothing"
 
 
 class ClassifierHead:
@@ -116,16 +116,28 @@ class FirstColumns:
     Source: matryoshka embeddings, Kusupati et al. 2022 (arXiv 2205.13147)."""
 
     def __init__(self, head: Head, dimensions: int, normalised: bool) -> None:
-        self._head = head
+        self.inner = head
         self._dimensions = dimensions
         self._normalised = normalised
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        kept = self._head(rows)[:, : self._dimensions]
+        kept = self.inner(rows)[:, : self._dimensions]
         return torch.nn.functional.normalize(kept, dim=-1) if self._normalised else kept
 
     def __str__(self) -> str:
-        return f"{self._head} and the first columns"
+        return f"{self.inner} and the first columns"
+
+
+def head_tensors(head: Head) -> list[tuple[str, torch.Tensor]]:
+    """The weights of a head that makes embeddings, by name."""
+    if isinstance(head, FirstColumns):
+        return head_tensors(head.inner)
+    modules = head.modules if isinstance(head, ModuleHead) else []
+    return [
+        (f"{i}.{name}", tensor)
+        for i, module in enumerate(modules)
+        for name, tensor in module.state_dict().items()
+    ]
 
 
 class _GivenRows(torch.nn.Module):

@@ -3,7 +3,7 @@
 Functions of their input, run in the thread pool; nothing here knows of queues or devices.
 """
 
-from maxsimd.engine.preprocess.prepared import Prepared
+from maxsimd.engine.preprocess.prepared import Prepared, usage_of
 from maxsimd.engine.preprocess.preprocessor import Preprocessor
 
-__all__ = ["Prepared", "Preprocessor"]
+__all__ = ["Prepared", "Preprocessor", "usage_of"]

@@ -20,6 +20,13 @@ class LongInputs:
         self.truncated = 0
 
     @property
+    def signature(self) -> str:
+        """All that decides how a document is read, beside the document."""
+        given = self._truncation
+        cuts = (given.max_tokens is not None, given.side, given.max_document_tokens)
+        return repr((self.limit, cuts, given.windows and self._overlap))
+
+    @property
     def uses_windows(self) -> bool:
         return self._truncation.windows
 

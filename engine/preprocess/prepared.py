@@ -1,13 +1,14 @@
 """What preprocessing makes of a request, and how its values become scores."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.engine.messages import Value
+from maxsimd.engine.messages import KeptDocument, Value
+from maxsimd.engine.requests import Usage
 from maxsimd.scheduler import Sequence as TokenSequence
 
 # From the values of a request's sequences, by index, to one score a document, float32.
@@ -19,26 +20,46 @@ def one_each(values: list[Value]) -> NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
 
 
-def best_of(windows: Sequence[int]) -> Combine:
-    """The best of each document's windows; `windows` says how many each document has."""
+def best_of(windows: Sequence[int], place_of: Sequence[int] | None = None) -> Combine:
+    """The best of each document's windows; `windows` says how many each document has, and `place_of` for each
+    of the request's documents which of these it is."""
     starts = np.concatenate([[0], np.cumsum(windows)[:-1]]).astype(np.int64)
+    places = None if place_of is None or len(set(place_of)) == len(place_of) else np.array(place_of)
 
     def combine(values: list[Value]) -> NDArray[np.float32]:
-        return np.maximum.reduceat(one_each(values), starts)
+        scores = one_each(values)
+        if len(starts) < len(scores):
+            scores = np.maximum.reduceat(scores, starts)
+        return scores if places is None else scores[places]
 
-    return combine if any(count > 1 for count in windows) else one_each
+    return combine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """The sequences of a request, queries first; `results` of them end in a result, out of which `combine`
-    makes the scores of a score request. `truncated` counts the inputs that were cut."""
+    """The sequences of a request, queries first, and the documents that need not be run.
+
+    These end in `results` values, out of which `combine` makes the scores of a score request. `truncated`
+    counts the inputs that were cut."""
 
     sequences: list[TokenSequence]
     results: int
     truncated: int
     combine: Combine = one_each
+    kept: list[KeptDocument] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
+        """Tokens to be run."""
         return sum(len(sequence) for sequence in self.sequences)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens that were run at another time."""
+        return sum(document.tokens for document in self.kept)
+
+
+def usage_of(prepared: Prepared) -> Usage:
+    """What a request used, in tokens."""
+    kept = prepared.kept_tokens
+    return Usage(prepared.tokens + kept, kept, len(prepared.kept))

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.model import INSTRUCT
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.documents import DocumentReader
 from maxsimd.engine.preprocess.listwise import listwise
 from maxsimd.engine.preprocess.long_inputs import LongInputs
 from maxsimd.engine.preprocess.pairs import pairs
@@ -23,16 +25,22 @@ class Preprocessor:
     """Turns requests into sequences for one model. Thread-safe.
 
     `longest_sequence` is the most tokens that the engine can run in one sequence, and `window_overlap` how
-    many the windows of a long document share.
+    many the windows of a long document share. Documents that are in the `cache` are not run again.
     """
 
     def __init__(
-        self, model: LoadedModel, tokenizer: TextTokenizer, longest_sequence: int, window_overlap: int
+        self,
+        model: LoadedModel,
+        tokenizer: TextTokenizer,
+        longest_sequence: int,
+        window_overlap: int,
+        cache: EmbeddingCache | None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._longest = min(model.max_tokens, longest_sequence)
         self._window_overlap = window_overlap
+        self._cache = cache
 
     def score(self, request: ScoreRequest, owner: int, keys: Iterator[int]) -> Prepared:
         """The sequences of a score request."""
@@ -47,7 +55,11 @@ class Preprocessor:
             return pairs(request, model.pairs, instruction, self._tokenizer, long_inputs, owner, keys)
         rules = _instructed(model.query, instruction)
         queries = self._builder(rules, long_inputs, "queries", always_cut=rules.max_tokens is not None)
-        documents = self._builder(model.document, long_inputs, "documents")
+        documents = DocumentReader(
+            self._builder(model.document, long_inputs, "documents"),
+            long_inputs,
+            None if request.cache == "bypass" else self._cache,
+        )
         return two_stages(request, queries, documents, long_inputs, model.score_task, owner, keys)
 
     def embed(self, request: EmbedRequest, owner: int, keys: Iterator[int]) -> Prepared:

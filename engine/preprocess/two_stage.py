@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from maxsimd.engine.messages import KeptDocument
+from maxsimd.engine.preprocess.documents import Document, DocumentReader
 from maxsimd.engine.preprocess.long_inputs import LongInputs
 from maxsimd.engine.preprocess.prepared import Prepared, best_of
 from maxsimd.engine.preprocess.texts import Parts, TextBuilder
@@ -13,46 +15,63 @@ from maxsimd.scheduler import Role, Sequence
 def two_stages(
     request: ScoreRequest,
     queries: TextBuilder,
-    documents: TextBuilder,
+    documents: DocumentReader,
     long_inputs: LongInputs,
     task: str,
     owner: int,
     keys: Iterator[int],
 ) -> Prepared:
-    """Queries first, then documents. With token embeddings a document's windows are scored as one, which is
-    exact: MaxSim is a maximum over the union of their tokens. Else each is a result, and the best counts."""
+    """Queries first, then documents; those that are kept go straight to scoring.
+
+    With token embeddings a document's windows are scored as one, which is exact: MaxSim is a maximum over the
+    union of their tokens. Else each window is a result, and the best counts."""
     as_one = task == "token_embed"
-    built = [
-        documents.windows(long_inputs.document(text), i)
-        for i, text in enumerate(documents.encode(request.documents))
+    read = documents.read(request)
+    uses = [0] * len(request.queries)
+    for document in read.different:
+        uses[document.query] += max(1, len(document.windows))
+    sequences = [
+        _sequence(
+            queries.build(long_inputs.query(text), i), next(keys), owner, i, Role.QUERY, task, uses=uses[i]
+        )
+        for i, text in enumerate(queries.encode(request.queries))
     ]
-    shared = len(request.queries) == 1
-    query_sequences = []
-    for i, text in enumerate(queries.encode(request.queries)):
-        parts = queries.build(long_inputs.query(text), i)
-        uses = sum(map(len, built)) if shared else len(built[i])
-        query_sequences.append(_sequence(parts, next(keys), owner, i, Role.QUERY, task, uses=uses))
-    document_sequences: list[Sequence] = []
-    for i, windows in enumerate(built):
-        query = query_sequences[request.query_of(i)].key
-        first = next(keys)
-        for place, parts in enumerate(windows):
-            document_sequences.append(
-                _sequence(
-                    parts,
-                    next(keys) if place else first,
-                    owner,
-                    i if as_one else len(document_sequences),
-                    Role.DOCUMENT,
-                    task,
-                    query=query,
-                    document=first if as_one and len(windows) > 1 else None,
-                    windows=len(windows) if as_one else 1,
-                )
-            )
-    results = len(built) if as_one else len(document_sequences)
-    counts = [1] * len(built) if as_one else [len(windows) for windows in built]
-    return Prepared(query_sequences + document_sequences, results, long_inputs.truncated, best_of(counts))
+    query_keys = [sequence.key for sequence in sequences]
+    kept, counts, results = [], [], 0
+    for document in read.different:
+        query = query_keys[document.query]
+        if document.kept is not None:
+            kept.append(KeptDocument(owner, results, query, document.kept.decoded(), document.kept.tokens))
+        else:
+            sequences += _run(document, owner, results, query, task, as_one, keys)
+        counts.append(1 if as_one else max(1, len(document.windows)))
+        results += counts[-1]
+    combine = best_of(counts, read.place_of)
+    return Prepared(sequences, results, long_inputs.truncated, combine, kept)
+
+
+def _run(
+    document: Document, owner: int, index: int, query: int, task: str, as_one: bool, keys: Iterator[int]
+) -> list[Sequence]:
+    """The sequences of a document that has to be run, the first of them with `index`."""
+    windows = document.windows
+    first = next(keys)
+    return [
+        _sequence(
+            parts,
+            next(keys) if place else first,
+            owner,
+            index if as_one else index + place,
+            Role.DOCUMENT,
+            task,
+            query=query,
+            document=first if as_one and len(windows) > 1 else None,
+            windows=len(windows) if as_one else 1,
+            cache_key=document.cache_key if as_one or len(windows) == 1 else None,
+            truncated=document.truncated,
+        )
+        for place, parts in enumerate(windows)
+    ]
 
 
 def _sequence(

@@ -1,0 +1,10 @@
+"""The embedding cache: a document that has been encoded is not encoded again.
+
+Kept by content, in memory and, if asked for, on disk; safe to use from any thread.
+"""
+
+from maxsimd.engine.cache.cache import EmbeddingCache
+from maxsimd.engine.cache.entry import CachedEmbedding, Precision
+from maxsimd.engine.cache.open import open_cache
+
+__all__ = ["CachedEmbedding", "EmbeddingCache", "Precision", "open_cache"]

@@ -1,0 +1,95 @@
+"""The cache as the engine sees it: keys by content, memory before disk, and counts."""
+
+import hashlib
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from maxsimd.engine.cache.disk import DiskStore
+from maxsimd.engine.cache.entry import CachedEmbedding, Precision, encode
+from maxsimd.engine.cache.memory import MemoryStore
+
+
+class EmbeddingCache:
+    """Embeddings of documents by the digest of all that they depend on. Thread-safe.
+
+    `fingerprint` stands for the model and its options; `precision` is what embeddings are kept in, and, so
+    that a document scores alike whether it was there or not, what new ones are rounded to before use."""
+
+    def __init__(
+        self, fingerprint: bytes, precision: Precision, memory: MemoryStore, disk: DiskStore | None
+    ) -> None:
+        self._fingerprint = fingerprint
+        self.precision: Precision = precision
+        self._memory = memory
+        self._disk = disk
+        self._lock = threading.Lock()
+        self.hits = 0
+        self.misses = 0
+
+    def key(self, text: str, how: str) -> bytes:
+        """The digest of a document and `how` it is read: role, truncation, limits."""
+        digest = hashlib.blake2b(self._fingerprint, digest_size=32)
+        digest.update(how.encode())
+        digest.update(b"\0")
+        digest.update(text.encode("utf-8", "surrogatepass"))
+        return digest.digest()
+
+    def get(self, key: bytes) -> CachedEmbedding | None:
+        """An entry from memory or disk; counted as neither hit nor miss."""
+        entry = self._memory.get(key)
+        if entry is None and self._disk is not None:
+            entry = self._disk.get(key)
+            if entry is not None:
+                self._memory.put(key, entry)
+        return entry
+
+    def count(self, hits: int, misses: int) -> None:
+        """Counts documents that were there and that were not."""
+        with self._lock:
+            self.hits += hits
+            self.misses += misses
+
+    def encode(self, rows: torch.Tensor, tokens: int, truncated: bool) -> CachedEmbedding:
+        """An embedding [tokens, dim] as it would be kept."""
+        return encode(rows, self.precision, tokens, truncated)
+
+    def put(self, entries: Iterable[tuple[bytes, CachedEmbedding]]) -> None:
+        """Keeps entries in memory and on disk."""
+        kept = list(entries)
+        for key, entry in kept:
+            self._memory.put(key, entry)
+        if kept and self._disk is not None:
+            self._disk.put(kept)
+
+    def drop(self, key: bytes) -> None:
+        """Forgets an entry."""
+        self._memory.drop(key)
+        if self._disk is not None:
+            self._disk.drop(key)
+
+    def clear(self) -> None:
+        self._memory.clear()
+        if self._disk is not None:
+            self._disk.clear()
+
+    def close(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
+
+    @property
+    def entries(self) -> int:
+        return len(self._memory) if self._disk is None else max(len(self._memory), len(self._disk))
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._memory.nbytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return 0 if self._disk is None else self._disk.nbytes
+
+    @property
+    def evictions(self) -> int:
+        return self._memory.evictions + (0 if self._disk is None else self._disk.evictions)

@@ -1,0 +1,162 @@
+"""Scoring documents against queries on the device: those just pooled, those read through windows once they
+are complete, and those whose embeddings were kept."""
+
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
+from maxsimd.engine.messages import Failure, KeptDocument, KnownSequence
+from maxsimd.pooling.dispatch import Pooled
+from maxsimd.pooling.maxsim import MaxSim
+from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.registry import QueryRegistry
+from maxsimd.pooling.similarity import score_pairs
+from maxsimd.pooling.windows import WindowRegistry
+from maxsimd.scheduler import Sequence
+
+
+class Place(Protocol):
+    """What a value is for: `index` among the values of `request`."""
+
+    @property
+    def request(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """Scores [n] on the device, each for a place."""
+
+    places: list[Place]
+    scores: torch.Tensor
+
+
+class DocumentScorer:
+    """Owns the queries whose documents are still to come, unfinished documents, and kept documents whose
+    queries are still to come. Used by the scoring actor alone."""
+
+    def __init__(self, similarity: str, maxsim: MaxSim, cache: EmbeddingCache | None) -> None:
+        self._similarity = similarity
+        self._maxsim = maxsim
+        self._cache = cache
+        self._queries = QueryRegistry()
+        self._windows = WindowRegistry()
+        self._attached: dict[int, list[KeptDocument]] = {}
+
+    def attach(self, documents: list[KeptDocument]) -> None:
+        """Takes kept documents, to be scored when their queries are there."""
+        for document in documents:
+            self._attached.setdefault(document.query, []).append(document)
+
+    def drop_request(self, request: int) -> None:
+        """Lets go of all that belongs to a request that has ended."""
+        self._queries.drop_request(request)
+        self._windows.drop_request(request)
+        ended = [query for query, kept in self._attached.items() if kept[0].request == request]
+        for query in ended:
+            del self._attached[query]
+
+    def score(
+        self, pooled: list[Pooled], known: list[KnownSequence], failures: list[Failure]
+    ) -> list[Scored]:
+        """Scores of all documents that a step completes: one batch a task, whatever requests they are of."""
+        scored: list[Scored] = []
+        fresh: dict[bytes, torch.Tensor] = {}
+        for task in pooled:
+            for sequence, item in task:
+                if sequence.uses:
+                    self._queries.put(sequence, item)
+                    scored += self._score_attached(sequence.key, failures)
+            documents, items = self._complete(task)
+            if documents:
+                items = self._keep(documents, items, fresh)
+                scored += self._against_queries(documents, items, failures)
+                for document in documents:
+                    if document.document is not None:
+                        self._windows.release(document.document)
+        if known:
+            embeddings = [fresh[_key(one)] if one.embedding is None else one.embedding for one in known]
+            sequences = [one.sequence for one in known]
+            scored += self._against_queries(sequences, Ragged.from_items(embeddings), failures)
+        return scored
+
+    def _score_attached(self, query: int, failures: list[Failure]) -> list[Scored]:
+        documents = self._attached.pop(query, None)
+        if documents is None:
+            return []
+        device = self._queries.get(query).device
+        items = Ragged.from_items([document.embedding.to(device) for document in documents])
+        return self._against_queries(documents, items, failures)
+
+    def _complete(self, pooled: Pooled) -> tuple[list[Sequence], Ragged]:
+        """The documents that are complete with this step, and their embeddings; one that is read through
+        windows is when its last one is there."""
+        if all(sequence.query is not None and sequence.document is None for sequence in pooled.sequences):
+            return list(pooled.sequences), pooled.items
+        documents, items = [], []
+        for sequence, item in pooled:
+            if sequence.query is None:
+                continue
+            whole = item if sequence.document is None else self._windows.put(sequence, item)
+            if whole is not None:
+                documents.append(sequence)
+                items.append(whole)
+        return documents, Ragged.from_items(items) if items else pooled.items
+
+    def _keep(self, documents: list[Sequence], items: Ragged, fresh: dict[bytes, torch.Tensor]) -> Ragged:
+        """Keeps the embeddings of documents that are to be, and gives back what they score with: what is
+        kept, so that a document scores alike whether it was there or not."""
+        if self._cache is None or not any(document.cache_key for document in documents):
+            return items
+        rounded = []
+        entries: list[tuple[bytes, CachedEmbedding]] = []
+        for document, item in zip(documents, items, strict=True):
+            if document.cache_key is None:
+                rounded.append(item)
+                continue
+            tokens = len(document)
+            if document.document is not None:
+                tokens = self._windows.tokens(document.document)
+            entry = self._cache.encode(item, tokens, document.truncated)
+            entries.append((document.cache_key, entry))
+            rows = entry.decoded().to(item.device, item.dtype)
+            fresh[document.cache_key] = rows
+            rounded.append(rows)
+        self._cache.put(entries)
+        return Ragged.from_items(rounded)
+
+    def _against_queries(
+        self, documents: ListOf[Sequence | KeptDocument], items: Ragged, failures: list[Failure]
+    ) -> list[Scored]:
+        places: dict[int, int] = {}
+        embeddings: list[torch.Tensor] = []
+        pairs: list[tuple[int, int]] = []
+        scored: list[Place] = []
+        for i, document in enumerate(documents):
+            query = document.query
+            assert query is not None
+            if query not in places:
+                try:
+                    embeddings.append(self._queries.get(query))
+                except KeyError:
+                    failures.append(Failure(document.request, "the query's embedding is gone"))
+                    continue
+                places[query] = len(embeddings) - 1
+            pairs.append((places[query], i))
+            scored.append(document)
+        if not pairs:
+            return []
+        scores = score_pairs(self._similarity, Ragged.from_items(embeddings), items, pairs, self._maxsim)
+        for document in documents:
+            if document.query in places:
+                self._queries.release(document.query, getattr(document, "windows", 1))
+        return [Scored(scored, scores)]
+
+
+def _key(known: KnownSequence) -> bytes:
+    assert known.sequence.cache_key is not None
+    return known.sequence.cache_key
