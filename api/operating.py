@@ -41,6 +41,13 @@ async def models(request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [card]})
 
 
+@routes.delete("/cache")
+async def clear_cache(request: web.Request) -> web.Response:
+    """Forgets all embeddings of documents that are kept."""
+    await request.app[STATE].engine.clear_cache()
+    return web.Response(status=204)
+
+
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     page = generate_latest(request.app[STATE].engine.metrics.registry)

@@ -30,6 +30,7 @@ async def score(request: web.Request) -> web.Response:
         truncation=truncation_of(body),
         use_activation=wants_activation(body),
         instruction=body.instruction,
+        cache=body.cache or "use",
         priority=body.priority or 0,
         timeout=body.timeout,
     )
@@ -86,6 +87,7 @@ async def _rank(
         truncation=truncation,
         use_activation=wants_activation(body),
         instruction=body.instruction,
+        cache=body.cache or "use",
         priority=body.priority or 0,
         timeout=body.timeout,
     )
@@ -102,4 +104,7 @@ def tei_truncation(state: ServerState, truncate: bool | None, direction: wire.Di
 
 
 def usage_of(usage: Usage) -> wire.Usage:
-    return wire.Usage(usage.prompt_tokens, usage.prompt_tokens)
+    details = None
+    if usage.cached_documents:
+        details = wire.TokensDetails(usage.cached_tokens, usage.cached_documents)
+    return wire.Usage(usage.prompt_tokens, usage.prompt_tokens, details)

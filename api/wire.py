@@ -37,6 +37,7 @@ class Scoring(Common, kw_only=True):
     instruction: str | None = None
     long_documents: LongDocuments | None = None
     window_overlap: NotNegative | None = None
+    cache: Literal["use", "bypass", "refresh"] | None = None
 
 
 class ScoreRequest(Scoring, kw_only=True):
@@ -103,9 +104,17 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-class Usage(msgspec.Struct):
+class TokensDetails(msgspec.Struct):
+    """How much of the prompt's tokens belongs to documents whose embeddings were kept."""
+
+    cached_tokens: int
+    cached_documents: int
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     total_tokens: int
+    prompt_tokens_details: TokensDetails | None = None
 
 
 class Score(msgspec.Struct):

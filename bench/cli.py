@@ -33,6 +33,8 @@ def workload_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--shared-query", is_flag=True, help="One random query for the whole run."),
         click.option("--concurrency", type=int, default=4, show_default=True, help="Requests at a time."),
         click.option("--request-rate", type=float, help="Requests a second, instead of a fixed concurrency."),
+        click.option("--cache", type=click.Choice(["bypass", "use"]), default="bypass", show_default=True,
+                     help="Whether documents that were sent before may come from the cache."),
         click.option("--warmup", type=int, default=5, show_default=True, help="Requests before measuring."),
         click.option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
         click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file."),
@@ -113,3 +115,29 @@ def bench_allpool(sequences: int, tokens: int, hidden: int, rounds: int) -> None
     from maxsimd.bench.allpool import measure_allpool
 
     measure_allpool(sequences, tokens, hidden, rounds)
+
+
+@bench.command("cache")
+@click.argument("model", required=False)
+@options_from(EngineConfig, exclude=frozenset({"model"}))
+@click.option("--documents", type=int, default=1000, show_default=True, help="Documents in the request.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_cache(documents: int, rounds: int, json_file: str | None, **values: Any) -> None:
+    """One large request: encoded, kept in memory, and kept on disk over a restart."""
+    config = config_from(EngineConfig, values)
+    from maxsimd.bench.cache import measure_cache
+
+    asyncio.run(measure_cache(config, documents, rounds, json_file))
+
+
+@bench.command("maxsim")
+@click.option("--documents", type=int, default=1000, show_default=True)
+@click.option("--dim", type=int, default=128, show_default=True)
+@click.option("--rounds", type=int, default=25, show_default=True, help="Turns; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_maxsim(documents: int, dim: int, rounds: int, json_file: str | None) -> None:
+    """MaxSim on the CPU beside the package maxsim-cpu, in turns."""
+    from maxsimd.bench.maxsim import measure_maxsim
+
+    measure_maxsim(documents, dim, rounds, json_file)

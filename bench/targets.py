@@ -18,7 +18,9 @@ async def run_engine(config: EngineConfig, requests: list[Request], workload: di
         ready = time.perf_counter() - started
 
         async def send(request: Request) -> tuple[dict[int, float], int]:
-            result = await engine.score(request.query, request.documents, truncation=CUT_LONG)
+            result = await engine.score(
+                request.query, request.documents, truncation=CUT_LONG, cache=workload["cache"]
+            )
             return dict(enumerate(result.scores)), result.usage.prompt_tokens
 
         settings = {
@@ -47,6 +49,7 @@ async def run_server(
 
         async def send(request: Request) -> tuple[dict[int, float], int]:
             body = {"query": request.query, "documents": request.documents, "truncate_prompt_tokens": -1}
+            body["cache"] = workload["cache"]
             async with session.post("/rerank", json=body | {"return_documents": False}) as response:
                 answer = await response.json()
                 if response.status != 200:
@@ -79,7 +82,10 @@ async def _measure(
 
 
 def _shown(workload: dict[str, Any]) -> dict[str, Any]:
-    shown = {name: workload[name] for name in ("dataset", "documents", "concurrency", "request_rate", "seed")}
+    shown = {
+        name: workload[name]
+        for name in ("dataset", "documents", "concurrency", "request_rate", "cache", "seed")
+    }
     if workload["dataset"] == "random":
         shown |= {name: workload[name] for name in ("random_input_len", "random_range_ratio")}
         shown["queries"] = "one for the whole run" if workload["shared_query"] else "one a request"

@@ -1,6 +1,7 @@
 """Scoring documents against queries on the device: those just pooled, those read through windows once they
 are complete, and those whose embeddings were kept."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +17,9 @@ from maxsimd.pooling.registry import QueryRegistry
 from maxsimd.pooling.similarity import score_pairs
 from maxsimd.pooling.windows import WindowRegistry
 from maxsimd.scheduler import Sequence
+
+# Kept embeddings are scored in parts of as many rows.
+ROWS_TOGETHER = 16_384
 
 
 class Place(Protocol):
@@ -37,11 +41,15 @@ class Scored:
 
 class DocumentScorer:
     """Owns the queries whose documents are still to come, unfinished documents, and kept documents whose
-    queries are still to come. Used by the scoring actor alone."""
+    queries are still to come. Documents are compared in the precision `dtype`. Used by the scoring actor
+    alone."""
 
-    def __init__(self, similarity: str, maxsim: MaxSim, cache: EmbeddingCache | None) -> None:
+    def __init__(
+        self, similarity: str, maxsim: MaxSim, dtype: torch.dtype, cache: EmbeddingCache | None
+    ) -> None:
         self._similarity = similarity
         self._maxsim = maxsim
+        self._dtype = dtype
         self._cache = cache
         self._queries = QueryRegistry()
         self._windows = WindowRegistry()
@@ -89,8 +97,13 @@ class DocumentScorer:
         if documents is None:
             return []
         device = self._queries.get(query).device
-        items = Ragged.from_items([document.embedding.to(device) for document in documents])
-        return self._against_queries(documents, items, failures)
+        scored = []
+        for part in _in_parts(documents):
+            items = Ragged.from_items(
+                [document.embedding.decoded().to(device, self._dtype) for document in part]
+            )
+            scored += self._against_queries(part, items, failures)
+        return scored
 
     def _complete(self, pooled: Pooled) -> tuple[list[Sequence], Ragged]:
         """The documents that are complete with this step, and their embeddings; one that is read through
@@ -116,14 +129,14 @@ class DocumentScorer:
         entries: list[tuple[bytes, CachedEmbedding]] = []
         for document, item in zip(documents, items, strict=True):
             if document.cache_key is None:
-                rounded.append(item)
+                rounded.append(item.to(self._dtype))
                 continue
             tokens = len(document)
             if document.document is not None:
                 tokens = self._windows.tokens(document.document)
             entry = self._cache.encode(item, tokens, document.truncated)
             entries.append((document.cache_key, entry))
-            rows = entry.decoded().to(item.device, item.dtype)
+            rows = entry.decoded().to(item.device, self._dtype)
             fresh[document.cache_key] = rows
             rounded.append(rows)
         self._cache.put(entries)
@@ -150,11 +163,26 @@ class DocumentScorer:
             scored.append(document)
         if not pairs:
             return []
+        items = Ragged(items.values.to(self._dtype), items.offsets)
         scores = score_pairs(self._similarity, Ragged.from_items(embeddings), items, pairs, self._maxsim)
         for document in documents:
             if document.query in places:
                 self._queries.release(document.query, getattr(document, "windows", 1))
         return [Scored(scored, scores)]
+
+
+def _in_parts(documents: list[KeptDocument]) -> Iterator[list[KeptDocument]]:
+    """Documents with at most so many rows together that putting them side by side takes no new memory."""
+    part: list[KeptDocument] = []
+    rows = 0
+    for document in documents:
+        length = len(document.embedding.rows)
+        if part and rows + length > ROWS_TOGETHER:
+            yield part
+            part, rows = [], 0
+        part.append(document)
+        rows += length
+    yield part
 
 
 def _key(known: KnownSequence) -> bytes:

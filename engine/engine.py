@@ -262,6 +262,12 @@ class Engine:
             logits = self.model.probabilities(torch.from_numpy(logits)).numpy()
         return EmbedResult(logits, usage_of(prepared))
 
+    async def clear_cache(self) -> None:
+        """Forgets all embeddings that are kept, on disk as well."""
+        cache = self.on_device.cache
+        if cache is not None:
+            await self.in_thread(cache.clear)
+
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Runs something that blocks in the engine's thread pool."""
         return await asyncio.get_running_loop().run_in_executor(self._require().pool, function)

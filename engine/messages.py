@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.engine.cache.entry import CachedEmbedding
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import Sequence, Step
@@ -17,14 +18,13 @@ Value = float | NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptDocument:
-    """A document that need not be run: its embedding [tokens, dim], to be scored against the query with the
-    key `query` and delivered as value `index` of its request. `tokens` is how many were run for it once."""
+    """A document that need not be run: what is kept of it, to be scored against the query with the key
+    `query` and delivered as value `index` of its request."""
 
     request: int
     index: int
     query: int
-    embedding: torch.Tensor
-    tokens: int
+    embedding: CachedEmbedding
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,12 @@
 """What the engine counts. One registry an engine, so that several can live in one process."""
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from maxsimd.engine.cache import EmbeddingCache
 
 disable_created_metrics()
 
@@ -14,6 +20,8 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._cache: EmbeddingCache | None = None
+        self.registry.register(_CacheCollector(self))
         self.queue_tokens = Gauge(
             "maxsimd_queue_tokens", "Tokens that wait for a step", registry=self.registry
         )
@@ -50,3 +58,37 @@ class EngineMetrics:
             "Requests whose caller went away or ran out of time",
             registry=self.registry,
         )
+
+    def watch(self, cache: EmbeddingCache | None) -> None:
+        """Reports this cache from now on; None for none."""
+        self._cache = cache
+
+    @property
+    def cache(self) -> EmbeddingCache | None:
+        return self._cache
+
+
+class _CacheCollector(Collector):
+    """The embedding cache's own counts, read when the metrics are."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        cache = self._metrics.cache
+        if cache is None:
+            return
+        counts = (
+            ("hits", "Documents whose embeddings were there", cache.hits),
+            ("misses", "Documents whose embeddings were not there", cache.misses),
+            ("evictions", "Embeddings that went to make room", cache.evictions),
+        )
+        for name, help, value in counts:
+            yield CounterMetricFamily(f"maxsimd_cache_{name}", help, value=value)
+        sizes = (
+            ("entries", "Embeddings that are kept", cache.entries),
+            ("memory_bytes", "Memory that they take", cache.memory_bytes),
+            ("disk_bytes", "Disk that they take", cache.disk_bytes),
+        )
+        for name, help, value in sizes:
+            yield GaugeMetricFamily(f"maxsimd_cache_{name}", help, value=value)

@@ -36,6 +36,7 @@ class Running:
         model, prepared = on_device.model, on_device.prepared
         self.on_device = on_device
         self._metrics = metrics
+        metrics.watch(on_device.cache)
         self._max_queued_tokens = config.max_queued_tokens
         self.keys: Iterator[int] = count()
         self._owners: Iterator[int] = count()
@@ -95,6 +96,7 @@ class Running:
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
         await asyncio.to_thread(self._device.close)
+        self._metrics.watch(None)
         if self.on_device.cache is not None:
             self.on_device.cache.close()
         self.pool.shutdown(wait=False, cancel_futures=True)

@@ -17,6 +17,7 @@ from maxsimd.engine.cache.entry import CachedEmbedding
 log = logging.getLogger(__name__)
 
 _SEQUENCE = struct.Struct(">Q")
+_ROOM = 64 * 1024 * 1024
 
 
 class DiskStore:
@@ -36,18 +37,24 @@ class DiskStore:
 
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Without syncing: what the system has taken outlives the process, which is all that is promised.
+        # Room beside the entries, because LMDB writes pages anew before it lets the old ones go. And without
+        # syncing: what the system has taken outlives the process, which is all that is promised.
         self._env = lmdb.open(
-            str(self._folder), map_size=self._limit, max_dbs=2, sync=False, metasync=False, max_readers=512
+            str(self._folder),
+            map_size=2 * self._limit + _ROOM,
+            max_dbs=2,
+            sync=False,
+            metasync=False,
+            max_readers=512,
         )
         self._entries = self._env.open_db(b"entries")
         self._order = self._env.open_db(b"order")
 
     @property
     def nbytes(self) -> int:
-        """What the entries take, pages and all."""
-        info, stat = self._env.info(), self._env.stat()
-        return int((info["last_pgno"] + 1) * stat["psize"])
+        """What the entries and their order take, in whole pages."""
+        with self._env.begin() as transaction:
+            return self._used(transaction)
 
     def __len__(self) -> int:
         with self._env.begin() as transaction:
@@ -55,14 +62,14 @@ class DiskStore:
 
     def get(self, key: bytes) -> CachedEmbedding | None:
         try:
-            with self._env.begin() as transaction:
+            with self._env.begin(buffers=True) as transaction:
                 data = transaction.get(key, db=self._entries)
+                if data is None:
+                    return None
+                entry = CachedEmbedding.from_bytes(memoryview(data)[_SEQUENCE.size :])
         except lmdb.Error as error:
             log.warning("the cache cannot be read: %s", error)
             return None
-        if data is None:
-            return None
-        entry = CachedEmbedding.from_bytes(data[_SEQUENCE.size :])
         if entry is None:
             log.warning("an entry of the cache is damaged and is left out")
             self.drop(key)
@@ -71,15 +78,13 @@ class DiskStore:
     def put(self, entries: list[tuple[bytes, CachedEmbedding]]) -> None:
         """Keeps entries, all or none; the oldest go where there is no room."""
         data = [(key, entry.to_bytes()) for key, entry in entries]
-        for _ in range(4):
-            try:
-                self._write(data)
-                return
-            except lmdb.MapFullError:
-                self._evict(0.25)
-            except lmdb.Error as error:
-                log.warning("the cache cannot be written to: %s", error)
-                return
+        try:
+            with self._env.begin(write=True) as transaction:
+                self._write(transaction, data)
+                while self._used(transaction) > self._limit:
+                    self._evict(transaction)
+        except lmdb.Error as error:
+            log.warning("the cache cannot be written to: %s", error)
 
     def clear(self) -> None:
         with self._env.begin(write=True) as transaction:
@@ -89,29 +94,34 @@ class DiskStore:
     def close(self) -> None:
         self._env.close()
 
-    def _write(self, data: list[tuple[bytes, bytes]]) -> None:
-        with self._env.begin(write=True) as transaction:
-            cursor = transaction.cursor(self._order)
-            last = _SEQUENCE.unpack(cursor.key())[0] if cursor.last() else 0
-            for number, (key, value) in enumerate(data, last + 1):
-                sequence = _SEQUENCE.pack(number)
-                previous = transaction.get(key, db=self._entries)
-                if previous is not None:
-                    transaction.delete(previous[: _SEQUENCE.size], db=self._order)
-                transaction.put(key, sequence + value, db=self._entries)
-                transaction.put(sequence, key, db=self._order)
+    def _used(self, transaction: lmdb.Transaction) -> int:
+        pages = 0
+        for database in (self._entries, self._order):
+            stat = transaction.stat(database)
+            pages += stat["leaf_pages"] + stat["branch_pages"] + stat["overflow_pages"]
+        return int(pages * self._env.stat()["psize"])
 
-    def _evict(self, share: float) -> None:
-        """Lets the oldest entries go, a share of all."""
-        with self._env.begin(write=True) as transaction:
-            count = int(transaction.stat(self._order)["entries"])
-            cursor = transaction.cursor(self._order)
-            for _ in range(max(1, int(count * share))):
-                if not cursor.first():
-                    return
-                transaction.delete(cursor.value(), db=self._entries)
-                cursor.delete()
-                self.evictions += 1
+    def _write(self, transaction: lmdb.Transaction, data: list[tuple[bytes, bytes]]) -> None:
+        cursor = transaction.cursor(self._order)
+        last = _SEQUENCE.unpack(cursor.key())[0] if cursor.last() else 0
+        for number, (key, value) in enumerate(data, last + 1):
+            sequence = _SEQUENCE.pack(number)
+            previous = transaction.get(key, db=self._entries)
+            if previous is not None:
+                transaction.delete(previous[: _SEQUENCE.size], db=self._order)
+            transaction.put(key, sequence + value, db=self._entries)
+            transaction.put(sequence, key, db=self._order)
+
+    def _evict(self, transaction: lmdb.Transaction) -> None:
+        """Lets a tenth of the entries go, the oldest."""
+        count = int(transaction.stat(self._order)["entries"])
+        cursor = transaction.cursor(self._order)
+        for _ in range(max(1, count // 10)):
+            if not cursor.first():
+                return
+            transaction.delete(cursor.value(), db=self._entries)
+            cursor.delete()
+            self.evictions += 1
 
     def drop(self, key: bytes) -> None:
         with self._env.begin(write=True) as transaction:

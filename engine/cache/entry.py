@@ -53,8 +53,8 @@ class CachedEmbedding:
         return _HEADER.pack(_MAGIC, code, self.truncated, self.tokens, rows, dim, checksum) + payload
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "CachedEmbedding | None":
-        """None for bytes that are torn, changed or of another kind."""
+    def from_bytes(cls, data: bytes | memoryview) -> "CachedEmbedding | None":
+        """None for bytes that are torn, changed or of another kind. They are copied."""
         if len(data) < _HEADER.size:
             return None
         magic, code, truncated, tokens, rows, dim, checksum = _HEADER.unpack_from(data)

@@ -56,7 +56,7 @@ class Prepared:
     @property
     def kept_tokens(self) -> int:
         """Tokens that were run at another time."""
-        return sum(document.tokens for document in self.kept)
+        return sum(document.embedding.tokens for document in self.kept)
 
 
 def usage_of(prepared: Prepared) -> Usage:

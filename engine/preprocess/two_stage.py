@@ -41,7 +41,7 @@ def two_stages(
     for document in read.different:
         query = query_keys[document.query]
         if document.kept is not None:
-            kept.append(KeptDocument(owner, results, query, document.kept.decoded(), document.kept.tokens))
+            kept.append(KeptDocument(owner, results, query, document.kept))
         else:
             sequences += _run(document, owner, results, query, task, as_one, keys)
         counts.append(1 if as_one else max(1, len(document.windows)))

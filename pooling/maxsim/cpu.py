@@ -1,6 +1,6 @@
-"""MaxSim for the CPU: one matrix product a query over all of its documents, then maxima by document."""
+"""MaxSim for the CPU: products over tiles of documents that stay in cache, then maxima in two levels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -9,35 +9,99 @@ from numpy.typing import NDArray
 from maxsimd.pooling.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
 
+# Rows over which the first level takes maxima, halving by halving: a power of two. A document's similarities
+# are filled up to a multiple of it with those of its last token, which no maximum notices.
+BLOCK = 32
+# Rows of documents in one product: its result and their copies stay in the second-level cache.
+TILE = 32_768
+
+Rows = NDArray[np.int64]
+
 
 def maxsim_cpu(queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """As `maxsim_reference`; plain torch operations, so it runs on any device."""
-    scores = torch.empty(len(pairs), device=documents.values.device)
+    """As `maxsim_reference`, with products in the documents' precision and sums in float32.
+
+    Plain torch operations, so it runs on any device."""
+    scores = torch.full((len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device)
     lengths = np.diff(documents.offsets)
     pairs_of: dict[int, list[int]] = {}
-    for i, (query, _) in enumerate(pairs):
-        pairs_of.setdefault(query, []).append(i)
+    for i, (query, document) in enumerate(pairs):
+        if lengths[document]:
+            pairs_of.setdefault(query, []).append(i)
     for query, places in pairs_of.items():
         wanted = np.array([pairs[i][1] for i in places])
-        tokens, owners = _tokens_of(wanted, documents, lengths)
-        similarity = tokens.float() @ queries[query].float().T  # [tokens, Lq]
-        best = similarity.new_full((len(places), similarity.shape[1]), -torch.inf)
-        index = torch.from_numpy(owners).to(similarity.device)[:, None].expand_as(similarity)
-        best.scatter_reduce_(0, index, similarity, "amax")  # [documents, Lq]
-        total = best.sum(dim=1).nan_to_num(neginf=EMPTY_DOCUMENT_SCORE)
-        scores[torch.tensor(places, device=scores.device)] = total
+        tokens = _tokens_of(wanted, documents, lengths)
+        best = _best_matches(queries[query].to(tokens.dtype), tokens, lengths[wanted])
+        scores[torch.tensor(places, device=scores.device)] = best.sum(dim=1)
     return scores
 
 
-def _tokens_of(
-    wanted: NDArray[np.int64], documents: Ragged, lengths: NDArray[np.int64]
-) -> tuple[torch.Tensor, NDArray[np.int64]]:
-    """The rows of the wanted documents, end to end, and for each row the place of its document."""
-    owners = np.repeat(np.arange(len(wanted)), lengths[wanted])
+def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Rows) -> torch.Tensor:
+    """The similarity of each query token to its best match in each document: float32 [documents, Lq].
+
+    `tokens` holds the rows of documents of these lengths, none of them 0, end to end."""
+    blocks = -(-lengths // BLOCK)  # of each document
+    offsets, block_offsets = _offsets(lengths), _offsets(blocks)
+    filled = torch.from_numpy(_filled_rows(lengths, blocks, offsets)).to(tokens.device)
+    best_of_block = torch.empty(int(block_offsets[-1]), len(query), device=tokens.device)
+    if len(query) == 0:
+        return best_of_block[: len(lengths)]
+    transposed = query.T.contiguous()
+    for first, last in _tiles(offsets):
+        start, stop = int(offsets[first]), int(offsets[last])
+        rows = slice(int(block_offsets[first]), int(block_offsets[last]))
+        similarity = tokens[start:stop] @ transposed  # [rows, Lq]
+        similarity = _take(similarity, filled[rows.start * BLOCK : rows.stop * BLOCK] - start)
+        best_of_block[rows] = _maxima(similarity.unflatten(0, (-1, BLOCK)))
+    best = np.maximum.reduceat(best_of_block.cpu().numpy(), block_offsets[:-1], axis=0)
+    return torch.from_numpy(best).to(tokens.device)
+
+
+def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows by index, moved as large numbers where they can be: there is a fast way for these, and none for
+    bfloat16."""
+    if rows.shape[1] * rows.itemsize % 8:
+        return rows.index_select(0, index)
+    return rows.view(torch.int64).index_select(0, index).view(rows.dtype)
+
+
+def _maxima(similarity: torch.Tensor) -> torch.Tensor:
+    """Maxima over the middle of [blocks, rows, Lq], for a power of two of rows: each halving is one
+    vectorised operation, which a reduction in bfloat16 is not."""
+    while similarity.shape[1] > 1:
+        half = similarity.shape[1] // 2
+        similarity = torch.maximum(similarity[:, :half], similarity[:, half:])
+    return similarity[:, 0]
+
+
+def _filled_rows(lengths: Rows, blocks: Rows, offsets: Rows) -> Rows:
+    """The rows of documents filled up to whole blocks with each one's last row."""
+    rows = blocks * BLOCK
+    within = np.arange(rows.sum()) - np.repeat(_offsets(rows)[:-1], rows)
+    filled: Rows = np.repeat(offsets[:-1], rows) + np.minimum(within, np.repeat(lengths - 1, rows))
+    return filled
+
+
+def _tiles(offsets: Rows) -> Iterator[tuple[int, int]]:
+    """Runs of documents with at most TILE rows together, or of one longer one."""
+    first, count = 0, len(offsets) - 1
+    while first < count:
+        last = int(np.searchsorted(offsets, offsets[first] + TILE, side="right")) - 1
+        last = max(last, first + 1)
+        yield first, last
+        first = last
+
+
+def _offsets(lengths: Rows) -> Rows:
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _tokens_of(wanted: Rows, documents: Ragged, lengths: Rows) -> torch.Tensor:
+    """The rows of the wanted documents, end to end."""
     first, last = int(wanted[0]), int(wanted[-1])
     if np.array_equal(wanted, np.arange(first, last + 1)):
-        return documents.values[documents.offsets[first] : documents.offsets[last + 1]], owners
+        return documents.values[documents.offsets[first] : documents.offsets[last + 1]]
+    counts = lengths[wanted]
     starts = np.asarray(documents.offsets)[wanted]
-    within = np.arange(len(owners)) - np.repeat(np.cumsum(lengths[wanted]) - lengths[wanted], lengths[wanted])
-    rows = np.repeat(starts, lengths[wanted]) + within
-    return documents.values[torch.from_numpy(rows).to(documents.values.device)], owners
+    rows = np.repeat(starts - _offsets(counts)[:-1], counts) + np.arange(counts.sum())
+    return documents.values[torch.from_numpy(rows).to(documents.values.device)]

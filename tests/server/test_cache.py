@@ -1,0 +1,82 @@
+"""The embedding cache over HTTP: what requests may ask of it, what they are told, and restarts."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from maxsimd.bench.datasets import Pair
+from tests.server.conftest import Server, StartServer
+
+
+def rerank(server: Server, documents: list[str], **options: Any) -> Any:
+    body = {"query": "how is a file read", "documents": documents} | options
+    response = httpx.post(server.url + "/rerank", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def scores(answer: Any) -> list[float]:
+    ordered = sorted(answer["results"], key=lambda item: item["index"])
+    return [item["relevance_score"] for item in ordered]
+
+
+def test_a_second_request_is_answered_from_the_cache(start_server: StartServer, pairs: list[Pair]) -> None:
+    server = start_server()
+    documents = [pair.document for pair in pairs[:40]]
+    first, second = rerank(server, documents), rerank(server, documents)
+    assert "prompt_tokens_details" not in first["usage"]
+    details = second["usage"]["prompt_tokens_details"]
+    assert details["cached_documents"] == 40
+    assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
+    np.testing.assert_allclose(scores(first), scores(second), atol=1e-3)
+    assert server.metric("maxsimd_cache_hits_total") == 40
+    assert server.metric("maxsimd_cache_misses_total") == 40
+    assert server.metric("maxsimd_cache_entries") == 40
+    assert server.metric("maxsimd_cache_memory_bytes") > 100_000
+
+    bypassed = rerank(server, documents, cache="bypass")
+    assert "prompt_tokens_details" not in bypassed["usage"]
+    np.testing.assert_allclose(scores(bypassed), scores(second), atol=1e-3)
+    assert httpx.delete(server.url + "/cache").status_code == 204
+    assert server.metric("maxsimd_cache_entries") == 0
+    assert "prompt_tokens_details" not in rerank(server, documents)["usage"]
+    assert "prompt_tokens_details" not in rerank(server, documents, cache="refresh")["usage"]
+
+
+def test_a_wrong_word_for_the_cache_is_refused(server: Server) -> None:
+    response = httpx.post(server.url + "/rerank", json={"query": "a", "documents": ["b"], "cache": "yes"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "cache"
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_folder_outlives_the_server(
+    start_server: StartServer, tmp_path: Path, pairs: list[Pair], kill: bool
+) -> None:
+    folder = str(tmp_path / "cache")
+    documents = [pair.document for pair in pairs[:40]]
+    server = start_server("--cache-dir", folder)
+    first = rerank(server, documents)
+    if kill:
+        server.process.kill()
+        server.process.wait()
+    else:
+        assert server.terminate() == 0
+    again = start_server("--cache-dir", folder)
+    second = rerank(again, documents)
+    assert second["usage"]["prompt_tokens_details"]["cached_documents"] == 40
+    np.testing.assert_allclose(scores(first), scores(second), atol=1e-3)
+    assert again.metric("maxsimd_cache_disk_bytes") > 100_000
+
+
+def test_two_servers_share_a_folder(start_server: StartServer, tmp_path: Path, pairs: list[Pair]) -> None:
+    folder = str(tmp_path / "cache")
+    documents = [pair.document for pair in pairs[:20]]
+    one, other = (start_server("--cache-dir", folder) for _ in range(2))
+    first = rerank(one, documents)
+    second = rerank(other, documents)
+    assert second["usage"]["prompt_tokens_details"]["cached_documents"] == 20
+    np.testing.assert_allclose(scores(first), scores(second), atol=1e-3)
