@@ -105,6 +105,6 @@ def tei_truncation(state: ServerState, truncate: bool | None, direction: wire.Di
 
 def usage_of(usage: Usage) -> wire.Usage:
     details = None
-    if usage.cached_documents:
+    if usage.cached_tokens:
         details = wire.TokensDetails(usage.cached_tokens, usage.cached_documents)
     return wire.Usage(usage.prompt_tokens, usage.prompt_tokens, details)

@@ -105,7 +105,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class TokensDetails(msgspec.Struct):
-    """How much of the prompt's tokens belongs to documents whose embeddings were kept."""
+    """How many of the prompt's tokens were not run, and of how many documents embeddings were kept."""
 
     cached_tokens: int
     cached_documents: int

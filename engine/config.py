@@ -56,6 +56,9 @@ class EngineConfig:
     packing: Literal["auto", "off"] = option(
         "auto", "auto runs steps without padding where that is proven exact at load; off pads always."
     )
+    prefix_sharing: Literal["auto", "off"] = option(
+        "auto", "auto runs what all pairs of a query begin with once (causal models); off runs it every time."
+    )
     dimensions: int | None = option(
         None, "Keep the first so many columns of every embedding, for matryoshka models."
     )

@@ -71,8 +71,8 @@ class EmbedRequest:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of a request: a query that is scored late counts once, a pair counts whole, and a document that
-    a request has twice counts once. Those of documents whose embeddings were kept were not run again, and are
-    also in `cached_tokens`."""
+    a request has twice counts once. Those that were not run, because the documents' embeddings were kept or
+    all pairs began with them, are also in `cached_tokens`."""
 
     prompt_tokens: int
     cached_tokens: int = 0

@@ -48,6 +48,7 @@ class RunnerActor(Actor[RunnerMessage]):
         self._pooling = pooling
         self._scheduler = scheduler
         self._cut_sequences: dict[int, set[int]] = {}
+        self._prefix_uses: dict[int, int] = {}
 
     async def receive(self, message: RunnerMessage) -> None:
         if isinstance(message, Attach):
@@ -57,10 +58,13 @@ class RunnerActor(Actor[RunnerMessage]):
             keys = frozenset(self._cut_sequences.pop(message.request, ()))
             for key in keys:
                 self._runner.free(key)
+                self._prefix_uses.pop(key, None)
             await self._pooling.ask(Free(message.request, keys))
             return
         for chunk in message.chunks:
-            if not chunk.is_whole:
+            if chunk.is_prefix:
+                self._prefix_uses.setdefault(chunk.sequence.key, chunk.sequence.uses)
+            if chunk.is_prefix or not chunk.is_whole:
                 self._cut_sequences.setdefault(chunk.sequence.request, set()).add(chunk.sequence.key)
         await self._run(message)
 
@@ -122,13 +126,25 @@ class RunnerActor(Actor[RunnerMessage]):
 
     def _free_finished(self, step: Step) -> None:
         for chunk in step.chunks:
-            if chunk.is_last and not chunk.is_first:
-                sequence = chunk.sequence
-                self._runner.free(sequence.key)
-                keys = self._cut_sequences.get(sequence.request, set())
-                keys.discard(sequence.key)
-                if not keys:
-                    self._cut_sequences.pop(sequence.request, None)
+            if chunk.is_last and not chunk.is_first and not chunk.is_prefix:
+                self._free(chunk.sequence.request, chunk.sequence.key)
+                if chunk.sequence.prefix is not None:
+                    self._count_use(chunk.sequence.request, chunk.sequence.prefix)
+
+    def _count_use(self, request: int, prefix: int) -> None:
+        """Counts a sequence as done with its prefix, which goes after the last."""
+        left = self._prefix_uses.get(prefix, 0) - 1
+        self._prefix_uses[prefix] = left
+        if left <= 0:
+            del self._prefix_uses[prefix]
+            self._free(request, prefix)
+
+    def _free(self, request: int, key: int) -> None:
+        self._runner.free(key)
+        keys = self._cut_sequences.get(request, set())
+        keys.discard(key)
+        if not keys:
+            self._cut_sequences.pop(request, None)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -52,7 +52,12 @@ class Running:
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
         self.tokenizer = TextTokenizer(model.tokenizer)
         self.preprocessor = Preprocessor(
-            model, self.tokenizer, self.max_tokens, config.window_overlap, on_device.cache
+            model,
+            self.tokenizer,
+            self.max_tokens,
+            config.window_overlap,
+            on_device.cache,
+            prepared.runner.chunked and config.prefix_sharing == "auto",
         )
         limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked)
         self._device = device

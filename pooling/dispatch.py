@@ -43,6 +43,8 @@ class DispatchPooler:
 
         State of unfinished sequences stays until `free`."""
         pooled = []
+        # A prefix is there for its keys and values alone.
+        cursor = cursor.select(lambda chunk: not chunk.is_prefix)
         for task in dict.fromkeys(chunk.sequence.task for chunk in cursor.chunks):
             group = cursor.select(lambda chunk, task=task: chunk.sequence.task == task)  # type: ignore[misc]
             items = self._methods[task].pool(hidden, group)

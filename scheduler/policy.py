@@ -61,8 +61,8 @@ class Scheduler:
         powers of two. Raises ValueError for a sequence that can never fit a step."""
         sequences = list(sequences)
         for sequence in sequences:
-            if not self.fits(len(sequence)):
-                raise ValueError(f"{len(sequence)} tokens do not fit a step of {self.limits.tokens}")
+            if not self.fits(sequence.to_run):
+                raise ValueError(f"{sequence.to_run} tokens do not fit a step of {self.limits.tokens}")
         if request not in self._requests:
             weight = 2.0 ** -max(-8, min(8, priority))
             self._requests[request] = WaitingRequest(request, weight)
@@ -145,8 +145,8 @@ class Scheduler:
         sequence = request.take(filling.room)
         if sequence is None:
             return False
-        request.deficit -= len(sequence)
-        filling.add(Chunk(sequence, 0, len(sequence)))
+        request.deficit -= sequence.to_run
+        filling.add(Chunk(sequence, sequence.shared, len(sequence)))
         return True
 
     def _cut_to_fill(self, filling: "_Filling") -> None:
@@ -161,9 +161,9 @@ class Scheduler:
             request = self._requests[key]
             longest = request.take_longest()
             if longest is not None:
-                request.deficit -= len(longest)
-                stop = min(len(longest), filling.room)
-                filling.add(Chunk(longest, 0, stop))
+                request.deficit -= longest.to_run
+                stop = min(len(longest), longest.shared + filling.room)
+                filling.add(Chunk(longest, longest.shared, stop))
                 self._note_progress(longest, stop)
                 return
 

@@ -20,6 +20,7 @@ class Role(Enum):
     DOCUMENT = "document"
     PAIR = "pair"
     TEXT = "text"
+    PREFIX = "prefix"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +31,8 @@ class Sequence:
     request's results. A document that is scored against a query names that query's key in `query`; a query
     says in `uses` how many documents will. A document that is read through `windows` sequences, and scored
     as one, has the first one's key as `document` in each. A document whose embedding is to be kept has a
-    `cache_key`, and is marked as `truncated` when it was cut.
+    `cache_key`, and is marked as `truncated` when it was cut. A sequence whose first `shared` tokens are
+    those of the sequence with key `prefix`, which has the role of one, is run from there on.
     """
 
     key: int
@@ -50,6 +52,8 @@ class Sequence:
     windows: int = 1
     cache_key: bytes | None = None
     truncated: bool = False
+    prefix: int | None = None
+    shared: int = 0
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
@@ -59,6 +63,16 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def to_run(self) -> int:
+        """How many of its tokens are run for itself."""
+        return len(self.token_ids) - self.shared
+
+    @property
+    def waits_for(self) -> int | None:
+        """The key of the sequence that must be scheduled before it."""
+        return self.query if self.prefix is None else self.prefix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +97,16 @@ class Chunk:
     @property
     def is_whole(self) -> bool:
         return self.is_first and self.is_last
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether its keys and values are for other sequences."""
+        return self.sequence.role is Role.PREFIX
+
+    @property
+    def is_all_after_prefix(self) -> bool:
+        """Whether it is all of a sequence but what that shares with others."""
+        return self.sequence.prefix is not None and self.start == self.sequence.shared and self.is_last
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """One request's sequences that no step has taken yet.
 
-Documents wait until their query has been scheduled; what is ready can be asked for by size.
+Documents wait until their query has been scheduled, and sequences that share a prefix until that has been;
+what is ready can be asked for by size.
 """
 
 from bisect import bisect_right, insort
@@ -32,13 +33,13 @@ class WaitingRequest:
         """Adds sequences; a query must come in the same call as its documents or before them."""
         waiting_queries = {query.key for query in self._queries}
         for sequence in sequences:
-            self.tokens += len(sequence)
+            self.tokens += sequence.to_run
             self.count += 1
             if sequence.uses:
                 self._queries.append(sequence)
                 waiting_queries.add(sequence.key)
-            elif sequence.query in waiting_queries:
-                self._blocked.setdefault(sequence.query, []).append(sequence)
+            elif sequence.waits_for in waiting_queries:
+                self._blocked.setdefault(sequence.waits_for, []).append(sequence)
             else:
                 self._make_ready(sequence)
 
@@ -76,7 +77,7 @@ class WaitingRequest:
             self._make_ready(document)
 
     def _make_ready(self, sequence: Sequence) -> None:
-        length = len(sequence)
+        length = sequence.to_run
         if length not in self._ready:
             self._ready[length] = deque()
             insort(self._lengths, length)
@@ -92,5 +93,5 @@ class WaitingRequest:
         return sequence
 
     def _account(self, sequence: Sequence) -> None:
-        self.tokens -= len(sequence)
+        self.tokens -= sequence.to_run
         self.count -= 1

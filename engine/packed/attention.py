@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from maxsimd.engine.packed.layout import Group, Layout
+from maxsimd.engine.packed.layout import Group, Layout, SharedGroup
+from maxsimd.scheduler import Chunk
 
 NAME = "maxsimd_packed"
-
 # (queries, keys, values [heads, rows, head_dim], layout, scaling, window) -> [rows, heads, head_dim]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float, int | None], torch.Tensor]
 
@@ -46,12 +46,12 @@ def attend(
     q, k, v = query[0], key[0], value[0]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     carried = [
-        (rows, *carry.extend(module.layer_idx, chunk.start, k[:, rows], v[:, rows], not chunk.is_last))
+        (rows, *carry.extend(module.layer_idx, chunk.start, k[:, rows], v[:, rows], _keeps(chunk)))
         for chunk, rows, carry in layout.carried
     ]
     if layout.gate is not None and layout.gate.belongs_to(module):
         return attend_first_rows(q, k, v, layout, scale)[None], None
-    if not carried:
+    if not carried and not layout.shared:
         return attention(q, k, v, layout, scale, sliding_window)[None], None
     out = torch.empty(q.shape[1], q.shape[0], v.shape[-1], dtype=q.dtype, device=q.device)
     if layout.groups:
@@ -59,7 +59,17 @@ def attend(
         out[:stop] = attention(q[:, :stop], k[:, :stop], v[:, :stop], layout, scale, sliding_window)
     for rows, keys, values in carried:
         out[rows] = _attend_chunk(q[:, rows], keys, values, scale, sliding_window).transpose(0, 1)
+    for group in layout.shared:
+        prefix = group.prefix.whole(module.layer_idx)
+        qq, kk, vv = (_of_group(x, group) for x in (q, k, v))
+        attended = _attend_after_prefix(qq, kk, vv, *prefix, scale, sliding_window)
+        out[group.rows].unflatten(0, (group.count, group.length)).copy_(attended.transpose(1, 2))
     return out[None], None
+
+
+def _keeps(chunk: Chunk) -> bool:
+    """Whether a chunk's keys and values are needed after its step."""
+    return chunk.is_prefix or not chunk.is_last
 
 
 def register() -> None:
@@ -113,7 +123,26 @@ def attend_first_rows(
     return out
 
 
-def _of_group(x: torch.Tensor, group: Group) -> torch.Tensor:
+def _attend_after_prefix(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    prefix_keys: torch.Tensor,
+    prefix_values: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Queries [n, heads, tokens, head_dim] against one prefix [kv_heads, before, head_dim] and then each
+    against its own keys; as many out as in."""
+    n, _, tokens, _ = q.shape
+    keys = torch.cat([prefix_keys.expand(n, -1, -1, -1), k], dim=2)
+    values = torch.cat([prefix_values.expand(n, -1, -1, -1), v], dim=2)
+    mask = visible(tokens, keys.shape[2], True, window, q.device)
+    grouped_heads = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=grouped_heads)
+
+
+def _of_group(x: torch.Tensor, group: Group | SharedGroup) -> torch.Tensor:
     """A group's part of [heads, rows, head_dim], as a view [n, heads, length, head_dim]."""
     part: torch.Tensor = x[:, group.rows].unflatten(1, (group.count, group.length))
     return part.transpose(0, 1)

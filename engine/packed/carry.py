@@ -6,11 +6,12 @@ import torch
 class Carry:
     """Keys and values of one sequence, [kv_heads, tokens, head_dim] a layer, by the chunk they came from.
 
-    Owned by the model runner. Writing a chunk twice has the effect of writing it once, so that a step may
-    be retried.
+    Those of a sequence that shares its beginning with others come after those of the `prefix`. Owned by the
+    model runner. Writing a chunk twice has the effect of writing it once, so that a step may be retried.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: "Carry | None" = None) -> None:
+        self._prefix = prefix
         self._layers: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def extend(
@@ -23,10 +24,26 @@ class Carry:
         if keep:
             # Clones: the originals are views of the whole step's tensors.
             chunks[start] = (keys.clone(), values.clone())
-        earlier = [chunks[begin] for begin in sorted(chunks) if begin < start]
+        earlier = self._before(layer, start)
         if not earlier:
             return keys, values
         return (
             torch.cat([part[0] for part in earlier] + [keys], dim=1),
             torch.cat([part[1] for part in earlier] + [values], dim=1),
         )
+
+    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer that are here."""
+        chunks = self._layers[layer]
+        if len(chunks) == 1:
+            return next(iter(chunks.values()))
+        parts = [chunks[begin] for begin in sorted(chunks)]
+        return torch.cat([keys for keys, _ in parts], dim=1), torch.cat(
+            [values for _, values in parts], dim=1
+        )
+
+    def _before(self, layer: int, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the chunks before token `start` left, in order."""
+        chunks = self._layers.get(layer, {})
+        earlier = [chunks[begin] for begin in sorted(chunks) if begin < start]
+        return earlier if self._prefix is None else [self._prefix.whole(layer), *earlier]

@@ -38,18 +38,35 @@ class Group:
         return slice(self.first_row, self.first_row + self.count * self.length)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedGroup:
+    """Chunks that attend in one batched product to one prefix and then each to itself: `count` of them in
+    `length` rows each, from `first_row`; causal, so that padding at their ends is never seen."""
+
+    first_row: int
+    count: int
+    length: int
+    prefix: Carry
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.count * self.length)
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """What the attention function must know of a step.
 
-    Whole sequences are in `groups`; chunks of a cut sequence, which attend to keys of earlier steps, are in
-    `carried` with their rows. With a `gate`, the last layer needs only the first row of each sequence.
+    Whole sequences are in `groups`; those whose beginnings are shared in `shared`; chunks of a cut sequence,
+    which attend to keys of earlier steps, and prefixes in `carried` with their rows. With a `gate`, the last
+    layer needs only the first row of each sequence.
     `masks` caches what the layers share, for the time of one forward pass."""
 
     groups: tuple[Group, ...]
     carried: tuple[tuple[Chunk, slice, Carry], ...]
     causal: bool
     gate: FirstRowsOnly | None = None
+    shared: tuple[SharedGroup, ...] = ()
     masks: dict[object, torch.Tensor | None] = field(default_factory=dict)
 
 
@@ -116,28 +133,36 @@ def lay_out(
     order without any padding, which suits variable-length attention. Padding rows hold token 0 and nobody
     looks at them.
     """
-    whole = [chunk for chunk in step.chunks if chunk.is_whole]
-    cut = [chunk for chunk in step.chunks if not chunk.is_whole]
-    lengths = [len(chunk) for chunk in whole]
-    if grouped:
-        lengths = [round_length(length) for length in lengths]
-        places = [part for members in group_by_length(lengths) for part in in_powers_of_two(members)]
-    else:
-        places = [[i] for i in range(len(whole))]
+    whole = [chunk for chunk in step.chunks if chunk.is_whole and not chunk.is_prefix]
+    after = [chunk for chunk in step.chunks if chunk.is_all_after_prefix]
+    # Prefixes first: the sequences that share them may be in the same step.
+    cut = [chunk for chunk in step.chunks if chunk.is_prefix]
+    cut += [
+        chunk for chunk in step.chunks if not (chunk.is_whole or chunk.is_prefix or chunk.is_all_after_prefix)
+    ]
 
     groups: list[Group] = []
+    shared: list[SharedGroup] = []
     carried: list[tuple[Chunk, slice, Carry]] = []
     placed: list[Chunk] = []
     starts: list[int] = []
     row = 0
-    for members in places:
-        length = lengths[members[-1]]
-        keys = tuple(whole[i].sequence.attended for i in members)
+    for members, length in _in_groups(whole, grouped):
+        keys = tuple(chunk.sequence.attended for chunk in members)
         groups.append(Group(row, len(members), length, keys))
-        for i in members:
-            placed.append(whole[i])
+        for chunk in members:
+            placed.append(chunk)
             starts.append(row)
             row += length
+    for prefix in dict.fromkeys(chunk.sequence.prefix for chunk in after):
+        assert prefix is not None
+        of_prefix = [chunk for chunk in after if chunk.sequence.prefix == prefix]
+        for members, length in _in_groups(of_prefix, grouped):
+            shared.append(SharedGroup(row, len(members), length, carries[prefix]))
+            for chunk in members:
+                placed.append(chunk)
+                starts.append(row)
+                row += length
     for chunk in cut:
         carried.append((chunk, slice(row, row + len(chunk)), carries[chunk.sequence.key]))
         placed.append(chunk)
@@ -159,6 +184,16 @@ def lay_out(
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),
         torch.from_numpy(type_ids),
-        Layout(tuple(groups), tuple(carried), causal, gate),
+        Layout(tuple(groups), tuple(carried), causal, gate, tuple(shared)),
         PoolingCursor(tuple(placed), tuple(starts)),
     )
+
+
+def _in_groups(chunks: Sequence[Chunk], grouped: bool) -> list[tuple[list[Chunk], int]]:
+    """Chunks that are put side by side, and the rows that each of them is given."""
+    lengths = [len(chunk) for chunk in chunks]
+    if not grouped:
+        return [([chunk], length) for chunk, length in zip(chunks, lengths, strict=True)]
+    lengths = [round_length(length) for length in lengths]
+    parts = [part for members in group_by_length(lengths) for part in in_powers_of_two(members)]
+    return [([chunks[i] for i in part], lengths[part[-1]]) for part in parts]

@@ -56,9 +56,11 @@ class PackedRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        for chunk in step.chunks:
-            if not chunk.is_whole:
-                self._carries.setdefault(chunk.sequence.key, Carry())
+        for chunk in sorted(step.chunks, key=lambda chunk: not chunk.is_prefix):
+            if chunk.is_prefix or not (chunk.is_whole or chunk.is_all_after_prefix):
+                prefix = chunk.sequence.prefix
+                of_prefix = None if prefix is None else self._carries[prefix]
+                self._carries.setdefault(chunk.sequence.key, Carry(of_prefix))
         batch = lay_out(
             step,
             self._carries,

@@ -15,6 +15,9 @@ from maxsimd.engine.tokenization import TextTokenizer, cut, longest_first
 from maxsimd.scheduler import Role, Sequence
 from maxsimd.scheduler.sequence import TokenIds
 
+# Fewer tokens are run again rather than shared.
+SHORTEST_PREFIX = 8
+
 # Token ids and type ids.
 _Pair = tuple[TokenIds, TokenIds]
 
@@ -27,19 +30,51 @@ def pairs(
     long_inputs: LongInputs,
     owner: int,
     keys: Iterator[int],
+    share_prefixes: bool,
 ) -> Prepared:
-    """One sequence a pair, or one a window of its document; the best of a document's windows counts."""
+    """One sequence a pair, or one a window of its document; the best of a document's windows counts.
+
+    With `share_prefixes` what all pairs of a query begin with is a sequence by itself, run once."""
     if rules.template is None:
         built = _joined_by_tokenizer(request, rules, tokenizer, long_inputs)
     else:
         built = _joined_by_template(request, rules.template, instruction, tokenizer, long_inputs)
-    sequences: list[Sequence] = []
-    counts = []
-    for windows in built:
+    counts: list[int] = []
+    of_query: dict[int, list[_Pair]] = {}
+    for i, windows in enumerate(built):
         counts.append(len(windows))
-        for ids, types in windows:
-            sequences.append(Sequence(next(keys), owner, len(sequences), Role.PAIR, "classify", ids, types))
-    return Prepared(sequences, len(sequences), long_inputs.truncated, best_of(counts))
+        of_query.setdefault(request.query_of(i), []).extend(windows)
+    sequences: list[Sequence] = []
+    results = 0
+    for together in of_query.values():
+        prefix = common_prefix([ids for ids, _ in together]) if share_prefixes else 0
+        key = next(keys) if prefix else None
+        if key is not None:
+            ids, types = together[0]
+            sequences.append(
+                Sequence(key, owner, -1, Role.PREFIX, "", ids[:prefix], types[:prefix], uses=len(together))
+            )
+        for ids, types in together:
+            sequences.append(
+                Sequence(
+                    next(keys), owner, results, Role.PAIR, "classify", ids, types, prefix=key, shared=prefix
+                )
+            )
+            results += 1
+    return Prepared(sequences, results, long_inputs.truncated, best_of(counts))
+
+
+def common_prefix(sequences: list[TokenIds]) -> int:
+    """How many tokens all sequences begin with, leaving each one of its own; 0 where it is not worth it."""
+    if len(sequences) < 2:
+        return 0
+    longest = min(len(ids) for ids in sequences) - 1
+    first = sequences[0]
+    for ids in sequences[1:]:
+        differing = np.flatnonzero(ids[:longest] != first[:longest])
+        if len(differing):
+            longest = int(differing[0])
+    return longest if longest >= SHORTEST_PREFIX else 0
 
 
 def _joined_by_tokenizer(

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.messages import KeptDocument, Value
 from maxsimd.engine.requests import Usage
+from maxsimd.scheduler import Role
 from maxsimd.scheduler import Sequence as TokenSequence
 
 # From the values of a request's sequences, by index, to one score a document, float32.
@@ -51,15 +52,11 @@ class Prepared:
     @property
     def tokens(self) -> int:
         """Tokens to be run."""
-        return sum(len(sequence) for sequence in self.sequences)
-
-    @property
-    def kept_tokens(self) -> int:
-        """Tokens that were run at another time."""
-        return sum(document.embedding.tokens for document in self.kept)
+        return sum(sequence.to_run for sequence in self.sequences)
 
 
 def usage_of(prepared: Prepared) -> Usage:
     """What a request used, in tokens."""
-    kept = prepared.kept_tokens
-    return Usage(prepared.tokens + kept, kept, len(prepared.kept))
+    whole = sum(len(sequence) for sequence in prepared.sequences if sequence.role is not Role.PREFIX)
+    whole += sum(document.embedding.tokens for document in prepared.kept)
+    return Usage(whole, whole - prepared.tokens, len(prepared.kept))

@@ -25,7 +25,8 @@ class Preprocessor:
     """Turns requests into sequences for one model. Thread-safe.
 
     `longest_sequence` is the most tokens that the engine can run in one sequence, and `window_overlap` how
-    many the windows of a long document share. Documents that are in the `cache` are not run again.
+    many the windows of a long document share. Documents that are in the `cache` are not run again, and with
+    `share_prefixes` neither is what all pairs of a query begin with.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class Preprocessor:
         longest_sequence: int,
         window_overlap: int,
         cache: EmbeddingCache | None,
+        share_prefixes: bool,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._longest = min(model.max_tokens, longest_sequence)
         self._window_overlap = window_overlap
         self._cache = cache
+        self._share_prefixes = share_prefixes
 
     def score(self, request: ScoreRequest, owner: int, keys: Iterator[int]) -> Prepared:
         """The sequences of a score request."""
@@ -52,7 +55,16 @@ class Preprocessor:
         if model.listwise is not None:
             return listwise(request, model.listwise, instruction, self._tokenizer, long_inputs, owner, keys)
         if model.score_task == "classify":
-            return pairs(request, model.pairs, instruction, self._tokenizer, long_inputs, owner, keys)
+            return pairs(
+                request,
+                model.pairs,
+                instruction,
+                self._tokenizer,
+                long_inputs,
+                owner,
+                keys,
+                self._share_prefixes,
+            )
         rules = _instructed(model.query, instruction)
         queries = self._builder(rules, long_inputs, "queries", always_cut=rules.max_tokens is not None)
         documents = DocumentReader(

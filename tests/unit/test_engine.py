@@ -85,7 +85,7 @@ async def test_rerank_gives_the_best_first_and_ties_in_input_order(engine: Engin
 
 async def test_usage_counts_a_late_query_once(engine: Engine) -> None:
     one = await engine.score("hello", ["world"])
-    three = await engine.score("hello", ["world"] * 3)
+    three = await engine.score("hello", ["world", "earth", "moon"])
     assert one.usage.prompt_tokens == 6  # [CLS] hello [SEP] and [CLS] world [SEP]
     assert three.usage.prompt_tokens == 12
 

@@ -27,6 +27,17 @@ def make_request(
     return sequences
 
 
+def make_sharing_request(request: int, lengths: list[int], first_key: int, prefix: int) -> list[Sequence]:
+    """A prefix, and pairs that begin with it and have so many tokens of their own."""
+    ids = np.zeros(prefix, dtype=np.int32)
+    sequences = [Sequence(first_key, request, -1, Role.PREFIX, "", ids, uses=len(lengths))]
+    for i, length in enumerate(lengths):
+        ids = np.zeros(prefix + length, dtype=np.int32)
+        key = first_key + 1 + i
+        sequences.append(Sequence(key, request, i, Role.PAIR, "task", ids, prefix=first_key, shared=prefix))
+    return sequences
+
+
 def run_dry(scheduler: Scheduler, most: int = 100_000) -> list[Step]:
     steps = []
     while (step := scheduler.schedule()) is not None:
@@ -37,7 +48,7 @@ def run_dry(scheduler: Scheduler, most: int = 100_000) -> list[Step]:
 
 @st.composite
 def workloads(draw: st.DrawFn) -> tuple[StepLimits, list[tuple[list[Sequence], int]]]:
-    """Limits, and requests with priorities: texts, or queries with documents."""
+    """Limits, and requests with priorities: texts, queries with documents, or pairs that share a prefix."""
     chunked = draw(st.booleans())
     budget = draw(st.integers(7, 300))
     limits = StepLimits(budget, draw(st.integers(1, 40)), chunked)
@@ -48,7 +59,10 @@ def workloads(draw: st.DrawFn) -> tuple[StepLimits, list[tuple[list[Sequence], i
         lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=30))
         queries = draw(st.none() | st.lists(st.integers(1, longest), min_size=1, max_size=4))
         queries = queries[: len(lengths)] if queries else None
-        sequences = make_request(request, lengths, key, queries)
+        if chunked and draw(st.booleans()):
+            sequences = make_sharing_request(request, lengths, key, draw(st.integers(1, longest)))
+        else:
+            sequences = make_request(request, lengths, key, queries)
         key += len(sequences)
         requests.append((sequences, draw(st.integers(-3, 3))))
     return limits, requests
@@ -76,15 +90,18 @@ def test_every_token_is_scheduled_once_within_budget_and_after_its_query(
         assert len(step.chunks) <= limits.sequences
         for chunk in step.chunks:
             assert len(chunk) > 0
-            assert chunk.start == done.get(chunk.sequence.key, 0), "tokens in order, each once"
+            done_before = done.get(chunk.sequence.key, chunk.sequence.shared)
+            assert chunk.start == done_before, "tokens in order, each once"
             assert limits.chunked or chunk.is_whole
             done[chunk.sequence.key] = chunk.stop
             if chunk.is_last:
                 finished_at[chunk.sequence.key] = i
-        # A query and its documents may share a step, but none may come before it.
+        # A query and its documents may share a step, but none may come before it; so with prefixes.
         for chunk in step.chunks:
             if chunk.sequence.query is not None and chunk.is_last:
                 assert finished_at[chunk.sequence.query] <= i
+            if chunk.sequence.prefix is not None:
+                assert finished_at[chunk.sequence.prefix] <= i
     for sequences, _ in requests:
         for sequence in sequences:
             assert done[sequence.key] == len(sequence)
