@@ -141,3 +141,15 @@ def bench_maxsim(documents: int, dim: int, rounds: int, json_file: str | None) -
     from maxsimd.bench.maxsim import measure_maxsim
 
     measure_maxsim(documents, dim, rounds, json_file)
+
+
+@bench.command("prefix")
+@click.option("--documents", type=int, default=100, show_default=True)
+@click.option("--share", type=float, default=0.4, show_default=True, help="Share of tokens that pairs share.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_prefix(documents: int, share: float, rounds: int, json_file: str | None) -> None:
+    """A causal reranker with what all pairs begin with run once, and run every time, in turns."""
+    from maxsimd.bench.prefix import measure_prefix_sharing
+
+    measure_prefix_sharing(documents, share, rounds, json_file)
