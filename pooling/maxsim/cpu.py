@@ -12,8 +12,12 @@ from maxsimd.pooling.ragged import Ragged
 # Rows over which the first level takes maxima, halving by halving: a power of two. A document's similarities
 # are filled up to a multiple of it with those of its last token, which no maximum notices.
 BLOCK = 32
-# Rows of documents in one product: its result and their copies stay in the second-level cache.
-TILE = 32_768
+# What the similarities of a tile of documents may take, to stay in the second-level cache.
+TILE_BYTES = 2 * 1024 * 1024
+
+# The shapes of products that are not float32: rows, and what the query's tokens are filled up to.
+PIECES = (4096, 2048, 1024, 512, 256, 128, 64)
+COLUMNS = 16
 
 Rows = NDArray[np.int64]
 
@@ -47,20 +51,40 @@ def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Rows) -> t
     if len(query) == 0:
         return best_of_block[: len(lengths)]
     transposed = query.T.contiguous()
-    for first, last in _tiles(offsets):
+    for first, last in _tiles(offsets, TILE_BYTES // (len(query) * tokens.itemsize)):
         start, stop = int(offsets[first]), int(offsets[last])
         rows = slice(int(block_offsets[first]), int(block_offsets[last]))
-        similarity = tokens[start:stop] @ transposed  # [rows, Lq]
+        similarity = _product(tokens[start:stop], transposed)  # [rows, Lq]
         similarity = _take(similarity, filled[rows.start * BLOCK : rows.stop * BLOCK] - start)
         best_of_block[rows] = _maxima(similarity.unflatten(0, (-1, BLOCK)))
     best = np.maximum.reduceat(best_of_block.cpu().numpy(), block_offsets[:-1], axis=0)
     return torch.from_numpy(best).to(tokens.device)
 
 
+def _product(rows: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
+    """`rows @ transposed`, where that is not float32 in pieces of few different shapes, because a kernel is
+    compiled for each and takes memory that is never given back. The last piece overlaps the one before it."""
+    count, columns = len(rows), transposed.shape[1]
+    if rows.dtype is torch.float32 or rows.device.type != "cpu":
+        return rows @ transposed
+    if columns % COLUMNS:
+        transposed = torch.nn.functional.pad(transposed, (0, -columns % COLUMNS))
+    if count < PIECES[-1]:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, PIECES[-1] - count))
+    out = rows.new_empty(len(rows), transposed.shape[1])
+    done = 0
+    while done < len(rows):
+        size = next((size for size in PIECES if size <= len(rows) - done), PIECES[-1])
+        piece = slice(min(done, len(rows) - size), min(done, len(rows) - size) + size)
+        torch.mm(rows[piece], transposed, out=out[piece])
+        done = piece.stop
+    return out[:count, :columns]
+
+
 def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows by index, moved as large numbers where they can be: there is a fast way for these, and none for
     bfloat16."""
-    if rows.shape[1] * rows.itemsize % 8:
+    if not rows.is_contiguous() or rows.shape[1] * rows.itemsize % 8:
         return rows.index_select(0, index)
     return rows.view(torch.int64).index_select(0, index).view(rows.dtype)
 
@@ -82,11 +106,11 @@ def _filled_rows(lengths: Rows, blocks: Rows, offsets: Rows) -> Rows:
     return filled
 
 
-def _tiles(offsets: Rows) -> Iterator[tuple[int, int]]:
-    """Runs of documents with at most TILE rows together, or of one longer one."""
+def _tiles(offsets: Rows, rows: int) -> Iterator[tuple[int, int]]:
+    """Runs of documents with at most so many rows together, or of one longer one."""
     first, count = 0, len(offsets) - 1
     while first < count:
-        last = int(np.searchsorted(offsets, offsets[first] + TILE, side="right")) - 1
+        last = int(np.searchsorted(offsets, offsets[first] + rows, side="right")) - 1
         last = max(last, first + 1)
         yield first, last
         first = last

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentence_transformers.util import maxsim as sentence_transformers_maxsim
 
-from maxsimd.pooling.maxsim import choose_maxsim, maxsim_cpu, maxsim_reference
+from maxsimd.pooling.maxsim import choose_maxsim, cpu, maxsim_cpu, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.similarity import score_pairs
 
@@ -114,3 +114,21 @@ def test_other_similarities_follow_their_definition(similarity: str) -> None:
         else:
             expected = (queries[q] @ documents[d].T).amax(1).mean()
         torch.testing.assert_close(score, expected)
+
+
+@given(problems())
+def test_bfloat16_products_are_close_to_the_reference(
+    problem: tuple[Ragged, Ragged, list[tuple[int, int]]],
+) -> None:
+    queries, documents, pairs = problem
+    rounded = Ragged(documents.values.bfloat16(), documents.offsets)
+    scores, exact = maxsim_cpu(queries, rounded, pairs), maxsim_reference(queries, documents, pairs)
+    torch.testing.assert_close(scores, exact, atol=2e-2, rtol=1e-2)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 70))
+@settings(max_examples=50)
+def test_a_product_in_pieces_is_the_product(rows: int, columns: int) -> None:
+    values = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    query = torch.randn(8, columns, generator=torch.Generator().manual_seed(columns)).bfloat16()
+    torch.testing.assert_close(cpu._product(values, query), values @ query, atol=0.1, rtol=0.02)
