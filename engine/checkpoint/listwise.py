@@ -21,11 +21,12 @@ def load_listwise(path: str, options: dict[str, Any]) -> dict[str, Any]:
     """Reads the backbone with transformers and the projection beside it.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
-    common = {"revision": options["revision"]}
-    tokenizer = AutoTokenizer.from_pretrained(path, **common)
-    config = AutoConfig.from_pretrained(path, **common)
-    backbone = Qwen3Model.from_pretrained(path, config=config, **common, **options["model_kwargs"])
-    projection = read_tensors(path, options["revision"], "projector.")
+    revision = options["revision"]
+    # The published code is not needed: its backbone is transformers' Qwen3, and the rest is here.
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    backbone = Qwen3Model.from_pretrained(path, config=config, revision=revision, **options["model_kwargs"])
+    projection = read_tensors(path, revision, "projector.")
     head = ModuleHead([_Projection(projection, path).to(options["device"])], "token_embeddings")
     for marker in (_QUERY_MARKER, _DOCUMENT_MARKER):
         if tokenizer.convert_tokens_to_ids(marker) in (None, tokenizer.unk_token_id):

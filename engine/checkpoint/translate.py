@@ -66,7 +66,7 @@ def in_transformers_terms(
     if translate is None or trust_remote_code or not files.config_at_root:
         yield model
         return
-    source = Path(model) if Path(model).is_dir() else Path(snapshot_download(model, revision=revision))
+    source = Path(model) if Path(model).is_dir() else _downloaded(model, revision)
     config = {name: value for name, value in translate(files.config).items() if name != "auto_map"}
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
         for entry in source.iterdir():
@@ -74,3 +74,9 @@ def in_transformers_terms(
                 (Path(folder) / entry.name).symlink_to(entry.resolve())
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         yield folder
+
+
+def _downloaded(model: str, revision: str | None) -> Path:
+    """A hub checkpoint's files on this machine, without other frameworks' weights."""
+    others = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.gguf"]
+    return Path(snapshot_download(model, revision=revision, ignore_patterns=others))

@@ -9,22 +9,30 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file
 from maxsimd.engine.errors import ModelLoadError
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_PICKLED = "pytorch_model.bin"
 
 
 def refuse_pickles(model: str, revision: str | None, files: CheckpointFiles) -> None:
     """Raises ModelLoadError when any part of a checkpoint has its weights only as pickles."""
-    folders = [""] if files.config_at_root else []
-    folders += [module["path"] for module in files.modules if module.get("path")]
-    for folder in dict.fromkeys(folders):
-        prefix = f"{folder}/" if folder else ""
-        if any(find_file(model, prefix + name, revision) for name in (_WHOLE, _INDEX)):
-            continue
-        if any(find_file(model, prefix + name, revision) for name in _PICKLED):
-            raise ModelLoadError(
-                f"{model!r} has weights only as pickles ({prefix}{_PICKLED[0]}), which can run code as they "
-                "are read: convert them to safetensors, or trust them with --allow-pickle"
-            )
+    if files.config_at_root and not _has_safetensors(model, "", revision):
+        raise _only_pickles(model, "")
+    for folder in dict.fromkeys(module["path"] for module in files.modules if module.get("path")):
+        # Many modules have no weights at all, so that here the pickle itself must be looked for.
+        if not _has_safetensors(model, f"{folder}/", revision):
+            pickled = find_file(model, f"{folder}/{_PICKLED}", revision)
+            if pickled is not None:
+                raise _only_pickles(model, f"{folder}/")
+
+
+def _has_safetensors(model: str, folder: str, revision: str | None) -> bool:
+    return any(find_file(model, folder + name, revision) is not None for name in (_INDEX, _WHOLE))
+
+
+def _only_pickles(model: str, folder: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{model!r} has no {folder}{_WHOLE}; weights that are there only as pickles ({folder}{_PICKLED}) "
+        "can run code as they are read: convert them to safetensors, or trust them with --allow-pickle"
+    )
 
 
 def read_tensors(model: str, revision: str | None, prefix: str) -> dict[str, torch.Tensor]:
