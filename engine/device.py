@@ -103,7 +103,13 @@ class DeviceActors:
             {name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()},
             model.token_pooling,
         )
-        scorer = DocumentScorer(model.similarity, on_device.maxsim, on_device.prepared.dtype, on_device.cache)
+        scorer = DocumentScorer(
+            model.similarity,
+            on_device.maxsim,
+            on_device.device,
+            on_device.prepared.dtype,
+            on_device.cache,
+        )
         scoring = ScoringActor(Mailbox(loop), scorer, len(model.labels), scheduler)
         pooling = PoolingActor(Mailbox(loop), pooler, scoring.mailbox)
         runner = RunnerActor(

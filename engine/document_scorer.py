@@ -41,19 +41,29 @@ class Scored:
 
 class DocumentScorer:
     """Owns the queries whose documents are still to come, unfinished documents, and kept documents whose
-    queries are still to come. Documents are compared in the precision `dtype`. Used by the scoring actor
-    alone."""
+    queries are still to come. Documents are compared on `device` in the precision `dtype`. Used by the
+    scoring actor alone."""
 
     def __init__(
-        self, similarity: str, maxsim: MaxSim, dtype: torch.dtype, cache: EmbeddingCache | None
+        self,
+        similarity: str,
+        maxsim: MaxSim,
+        device: torch.device,
+        dtype: torch.dtype,
+        cache: EmbeddingCache | None,
     ) -> None:
         self._similarity = similarity
         self._maxsim = maxsim
+        self._device = device
         self._dtype = dtype
         self._cache = cache
         self._queries = QueryRegistry()
         self._windows = WindowRegistry()
         self._attached: dict[int, list[KeptDocument]] = {}
+        # What the last call of `score` is done with, should its step not be tried again.
+        self._used: list[tuple[int, int]] = []
+        self._complete_documents: list[int] = []
+        self._scored_attached: list[int] = []
 
     def attach(self, documents: list[KeptDocument]) -> None:
         """Takes kept documents, to be scored when their queries are there."""
@@ -71,7 +81,10 @@ class DocumentScorer:
     def score(
         self, pooled: list[Pooled], known: list[KnownSequence], failures: list[Failure]
     ) -> list[Scored]:
-        """Scores of all documents that a step completes: one batch a task, whatever requests they are of."""
+        """Scores of all documents that a step completes: one batch a task, whatever requests they are of.
+
+        Calling it twice for the same step has the effect of calling it once; `settle` comes after."""
+        self._used, self._complete_documents, self._scored_attached = [], [], []
         scored: list[Scored] = []
         fresh: dict[bytes, torch.Tensor] = {}
         for task in pooled:
@@ -83,27 +96,38 @@ class DocumentScorer:
             if documents:
                 items = self._keep(documents, items, fresh)
                 scored += self._against_queries(documents, items, failures)
-                for document in documents:
-                    if document.document is not None:
-                        self._windows.release(document.document)
+                self._complete_documents += [
+                    document.document for document in documents if document.document is not None
+                ]
         if known:
-            embeddings = [fresh[_key(one)] if one.embedding is None else one.embedding for one in known]
+            rows = [fresh[_key(one)] if one.embedding is None else one.embedding for one in known]
             sequences = [one.sequence for one in known]
-            scored += self._against_queries(sequences, Ragged.from_items(embeddings), failures)
+            scored += self._against_queries(sequences, self._side_by_side(rows), failures)
         return scored
 
+    def settle(self) -> None:
+        """Lets go of what the last call of `score` is done with, because its results are on their way."""
+        for query, uses in self._used:
+            self._queries.release(query, uses)
+        for document in self._complete_documents:
+            self._windows.release(document)
+        for query in self._scored_attached:
+            self._attached.pop(query, None)
+
     def _score_attached(self, query: int, failures: list[Failure]) -> list[Scored]:
-        documents = self._attached.pop(query, None)
+        documents = self._attached.get(query)
         if documents is None:
             return []
-        device = self._queries.get(query).device
+        self._scored_attached.append(query)
         scored = []
         for part in _in_parts(documents):
-            items = Ragged.from_items(
-                [document.embedding.decoded().to(device, self._dtype) for document in part]
-            )
-            scored += self._against_queries(part, items, failures)
+            rows = [document.embedding.decoded() for document in part]
+            scored += self._against_queries(part, self._side_by_side(rows), failures)
         return scored
+
+    def _side_by_side(self, rows: list[torch.Tensor]) -> Ragged:
+        """Embeddings end to end on the device."""
+        return Ragged.from_items([part.to(self._device, self._dtype) for part in rows])
 
     def _complete(self, pooled: Pooled) -> tuple[list[Sequence], Ragged]:
         """The documents that are complete with this step, and their embeddings; one that is read through
@@ -167,7 +191,8 @@ class DocumentScorer:
         scores = score_pairs(self._similarity, Ragged.from_items(embeddings), items, pairs, self._maxsim)
         for document in documents:
             if document.query in places:
-                self._queries.release(document.query, getattr(document, "windows", 1))
+                uses = document.windows if isinstance(document, Sequence) else 1
+                self._used.append((document.query, uses))
         return [Scored(scored, scores)]
 
 

@@ -73,6 +73,7 @@ class ScoringActor(Actor[ScoringMessage]):
             flat = torch.cat(
                 [output.items.values.reshape(-1).float() for output in outputs] or [torch.empty(0)]
             )
+        self._scorer.settle()
         if flat.device.type == "cpu":
             self._report(message, outputs, failures, flat)
             return

@@ -39,47 +39,73 @@ class DocumentReader:
         self._cache = cache
 
     def read(self, request: ScoreRequest) -> Documents:
-        texts: list[tuple[int, str]] = []
+        """Raises InvalidRequestError for a document that is too long, by its place in the request."""
         places: dict[tuple[int, str], int] = {}
+        firsts: list[int] = []
         place_of = []
         for i, text in enumerate(request.documents):
             pair = (request.query_of(i), text)
             if pair not in places:
-                places[pair] = len(texts)
-                texts.append(pair)
+                places[pair] = len(firsts)
+                firsts.append(i)
             place_of.append(places[pair])
-        keys = self._keys([text for _, text in texts])
-        kept = self._find(keys, request.cache, len(texts))
+        texts = [request.documents[i] for i in firsts]
+        keys = [self._keys_of(text) for text in texts]
+        kept = self._find(keys, request.cache)
         missing = [i for i, entry in enumerate(kept) if entry is None]
-        encoded = dict(zip(missing, self._builder.encode(tuple(texts[i][1] for i in missing)), strict=True))
+        encoded = dict(zip(missing, self._builder.encode(tuple(texts[i] for i in missing)), strict=True))
         documents = []
-        for i, (query, _) in enumerate(texts):
-            entry = kept[i]
+        for i, first in enumerate(firsts):
+            query, entry = request.query_of(first), kept[i]
             if entry is not None:
                 self._long.truncated += entry.truncated
                 documents.append(Document(query, entry, [], None, entry.truncated))
                 continue
             before = self._long.truncated
-            windows = self._builder.windows(self._long.document(encoded[i]), i)
-            key = keys[i] if keys else None
-            documents.append(Document(query, None, windows, key, self._long.truncated > before))
+            windows = self._builder.windows(self._long.document(encoded[i]), first)
+            truncated = self._long.truncated > before
+            as_it_is = len(windows) == 1 and not truncated and not self._long.limits_documents
+            documents.append(Document(query, None, windows, _chosen(keys[i], as_it_is), truncated))
         return Documents(documents, place_of)
 
-    def _keys(self, texts: Sequence[str]) -> list[bytes]:
-        if self._cache is None:
-            return []
-        how = self._long.signature
-        return [self._cache.key(text, how) for text in texts]
-
-    def _find(self, keys: Sequence[bytes], mode: CacheMode, count: int) -> list[CachedEmbedding | None]:
+    def _keys_of(self, text: str) -> "_Keys | None":
         cache = self._cache
         if cache is None:
-            return [None] * count
-        if mode == "refresh":
-            for key in keys:
-                cache.drop(key)
-            return [None] * count
-        found = [cache.get(key) for key in keys]
-        hits = sum(entry is not None for entry in found)
-        cache.count(hits, len(found) - hits)
+            return None
+        return _Keys(cache.key(text, "as it is"), cache.key(text, self._long.signature))
+
+    def _find(self, keys: Sequence["_Keys | None"], mode: CacheMode) -> list[CachedEmbedding | None]:
+        cache = self._cache
+        if cache is None:
+            return [None] * len(keys)
+        found = [self._look_up(key, mode) if key is not None else None for key in keys]
+        if mode == "use":
+            hits = sum(entry is not None for entry in found)
+            cache.count(hits, len(found) - hits)
         return found
+
+    def _look_up(self, keys: "_Keys", mode: CacheMode) -> CachedEmbedding | None:
+        assert self._cache is not None
+        if mode == "refresh":
+            self._cache.drop(keys.as_it_is)
+            self._cache.drop(keys.as_asked)
+            return None
+        if not self._long.limits_documents:
+            whole = self._cache.get(keys.as_it_is)
+            if whole is not None and whole.tokens <= self._long.limit:
+                return whole
+        return self._cache.get(keys.as_asked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """A document that fits is kept `as_it_is`, whatever is asked for those that do not; others `as_asked`."""
+
+    as_it_is: bytes
+    as_asked: bytes
+
+
+def _chosen(keys: _Keys | None, as_it_is: bool) -> bytes | None:
+    if keys is None:
+        return None
+    return keys.as_it_is if as_it_is else keys.as_asked

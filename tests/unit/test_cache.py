@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import CUT_LONG, Engine, EngineConfig, Truncation
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.entry import CachedEmbedding, Precision, encode
 from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.document_scorer import DocumentScorer
 
 MIB = 1024 * 1024
 
@@ -264,3 +265,44 @@ async def test_cancelling_leaves_nothing_behind(documents: list[str]) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert len(await _scores(engine, documents)) == len(documents)
+
+
+async def test_a_document_that_fits_is_kept_whatever_is_asked_for_those_that_do_not(
+    documents: list[str],
+) -> None:
+    short = [document[:200] for document in documents[:10]]
+    async with Engine(EngineConfig(dtype="float32")) as engine:
+        await engine.score("why", short)
+        for truncation in (CUT_LONG, Truncation(max_tokens=-1, windows=True), Truncation(max_tokens=200)):
+            again = await engine.score("why", short, truncation=truncation)
+            assert again.usage.cached_documents == 10
+        shorter = await engine.score("why", short, truncation=Truncation(max_tokens=12))
+        assert shorter.usage.cached_documents < 10
+        assert shorter.truncated > 0
+
+
+async def test_an_error_names_the_document_by_its_place_in_the_request() -> None:
+    async with Engine(EngineConfig(dtype="float32")) as engine:
+        with pytest.raises(InvalidRequestError, match=r"documents\[3\]"):
+            await engine.score("why", ["a", "a", "a", "word " * 500])
+
+
+async def test_a_step_that_is_tried_again_scores_kept_documents_once(
+    documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try fails after scoring; what was attached must still be there for the second."""
+    async with Engine(EngineConfig(dtype="float32")) as engine:
+        expected = await _scores(engine, documents[:20])
+        original, failures = DocumentScorer.settle, [1]
+
+        def settle(scorer: DocumentScorer) -> None:
+            if failures and failures.pop():
+                raise RuntimeError("no such luck")
+            original(scorer)
+
+        monkeypatch.setattr(DocumentScorer, "settle", settle)
+        half_new = await engine.score(
+            "how is a file read", [*documents[:20], "one that is new", "and another"], truncation=CUT_LONG
+        )
+        np.testing.assert_allclose(half_new.scores[:20], expected, atol=1e-4)
+        assert half_new.usage.cached_documents == 20
