@@ -19,7 +19,8 @@ LATE, CROSS, BI = "late-interaction", "cross-encoder", "bi-encoder"
 @dataclass(frozen=True, eq=False)
 class Family:
     """`settings` are what a user would give on the command line beside the model; `packed` is how the engine
-    is expected to run it."""
+    is expected to run it; `weights` tells where the reference finds the same weights in its own terms, for
+    checkpoints with code of their own."""
 
     name: str
     kind: str
@@ -30,6 +31,7 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     packed: bool = True
     causal: bool = False
+    weights: Callable[[str], str] = str
 
 
 def _embedded(folder: Path) -> str:
@@ -52,7 +54,8 @@ FAMILIES = [
     Family("LateOn", LATE, "lightonai/LateOn", "PyLate with model_type ColBERT",
            late_interaction.pylate_v3_modernbert, references.multi_vector),
     Family("jina-colbert-v2", LATE, "jinaai/jina-colbert-v2", "Stanford ColBERT, code of its own",
-           late_interaction.jina_colbert_v2, references.first_of_native_save),
+           late_interaction.jina_colbert_v2, references.multi_vector,
+           weights=lambda path: str(Path(path) / "saved")),
     Family("native multi-vector", LATE, "MultiVectorEncoder saves", _SAVE, late_interaction.native,
            references.multi_vector),
     Family("native multi-vector, token pooling", LATE, "MultiVectorEncoder saves", _SAVE,
@@ -98,7 +101,7 @@ FAMILIES = [
            partial(references.bi_encoder, query="query: ", document="passage: "), _E5),
     Family("GTE", BI, "thenlper/gte-base", _SAVE, bi_encoders.gte, references.bi_encoder),
     Family("nomic", BI, "nomic-ai/nomic-embed-text-v1.5", f"{_SAVE}, code of its own", bi_encoders.nomic,
-           references.own_terms),
+           references.bi_encoder, weights=lambda path: str(Path(path).parent / "own" / "saved")),
     Family("Qwen3-Embedding", BI, "Qwen/Qwen3-Embedding-0.6B", _SAVE, bi_encoders.qwen3,
            references.bi_encoder, causal=True),
     Family("EmbeddingGemma", BI, "google/embeddinggemma-300m", _SAVE, bi_encoders.embeddinggemma,

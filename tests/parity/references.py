@@ -28,15 +28,27 @@ def bi_encoder(path: str, queries: Sequence[str], documents: Sequence[str], **pr
     return model.similarity_pairwise(first, second).numpy()
 
 
+def embeddings(model: Any, texts: Sequence[str], role: str, prompt: str | None = None) -> list[Scores]:
+    """What a `SentenceTransformer` or a `MultiVectorEncoder` makes of texts: [dim] or [tokens, dim] each."""
+    encode = model.encode_query if role == "query" else model.encode_document
+    encoded = encode(list(texts)) if prompt is None else encode(list(texts), prompt=prompt)
+    return [np.asarray(item) for item in encoded]
+
+
 def multi_vector(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
     return _maxsim(MultiVectorEncoder(path, device="cpu"), queries, documents)
 
 
 def plain_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
     """A bi-encoder's token states, normalised, compared by MaxSim."""
+    return _maxsim(token_states(path), queries, documents)
+
+
+def token_states(path: str) -> MultiVectorEncoder:
+    """A bi-encoder's token states, normalised, without projection."""
     transformer = SentenceTransformer(path, device="cpu")[0]
     modules = [transformer, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
-    return _maxsim(MultiVectorEncoder(modules=modules, device="cpu"), queries, documents)
+    return MultiVectorEncoder(modules=modules, device="cpu")
 
 
 def _maxsim(model: MultiVectorEncoder, queries: Sequence[str], documents: Sequence[str]) -> Scores:
@@ -182,15 +194,3 @@ def _listwise_prompt(query: str, documents: list[str]) -> str:
         lines += [f'<passage id="{i}">', f"{document}<|embed_token|>", "</passage>"]
     lines += ["<query>", f"{query}<|rerank_token|>", "</query><|im_end|>", "<|im_start|>assistant"]
     return "\n".join([*lines, "<think>", "", "</think>", "", ""])
-
-
-def first_of_native_save(
-    path: str, queries: Sequence[str], documents: Sequence[str], **options: Any
-) -> Scores:
-    """The same weights as a native save that lies beside a published checkpoint."""
-    return multi_vector(str(Path(path) / "saved"), queries, documents)
-
-
-def own_terms(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-    """The same weights as a save in transformers' own terms that lies beside a published checkpoint."""
-    return bi_encoder(str(Path(path).parent / "own" / "saved"), queries, documents)
