@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from itertools import count
 from typing import Any
 
 import httpx
@@ -9,7 +10,13 @@ import pytest
 
 from tests.server.conftest import Server, StartServer
 
-HEAVY = {"query": "q", "documents": ["word " * 250] * 400, "return_documents": False}
+
+def different(text: str, number: int) -> list[str]:
+    """So many documents that are alike in length alone: equal ones would be encoded once."""
+    return [f"{i} {text}" for i in range(number)]
+
+
+HEAVY = {"query": "q", "documents": different("word " * 245, 400), "return_documents": False}
 LIGHT = {"query": "q", "documents": ["d"]}
 
 
@@ -61,8 +68,9 @@ def test_work_of_a_client_that_leaves_disappears_from_the_queue(start_server: St
     async def leave() -> None:
         async with httpx.AsyncClient(timeout=60) as client:
             request = asyncio.create_task(client.post(server.url + "/rerank", json=HEAVY))
-            while (await client.get(server.url + "/metrics")).text.find("maxsimd_queue_tokens 0.0") >= 0:
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(60):
+                while "maxsimd_queue_tokens 0.0" in (await client.get(server.url + "/metrics")).text:
+                    await asyncio.sleep(0.02)
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
 
@@ -83,7 +91,9 @@ def test_a_full_queue_answers_429_and_loses_nobody(start_server: StartServer) ->
         async with httpx.AsyncClient(timeout=120) as client:
             return await asyncio.gather(
                 *(
-                    client.post(server.url + "/rerank", json=HEAVY | {"documents": ["word " * 250] * 60})
+                    client.post(
+                        server.url + "/rerank", json=HEAVY | {"documents": different("word " * 245, 60)}
+                    )
                     for _ in range(8)
                 )
             )
@@ -122,7 +132,7 @@ def test_a_small_request_is_not_kept_waiting_by_a_large_one(server: Server) -> N
 @pytest.mark.parametrize("clients", [6])
 def test_sigterm_under_load_loses_no_accepted_request(start_server: StartServer, clients: int) -> None:
     server = start_server()
-    body = {"query": "q", "documents": ["word " * 120] * 30}
+    rounds = count()
 
     async def load() -> tuple[list[int], int]:
         statuses: list[int] = []
@@ -134,6 +144,8 @@ def test_sigterm_under_load_loses_no_accepted_request(start_server: StartServer,
             async with httpx.AsyncClient(timeout=60) as client:
                 while not stop:
                     try:
+                        documents = different(f"{next(rounds)} " + "word " * 120, 30)
+                        body = {"query": "q", "documents": documents}
                         response = await client.post(server.url + "/rerank", json=body)
                     except httpx.ConnectError:
                         return  # not accepted: nobody listens any more
