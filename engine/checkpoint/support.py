@@ -2,6 +2,7 @@
 
 from transformers import CONFIG_MAPPING
 
+from maxsimd.engine.checkpoint.detect import LISTWISE, is_language_model
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
@@ -9,7 +10,7 @@ from maxsimd.engine.errors import ModelLoadError
 SUPPORTED = (
     "encoders and decoders that transformers has (*Model), with sentence-transformers' modules or alone; "
     "*ForSequenceClassification; *ForCausalLM that answer yes or no; sentence-transformers, PyLate and "
-    "Stanford ColBERT (HF_ColBERT) saves; JinaForRanking"
+    f"Stanford ColBERT (HF_ColBERT) saves; {LISTWISE}"
 )
 
 
@@ -34,9 +35,9 @@ def refuse_unsupported(
             "serve it with --score-type bi-encoder or late-interaction, or name a "
             "*ForSequenceClassification checkpoint"
         )
-    if score_type is ScoreType.LISTWISE and files.architecture != "JinaForRanking":
-        raise ModelLoadError(f"{model!r} is a {files.architecture}; listwise scoring needs a JinaForRanking")
+    if score_type is ScoreType.LISTWISE and files.architecture != LISTWISE:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}; listwise scoring needs a {LISTWISE}")
 
 
 def _reads_pairs(files: CheckpointFiles) -> bool:
-    return files.architecture.endswith(("ForSequenceClassification", "ForCausalLM"))
+    return files.architecture.endswith("ForSequenceClassification") or is_language_model(files)
