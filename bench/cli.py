@@ -10,6 +10,7 @@ import click
 
 from maxsimd.api.options import config_from, options_from
 from maxsimd.bench.datasets import Request, docstring_requests, random_requests
+from maxsimd.bench.peers.command import bench_peers
 from maxsimd.bench.report import Report
 from maxsimd.engine.config import EngineConfig
 
@@ -94,17 +95,6 @@ def bench_serve(url: str, api_key: str | None, **values: Any) -> None:
     finish(report, values["json_file"])
 
 
-@bench.command("compare")
-@click.option("--pairs", type=int, default=200, show_default=True, help="Docstring pairs to score.")
-@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_compare(pairs: int, rounds: int, json_file: str | None) -> None:
-    """Cross-encoder of MiniLM-L6 shape: this engine beside sentence-transformers, in turns, in one run."""
-    from maxsimd.bench.compare import compare_cross_encoders
-
-    compare_cross_encoders(pairs, rounds, json_file)
-
-
 @bench.command("allpool")
 @click.option("--sequences", type=int, default=64, show_default=True)
 @click.option("--tokens", type=int, default=128, show_default=True, help="Mean tokens a sequence.")
@@ -153,3 +143,6 @@ def bench_prefix(documents: int, share: float, rounds: int, json_file: str | Non
     from maxsimd.bench.prefix import measure_prefix_sharing
 
     measure_prefix_sharing(documents, share, rounds, json_file)
+
+
+bench.add_command(bench_peers)

@@ -50,8 +50,15 @@ class EngineConfig:
         8_000_000, "Requests are refused while more tokens than this wait; a lone request is never refused."
     )
     steps_in_flight: int = option(2, "Steps handed to the device ahead of their results; 1 or 2.")
-    maxsim: Literal["auto", "torch", "cpu", "triton"] = option(
-        "auto", "MaxSim backend: triton on a GPU, cpu elsewhere; torch is the plain reference."
+    quantization: Literal["none", "int8"] = option(
+        "none", "int8 rounds the weights of linear layers, and what they multiply, to int8; on a CPU only."
+    )
+    kernels: Literal["auto", "torch"] = option(
+        "auto", "auto runs our compiled kernels where the CPU has AVX-512; torch leaves all to torch."
+    )
+    maxsim: Literal["auto", "torch", "cpu", "compiled", "triton"] = option(
+        "auto",
+        "MaxSim backend: triton on a GPU, compiled or else cpu elsewhere; torch is the plain reference.",
     )
     packing: Literal["auto", "off"] = option(
         "auto", "auto runs steps without padding where that is proven exact at load; off pads always."

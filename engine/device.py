@@ -81,7 +81,7 @@ def load_on_device(config: EngineConfig) -> OnDevice:
     if device.type == "cpu":
         settle_allocators()
     try:
-        maxsim_name, maxsim = choose_maxsim(config.maxsim, device)
+        maxsim_name, maxsim = choose_maxsim(config.maxsim, device, config.kernels == "auto")
     except ValueError as error:
         raise ModelLoadError(str(error)) from error
     model = load_model(config, device)

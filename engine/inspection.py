@@ -34,8 +34,8 @@ def inspect_model(config: EngineConfig) -> dict[str, str]:
         "longest input": f"{model.max_tokens} tokens",
         "attention": "causal, prefilled in chunks" if prepared.runner.chunked else _attention(model),
         "execution": _execution(prepared),
-        "precision": f"{_name(prepared.dtype)} (in the file: {_name(model.file_dtype)})",
-        "weights": f"{weights / 1e6:.1f} million, {weights * prepared.dtype.itemsize / 1e6:.1f} MB",
+        "precision": _precision(prepared, model),
+        "weights": f"{weights / 1e6:.1f} million, {_bytes(prepared, weights) / 1e6:.1f} MB",
     }
     return {name: value for name, value in rows.items() if value}
 
@@ -110,6 +110,15 @@ def _attention(model: LoadedModel) -> str:
 
 def _execution(prepared: PreparedModel) -> str:
     return "packed" if prepared.not_packed is None else f"padded: {prepared.not_packed}"
+
+
+def _precision(prepared: PreparedModel, model: LoadedModel) -> str:
+    linear = ", linear layers int8" if prepared.quantized else ""
+    return f"{_name(prepared.dtype)}{linear} (in the file: {_name(model.file_dtype)})"
+
+
+def _bytes(prepared: PreparedModel, weights: int) -> int:
+    return (weights - prepared.quantized) * prepared.dtype.itemsize + prepared.quantized
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -27,7 +27,7 @@ def open_cache(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> 
     disk = None
     if config.cache_dir is not None:
         disk = DiskStore(Path(config.cache_dir).expanduser(), config.cache_disk_mb * MIB)
-    mark = fingerprint(model, precision, str(dtype)) if disk is not None else b""
+    mark = fingerprint(model, precision, str(dtype), config.quantization) if disk is not None else b""
     return EmbeddingCache(mark, precision, MemoryStore(config.cache_mb * MIB), disk)
 
 

@@ -5,18 +5,31 @@ device there is one way to do it; `attend_one_by_one` is the plain one that the 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from maxsimd.engine.packed.layout import Group, Layout, SharedGroup
+from maxsimd.engine.packed.layout import ROW_MULTIPLE, Arrangement, Group, Layout, SharedGroup
 from maxsimd.scheduler import Chunk
 
 NAME = "maxsimd_packed"
 # (queries, keys, values [heads, rows, head_dim], layout, scaling, window) -> [rows, heads, head_dim]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float, int | None], torch.Tensor]
+# (queries, keys, values, layout, scaling) -> as above, where only each sequence's first row is defined
+FirstRowsAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAttention:
+    """One way to attend within the sequences of a step, and the arrangement of rows that it wants. Without
+    `first_rows`, a last layer that is needed for these alone is computed whole."""
+
+    everywhere: Attention
+    first_rows: FirstRowsAttention | None
+    arrangement: Arrangement
 
 
 def attend(
@@ -27,7 +40,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     layout: Layout | None = None,
-    attention: Attention | None = None,
+    attention: PackedAttention | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -50,13 +63,16 @@ def attend(
         for chunk, rows, carry in layout.carried
     ]
     if layout.gate is not None and layout.gate.belongs_to(module):
-        return attend_first_rows(q, k, v, layout, scale)[None], None
+        assert attention.first_rows is not None
+        return attention.first_rows(q, k, v, layout, scale)[None], None
     if not carried and not layout.shared:
-        return attention(q, k, v, layout, scale, sliding_window)[None], None
+        return attention.everywhere(q, k, v, layout, scale, sliding_window)[None], None
     out = torch.empty(q.shape[1], q.shape[0], v.shape[-1], dtype=q.dtype, device=q.device)
     if layout.groups:
         stop = layout.groups[-1].rows.stop
-        out[:stop] = attention(q[:, :stop], k[:, :stop], v[:, :stop], layout, scale, sliding_window)
+        out[:stop] = attention.everywhere(
+            q[:, :stop], k[:, :stop], v[:, :stop], layout, scale, sliding_window
+        )
     for rows, keys, values in carried:
         out[rows] = _attend_chunk(q[:, rows], keys, values, scale, sliding_window).transpose(0, 1)
     for group in layout.shared:
@@ -250,3 +266,6 @@ def _repeat_heads(kv: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Keys or values [..., kv_heads, tokens, head_dim] repeated for grouped-query attention."""
     repeats = q.shape[-3] // kv.shape[-3]
     return kv if repeats == 1 else kv.repeat_interleave(repeats, dim=-3)
+
+
+GROUPED = PackedAttention(attend_grouped, attend_first_rows, Arrangement(True, True, ROW_MULTIPLE))

@@ -18,8 +18,18 @@ from maxsimd.scheduler import Chunk, Step
 GROUP_COST_ROWS = 16
 
 # Matrix libraries compile a kernel for each new shape, which takes time, and memory that is hardly ever given
-# back. So steps have few shapes: rows in all are a multiple of this, and groups are rounded as below.
+# back. So their steps have few shapes: rows in all are a multiple of this, and groups are rounded as below.
 ROW_MULTIPLE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How an attention wants the rows of a step: whole sequences side by side with those of like length, or
+    end to end; likewise those that share a prefix; and how many rows in all, as a multiple."""
+
+    groups_whole: bool
+    groups_shared: bool
+    row_multiple: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,16 +132,15 @@ def lay_out(
     carries: dict[int, Carry],
     *,
     causal: bool,
-    grouped: bool,
+    arrangement: Arrangement,
     position_offset: int,
     gate: FirstRowsOnly | None = None,
 ) -> PackedBatch:
     """Lays out a step.
 
-    With `grouped`, sequences of like length are put side by side and padded to the longest of them, which
-    suits batched products, and the step is filled up to a round number of rows; without, they stand in step
-    order without any padding, which suits variable-length attention. Padding rows hold token 0 and nobody
-    looks at them.
+    Grouped sequences are put side by side with those of like length and padded to the longest of them, which
+    suits batched products; others stand in step order without any padding, which suits variable-length
+    attention. Padding rows hold token 0 and nobody looks at them.
     """
     whole = [chunk for chunk in step.chunks if chunk.is_whole and not chunk.is_prefix]
     after = [chunk for chunk in step.chunks if chunk.is_all_after_prefix]
@@ -147,7 +156,7 @@ def lay_out(
     placed: list[Chunk] = []
     starts: list[int] = []
     row = 0
-    for members, length in _in_groups(whole, grouped):
+    for members, length in _in_groups(whole, arrangement.groups_whole):
         keys = tuple(chunk.sequence.attended for chunk in members)
         groups.append(Group(row, len(members), length, keys))
         for chunk in members:
@@ -157,7 +166,7 @@ def lay_out(
     for prefix in dict.fromkeys(chunk.sequence.prefix for chunk in after):
         assert prefix is not None
         of_prefix = [chunk for chunk in after if chunk.sequence.prefix == prefix]
-        for members, length in _in_groups(of_prefix, grouped):
+        for members, length in _in_groups(of_prefix, arrangement.groups_shared):
             shared.append(SharedGroup(row, len(members), length, carries[prefix]))
             for chunk in members:
                 placed.append(chunk)
@@ -169,8 +178,7 @@ def lay_out(
         starts.append(row)
         row += len(chunk)
 
-    if grouped:
-        row += -row % ROW_MULTIPLE
+    row += -row % arrangement.row_multiple
     input_ids = np.zeros(row, dtype=np.int64)
     position_ids = np.full(row, position_offset, dtype=np.int64)
     type_ids = np.zeros(row, dtype=np.int64)

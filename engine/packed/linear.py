@@ -1,26 +1,44 @@
-"""Linear layers for a CPU that multiplies bfloat16: weights laid out once for oneDNN, GELU fused in.
+"""Linear layers for a CPU that multiplies bfloat16: weights laid out once, GELU fused in, int8 if asked for.
 
 Plain `nn.Linear` reorders its weight in every call and writes what GELU reads again.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import GELUActivation
 
+from maxsimd.kernels.linear import Weights, linear, pack_bfloat16, pack_int8
+
 # A feed-forward's first linear layer and the activation that follows it, by attribute name.
 _FUSABLE = {"dense": "intermediate_act_fn", "lin1": "activation"}
 
 
-class PrepackedLinear(nn.Module):
-    """Stands in for an `nn.Linear` in inference, and for the GELU behind it when `gelu` is set."""
+class CompiledLinear(nn.Module):
+    """Stands in for an `nn.Linear` in inference, and for the GELU behind it when `gelu` is set, with our own
+    kernels. With int8 weights, activations are rounded to int8 too, row by row."""
 
-    def __init__(self, linear: nn.Linear, gelu: bool = False) -> None:
+    def __init__(self, layer: nn.Linear, gelu: bool, pack: Callable[[torch.Tensor], Weights]) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self._bias = linear.bias.detach() if linear.bias is not None else None
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._weights = pack(layer.weight.detach())
+        self._bias = layer.bias.detach().float() if layer.bias is not None else None
+        self._gelu = gelu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._weights, self._bias, self._gelu)
+
+
+class PrepackedLinear(nn.Module):
+    """Likewise, with oneDNN's kernels and bfloat16 weights."""
+
+    def __init__(self, layer: nn.Linear, gelu: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+        self._bias = layer.bias.detach() if layer.bias is not None else None
         self._activation = "gelu" if gelu else "none"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,24 +48,51 @@ class PrepackedLinear(nn.Module):
         return out
 
 
-def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the layers can be used: oneDNN's bfloat16 products on a CPU that has them."""
+def is_prepacked_supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN's layers can be used: its bfloat16 products on a CPU that has them."""
     return device.type == "cpu" and dtype is torch.bfloat16 and torch.backends.mkldnn.is_available()
 
 
+def prefers_prepacked() -> bool:
+    """Whether oneDNN's bfloat16 products are better than ours here: it knows AMX tiles, we do not."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def compile_bfloat16(backbone: nn.Module) -> int:
+    """Replaces every `nn.Linear` that our kernels can hold in bfloat16; returns how many weights that is."""
+    return _replace(
+        backbone,
+        lambda layer, gelu: CompiledLinear(layer, gelu, pack_bfloat16),
+        lambda layer: layer.in_features % 2 == 0,
+    )
+
+
+def compile_int8(backbone: nn.Module) -> int:
+    """Replaces every `nn.Linear` by one with int8 weights; returns how many weights that is."""
+    return _replace(backbone, lambda layer, gelu: CompiledLinear(layer, gelu, pack_int8))
+
+
 def prepack(backbone: nn.Module) -> int:
-    """Replaces every `nn.Linear` of a backbone in place; returns how many."""
+    """Replaces every `nn.Linear` by one that oneDNN has packed; returns how many weights that is."""
+    return _replace(backbone, PrepackedLinear)
+
+
+def _replace(
+    backbone: nn.Module,
+    stand_in: Callable[[nn.Linear, bool], nn.Module],
+    fits: Callable[[nn.Linear], bool] = lambda layer: True,
+) -> int:
     replaced = 0
     for parent in list(backbone.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear:
+            if type(child) is not nn.Linear or not fits(child):
                 continue
             activation: Any = getattr(parent, _FUSABLE.get(name, ""), None)
             gelu = _is_exact_gelu(activation)
-            setattr(parent, name, PrepackedLinear(child, gelu))
+            setattr(parent, name, stand_in(child, gelu))
             if gelu:
                 setattr(parent, _FUSABLE[name], nn.Identity())
-            replaced += 1
+            replaced += child.weight.numel()
     return replaced
 
 

@@ -2,14 +2,17 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.packed import linear, varlen
-from maxsimd.engine.packed.attention import Attention, attend_grouped
+from maxsimd.engine.packed.attention import GROUPED, PackedAttention
+from maxsimd.engine.packed.compiled import COMPILED, is_compiled_supported
+from maxsimd.engine.packed.layout import ROW_MULTIPLE
 from maxsimd.engine.packed.padded import PaddedRunner
 from maxsimd.engine.packed.proof import Proof, prove
 from maxsimd.engine.packed.runner import ModelRunner, PackedRunner
@@ -20,12 +23,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedModel:
     """How a model is run, and why so; `not_packed` is None for a packed one. `proof_seconds` is how long it
-    took to find out."""
+    took to find out, `quantized` how many of its weights are int8."""
 
     runner: ModelRunner
     dtype: torch.dtype
     not_packed: str | None
     proof_seconds: float
+    quantized: int
 
 
 def choose_device(name: str) -> torch.device:
@@ -56,32 +60,49 @@ def cast(backbone: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> PreparedModel:
-    """Settles precision and execution. The model is proven in float32, whatever it then runs in."""
+    """Settles precision and execution. The model is proven in float32, whatever it then runs in.
+
+    Raises ModelLoadError where int8 weights are asked for and cannot be multiplied here."""
     dtype = choose_dtype(config.dtype, device)
-    attention, grouped = _choose_attention(device, dtype)
+    compiled = config.kernels == "auto" and is_compiled_supported(device, dtype)
+    if config.quantization == "int8" and not compiled:
+        raise ModelLoadError(
+            "int8 weights need a CPU with AVX-512 (VNNI and BF16), the compiled kernels and the precision"
+            " bfloat16: leave out --quantization, or the --device, --dtype or --kernels that rules these out"
+        )
+    attention = _choose_attention(device, dtype, compiled)
     backbone = model.backbone
     started = time.perf_counter()
     if config.packing == "off":
         proof = Proof("packing is off", None)
     else:
-        # The flash kernels know no float32: what is proven on a GPU is layout, positions and masks.
-        proof = prove(model, device, attend_grouped, grouped)
+        # Fast kernels know no float32: what is proven of them is layout, positions and masks.
+        first_rows = None if attention.first_rows is None else GROUPED.first_rows
+        proof = prove(model, device, PackedAttention(GROUPED.everywhere, first_rows, attention.arrangement))
         if proof.not_packed is not None:
             log.warning("runs padded, which is slower: %s", proof.not_packed)
     proof_seconds = time.perf_counter() - started
     cast(backbone, dtype)
-    if linear.is_supported(device, dtype):
+    quantized = 0
+    if config.quantization == "int8":
+        quantized = linear.compile_int8(backbone)
+    elif compiled and not linear.prefers_prepacked():
+        linear.compile_bfloat16(backbone)
+    elif linear.is_prepacked_supported(device, dtype):
         linear.prepack(backbone)
     runner: ModelRunner
     if proof.not_packed is None:
-        runner = PackedRunner(model, device, attention, grouped, proof.gate)
+        runner = PackedRunner(model, device, attention, proof.gate)
     else:
         runner = PaddedRunner(model, device)
-    return PreparedModel(runner, dtype, proof.not_packed, proof_seconds)
+    return PreparedModel(runner, dtype, proof.not_packed, proof_seconds, quantized)
 
 
-def _choose_attention(device: torch.device, dtype: torch.dtype) -> tuple[Attention, bool]:
-    """The attention for a device, and whether it wants sequences grouped by length."""
+def _choose_attention(device: torch.device, dtype: torch.dtype, compiled: bool) -> PackedAttention:
     if varlen.is_available(device, dtype):
-        return varlen.attend_varlen, False
-    return attend_grouped, True
+        return varlen.VARLEN
+    if not compiled:
+        return GROUPED
+    # Where oneDNN multiplies, steps have few shapes; our own kernels take any.
+    rows = ROW_MULTIPLE if linear.prefers_prepacked() else 1
+    return replace(COMPILED, arrangement=replace(COMPILED.arrangement, row_multiple=rows))

@@ -1,6 +1,6 @@
 """The proof, at load, that running a model packed equals running its sequences one by one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.packed import last_layer
-from maxsimd.engine.packed.attention import NAME, Attention, register
+from maxsimd.engine.packed.attention import NAME, Attention, PackedAttention, register
 from maxsimd.engine.packed.last_layer import FirstRowsOnly
 from maxsimd.engine.packed.padded import PaddedRunner
 from maxsimd.engine.packed.runner import PackedRunner
@@ -28,21 +28,19 @@ class Proof:
     gate: FirstRowsOnly | None
 
 
-def prove(model: LoadedModel, device: torch.device, attention: Attention, grouped: bool) -> Proof:
+def prove(model: LoadedModel, device: torch.device, attention: PackedAttention) -> Proof:
     """Finds out in float32 how a model can be run, on a sample of its layers, which stay float32.
 
     Leaves the backbone with packed attention where that is exact."""
     with sample_layers(model.backbone):
         model.backbone.float()
-        not_packed = why_not_packed(model, device, attention, grouped)
+        not_packed = why_not_packed(model, device, attention)
         if not_packed is not None:
             return Proof(not_packed, None)
-        return Proof(None, gate_if_exact(model, device, attention, grouped))
+        return Proof(None, gate_if_exact(model, device, attention))
 
 
-def why_not_packed(
-    model: LoadedModel, device: torch.device, attention: Attention, grouped: bool
-) -> str | None:
+def why_not_packed(model: LoadedModel, device: torch.device, attention: PackedAttention) -> str | None:
     """None when packed and one-by-one runs of random sequences agree, else what is the matter.
 
     Leaves the backbone with packed attention after success and with its own after failure. Meant for a
@@ -56,8 +54,8 @@ def why_not_packed(
     register()
     try:
         backbone.set_attn_implementation(NAME)
-        counted = _Counted(attention)
-        runner = PackedRunner(model, device, counted, grouped)
+        counted = _Counted(attention.everywhere)
+        runner = PackedRunner(model, device, replace(attention, everywhere=counted))
         together = []
         for step in steps:
             hidden, cursor = runner.forward(step)
@@ -90,18 +88,17 @@ class _Counted:
 
 
 def gate_if_exact(
-    model: LoadedModel, device: torch.device, attention: Attention, grouped: bool
+    model: LoadedModel, device: torch.device, attention: PackedAttention
 ) -> FirstRowsOnly | None:
     """A gate that leaves the last layer's first rows alone, where the model needs no others and is shown to
     give the same with it; else None, and the backbone as it was."""
-    # Where sequences are not grouped, one query a sequence would mean one product a sequence.
-    if not grouped or any(task.pooling != "cls" for task in model.tasks.values()):
+    if attention.first_rows is None or any(task.pooling != "cls" for task in model.tasks.values()):
         return None
     gate = last_layer.install(model.backbone)
     if gate is None:
         return None
-    plain = PackedRunner(model, device, attention, grouped)
-    gated = PackedRunner(model, device, attention, grouped, gate)
+    plain = PackedRunner(model, device, attention)
+    gated = PackedRunner(model, device, attention, gate)
     step = _random_steps(model)[0]
     hidden, cursor = plain.forward(step)
     first = hidden[list(cursor.starts)]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.packed.attention import Attention
+from maxsimd.engine.packed.attention import PackedAttention
 from maxsimd.engine.packed.carry import Carry
 from maxsimd.engine.packed.last_layer import FirstRowsOnly
 from maxsimd.engine.packed.layout import lay_out
@@ -41,8 +41,7 @@ class PackedRunner:
         self,
         model: LoadedModel,
         device: torch.device,
-        attention: Attention,
-        grouped: bool,
+        attention: PackedAttention,
         gate: FirstRowsOnly | None = None,
     ) -> None:
         self.chunked = model.causal
@@ -50,7 +49,6 @@ class PackedRunner:
         self._backbone: Any = model.backbone
         self._device = device
         self._attention = attention
-        self._grouped = grouped
         self._gate = gate
         self._carries: dict[int, Carry] = {}
 
@@ -65,7 +63,7 @@ class PackedRunner:
             step,
             self._carries,
             causal=self._model.causal,
-            grouped=self._grouped,
+            arrangement=self._attention.arrangement,
             position_offset=self._model.position_offset,
             gate=self._gate,
         )

@@ -6,7 +6,8 @@ from itertools import accumulate
 
 import torch
 
-from maxsimd.engine.packed.layout import Layout
+from maxsimd.engine.packed.attention import PackedAttention
+from maxsimd.engine.packed.layout import Arrangement, Layout
 
 
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -65,3 +66,7 @@ def _shared(
         tensor = torch.tensor(numbers(), dtype=torch.int32).to(device, non_blocking=True)
         layout.masks[name] = tensor
     return tensor
+
+
+# One query a sequence would mean one product a sequence, so there is nothing for first rows alone.
+VARLEN = PackedAttention(attend_varlen, None, Arrangement(False, False, 1))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from maxsimd.pooling.maxsim import compiled
+from maxsimd.pooling.maxsim.compiled import maxsim_compiled
 from maxsimd.pooling.maxsim.cpu import maxsim_cpu
 from maxsimd.pooling.maxsim.reference import maxsim_reference
 from maxsimd.pooling.ragged import Ragged
@@ -14,29 +16,36 @@ from maxsimd.pooling.ragged import Ragged
 # (queries, documents, pairs of (query index, document index)) -> float32 scores [pairs]
 MaxSim = Callable[[Ragged, Ragged, Sequence[tuple[int, int]]], torch.Tensor]
 
-__all__ = ["MaxSim", "choose_maxsim", "maxsim_cpu", "maxsim_reference"]
+__all__ = ["MaxSim", "choose_maxsim", "maxsim_compiled", "maxsim_cpu", "maxsim_reference"]
 
 
-def choose_maxsim(name: str, device: torch.device) -> tuple[str, MaxSim]:
-    """The backend for a name (auto, torch, cpu, triton), and the name it goes by.
+def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True) -> tuple[str, MaxSim]:
+    """The backend for a name (auto, torch, cpu, compiled, triton), and the name it goes by.
 
-    `auto` is Triton on a CUDA device that has it and the CPU backend elsewhere, which is plain torch and
-    runs on any device. Raises ValueError where the named backend cannot run on the device.
+    `auto` is Triton on a CUDA device that has it, elsewhere the compiled kernel where it is allowed and runs,
+    else the CPU backend, which is plain torch and runs on any device. Raises ValueError where the named
+    backend cannot run on the device.
     """
     if name == "torch":
         return "torch", maxsim_reference
+    if compiled.runs_on(device) and (name == "compiled" or (name == "auto" and compiled_allowed)):
+        return "compiled", maxsim_compiled
     if name == "cpu" or (name == "auto" and device.type != "cuda"):
         return "cpu", maxsim_cpu
-    try:
-        from maxsimd.pooling.maxsim.triton_kernel import maxsim_triton, runs_on
-    except ImportError:
-        usable = False
-    else:
-        usable = runs_on(device)
-    if usable:
+    if name != "compiled" and _triton_runs_on(device):
+        from maxsimd.pooling.maxsim.triton_kernel import maxsim_triton
+
         return "triton", maxsim_triton
     if name == "auto":
         return "cpu", maxsim_cpu
     raise ValueError(
-        f"the MaxSim backend 'triton' cannot run on {device.type}; use --maxsim auto, torch or cpu"
+        f"the MaxSim backend {name!r} cannot run on this {device.type}; use --maxsim auto, torch or cpu"
     )
+
+
+def _triton_runs_on(device: torch.device) -> bool:
+    try:
+        from maxsimd.pooling.maxsim.triton_kernel import runs_on
+    except ImportError:
+        return False
+    return runs_on(device)

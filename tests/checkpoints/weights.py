@@ -15,6 +15,9 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 256,
 }
 
+# How models call the projections of queries and keys.
+_ATTENDING = ("query", "key", "q_proj", "k_proj", "q_lin", "k_lin", "attn.q.", "attn.k.")
+
 
 def spread(model: Any, weight: float = 0.2, attention: float = 0.12, embedding: float = 0.5) -> Any:
     """Larger weights than a fresh model has."""
@@ -22,7 +25,7 @@ def spread(model: Any, weight: float = 0.2, attention: float = 0.12, embedding: 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                attends = any(part in name for part in ("query", "key", "q_proj", "k_proj", "q_lin", "k_lin"))
+                attends = any(part in name for part in _ATTENDING)
                 parameter.normal_(0, embedding if "embed" in name else attention if attends else weight)
     return model.eval()
 

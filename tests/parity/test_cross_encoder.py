@@ -1,6 +1,7 @@
 """Cross-encoders score as sentence-transformers' CrossEncoder.predict does."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +108,8 @@ async def test_with_a_broken_attention_the_engine_runs_padded_and_right(
     def leaky(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
 
-    monkeypatch.setattr(sys.modules["maxsimd.engine.packed.prepare"], "attend_grouped", leaky)
+    prepare = sys.modules["maxsimd.engine.packed.prepare"]
+    monkeypatch.setattr(prepare, "GROUPED", replace(prepare.GROUPED, everywhere=leaky))
     async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
         assert "differ" in (engine.on_device.prepared.not_packed or "")
         result = await engine.score(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentence_transformers.util import maxsim as sentence_transformers_maxsim
 
+from maxsimd import kernels
 from maxsimd.pooling.maxsim import choose_maxsim, cpu, maxsim_cpu, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.similarity import score_pairs
@@ -92,11 +93,20 @@ def test_the_triton_kernel_compiles_for_hopper(dtype: str, dim: int) -> None:
     assert "cubin" in compiled.asm
 
 
-def test_auto_is_plain_torch_on_a_cpu_and_triton_is_refused_there() -> None:
+def test_auto_is_the_best_that_runs_on_a_cpu_and_triton_is_refused_there() -> None:
+    cpu_device = torch.device("cpu")
+    assert choose_maxsim("auto", cpu_device)[0] == ("compiled" if kernels.is_available() else "cpu")
+    assert choose_maxsim("auto", cpu_device, compiled_allowed=False)[0] == "cpu"
+    assert choose_maxsim("torch", cpu_device)[0] == "torch"
+    with pytest.raises(ValueError, match="cannot run on this cpu"):
+        choose_maxsim("triton", cpu_device)
+
+
+def test_a_backend_that_was_not_built_is_refused_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "is_available", lambda: False)
     assert choose_maxsim("auto", torch.device("cpu"))[0] == "cpu"
-    assert choose_maxsim("torch", torch.device("cpu"))[0] == "torch"
-    with pytest.raises(ValueError, match="cannot run on cpu"):
-        choose_maxsim("triton", torch.device("cpu"))
+    with pytest.raises(ValueError, match="'compiled' cannot run"):
+        choose_maxsim("compiled", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot", "meanmaxsim"])

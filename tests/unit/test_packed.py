@@ -1,6 +1,7 @@
 """Packed execution: layouts, attention and weight layout against their plain references."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from transformers.activations import ACT2FN
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.packed import attention, last_layer, linear, proof, varlen
-from maxsimd.engine.packed.attention import attend_grouped, attend_one_by_one
+from maxsimd.engine.packed.attention import GROUPED, attend_grouped, attend_one_by_one
 from maxsimd.engine.packed.carry import Carry
 from maxsimd.engine.packed.layout import (
     GROUP_COST_ROWS,
+    Arrangement,
     group_by_length,
     in_powers_of_two,
     lay_out,
@@ -24,6 +26,8 @@ from maxsimd.engine.packed.layout import (
 from maxsimd.engine.packed.padded import PADDING, SMALL_BATCH, by_length
 from maxsimd.engine.packed.runner import PackedRunner
 from maxsimd.scheduler import Chunk, Role, Sequence, Step
+
+RAGGED = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
 
 
 def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
@@ -56,7 +60,8 @@ def test_a_length_is_rounded_up_by_less_than_a_quarter_or_four_rows(length: int)
 def test_the_cursor_finds_every_token_where_the_layout_put_it(
     lengths: list[int], grouped: bool, offset: int
 ) -> None:
-    batch = lay_out(make_step(lengths), {}, causal=False, grouped=grouped, position_offset=offset)
+    arrangement = GROUPED.arrangement if grouped else RAGGED
+    batch = lay_out(make_step(lengths), {}, causal=False, arrangement=arrangement, position_offset=offset)
     for chunk, start in zip(batch.cursor.chunks, batch.cursor.starts, strict=True):
         rows = slice(start, start + len(chunk))
         assert batch.input_ids[rows].tolist() == chunk.sequence.token_ids.tolist()
@@ -116,7 +121,7 @@ def test_variable_length_attention_is_called_as_it_is_documented(
 ) -> None:
     """The kernel itself needs a GPU; what it is told is checked with a plain stand-in."""
     lengths, attended, kv_heads, repeats, causal, window = problem
-    batch = lay_out(make_step(lengths, attended), {}, causal=causal, grouped=False, position_offset=0)
+    batch = lay_out(make_step(lengths, attended), {}, causal=causal, arrangement=RAGGED, position_offset=0)
     q, k, v = (torch.randn(heads, sum(lengths), 8) for heads in (kv_heads * repeats, kv_heads, kv_heads))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.nn.attention.varlen.varlen_attn", _plain_varlen)
@@ -137,8 +142,8 @@ def test_grouped_attention_equals_attention_one_by_one(
         name: {chunk: torch.randn(heads, len(chunk), 8, generator=random) for chunk in step.chunks}
         for name, heads in (("q", kv_heads * repeats), ("k", kv_heads), ("v", kv_heads))
     }
-    for attend, grouped in ((attend_grouped, True), (attend_one_by_one, False)):
-        batch = lay_out(step, {}, causal=causal, grouped=grouped, position_offset=0)
+    for attend, arrangement in ((attend_grouped, GROUPED.arrangement), (attend_one_by_one, RAGGED)):
+        batch = lay_out(step, {}, causal=causal, arrangement=arrangement, position_offset=0)
         rows = len(batch.input_ids)
         q, k, v = (torch.randn(next(iter(parts.values())).shape[0], rows, 8) for parts in states.values())
         for tensor, parts in zip((q, k, v), states.values(), strict=True):
@@ -154,7 +159,7 @@ def test_grouped_attention_equals_attention_one_by_one(
 def test_bfloat16_attention_equals_float32() -> None:
     torch.manual_seed(0)
     step = make_step([40, 37, 12, 40, 5], [40, 30, 12, 33, 5])
-    batch = lay_out(step, {}, causal=False, grouped=True, position_offset=0)
+    batch = lay_out(step, {}, causal=False, arrangement=GROUPED.arrangement, position_offset=0)
     q, k, v = (torch.randn(2, len(batch.input_ids), 16).bfloat16() for _ in range(3))
     rounded = attend_grouped(q, k, v, batch.layout, 0.25, None)
     exact = attend_one_by_one(q.float(), k.float(), v.float(), batch.layout, 0.25, None)
@@ -169,7 +174,9 @@ def test_steps_of_many_sizes_have_few_shapes() -> None:
     rows, groups = set(), set()
     for _ in range(300):
         lengths = [int(length) for length in random.integers(5, 256, 15)]
-        batch = lay_out(make_step(lengths), {}, causal=False, grouped=True, position_offset=0)
+        batch = lay_out(
+            make_step(lengths), {}, causal=False, arrangement=GROUPED.arrangement, position_offset=0
+        )
         rows.add(len(batch.input_ids))
         groups |= {(group.count, group.length) for group in batch.layout.groups}
         assert len(batch.input_ids) <= 1.1 * sum(lengths) + 64
@@ -180,7 +187,9 @@ def test_steps_of_many_sizes_have_few_shapes() -> None:
 @pytest.mark.parametrize("attended", [None, [9, 3, 17]])
 def test_attention_for_first_rows_equals_the_first_rows_of_attention(attended: list[int] | None) -> None:
     torch.manual_seed(0)
-    batch = lay_out(make_step([9, 5, 17], attended), {}, causal=False, grouped=True, position_offset=0)
+    batch = lay_out(
+        make_step([9, 5, 17], attended), {}, causal=False, arrangement=GROUPED.arrangement, position_offset=0
+    )
     q, k, v = (torch.randn(2, len(batch.input_ids), 8) for _ in range(3))
     first = list(batch.cursor.starts)
     everything = attend_grouped(q, k, v, batch.layout, 0.3, None)
@@ -228,9 +237,9 @@ def test_a_wrong_attention_is_found_out_at_load(bert_cross_encoder: str) -> None
     def leaky(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
 
-    assert proof.why_not_packed(model, device, attend_grouped, grouped=True) is None
+    assert proof.why_not_packed(model, device, GROUPED) is None
     model.backbone.set_attn_implementation("sdpa")
-    assert "differ by" in (proof.why_not_packed(model, device, leaky, grouped=True) or "")
+    assert "differ by" in (proof.why_not_packed(model, device, replace(GROUPED, everywhere=leaky)) or "")
     assert model.backbone.config._attn_implementation == "sdpa"
 
 
@@ -240,15 +249,15 @@ def test_the_last_layer_of_a_cross_encoder_runs_for_its_first_rows_alone(
 ) -> None:
     device = torch.device("cpu")
     model = load_model(EngineConfig(model=request.getfixturevalue(checkpoint)), device)
-    assert proof.why_not_packed(model, device, attend_grouped, grouped=True) is None
-    gate = proof.gate_if_exact(model, device, attend_grouped, grouped=True)
+    assert proof.why_not_packed(model, device, GROUPED) is None
+    gate = proof.gate_if_exact(model, device, GROUPED)
     assert gate is not None
     step = make_step([9, 5, 17])
-    hidden, cursor = PackedRunner(model, device, attend_grouped, True, gate).forward(step)
+    hidden, cursor = PackedRunner(model, device, GROUPED, gate).forward(step)
     assert len(hidden) == len(cursor.chunks) == 3
     gate.rows = None
     last_layer.remove(model.backbone, gate)
-    full, full_cursor = PackedRunner(model, device, attend_grouped, True).forward(step)
+    full, full_cursor = PackedRunner(model, device, GROUPED).forward(step)
     torch.testing.assert_close(
         hidden[list(cursor.starts)], full[list(full_cursor.starts)], atol=1e-5, rtol=1e-5
     )
@@ -256,7 +265,7 @@ def test_the_last_layer_of_a_cross_encoder_runs_for_its_first_rows_alone(
 
 def test_a_model_that_needs_all_rows_gets_no_gate() -> None:
     model = load_model(EngineConfig(), torch.device("cpu"))
-    assert proof.gate_if_exact(model, torch.device("cpu"), attend_grouped, grouped=True) is None
+    assert proof.gate_if_exact(model, torch.device("cpu"), GROUPED) is None
 
 
 async def test_a_model_that_cannot_be_packed_runs_padded_with_a_warning(

@@ -1,0 +1,107 @@
+"""The run: which systems, which experiments, and the figures that come of them."""
+
+import asyncio
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from maxsimd.bench.maxsim import time_maxsim
+from maxsimd.bench.peers import machine
+from maxsimd.bench.peers.checkpoints import save_colbert, save_cross_encoder
+from maxsimd.bench.peers.experiments import Arena, Contest, Load, Outcome
+from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd, vllm
+
+OURS = "maxsimd bfloat16"
+QUANTIZED = "maxsimd int8"
+EXPERIMENTS = ("cross-encoder", "single", "documents", "load", "colbert", "maxsim")
+
+DOCUMENTS = (1, 10, 100, 1000)
+CONCURRENCY = (1, 2, 4, 8, 16, 32)
+# Curves are for the eye: fewer rounds do.
+CURVE_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All figures of a run. `limits` are what the machine can do; `products` are the GFLOP that a token costs
+    in matrix products, by checkpoint."""
+
+    limits: dict[str, float]
+    products: dict[str, float]
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    maxsim: dict[str, Any] = field(default_factory=dict)
+
+
+async def run_peers(
+    wanted: frozenset[str], rounds: int, vllm_executable: str | None, threads: int
+) -> Results:
+    """Runs the experiments one after another. Systems that cannot be started end the run with an error."""
+    results = Results(
+        _limits(), {"cross-encoder": _bert_products(6, 384), "colbert": _bert_products(12, 768)}
+    )
+    servers: list[System] = [maxsimd(OURS), maxsimd(QUANTIZED, "--quantization", "int8")]
+    if vllm_executable is None:
+        click.echo("vLLM is left out: name its executable with --vllm (see --help)", err=True)
+    else:
+        servers.append(vllm(vllm_executable, f"0-{threads - 1}"))
+    with tempfile.TemporaryDirectory() as folder:
+        if wanted & {"cross-encoder", "single", "documents", "load"}:
+            plain = [
+                SentenceTransformers(f"sentence-transformers {dtype}", dtype)
+                for dtype in ("bfloat16", "float32")
+            ]
+            checkpoint = save_cross_encoder(Path(folder, "cross-encoder"))
+            await _contest([*servers, *plain], checkpoint, wanted, rounds, results)
+        if "colbert" in wanted:
+            checkpoint = save_colbert(Path(folder, "colbert"))
+            await _contest(servers, checkpoint, frozenset({"colbert"}), rounds, results)
+    if "maxsim" in wanted:
+        results.maxsim.update(await asyncio.to_thread(time_maxsim, 1000, 128, 25))
+    return results
+
+
+async def _contest(
+    systems: list[System], checkpoint: str, wanted: frozenset[str], rounds: int, results: Results
+) -> None:
+    arena = Arena(systems)
+    try:
+        contest = await arena.enter(checkpoint)
+        for experiment in EXPERIMENTS:
+            if experiment in wanted and experiment != "maxsim":
+                click.echo(f"  {experiment}", err=True)
+                results.outcomes[experiment] = await _run(experiment, contest, systems, rounds)
+    finally:
+        await arena.close()
+
+
+async def _run(experiment: str, contest: Contest, systems: list[System], rounds: int) -> list[Outcome]:
+    served = frozenset(system.name for system in systems if not isinstance(system, SentenceTransformers))
+    if experiment == "cross-encoder":
+        return [await contest.run(Load(8, 100, 8), rounds)]
+    if experiment == "colbert":
+        return [await contest.run(Load(4, 100, 4), rounds)]
+    if experiment == "single":
+        return [await contest.run(Load(50, 1, 1), rounds, served)]
+    if experiment == "documents":
+        loads = [Load(max(2, min(100, 800 // count)), count, 8) for count in DOCUMENTS]
+    else:
+        loads = [Load(4 * max(4, concurrency), 10, concurrency) for concurrency in CONCURRENCY]
+    return [await contest.run(load, CURVE_ROUNDS, served) for load in loads]
+
+
+def _limits() -> dict[str, float]:
+    limits = {
+        str(dtype).removeprefix("torch."): machine.product_peak(dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.int8)
+    }
+    return {**limits, "copy": machine.copy_bandwidth()}
+
+
+def _bert_products(layers: int, width: int) -> float:
+    """GFLOP a token in the linear layers of a BERT: four projections and a feed-forward of four times the
+    width, two operations a weight. Attention comes on top and is not counted."""
+    return 2 * layers * (4 + 8) * width * width / 1e9

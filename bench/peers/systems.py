@@ -1,0 +1,148 @@
+"""The systems that are compared: servers behind HTTP, and sentence-transformers in a process of its own."""
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from maxsimd.bench.datasets import Request
+from maxsimd.bench.load import Send
+
+_START_SECONDS = 300
+_STOP_SECONDS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answers POST /rerank; `command` is told the checkpoint and the port."""
+
+    name: str
+    command: tuple[str, ...]
+    port_flag: str = "--port"
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def serve(self, checkpoint: str, log: Path) -> AsyncIterator[Send]:
+        """Starts it on a free port, yields what sends a request, and stops it."""
+        port = _free_port()
+        command = [*self.command, checkpoint, self.port_flag, str(port)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(  # noqa: ASYNC220  (starting takes no time)
+                command,
+                stdout=output,
+                stderr=output,
+                env=os.environ | self.environment,
+                start_new_session=True,
+            )
+            try:
+                connector = aiohttp.TCPConnector(limit=0)
+                timeout = aiohttp.ClientTimeout(total=600)
+                url = f"http://127.0.0.1:{port}"
+                async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+                    await _until_healthy(session, process, self.name, log)
+                    yield lambda request: _rerank(session, request)
+            finally:
+                process.terminate()
+                try:
+                    await asyncio.to_thread(process.wait, _STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceTransformers:
+    """`CrossEncoder.predict` in a process of its own, in one precision."""
+
+    name: str
+    dtype: str
+
+    @asynccontextmanager
+    async def serve(self, checkpoint: str, log: Path) -> AsyncIterator[Send]:
+        """Loads the model there and yields what scores a request."""
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, context, _load, (checkpoint, self.dtype)) as executor:
+
+            async def send(request: Request) -> tuple[dict[int, float], int]:
+                pairs = [(request.query, document) for document in request.documents]
+                scores = await asyncio.get_running_loop().run_in_executor(executor, _predict, pairs)
+                return dict(enumerate(scores)), 0
+
+            yield send
+
+
+System = Server | SentenceTransformers
+
+
+def maxsimd(name: str, *options: str) -> Server:
+    """This server, without its cache: documents are sent again and again here."""
+    executable = Path(sys.executable).with_name("maxsimd")
+    return Server(name, (str(executable), "serve", "--cache-mb", "0", *options))
+
+
+def vllm(executable: str, threads: str) -> Server:
+    """vLLM's CPU build, on the same cores; left to itself it keeps one of them for its front end."""
+    environment = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": threads,
+        "HF_HUB_OFFLINE": "1",
+    }
+    return Server("vLLM bfloat16", (executable, "serve", "--dtype", "bfloat16"), environment=environment)
+
+
+async def _rerank(session: aiohttp.ClientSession, request: Request) -> tuple[dict[int, float], int]:
+    body = {"query": request.query, "documents": request.documents, "truncate_prompt_tokens": -1}
+    async with session.post("/rerank", json=body) as response:
+        answer = await response.json()
+        if response.status != 200:
+            raise RuntimeError(f"{response.status}: {answer}")
+    scores = {result["index"]: result["relevance_score"] for result in answer["results"]}
+    return scores, answer["usage"]["total_tokens"]
+
+
+async def _until_healthy(
+    session: aiohttp.ClientSession, process: "subprocess.Popen[bytes]", name: str, log: Path
+) -> None:
+    async with asyncio.timeout(_START_SECONDS):
+        while True:
+            if process.poll() is not None:
+                raise RuntimeError(f"{name} ended while it started; its log is {log}")
+            try:
+                async with session.get("/health") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.25)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _load(checkpoint: str, dtype: str) -> None:
+    global _model
+    from sentence_transformers import CrossEncoder
+
+    _model = CrossEncoder(checkpoint, device="cpu", model_kwargs={"dtype": dtype})
+
+
+def _predict(pairs: list[tuple[str, str]]) -> list[float]:
+    scores: list[float] = _model.predict(pairs, show_progress_bar=False).tolist()
+    return scores
+
+
+_model: Any = None

@@ -1,0 +1,57 @@
+"""Attention for a CPU that runs our compiled kernels: sequences as they stand, without padding."""
+
+import torch
+
+from maxsimd import kernels
+from maxsimd.engine.packed.attention import PackedAttention, attend_first_rows, attend_grouped
+from maxsimd.engine.packed.layout import Arrangement, Layout
+from maxsimd.kernels.attention import attention, is_supported
+
+
+def is_compiled_supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our kernels for attention and linear layers run on this device in this precision."""
+    return device.type == "cpu" and dtype is torch.bfloat16 and kernels.is_available()
+
+
+def attend_compiled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, window: int | None
+) -> torch.Tensor:
+    """One kernel over all sequences; heads of a size that it does not know go the plain way."""
+    if not is_supported(q, v):
+        return attend_grouped(q, k, v, layout, scale, window)
+    out = q.new_empty(q.shape[1], q.shape[0], v.shape[-1])
+    attention(q, k, v, _sequences(layout), scale, layout.causal, window, out)
+    out[layout.groups[-1].rows.stop :] = 0
+    return out
+
+
+def attend_first_rows_compiled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float
+) -> torch.Tensor:
+    """As `attend_compiled`, but only for the first token of each sequence; other rows are left undefined."""
+    if not is_supported(q, v):
+        return attend_first_rows(q, k, v, layout, scale)
+    out = q.new_empty(q.shape[1], q.shape[0], v.shape[-1])
+    sequences = _sequences(layout).clone()
+    sequences[:, 1] = 1
+    attention(q, k, v, sequences, scale, layout.causal, None, out)
+    return out
+
+
+def _sequences(layout: Layout) -> torch.Tensor:
+    """First row, queries and keys of each sequence, int64 [n, 3]; worked out once a step."""
+    sequences = layout.masks.get("sequences")
+    if sequences is None:
+        sequences = torch.tensor(
+            [
+                (group.first_row + i * group.length, group.length, keys)
+                for group in layout.groups
+                for i, keys in enumerate(group.key_lengths)
+            ]
+        )
+        layout.masks["sequences"] = sequences
+    return sequences
+
+
+# Chunks that share a prefix attend to it in batched products, as elsewhere.
+COMPILED = PackedAttention(attend_compiled, attend_first_rows_compiled, Arrangement(False, True, 1))

@@ -1,0 +1,59 @@
+"""Finds the compiled library and loads it, once."""
+
+import ctypes
+import functools
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+# Not for its names: it brings the OpenMP runtime whose threads the kernels are to share.
+import torch  # noqa: F401
+
+_NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+_ARGUMENTS = {
+    "maxsim_float32": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
+    "maxsim_bfloat16": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
+    "pack": [_POINTER, _NUMBER, _NUMBER, _POINTER],
+    "linear_bfloat16": [_POINTER, *[_NUMBER] * 3, _POINTER, _POINTER, _NUMBER, ctypes.c_int, _POINTER],
+    "linear_int8": [_POINTER, *[_NUMBER] * 3, *[_POINTER] * 4, _NUMBER, ctypes.c_int, _POINTER],
+    "attention": [
+        *[_POINTER] * 4, *[_NUMBER] * 3, _POINTER, _NUMBER, ctypes.c_int, _NUMBER, ctypes.c_float, _POINTER
+    ],
+}  # fmt: skip
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library with its argument types told, or None where it was not built or cannot run.
+
+    Its functions release Python's lock and compute on as many threads as torch does."""
+    path = next((path for path in map(_path, EXTENSION_SUFFIXES) if path.exists()), None)
+    if path is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    if not loaded.maxsimd_is_supported():
+        return None
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(loaded, f"maxsimd_{name}")
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def is_available() -> bool:
+    """Whether the kernels are there and this processor can run them."""
+    return library() is not None
+
+
+def kernels() -> ctypes.CDLL:
+    """The library; RuntimeError where `is_available` would have said no."""
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError("the compiled kernels are not available on this machine")
+    return loaded
+
+
+def _path(suffix: str) -> Path:
+    return Path(__file__).with_name("_cpu" + suffix)
