@@ -71,15 +71,15 @@ def finish(report: Report, json_file: str | None) -> None:
 def bench_engine(**values: Any) -> None:
     """Measures the engine in this process, with MODEL or the embedded one.
 
-    With --doc-token-pooling also without it, to show what that costs in ranking."""
+    With --doc-token-pooling or --quantization also without them, to show what they cost in ranking."""
     config = config_from(EngineConfig, values)
     from maxsimd.bench.targets import run_engine
 
     requests = make_requests(values)
     report = asyncio.run(run_engine(config, requests, values))
-    if config.doc_token_pooling is not None:
-        whole = asyncio.run(run_engine(replace(config, doc_token_pooling=None), requests, values))
-        report.add_cost_of_token_pooling(whole)
+    plain = replace(config, doc_token_pooling=None, quantization="none")
+    if plain != config:
+        report.add_cost_in_ranking(asyncio.run(run_engine(plain, requests, values)))
     finish(report, values["json_file"])
 
 

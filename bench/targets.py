@@ -29,6 +29,7 @@ async def run_engine(config: EngineConfig, requests: list[Request], workload: di
             "score_type": engine.model.score_type.value,
             "doc_token_pooling": config.doc_token_pooling,
             "dtype": str(engine.on_device.prepared.dtype).removeprefix("torch."),
+            "quantization": None if config.quantization == "none" else config.quantization,
             **_shown(workload),
         }
         loading = {

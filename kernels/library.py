@@ -10,12 +10,15 @@ import torch  # noqa: F401
 
 _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
+# GELU, residual with its stride, weight, bias and epsilon of the norm, output.
+_BEHIND_LINEAR = [ctypes.c_int, _POINTER, _NUMBER, _POINTER, _POINTER, ctypes.c_float, _POINTER]
+
 _ARGUMENTS = {
     "maxsim_float32": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
     "maxsim_bfloat16": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
     "pack": [_POINTER, _NUMBER, _NUMBER, _POINTER],
-    "linear_bfloat16": [_POINTER, *[_NUMBER] * 3, _POINTER, _POINTER, _NUMBER, ctypes.c_int, _POINTER],
-    "linear_int8": [_POINTER, *[_NUMBER] * 3, *[_POINTER] * 4, _NUMBER, ctypes.c_int, _POINTER],
+    "linear_bfloat16": [_POINTER, *[_NUMBER] * 3, *[_POINTER] * 2, _NUMBER, *_BEHIND_LINEAR],
+    "linear_int8": [_POINTER, *[_NUMBER] * 3, *[_POINTER] * 4, _NUMBER, *_BEHIND_LINEAR],
     "attention": [
         *[_POINTER] * 4, *[_NUMBER] * 3, _POINTER, _NUMBER, ctypes.c_int, _NUMBER, ctypes.c_float, _POINTER
     ],

@@ -1,4 +1,4 @@
-"""Linear layers, compiled: bfloat16 in and out, weights bfloat16 or int8, bias and GELU in the same pass."""
+"""Linear layers, compiled, and what follows them: bfloat16 in and out, weights in bfloat16 or int8."""
 
 from dataclasses import dataclass
 
@@ -40,22 +40,54 @@ def pack_int8(weight: torch.Tensor) -> Weights:
     return Weights(_pack(filled), inputs, columns, scales, rounded.sum(dim=1, dtype=torch.int32))
 
 
-def linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, gelu: bool) -> torch.Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """A layer norm: float32 weight and bias [columns], and epsilon."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    epsilon: float
+
+
+def linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, gelu: bool = False) -> torch.Tensor:
     """`x @ weight.T + bias`, through GELU (exact form) if asked: bfloat16 [..., inputs] -> [..., columns].
 
     With int8 weights, each row of x is rounded to int8 with a scale of its own."""
-    rows = x.reshape(-1, weights.inputs)
-    if rows.stride(1) != 1 or rows.stride(0) % 2:
-        rows = rows.contiguous()
+    return _linear(x, weights, bias, gelu, (None, 0, None, None, 0.0))
+
+
+def linear_norm(
+    x: torch.Tensor, residual: torch.Tensor, weights: Weights, bias: torch.Tensor | None, norm: Norm
+) -> torch.Tensor:
+    """`norm(linear(x) + residual)`, where residual is bfloat16 [..., columns] with the rows of x."""
+    rows = _as_rows(residual, weights.columns)
+    added = (rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon)
+    return _linear(x, weights, bias, False, added)
+
+
+def _linear(
+    x: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None,
+    gelu: bool,
+    norm: tuple[int | None, int, int | None, int | None, float],
+) -> torch.Tensor:
+    rows = _as_rows(x, weights.inputs)
     out = torch.empty(len(rows), weights.columns, dtype=torch.bfloat16)
     biases = None if bias is None else bias.data_ptr()
     shape = (rows.data_ptr(), rows.stride(0), len(rows), weights.inputs, weights.packed.data_ptr())
+    behind = (weights.columns, gelu, *norm, out.data_ptr())
     if weights.scales is None or weights.sums is None:
-        kernels().maxsimd_linear_bfloat16(*shape, biases, weights.columns, gelu, out.data_ptr())
+        kernels().maxsimd_linear_bfloat16(*shape, biases, *behind)
     else:
         numbers = (weights.scales.data_ptr(), weights.sums.data_ptr())
-        kernels().maxsimd_linear_int8(*shape, *numbers, biases, weights.columns, gelu, out.data_ptr())
+        kernels().maxsimd_linear_int8(*shape, *numbers, biases, *behind)
     return out.view(*x.shape[:-1], weights.columns)
+
+
+def _as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+    rows = x.reshape(-1, columns)
+    return rows if rows.stride(1) == 1 and rows.stride(0) % 2 == 0 else rows.contiguous()
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:

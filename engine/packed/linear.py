@@ -1,6 +1,6 @@
-"""Linear layers for a CPU that multiplies bfloat16: weights laid out once, GELU fused in, int8 if asked for.
+"""Linear layers for a CPU that multiplies bfloat16: weights laid out once, what follows them fused in.
 
-Plain `nn.Linear` reorders its weight in every call and writes what GELU reads again.
+Plain `nn.Linear` reorders its weight in every call and writes what GELU or a layer norm reads again.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.activations import GELUActivation
 
-from maxsimd.kernels.linear import Weights, linear, pack_bfloat16, pack_int8
+from maxsimd.kernels.linear import Norm, Weights, linear, linear_norm, pack_bfloat16, pack_int8
 
 # A feed-forward's first linear layer and the activation that follows it, by attribute name.
 _FUSABLE = {"dense": "intermediate_act_fn", "lin1": "activation"}
@@ -29,6 +29,21 @@ class CompiledLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self._weights, self._bias, self._gelu)
+
+
+class CompiledOutput(nn.Module):
+    """Stands in for what ends both halves of a BERT layer: a linear layer, the sum with the half's input, and
+    a layer norm."""
+
+    def __init__(self, output: Any, pack: Callable[[torch.Tensor], Weights]) -> None:
+        super().__init__()
+        dense, norm = output.dense, output.LayerNorm
+        self._weights = pack(dense.weight.detach())
+        self._bias = dense.bias.detach().float() if dense.bias is not None else None
+        self._norm = Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps)
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        return linear_norm(hidden_states, input_tensor, self._weights, self._bias, self._norm)
 
 
 class PrepackedLinear(nn.Module):
@@ -59,22 +74,32 @@ def prefers_prepacked() -> bool:
 
 
 def compile_bfloat16(backbone: nn.Module) -> int:
-    """Replaces every `nn.Linear` that our kernels can hold in bfloat16; returns how many weights that is."""
-    return _replace(
-        backbone,
-        lambda layer, gelu: CompiledLinear(layer, gelu, pack_bfloat16),
-        lambda layer: layer.in_features % 2 == 0,
-    )
+    """Puts our kernels with bfloat16 weights in the place of every layer that they can stand in for; returns
+    how many weights that is."""
+    return _compile(backbone, pack_bfloat16, lambda layer: layer.in_features % 2 == 0)
 
 
 def compile_int8(backbone: nn.Module) -> int:
-    """Replaces every `nn.Linear` by one with int8 weights; returns how many weights that is."""
-    return _replace(backbone, lambda layer, gelu: CompiledLinear(layer, gelu, pack_int8))
+    """Likewise with int8 weights."""
+    return _compile(backbone, pack_int8, lambda layer: True)
 
 
 def prepack(backbone: nn.Module) -> int:
     """Replaces every `nn.Linear` by one that oneDNN has packed; returns how many weights that is."""
     return _replace(backbone, PrepackedLinear)
+
+
+def _compile(
+    backbone: nn.Module, pack: Callable[[torch.Tensor], Weights], fits: Callable[[nn.Linear], bool]
+) -> int:
+    replaced = 0
+    for parent in list(backbone.modules()):
+        child: Any
+        for name, child in list(parent.named_children()):
+            if _is_output(child) and fits(child.dense):
+                replaced += child.dense.weight.numel()
+                setattr(parent, name, CompiledOutput(child, pack))
+    return replaced + _replace(backbone, lambda layer, gelu: CompiledLinear(layer, gelu, pack), fits)
 
 
 def _replace(
@@ -94,6 +119,20 @@ def _replace(
                 setattr(parent, _FUSABLE[name], nn.Identity())
             replaced += child.weight.numel()
     return replaced
+
+
+def _is_output(module: Any) -> bool:
+    """Whether a module is made of what ends the halves of a BERT layer, and does with it what they do."""
+    children = dict(module.named_children())
+    if children.keys() != {"dense", "LayerNorm", "dropout"} or not type(module).__name__.endswith("Output"):
+        return False
+    if type(module.dense) is not nn.Linear or type(module.LayerNorm) is not nn.LayerNorm:
+        return False
+    dtype = module.dense.weight.dtype
+    x = torch.linspace(-1, 1, module.dense.in_features, dtype=dtype)[None]
+    residual = torch.linspace(2, -1, module.dense.out_features, dtype=dtype)[None]
+    with torch.inference_mode():
+        return torch.equal(module(x, residual), module.LayerNorm(module.dense(x) + residual))
 
 
 def _is_exact_gelu(activation: Any) -> bool:

@@ -1,9 +1,11 @@
-// Linear layers with bias and GELU: bfloat16 in and out, weights in bfloat16 or int8.
+// Linear layers with bias, and GELU or residual and layer norm behind them: bfloat16 in and out, weights in
+// bfloat16 or int8.
 //
 // A task takes a block of rows through a range of columns. With int8 weights it first quantises its rows, one
 // scale a row, so that no quantised activation ever reaches memory.
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include <omp.h>
@@ -25,6 +27,14 @@ struct Linear {
     int64_t columns;
     bool gelu;
     uint16_t* out;  // bfloat16 [rows][columns]
+};
+
+// Layer norm of a linear layer's output plus another input of the same shape.
+struct Norm {
+    const uint16_t* residual;  // bfloat16 [rows], residual_stride apart; null for no norm
+    int64_t residual_stride;
+    const float *weight, *bias;  // [columns]
+    float epsilon;
 };
 
 // x * Phi(x). Phi(x) - 1/2 is x times a polynomial in x * x, fitted on [-4.5, 4.5] (greatest error of the
@@ -151,8 +161,33 @@ void multiply_task(const Linear& linear, const Unit* rows, int64_t stride, const
         }
 }
 
+// A row of the output, made norm(row + residual).
+inline void normalise(uint16_t* row, const uint16_t* residual, const Norm& norm, int64_t columns, float* sums) {
+    __m512 total = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < columns; i += LANES) {
+        const __mmask16 mask = first_lanes(columns - i);
+        const __m512 sum = _mm512_add_ps(load_bfloat16(row + i, mask), load_bfloat16(residual + i, mask));
+        _mm512_storeu_ps(sums + i, sum);
+        total = _mm512_add_ps(total, sum);
+    }
+    const float mean = _mm512_reduce_add_ps(total) / columns;
+    for (int64_t i = 0; i < columns; i += LANES) {
+        const __m512 off = _mm512_maskz_sub_ps(first_lanes(columns - i), _mm512_loadu_ps(sums + i), _mm512_set1_ps(mean));
+        squares = _mm512_fmadd_ps(off, off, squares);
+    }
+    const float scale = 1 / std::sqrt(_mm512_reduce_add_ps(squares) / columns + norm.epsilon);
+    for (int64_t i = 0; i < columns; i += LANES) {
+        const __mmask16 mask = first_lanes(columns - i);
+        const __m512 off = _mm512_sub_ps(_mm512_loadu_ps(sums + i), _mm512_set1_ps(mean));
+        const __m512 weight = _mm512_maskz_loadu_ps(mask, norm.weight + i);
+        const __m512 y = _mm512_fmadd_ps(_mm512_mul_ps(off, _mm512_set1_ps(scale)), weight,
+                                         _mm512_maskz_loadu_ps(mask, norm.bias + i));
+        store_bfloat16(row + i, mask, y);
+    }
+}
+
 template <class Number>
-void run(const Linear& linear) {
+void run(const Linear& linear, const Norm& norm) {
     if (linear.rows == 0) return;
     constexpr bool quantised = std::is_same_v<Number, Int8>;
     const int64_t units = quantised ? (linear.inputs + 3) / 4 : linear.inputs / 2;
@@ -186,6 +221,13 @@ void run(const Linear& linear) {
             multiply_task<Number>(linear, rows, stride, scales.data(), first_row, count, first_column, last_column,
                                   units);
         }
+        if (norm.residual) {
+            std::vector<float> sums(round_up(linear.columns, LANES));
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < linear.rows; row++)
+                normalise(linear.out + row * linear.columns, norm.residual + row * norm.residual_stride, norm,
+                          linear.columns, sums.data());
+        }
     }
 }
 
@@ -199,19 +241,27 @@ void maxsimd_pack(const void* rows, int64_t count, int64_t units, void* packed) 
     maxsimd::pack((const maxsimd::Unit*)rows, units, count, units, (maxsimd::Unit*)packed);
 }
 
-// x [rows][inputs] -> out [rows][columns], both bfloat16; inputs and x_stride must be even.
+// x [rows][inputs] -> out [rows][columns], both bfloat16; inputs and x_stride must be even. With a residual
+// [rows][columns], its rows residual_stride apart, out is the layer norm of its sum with it.
 void maxsimd_linear_bfloat16(const void* x, int64_t x_stride, int64_t rows, int64_t inputs, const void* weights,
-                             const float* bias, int64_t columns, int gelu, void* out) {
-    maxsimd::run<maxsimd::BFloat16>({(const uint16_t*)x, x_stride, rows, inputs, (const maxsimd::Unit*)weights,
-                                     nullptr, nullptr, bias, columns, gelu != 0, (uint16_t*)out});
+                             const float* bias, int64_t columns, int gelu, const void* residual,
+                             int64_t residual_stride, const float* norm_weight, const float* norm_bias,
+                             float epsilon, void* out) {
+    maxsimd::run<maxsimd::BFloat16>(
+        {(const uint16_t*)x, x_stride, rows, inputs, (const maxsimd::Unit*)weights, nullptr, nullptr, bias, columns,
+         gelu != 0, (uint16_t*)out},
+        {(const uint16_t*)residual, residual_stride, norm_weight, norm_bias, epsilon});
 }
 
 // As above with int8 weights, a scale for each column and the sum of its weights; inputs may be any number.
 void maxsimd_linear_int8(const void* x, int64_t x_stride, int64_t rows, int64_t inputs, const void* weights,
                          const float* weight_scales, const int32_t* weight_sums, const float* bias,
-                         int64_t columns, int gelu, void* out) {
-    maxsimd::run<maxsimd::Int8>({(const uint16_t*)x, x_stride, rows, inputs, (const maxsimd::Unit*)weights,
-                                 weight_scales, weight_sums, bias, columns, gelu != 0, (uint16_t*)out});
+                         int64_t columns, int gelu, const void* residual, int64_t residual_stride,
+                         const float* norm_weight, const float* norm_bias, float epsilon, void* out) {
+    maxsimd::run<maxsimd::Int8>(
+        {(const uint16_t*)x, x_stride, rows, inputs, (const maxsimd::Unit*)weights, weight_scales, weight_sums,
+         bias, columns, gelu != 0, (uint16_t*)out},
+        {(const uint16_t*)residual, residual_stride, norm_weight, norm_bias, epsilon});
 }
 }
 #pragma GCC visibility pop

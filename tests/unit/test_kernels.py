@@ -1,19 +1,22 @@
 """The compiled kernels against plain torch, on random ragged input."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertOutput
 
 from maxsimd import kernels
+from maxsimd.engine.packed import linear as layers
 from maxsimd.engine.packed.attention import attend_first_rows, attend_one_by_one
 from maxsimd.engine.packed.compiled import COMPILED, attend_compiled, attend_first_rows_compiled
 from maxsimd.engine.packed.layout import lay_out
-from maxsimd.engine.packed.linear import CompiledLinear
-from maxsimd.kernels.linear import linear, pack_bfloat16, pack_int8
+from maxsimd.kernels.linear import Norm, Weights, linear, linear_norm, pack_bfloat16, pack_int8
 from maxsimd.pooling.maxsim import maxsim_compiled, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.test_maxsim import problems
@@ -109,10 +112,51 @@ def test_int8_linear_equals_its_definition(shape: tuple[int, int, int], bias: bo
 
 
 @needs_kernels
+@given(SHAPES, st.booleans())
+@settings(deadline=None)
+def test_a_fused_layer_norm_equals_the_plain_one(shape: tuple[int, int, int], strided: bool) -> None:
+    rows, inputs, columns = shape
+    random = torch.Generator().manual_seed(rows * inputs + columns)
+    x = torch.randn(rows, inputs, generator=random).bfloat16()
+    weight = (torch.randn(columns, inputs, generator=random) * inputs**-0.5).bfloat16()
+    bias, scale, shift = torch.randn(3, columns, generator=random)
+    residual = torch.randn(rows, columns + 4 * strided, generator=random).bfloat16()[:, :columns]
+    total = torch.nn.functional.linear(x.float(), weight.float(), bias).bfloat16().float() + residual.float()
+    expected = torch.nn.functional.layer_norm(total, (columns,), scale, shift, 1e-12)
+    ours = linear_norm(x, residual, pack_bfloat16(weight), bias, Norm(scale, shift, 1e-12)).float()
+    if columns > 1:  # of one column, nothing is left but noise
+        torch.testing.assert_close(ours, expected, atol=6e-2, rtol=2**-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("pack", "tolerance"), [(pack_bfloat16, 0.05), (pack_int8, 0.1)])
+def test_the_halves_of_a_bert_layer_end_in_one_kernel(
+    pack: Callable[[torch.Tensor], Weights], tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    output = BertOutput(BertConfig(hidden_size=64, intermediate_size=96)).bfloat16().eval()
+    x, residual = torch.randn(1, 30, 96).bfloat16(), torch.randn(1, 30, 64).bfloat16()
+    assert layers._is_output(output)
+    fused = layers.CompiledOutput(output, pack)
+    with torch.inference_mode():
+        torch.testing.assert_close(fused(x, residual), output(x, residual), atol=tolerance, rtol=0.05)
+
+
+def test_an_output_of_another_kind_is_left_alone() -> None:
+    """The same parts, put together otherwise: normed before the sum."""
+
+    class NormedOutput(BertOutput):
+        def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+            return self.LayerNorm(self.dense(hidden_states)) + input_tensor
+
+    assert not layers._is_output(NormedOutput(BertConfig(hidden_size=16, intermediate_size=32)).eval())
+
+
+@needs_kernels
 def test_a_compiled_layer_takes_any_shape_and_stride() -> None:
     torch.manual_seed(0)
     plain = torch.nn.Linear(48, 20).bfloat16()
-    layer = CompiledLinear(plain, False, pack_bfloat16)
+    layer = layers.CompiledLinear(plain, False, pack_bfloat16)
     wide = torch.randn(2, 5, 96).bfloat16()
     for x in (wide[..., :48], wide[..., 48:], wide[..., ::2], wide[0, 0, :48], wide[:, :0, :48]):
         torch.testing.assert_close(layer(x), plain(x), atol=1e-2, rtol=1e-2)
