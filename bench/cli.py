@@ -121,6 +121,20 @@ def bench_cache(documents: int, rounds: int, json_file: str | None, **values: An
     asyncio.run(measure_cache(config, documents, rounds, json_file))
 
 
+@bench.command("scaling")
+@click.argument("model", required=False)
+@click.option(
+    "--clients", type=int, default=64, show_default=True, help="Clients that rerank at the same time."
+)
+@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_scaling(model: str | None, clients: int, rounds: int, json_file: str | None) -> None:
+    """A server of its own: event-loop lag under many clients, and 10 to 10,000 documents a request."""
+    from maxsimd.bench.scaling import measure_scaling
+
+    asyncio.run(measure_scaling(model, clients, rounds, json_file))
+
+
 @bench.command("maxsim")
 @click.option("--documents", type=int, default=1000, show_default=True)
 @click.option("--dim", type=int, default=128, show_default=True)

@@ -20,6 +20,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.document_scorer import DocumentScorer
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.messages import SchedulerMessage
+from maxsimd.engine.niceness import give_way
 from maxsimd.engine.packed import PreparedModel, choose_device, choose_dtype, prepare
 from maxsimd.engine.pooling_actor import PoolingActor
 from maxsimd.engine.runner_actor import RunnerActor
@@ -80,6 +81,7 @@ def load_on_device(config: EngineConfig) -> OnDevice:
     device = choose_device(config.device)
     if device.type == "cpu":
         settle_allocators()
+        give_way()
     try:
         maxsim_name, maxsim = choose_maxsim(config.maxsim, device, config.kernels == "auto")
     except ValueError as error:

@@ -23,19 +23,32 @@ _STOP_SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True)
+class Running:
+    """A server that is up: what sends it a request, and a session to ask it anything else."""
+
+    send: Send
+    session: aiohttp.ClientSession
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers POST /rerank; `command` is told the checkpoint and the port."""
+    """A server that answers POST /rerank; `command` is told the checkpoint, if there is one, and the port."""
 
     name: str
     command: tuple[str, ...]
-    port_flag: str = "--port"
     environment: dict[str, str] = field(default_factory=dict)
 
     @asynccontextmanager
     async def serve(self, checkpoint: str, log: Path) -> AsyncIterator[Send]:
-        """Starts it on a free port, yields what sends a request, and stops it."""
+        """Starts it, yields what sends a request, and stops it."""
+        async with self.run(checkpoint, log) as running:
+            yield running.send
+
+    @asynccontextmanager
+    async def run(self, checkpoint: str | None, log: Path) -> AsyncIterator[Running]:
+        """Starts it on a free port, waits until it is healthy, and stops it in the end."""
         port = _free_port()
-        command = [*self.command, checkpoint, self.port_flag, str(port)]
+        command = [*self.command, *([checkpoint] if checkpoint else []), "--port", str(port)]
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: ASYNC220  (starting takes no time)
                 command,
@@ -50,7 +63,7 @@ class Server:
                 url = f"http://127.0.0.1:{port}"
                 async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
                     await _until_healthy(session, process, self.name, log)
-                    yield lambda request: _rerank(session, request)
+                    yield Running(lambda request: _rerank(session, request), session)
             finally:
                 process.terminate()
                 try:
@@ -98,7 +111,7 @@ def vllm(executable: str, threads: str) -> Server:
         "VLLM_CPU_OMP_THREADS_BIND": threads,
         "HF_HUB_OFFLINE": "1",
     }
-    return Server("vLLM bfloat16", (executable, "serve", "--dtype", "bfloat16"), environment=environment)
+    return Server("vLLM bfloat16", (executable, "serve", "--dtype", "bfloat16"), environment)
 
 
 async def _rerank(session: aiohttp.ClientSession, request: Request) -> tuple[dict[int, float], int]:

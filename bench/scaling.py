@@ -1,0 +1,121 @@
+"""A server of our own under many clients, and with few and many documents a request."""
+
+import statistics
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import click
+from prometheus_client.parser import text_string_to_metric_families
+
+from maxsimd.bench.datasets import Request, docstring_pairs
+from maxsimd.bench.load import drive
+from maxsimd.bench.peers.systems import Running, maxsimd
+from maxsimd.bench.report import write_json
+
+QUERY = "how is a file opened for reading"
+SIZES = (10, 100, 1000, 10_000)
+LAG = "maxsimd_event_loop_lag_seconds"
+MEMORY = "process_resident_memory_bytes"
+# Requests of up to so many documents are sent a few at a time, so that the device does not wait for the next.
+SMALL, AT_A_TIME = 1000, 4
+
+
+async def measure_scaling(model: str | None, clients: int, rounds: int, json_file: str | None) -> None:
+    """Prints the event loop's lag under `clients`, the time a document takes by request size, and memory."""
+    texts = [pair.document for pair in docstring_pairs()]
+    with tempfile.TemporaryDirectory() as folder:
+        async with maxsimd("maxsimd").run(model, Path(folder, "log")) as running:
+            figures = await _under_clients(running, texts, clients)
+            figures |= await _by_size(running, texts, rounds)
+    for name, figure in figures.items():
+        click.echo(f"  {name:<40}{figure:>12}")
+    if json_file:
+        write_json(json_file, {"settings": {"clients": clients, "rounds": rounds}, "figures": figures})
+
+
+async def _under_clients(running: Running, texts: list[str], clients: int) -> dict[str, Any]:
+    requests = [Request(QUERY, _distinct(texts, 100, f"client {i}")) for i in range(clients)]
+    await drive(running.send, [Request(QUERY, texts[:200])], 1, None, 0)
+    before = await _buckets(running.session)
+    duration, outcomes = await drive(running.send, requests, clients, None, 0)
+    after = await _buckets(running.session)
+    _check(outcomes)
+    counts = {bound: after[bound] - before[bound] for bound in after}
+    return {
+        f"{clients} clients of 100 documents, s": round(duration, 2),
+        "lag samples": int(counts[float("inf")]),
+        "lag at most 5 ms, share": round(counts[0.005] / counts[float("inf")], 4),
+        "lag p99, ms": round(_quantile(counts, 0.99) * 1e3, 2),
+        "memory then, MB": await _megabytes(running.session),
+    }
+
+
+async def _by_size(running: Running, texts: list[str], rounds: int) -> dict[str, Any]:
+    """The same documents in requests of every size; the largest has them several times, told apart."""
+    seconds: dict[int, list[float]] = {size: [] for size in SIZES}
+    base = texts[:1000]
+    for number in range(rounds):
+        for size in SIZES:
+            documents = [
+                f"{number} {copy} {text}" for copy in range(max(1, size // len(base))) for text in base
+            ]
+            parts = [documents[start : start + size] for start in range(0, len(documents), size)]
+            requests = [Request(QUERY, part) for part in parts]
+            duration, outcomes = await drive(
+                running.send, requests, AT_A_TIME if size <= SMALL else 1, None, 0
+            )
+            _check(outcomes)
+            seconds[size].append(duration / len(documents))
+    medians = {size: statistics.median(taken) * 1e3 for size, taken in seconds.items()}
+    figures: dict[str, Any] = {
+        f"ms a document, {size:,} a request": round(taken, 3) for size, taken in medians.items()
+    }
+    figures["slowest size over fastest"] = round(max(medians.values()) / min(medians.values()), 3)
+    return figures | {"memory in the end, MB": await _megabytes(running.session)}
+
+
+def _distinct(texts: list[str], count: int, mark: str) -> list[str]:
+    return [f"{mark} {text}" for text in texts[:count]]
+
+
+def _check(outcomes: list[Any]) -> None:
+    failed = [outcome.error for outcome in outcomes if outcome.error]
+    if failed:
+        raise RuntimeError(f"a request failed: {failed[0]}")
+
+
+async def _samples(session: aiohttp.ClientSession) -> list[Any]:
+    async with session.get("/metrics") as response:
+        families = list(text_string_to_metric_families(await response.text()))
+    return [sample for family in families for sample in family.samples]
+
+
+async def _buckets(session: aiohttp.ClientSession) -> dict[float, float]:
+    """The histogram of the event loop's lag: how many samples are at most so many seconds."""
+    return {
+        float(sample.labels["le"]): sample.value
+        for sample in await _samples(session)
+        if sample.name == f"{LAG}_bucket"
+    }
+
+
+async def _megabytes(session: aiohttp.ClientSession) -> int:
+    return next(int(sample.value / 1e6) for sample in await _samples(session) if sample.name == MEMORY)
+
+
+def _quantile(counts: dict[float, float], share: float) -> float:
+    """A quantile of a histogram, linear within its bucket."""
+    wanted = share * counts[float("inf")]
+    bounds = [0.0, *sorted(counts)]
+    for lower, upper in pairwise(bounds):
+        below = counts.get(lower, 0.0)
+        if counts[upper] >= wanted:
+            return (
+                lower
+                if upper == float("inf")
+                else lower + (upper - lower) * (wanted - below) / max(1e-9, counts[upper] - below)
+            )
+    return bounds[-1]
