@@ -20,7 +20,8 @@ _ARGUMENTS = {
     "linear_bfloat16": [_POINTER, *[_NUMBER] * 3, *[_POINTER] * 2, _NUMBER, *_BEHIND_LINEAR],
     "linear_int8": [_POINTER, *[_NUMBER] * 3, *[_POINTER] * 4, _NUMBER, *_BEHIND_LINEAR],
     "attention": [
-        *[_POINTER] * 4, *[_NUMBER] * 3, _POINTER, _NUMBER, ctypes.c_int, _NUMBER, ctypes.c_float, _POINTER
+        *[_POINTER] * 4, *[_NUMBER] * 3, *[_POINTER, _NUMBER] * 2,
+        ctypes.c_int, _NUMBER, ctypes.c_float, _POINTER,
     ],
 }  # fmt: skip
 

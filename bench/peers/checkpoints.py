@@ -31,7 +31,7 @@ def save_colbert(folder: Path) -> str:
     config: Any = BertConfig(vocab_size=30522)
     config.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text()) | {"architectures": ["HF_ColBERT"]}
-    (folder / "config.json").write_text(json.dumps(saved | {"dim": _COLBERT_DIM}))
+    (folder / "config.json").write_text(json.dumps(saved))
     weights = {f"bert.{name}": tensor for name, tensor in BertModel(config).state_dict().items()}
     weights["linear.weight"] = torch.randn(_COLBERT_DIM, config.hidden_size) * config.hidden_size**-0.5
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -40,7 +40,7 @@ def save_colbert(folder: Path) -> str:
         "query_token_id": "[unused0]",
         "doc_token_id": "[unused1]",
         "query_maxlen": 32,
-        "doc_maxlen": 300,
+        "doc_maxlen": 512,
         "attend_to_mask_tokens": False,
         "mask_punctuation": True,
         "similarity": "cosine",

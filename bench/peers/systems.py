@@ -20,6 +20,7 @@ from maxsimd.bench.load import Send
 
 _START_SECONDS = 300
 _STOP_SECONDS = 30
+_LOG_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ async def _until_healthy(
     async with asyncio.timeout(_START_SECONDS):
         while True:
             if process.poll() is not None:
-                raise RuntimeError(f"{name} ended while it started; its log is {log}")
+                raise RuntimeError(f"{name} ended while it started; the end of its log:\n{_end_of(log)}")
             try:
                 async with session.get("/health") as response:
                     if response.status == 200:
@@ -138,6 +139,10 @@ async def _until_healthy(
             except aiohttp.ClientError:
                 pass
             await asyncio.sleep(0.25)
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
 
 
 def _free_port() -> int:

@@ -20,6 +20,12 @@ NAME = "maxsimd_packed"
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float, int | None], torch.Tensor]
 # (queries, keys, values, layout, scaling) -> as above, where only each sequence's first row is defined
 FirstRowsAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float], torch.Tensor]
+# Keys and values [kv_heads, length, head_dim] of the prefix of each of a layout's shared groups
+Prefixes = list[tuple[torch.Tensor, torch.Tensor]]
+# (queries, keys, values, layout, prefixes, scaling, window, output) -> the shared groups' rows of the output
+SharedAttention = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Layout, Prefixes, float, int | None, torch.Tensor], None
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class PackedAttention:
 
     everywhere: Attention
     first_rows: FirstRowsAttention | None
+    after_prefix: SharedAttention
     arrangement: Arrangement
 
 
@@ -75,11 +82,12 @@ def attend(
         )
     for rows, keys, values in carried:
         out[rows] = _attend_chunk(q[:, rows], keys, values, scale, sliding_window).transpose(0, 1)
-    for group in layout.shared:
-        prefix = group.prefix.whole(module.layer_idx)
-        qq, kk, vv = (_of_group(x, group) for x in (q, k, v))
-        attended = _attend_after_prefix(qq, kk, vv, *prefix, scale, sliding_window)
-        out[group.rows].unflatten(0, (group.count, group.length)).copy_(attended.transpose(1, 2))
+    if layout.shared:
+        whole = {
+            prefix: prefix.whole(module.layer_idx) for prefix in {group.prefix for group in layout.shared}
+        }
+        prefixes = [whole[group.prefix] for group in layout.shared]
+        attention.after_prefix(q, k, v, layout, prefixes, scale, sliding_window, out)
     return out[None], None
 
 
@@ -137,6 +145,23 @@ def attend_first_rows(
         attended = _bidirectional_group(qq[:, :, :1], kk, vv, group, layout, scale, None)
         out[group.rows].unflatten(0, (group.count, group.length))[:, 0] = attended[:, :, 0]
     return out
+
+
+def attend_groups_after_prefix(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    prefixes: Prefixes,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """What shares a prefix, a group of like length at a time."""
+    for group, prefix in zip(layout.shared, prefixes, strict=True):
+        qq, kk, vv = (_of_group(x, group) for x in (q, k, v))
+        attended = _attend_after_prefix(qq, kk, vv, *prefix, scale, window)
+        out[group.rows].unflatten(0, (group.count, group.length)).copy_(attended.transpose(1, 2))
 
 
 def _attend_after_prefix(
@@ -268,4 +293,6 @@ def _repeat_heads(kv: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return kv if repeats == 1 else kv.repeat_interleave(repeats, dim=-3)
 
 
-GROUPED = PackedAttention(attend_grouped, attend_first_rows, Arrangement(True, True, ROW_MULTIPLE))
+GROUPED = PackedAttention(
+    attend_grouped, attend_first_rows, attend_groups_after_prefix, Arrangement(True, True, ROW_MULTIPLE)
+)

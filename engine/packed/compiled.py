@@ -3,7 +3,13 @@
 import torch
 
 from maxsimd import kernels
-from maxsimd.engine.packed.attention import PackedAttention, attend_first_rows, attend_grouped
+from maxsimd.engine.packed.attention import (
+    PackedAttention,
+    Prefixes,
+    attend_first_rows,
+    attend_grouped,
+    attend_groups_after_prefix,
+)
 from maxsimd.engine.packed.layout import Arrangement, Layout
 from maxsimd.kernels.attention import attention, is_supported
 
@@ -20,7 +26,7 @@ def attend_compiled(
     if not is_supported(q, v):
         return attend_grouped(q, k, v, layout, scale, window)
     out = q.new_empty(q.shape[1], q.shape[0], v.shape[-1])
-    attention(q, k, v, _sequences(layout), scale, layout.causal, window, out)
+    attention(q, k, v, _sequences(layout), [], scale, layout.causal, window, out)
     out[layout.groups[-1].rows.stop :] = 0
     return out
 
@@ -34,17 +40,34 @@ def attend_first_rows_compiled(
     out = q.new_empty(q.shape[1], q.shape[0], v.shape[-1])
     sequences = _sequences(layout).clone()
     sequences[:, 1] = 1
-    attention(q, k, v, sequences, scale, layout.causal, None, out)
+    attention(q, k, v, sequences, [], scale, layout.causal, None, out)
     return out
 
 
+def attend_after_prefix_compiled(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    prefixes: Prefixes,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """One kernel over all sequences that share prefixes."""
+    if not is_supported(q, v):
+        attend_groups_after_prefix(q, k, v, layout, prefixes, scale, window, out)
+        return
+    attention(q, k, v, _after_prefixes(layout), prefixes, scale, True, window, out)
+
+
 def _sequences(layout: Layout) -> torch.Tensor:
-    """First row, queries and keys of each sequence, int64 [n, 3]; worked out once a step."""
+    """First row, queries, keys and no prefix of each sequence, int64 [n, 4]; worked out once a step."""
     sequences = layout.masks.get("sequences")
     if sequences is None:
         sequences = torch.tensor(
             [
-                (group.first_row + i * group.length, group.length, keys)
+                (group.first_row + i * group.length, group.length, keys, -1)
                 for group in layout.groups
                 for i, keys in enumerate(group.key_lengths)
             ]
@@ -53,5 +76,21 @@ def _sequences(layout: Layout) -> torch.Tensor:
     return sequences
 
 
-# Chunks that share a prefix attend to it in batched products, as elsewhere.
-COMPILED = PackedAttention(attend_compiled, attend_first_rows_compiled, Arrangement(False, True, 1))
+def _after_prefixes(layout: Layout) -> torch.Tensor:
+    """Likewise of the sequences that share prefixes, each of which belongs to a group."""
+    sequences = layout.masks.get("after prefixes")
+    if sequences is None:
+        sequences = torch.tensor(
+            [
+                (group.first_row + i * group.length, group.length, group.length, prefix)
+                for prefix, group in enumerate(layout.shared)
+                for i in range(group.count)
+            ]
+        )
+        layout.masks["after prefixes"] = sequences
+    return sequences
+
+
+COMPILED = PackedAttention(
+    attend_compiled, attend_first_rows_compiled, attend_after_prefix_compiled, Arrangement(False, False, 1)
+)

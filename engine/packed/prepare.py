@@ -78,7 +78,8 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
     else:
         # Fast kernels know no float32: what is proven of them is layout, positions and masks.
         first_rows = None if attention.first_rows is None else GROUPED.first_rows
-        proof = prove(model, device, PackedAttention(GROUPED.everywhere, first_rows, attention.arrangement))
+        plain = replace(GROUPED, first_rows=first_rows, arrangement=attention.arrangement)
+        proof = prove(model, device, plain)
         if proof.not_packed is not None:
             log.warning("runs padded, which is slower: %s", proof.not_packed)
     proof_seconds = time.perf_counter() - started

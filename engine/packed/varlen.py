@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from maxsimd.engine.packed.attention import PackedAttention
+from maxsimd.engine.packed.attention import PackedAttention, attend_groups_after_prefix
 from maxsimd.engine.packed.layout import Arrangement, Layout
 
 
@@ -69,4 +69,5 @@ def _shared(
 
 
 # One query a sequence would mean one product a sequence, so there is nothing for first rows alone.
-VARLEN = PackedAttention(attend_varlen, None, Arrangement(False, False, 1))
+# Chunks that share a prefix attend to it in batched products, as elsewhere.
+VARLEN = PackedAttention(attend_varlen, None, attend_groups_after_prefix, Arrangement(False, True, 1))

@@ -1,7 +1,8 @@
 // Attention within each sequence of a packed step, in bfloat16 with float32 sums.
 //
-// A task is one sequence and one head of keys. Its keys and values are packed once; then a tile of queries at a
-// time goes through products, softmax and products again, all of it in the first-level cache.
+// A task is one sequence and one head of keys. Its keys and values, behind those of its prefix if it has one, are
+// packed once; then a tile of queries at a time goes through products, softmax and products again, all of it in the
+// first-level cache.
 
 #include <algorithm>
 #include <limits>
@@ -20,6 +21,27 @@ struct Heads {
     const uint16_t* at(int64_t head, int64_t row) const { return values + head * head_stride + row * row_stride; }
 };
 
+// Keys and values [key_heads][length][head_dim] that stand before those of a sequence.
+struct Prefix {
+    Heads k, v;
+    int64_t length;
+};
+
+// What a sequence attends to: so many keys of its own, from its first row on, behind those of a prefix.
+struct Sequence {
+    int64_t first_row, queries, own_keys;
+    const Prefix* prefix;  // or null
+
+    int64_t before() const { return prefix ? prefix->length : 0; }
+    int64_t keys() const { return before() + own_keys; }
+    const uint16_t* key(const Heads& own, int64_t head, int64_t i) const {
+        return i < before() ? prefix->k.at(head, i) : own.at(head, first_row + i - before());
+    }
+    const uint16_t* value(const Heads& own, int64_t head, int64_t i) const {
+        return i < before() ? prefix->v.at(head, i) : own.at(head, first_row + i - before());
+    }
+};
+
 struct Attention {
     Heads q, k, v;
     int64_t heads, key_heads, head_dim;
@@ -28,11 +50,11 @@ struct Attention {
     float scale;
     uint16_t* out;  // [rows][heads][head_dim]
 
-    // The keys that the query in a row of its sequence may see, of the first `keys`.
-    int64_t first_key(int64_t row) const { return window ? std::max<int64_t>(0, row - window + 1) : 0; }
-    int64_t last_key(int64_t row, int64_t keys) const {
-        if (causal) return std::min(keys, row + 1);
-        return window ? std::min(keys, row + window) : keys;
+    // The keys that the query at a position may see, of the first `keys`.
+    int64_t first_key(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+    int64_t last_key(int64_t position, int64_t keys) const {
+        if (causal) return std::min(keys, position + 1);
+        return window ? std::min(keys, position + window) : keys;
     }
 };
 
@@ -62,20 +84,30 @@ inline __m512 power_of_two(__m512 x) {
     return _mm512_scalef_ps(sum, whole);
 }
 
+// Keys [keys][head_dim] into blocks of 16 columns, a unit being a pair of dimensions; the rest is zero.
+inline void pack_keys(const Attention& a, const Sequence& sequence, int64_t head, Scratch& scratch) {
+    const int64_t units = a.head_dim / 2, keys = sequence.keys();
+    for (int64_t key = 0; key < scratch.columns; key++) {
+        Unit* column = scratch.keys.data() + key / LANES * LANES * units + key % LANES;
+        const auto* row = key < keys ? (const Unit*)sequence.key(a.k, head, key) : nullptr;
+        for (int64_t unit = 0; unit < units; unit++) column[unit * LANES] = row ? row[unit] : 0;
+    }
+}
+
 // Values [keys][head_dim] into blocks of 16 columns, a unit being a pair of keys; the rest is zero.
-inline void pack_values(const Heads& v, int64_t head, int64_t first_row, int64_t keys, int64_t head_dim,
-                        Scratch& scratch) {
-    for (int64_t column = 0; column < head_dim; column += LANES) {
-        Unit* block = scratch.values.data() + column / LANES * scratch.value_stride;
-        for (int64_t key = 0; key < scratch.columns; key += 2) {
+inline void pack_values(const Attention& a, const Sequence& sequence, int64_t head, Scratch& scratch) {
+    const int64_t keys = sequence.keys();
+    for (int64_t key = 0; key < scratch.columns; key += 2) {
+        const uint16_t* first = key < keys ? sequence.value(a.v, head, key) : nullptr;
+        const uint16_t* second = key + 1 < keys ? sequence.value(a.v, head, key + 1) : nullptr;
+        for (int64_t column = 0; column < a.head_dim; column += LANES) {
             __m512i pair = _mm512_setzero_si512();
-            if (key < keys)
-                pair = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(v.at(head, first_row + key) + column)));
-            if (key + 1 < keys) {
-                const auto* second = (const __m256i*)(v.at(head, first_row + key + 1) + column);
-                pair = _mm512_or_si512(pair, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(second)), 16));
+            if (first) pair = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(first + column)));
+            if (second) {
+                const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(second + column)));
+                pair = _mm512_or_si512(pair, _mm512_slli_epi32(upper, 16));
             }
-            _mm512_storeu_si512(block + key / 2 * LANES, pair);
+            _mm512_storeu_si512(scratch.values.data() + column / LANES * scratch.value_stride + key / 2 * LANES, pair);
         }
     }
 }
@@ -138,20 +170,21 @@ inline void mix_tile(const Attention& a, const Scratch& scratch, int64_t from, i
     }
 }
 
-// The queries in rows [row, row + ROWS) of the sequence that begins at first_row, for one head.
+// The queries in rows [row, row + ROWS) of a sequence, for one head.
 template <int ROWS>
-void attend_tile(const Attention& a, Scratch& scratch, int64_t first_row, int64_t row, int64_t keys, int64_t head) {
-    const uint16_t* queries = a.q.at(head, first_row + row);
-    const int64_t from = a.first_key(row) / (2 * LANES) * (2 * LANES);
-    const int64_t to = std::max(from, round_up(a.last_key(row + ROWS - 1, keys), 2 * LANES));
+void attend_tile(const Attention& a, Scratch& scratch, const Sequence& sequence, int64_t row, int64_t head) {
+    const uint16_t* queries = a.q.at(head, sequence.first_row + row);
+    const int64_t position = sequence.before() + row, keys = sequence.keys();
+    const int64_t from = a.first_key(position) / (2 * LANES) * (2 * LANES);
+    const int64_t to = std::max(from, round_up(a.last_key(position + ROWS - 1, keys), 2 * LANES));
     for (int64_t column = from; column < to; column += 2 * LANES)
         product_tile<ROWS, 2>(a, queries, scratch, column, scratch.products.data());
     const float scale = a.scale * 1.44269504f;  // of e in powers of two
     float totals[ROWS];
     for (int i = 0; i < ROWS; i++)
         totals[i] = soften(scratch.products.data() + i * scratch.columns, scratch.weights.data() + i * scratch.columns,
-                           scale, a.first_key(row + i), a.last_key(row + i, keys), from, to);
-    uint16_t* out = a.out + ((first_row + row) * a.heads + head) * a.head_dim;
+                           scale, a.first_key(position + i), a.last_key(position + i, keys), from, to);
+    uint16_t* out = a.out + ((sequence.first_row + row) * a.heads + head) * a.head_dim;
     int64_t column = 0;
     for (; column + LANES < a.head_dim; column += 2 * LANES)
         mix_tile<ROWS, 2>(a, scratch, from, to, column, totals, out);
@@ -159,30 +192,27 @@ void attend_tile(const Attention& a, Scratch& scratch, int64_t first_row, int64_
 }
 
 template <int ROWS>
-void attend_rows(int present, const Attention& a, Scratch& scratch, int64_t first_row, int64_t row, int64_t keys,
+void attend_rows(int present, const Attention& a, Scratch& scratch, const Sequence& sequence, int64_t row,
                  int64_t head) {
     if constexpr (ROWS > 1) {
         if (present < ROWS) {
-            attend_rows<ROWS - 1>(present, a, scratch, first_row, row, keys, head);
+            attend_rows<ROWS - 1>(present, a, scratch, sequence, row, head);
             return;
         }
     }
-    attend_tile<ROWS>(a, scratch, first_row, row, keys, head);
+    attend_tile<ROWS>(a, scratch, sequence, row, head);
 }
 
-void attend_sequence(const Attention& a, Scratch& scratch, int64_t first_row, int64_t queries, int64_t keys,
-                     int64_t key_head) {
-    scratch.fit(keys, a.head_dim);
-    pack((const Unit*)a.k.at(key_head, first_row), a.k.row_stride / 2, keys, a.head_dim / 2, scratch.keys.data());
-    // Blocks of keys are taken two at a time; what is in a block that has no key is masked, but must be finite.
-    const int64_t packed = round_up(keys, LANES);
-    std::fill(scratch.keys.begin() + packed * a.head_dim / 2, scratch.keys.end(), 0);
-    pack_values(a.v, key_head, first_row, keys, a.head_dim, scratch);
-    const int64_t tiles = (queries + TILE_ROWS - 1) / TILE_ROWS, repeats = a.heads / a.key_heads;
+void attend_sequence(const Attention& a, Scratch& scratch, const Sequence& sequence, int64_t key_head) {
+    scratch.fit(sequence.keys(), a.head_dim);
+    pack_keys(a, sequence, key_head, scratch);
+    pack_values(a, sequence, key_head, scratch);
+    const int64_t queries = sequence.queries, tiles = (queries + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t repeats = a.heads / a.key_heads;
     for (int64_t head = key_head * repeats; head < (key_head + 1) * repeats; head++)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t row = queries * tile / tiles, stop = queries * (tile + 1) / tiles;
-            attend_rows<TILE_ROWS>((int)(stop - row), a, scratch, first_row, row, keys, head);
+            attend_rows<TILE_ROWS>((int)(stop - row), a, scratch, sequence, row, head);
         }
 }
 
@@ -192,11 +222,14 @@ void attend_sequence(const Attention& a, Scratch& scratch, int64_t first_row, in
 extern "C" {
 
 // q [heads][rows][head_dim], k and v [key_heads][rows][head_dim], bfloat16 with strides in elements (of heads and
-// of rows, six numbers, rows' even); head_dim a multiple of 16. `sequences` is [count][3]: first row, how many of
-// its queries to compute from there, how many keys they may see. Writes out [rows][heads][head_dim].
+// of rows, six numbers, rows' even); head_dim a multiple of 16. `sequences` is [count][4]: first row, how many of
+// its queries to compute from there, how many keys of its own they may see, and which prefix stands before these,
+// or -1. `prefixes` is [n][7]: the addresses of keys and values, their strides as above, and their length. Writes
+// out [rows][heads][head_dim].
 void maxsimd_attention(const void* q, const void* k, const void* v, const int64_t* strides, int64_t heads,
-                       int64_t key_heads, int64_t head_dim, const int64_t* sequences, int64_t count, int causal,
-                       int64_t window, float scale, void* out) {
+                       int64_t key_heads, int64_t head_dim, const int64_t* sequences, int64_t count,
+                       const int64_t* prefixes, int64_t prefix_count, int causal, int64_t window, float scale,
+                       void* out) {
     using namespace maxsimd;
     const Attention attention{{(const uint16_t*)q, strides[0], strides[1]},
                               {(const uint16_t*)k, strides[2], strides[3]},
@@ -208,13 +241,17 @@ void maxsimd_attention(const void* q, const void* k, const void* v, const int64_
                               window,
                               scale,
                               (uint16_t*)out};
+    std::vector<Prefix> before;
+    for (const int64_t* at = prefixes; at < prefixes + 7 * prefix_count; at += 7)
+        before.push_back({{(const uint16_t*)at[0], at[2], at[3]}, {(const uint16_t*)at[1], at[4], at[5]}, at[6]});
 #pragma omp parallel
     {
         Scratch scratch;
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < count * key_heads; task++) {
-            const int64_t* sequence = sequences + task / key_heads * 3;
-            attend_sequence(attention, scratch, sequence[0], sequence[1], sequence[2], task % key_heads);
+            const int64_t* at = sequences + task / key_heads * 4;
+            const Sequence sequence{at[0], at[1], at[2], at[3] < 0 ? nullptr : &before[at[3]]};
+            attend_sequence(attention, scratch, sequence, task % key_heads);
         }
     }
 }

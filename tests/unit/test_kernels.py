@@ -13,9 +13,19 @@ from transformers.models.bert.modeling_bert import BertOutput
 
 from maxsimd import kernels
 from maxsimd.engine.packed import linear as layers
-from maxsimd.engine.packed.attention import attend_first_rows, attend_one_by_one
-from maxsimd.engine.packed.compiled import COMPILED, attend_compiled, attend_first_rows_compiled
-from maxsimd.engine.packed.layout import lay_out
+from maxsimd.engine.packed.attention import (
+    attend_first_rows,
+    attend_groups_after_prefix,
+    attend_one_by_one,
+)
+from maxsimd.engine.packed.carry import Carry
+from maxsimd.engine.packed.compiled import (
+    COMPILED,
+    attend_after_prefix_compiled,
+    attend_compiled,
+    attend_first_rows_compiled,
+)
+from maxsimd.engine.packed.layout import Layout, SharedGroup, lay_out
 from maxsimd.kernels.linear import Norm, Weights, linear, linear_norm, pack_bfloat16, pack_int8
 from maxsimd.pooling.maxsim import maxsim_compiled, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
@@ -184,6 +194,43 @@ def test_attention_equals_attention_one_by_one(
         ours = attend_first_rows_compiled(q, k, v, batch.layout, head_dim**-0.5)
         exact = attend_first_rows(q.float(), k.float(), v.float(), batch.layout, head_dim**-0.5)
         torch.testing.assert_close(ours[first].float(), exact[first], atol=2e-2, rtol=2e-2)
+
+
+@needs_kernels
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 1)), min_size=1, max_size=6),
+    st.sampled_from([(2, 1), (1, 3)]),
+    st.none() | st.integers(2, 20),
+    st.sampled_from([16, 64]),
+)
+@settings(deadline=None)
+def test_attention_behind_prefixes_equals_the_plain_one(
+    chunks: list[tuple[int, int]], heads: tuple[int, int], window: int | None, head_dim: int
+) -> None:
+    kv_heads, repeats = heads
+    random = torch.Generator().manual_seed(sum(length for length, _ in chunks))
+    prefixes = [
+        tuple(torch.randn(kv_heads, length, head_dim, generator=random).bfloat16() for _ in "kv")
+        for length in (7, 20)
+    ]
+    carries = [Carry(), Carry()]
+    rows = [sum(length for length, _ in chunks[:i]) for i in range(len(chunks) + 1)]
+    shared = [
+        SharedGroup(row, 1, length, carries[which])
+        for row, (length, which) in zip(rows, chunks, strict=False)
+    ]
+    layout = Layout((), (), True, shared=tuple(shared))
+    q, k, v = (
+        torch.randn(n, rows[-1], head_dim, generator=random).bfloat16()
+        for n in (kv_heads * repeats, kv_heads, kv_heads)
+    )
+    before = [prefixes[which] for _, which in chunks]
+    ours = torch.empty(rows[-1], kv_heads * repeats, head_dim, dtype=torch.bfloat16)
+    attend_after_prefix_compiled(q, k, v, layout, before, head_dim**-0.5, window, ours)
+    exact = torch.empty(ours.shape)
+    wide = [(keys.float(), values.float()) for keys, values in before]
+    attend_groups_after_prefix(q.float(), k.float(), v.float(), layout, wide, head_dim**-0.5, window, exact)
+    torch.testing.assert_close(ours.float(), exact, atol=2e-2, rtol=2e-2)
 
 
 @needs_kernels
