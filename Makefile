@@ -16,7 +16,7 @@ test: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=typings $(BIN)/mypy -p maxsimd.scheduler -p maxsimd.pooling -p maxsimd.engine -p maxsimd.api -p maxsimd.bench
+	MYPYPATH=typings $(BIN)/mypy -p maxsimd.scheduler -p maxsimd.kernels -p maxsimd.pooling -p maxsimd.engine -p maxsimd.api -p maxsimd.bench
 
 bench: $(VENV)/.demo
 	$(BIN)/maxsimd bench engine --dataset docstrings --num-requests 100

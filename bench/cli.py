@@ -4,6 +4,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -157,6 +158,16 @@ def bench_prefix(documents: int, share: float, rounds: int, json_file: str | Non
     from maxsimd.bench.prefix import measure_prefix_sharing
 
     measure_prefix_sharing(documents, share, rounds, json_file)
+
+
+@bench.command("plots")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False))
+def bench_plots(folder: str) -> None:
+    """Draws the results in FOLDER (with matplotlib, from the extra `bench`)."""
+    from maxsimd.bench.plots import draw
+
+    for path in draw(Path(folder)):
+        click.echo(f"wrote {path}")
 
 
 bench.add_command(bench_peers)

@@ -31,7 +31,9 @@ async def measure_scaling(model: str | None, clients: int, rounds: int, json_fil
             figures = await _under_clients(running, texts, clients)
             figures |= await _by_size(running, texts, rounds)
     for name, figure in figures.items():
-        click.echo(f"  {name:<40}{figure:>12}")
+        click.echo(f"  {name.replace('_', ' '):<40}{figure if not isinstance(figure, dict) else '':>12}")
+        for size, taken in figure.items() if isinstance(figure, dict) else ():
+            click.echo(f"    {size:>6} a request{taken:>36}")
     if json_file:
         write_json(json_file, {"settings": {"clients": clients, "rounds": rounds}, "figures": figures})
 
@@ -45,11 +47,12 @@ async def _under_clients(running: Running, texts: list[str], clients: int) -> di
     _check(outcomes)
     counts = {bound: after[bound] - before[bound] for bound in after}
     return {
-        f"{clients} clients of 100 documents, s": round(duration, 2),
-        "lag samples": int(counts[float("inf")]),
-        "lag at most 5 ms, share": round(counts[0.005] / counts[float("inf")], 4),
-        "lag p99, ms": round(_quantile(counts, 0.99) * 1e3, 2),
-        "memory then, MB": await _megabytes(running.session),
+        "clients": clients,
+        "clients_done_after_s": round(duration, 2),
+        "lag_samples": int(counts[float("inf")]),
+        "share_of_lag_up_to_5_ms": round(counts[0.005] / counts[float("inf")], 4),
+        "lag_p99_ms": round(_quantile(counts, 0.99) * 1e3, 2),
+        "memory_then_mb": await _megabytes(running.session),
     }
 
 
@@ -57,6 +60,7 @@ async def _by_size(running: Running, texts: list[str], rounds: int) -> dict[str,
     """The same documents in requests of every size; the largest has them several times, told apart."""
     seconds: dict[int, list[float]] = {size: [] for size in SIZES}
     base = texts[:1000]
+    memory = []
     for number in range(rounds):
         for size in SIZES:
             documents = [
@@ -69,12 +73,13 @@ async def _by_size(running: Running, texts: list[str], rounds: int) -> dict[str,
             )
             _check(outcomes)
             seconds[size].append(duration / len(documents))
+        memory.append(await _megabytes(running.session))
     medians = {size: statistics.median(taken) * 1e3 for size, taken in seconds.items()}
-    figures: dict[str, Any] = {
-        f"ms a document, {size:,} a request": round(taken, 3) for size, taken in medians.items()
+    return {
+        "ms_a_document": {str(size): round(taken, 3) for size, taken in medians.items()},
+        "slowest_size_over_fastest": round(max(medians.values()) / min(medians.values()), 3),
+        "memory_by_round_mb": " ".join(map(str, memory)),
     }
-    figures["slowest size over fastest"] = round(max(medians.values()) / min(medians.values()), 3)
-    return figures | {"memory in the end, MB": await _megabytes(running.session)}
 
 
 def _distinct(texts: list[str], count: int, mark: str) -> list[str]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from maxsimd.bench.peers import plots, report
+from maxsimd.bench.peers import report
 from maxsimd.bench.peers.run import EXPERIMENTS, run_peers
+from maxsimd.bench.plots import draw
 
 
 @click.command("peers")
@@ -41,7 +42,7 @@ def bench_peers(
     folder.mkdir(parents=True, exist_ok=True)
     written = report.write(results, folder)
     try:
-        written += plots.draw(results, folder)
+        written += draw(folder)
     except ImportError:
         click.echo("no plots: pip install matplotlib", err=True)
     for path in written:

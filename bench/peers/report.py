@@ -71,7 +71,18 @@ def _throughput(outcome: Outcome, results: Results, name: str) -> list[str]:
         share = tokens * results.products[name] / results.limits[system.split()[-1]]
         ratios = [f"{outcome.ratio(ours, system, 'documents_per_s'):.2f} x" for ours in (OURS, QUANTIZED)]
         lines.append(f"| {system} | {documents:.1f} | {tokens:,.0f} | {share:.0%} | {' | '.join(ratios)} |")
-    return lines
+    return [*lines, *_by_tokens(outcome)]
+
+
+def _by_tokens(outcome: Outcome) -> list[str]:
+    """Servers that run other numbers of tokens for the same texts, by what they do a token."""
+    told = [
+        f"{ours} {outcome.ratio(ours, system, 'tokens_per_s'):.2f} times {system}"
+        for system in outcome.turns
+        for ours in (OURS, QUANTIZED)
+        if system not in (OURS, QUANTIZED) and outcome.median(system, "tokens_per_s")
+    ]
+    return ["", f"By tokens instead of documents: {', '.join(told)}."] if told else []
 
 
 def _latency(outcome: Outcome) -> list[str]:

@@ -10,7 +10,14 @@ from maxsimd.api.cli import main
 from maxsimd.bench.candidates import Bm25
 from maxsimd.bench.datasets import docstring_pairs, docstring_requests, random_requests
 from maxsimd.bench.load import _rank
+from maxsimd.bench.peers.experiments import Arena, Load, Turn
+from maxsimd.bench.peers.experiments import Outcome as PeerOutcome
+from maxsimd.bench.peers.report import markdown, write
+from maxsimd.bench.peers.run import OURS, QUANTIZED, Results
+from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd
+from maxsimd.bench.plots import draw
 from maxsimd.bench.report import Outcome, Report
+from maxsimd.bench.scaling import _quantile
 
 
 def test_docstring_requests_hold_the_querys_own_document_and_no_other_twice() -> None:
@@ -69,3 +76,69 @@ def test_pooling_is_measured_as_a_method() -> None:
     result = CliRunner().invoke(main, ["bench", "allpool", *arguments])
     assert result.exit_code == 0, result.output
     assert "sequence by sequence" in result.output
+
+
+def _turns(*documents_per_s: float) -> list[Turn]:
+    return [Turn(rate, 100 * rate, 1000 / rate, 2000 / rate) for rate in documents_per_s]
+
+
+PEERS = Results(
+    limits={"float32": 200.0, "bfloat16": 400.0, "int8": 800.0, "copy": 30.0},
+    products={"cross-encoder": 0.02},
+    outcomes={
+        "cross-encoder": [
+            PeerOutcome(
+                100,
+                8,
+                {OURS: _turns(10, 40, 20), QUANTIZED: _turns(30, 60, 50), "vLLM bfloat16": _turns(5, 10, 8)},
+            )
+        ]
+    },
+)
+
+
+def test_ratios_to_peers_are_taken_round_by_round() -> None:
+    outcome = PEERS.outcomes["cross-encoder"][0]
+    # 10/5, 40/10, 20/8: a machine that was fast in the second round was so for both.
+    assert outcome.ratio(OURS, "vLLM bfloat16", "documents_per_s") == 2.5
+    assert outcome.median(OURS, "documents_per_s") == 20
+
+
+def test_the_report_on_peers_shows_ratios_and_shares_of_the_peak() -> None:
+    row = next(line for line in markdown(PEERS).splitlines() if line.startswith("| vLLM"))
+    # 800 tokens/s x 0.02 GFLOP of 400 GFLOP/s.
+    assert row == "| vLLM bfloat16 | 8.0 | 800 | 4% | 2.50 x | 6.00 x |"
+
+
+def test_results_are_drawn(tmp_path: Path) -> None:
+    write(PEERS, tmp_path)
+    drawn = draw(tmp_path)
+    assert [path.name for path in drawn] == ["cross-encoder.svg"]
+    assert "<svg" in drawn[0].read_text()
+
+
+def test_a_quantile_of_a_histogram_is_linear_within_its_bucket() -> None:
+    counts = {0.001: 50.0, 0.005: 90.0, 0.01: 100.0, float("inf"): 100.0}
+    assert _quantile(counts, 0.5) == pytest.approx(0.001)
+    assert _quantile(counts, 0.7) == pytest.approx(0.003)
+    assert _quantile(counts, 0.99) == pytest.approx(0.0095)
+
+
+async def test_systems_take_turns_with_one_checkpoint(bert_cross_encoder: str) -> None:
+    """Real processes: our server, and sentence-transformers beside it, which take the same requests."""
+    systems: list[System] = [maxsimd("maxsimd"), SentenceTransformers("peer", "float32")]
+    arena = Arena(systems)
+    try:
+        contest = await arena.enter(bert_cross_encoder)
+        outcome = await contest.run(Load(requests=4, documents=3, concurrency=2), rounds=2)
+    finally:
+        await arena.close()
+    assert {name: len(turns) for name, turns in outcome.turns.items()} == {"maxsimd": 2, "peer": 2}
+    assert all(turn.documents_per_s > 0 for turns in outcome.turns.values() for turn in turns)
+    assert outcome.median("maxsimd", "tokens_per_s") > outcome.median("maxsimd", "documents_per_s")
+
+
+async def test_a_system_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended while it started"):
+        async with maxsimd("maxsimd").run(str(tmp_path / "nothing"), tmp_path / "log"):
+            pass
