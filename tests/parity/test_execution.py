@@ -1,0 +1,60 @@
+"""Whatever multiplies, in whatever precision, ranks as float32 does."""
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from maxsimd import kernels
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError
+from maxsimd.engine.inspection import inspect_model
+
+needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
+
+CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder", "stanford_colbert", "qwen3_embedding"]
+
+
+@pytest.fixture(params=[None, *CHECKPOINTS], ids=lambda name: name or "embedded")
+def model(request: pytest.FixtureRequest) -> str | None:
+    return None if request.param is None else str(request.getfixturevalue(request.param))
+
+
+async def _score(config: EngineConfig, pairs: list[Pair]) -> np.ndarray:
+    async with Engine(config) as engine:
+        result = await engine.score(
+            [pair.query for pair in pairs], [pair.document for pair in pairs], truncation=CUT_LONG
+        )
+    return np.array(result.scores)
+
+
+async def test_bfloat16_without_compiled_kernels_ranks_as_float32_does(
+    model: str | None, pairs: list[Pair]
+) -> None:
+    exact = await _score(EngineConfig(model=model, dtype="float32"), pairs)
+    rounded = await _score(EngineConfig(model=model, dtype="bfloat16", kernels="torch"), pairs)
+    assert spearmanr(exact, rounded).statistic >= 0.999
+
+
+@needs_kernels
+async def test_int8_ranks_nearly_as_float32_does(model: str | None, pairs: list[Pair]) -> None:
+    exact = await _score(EngineConfig(model=model, dtype="float32"), pairs)
+    rounded = await _score(EngineConfig(model=model, quantization="int8"), pairs)
+    assert spearmanr(exact, rounded).statistic >= 0.98
+    assert not np.array_equal(rounded, await _score(EngineConfig(model=model), pairs)), "nothing was rounded"
+
+
+@pytest.mark.parametrize("settings", [{"kernels": "torch"}, {"dtype": "float32"}])
+async def test_int8_is_refused_where_it_cannot_run(settings: dict[str, str]) -> None:
+    with pytest.raises(ModelLoadError, match="leave out --quantization"):
+        async with Engine(EngineConfig(quantization="int8", **settings)):  # type: ignore[arg-type]
+            pass
+
+
+@needs_kernels
+def test_inspect_says_that_weights_are_int8() -> None:
+    plain, small = (inspect_model(EngineConfig(quantization=kind)) for kind in ("none", "int8"))  # type: ignore[arg-type]
+    assert "int8" in small["precision"]
+    assert "int8" not in plain["precision"]
+    sizes = [float(rows["weights"].split()[-2]) for rows in (plain, small)]
+    # Of 22.7 million weights, 10.6 million are in linear layers.
+    assert sizes[0] - sizes[1] == pytest.approx(10.6, abs=0.2)
