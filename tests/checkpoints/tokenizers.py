@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from maxsimd.bench.datasets import docstring_pairs
@@ -40,8 +40,11 @@ def byte_level_bpe(
 ) -> int:
     """A byte-level BPE tokeniser (RoBERTa, Qwen, Llama); returns its size. `words` are tokens of their own in
     its vocabulary, as common ones are in a large one."""
-    tokenizer = Tokenizer.from_str(_trained_bpe(words, tuple(dict.fromkeys(specials.values()))))
     ordered = list(dict.fromkeys(specials.values()))
+    vocabulary, merges = _merges(words, tuple(ordered))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     extra = options.pop("additional_special_tokens", [])
     tokenizer.add_special_tokens([*ordered, *extra])
     _set_template(tokenizer, single, pair, ordered)
@@ -51,19 +54,23 @@ def byte_level_bpe(
 
 
 @functools.cache
-def _trained_bpe(words: tuple[str, ...], specials: tuple[str, ...]) -> str:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2000,
-        special_tokens=list(specials),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = [pair.document for pair in docstring_pairs()[:200]]
-    tokenizer.train_from_iterator([*texts, *(f"{word}\n" * 500 for word in words)], trainer)
-    return str(tokenizer.to_str())
+def _merges(
+    words: tuple[str, ...], specials: tuple[str, ...], size: int = 2000
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """A vocabulary and its merges: `words` and then frequent ones, each built up letter by letter. Counted,
+    not trained, because the trainer gives another vocabulary each time."""
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    counts = Counter(word for pair in docstring_pairs()[:200] for word, _ in split(pair.document))
+    ranked = [word for word, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for word in [*words, *ranked]:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in vocabulary and len(vocabulary) < size:
+                vocabulary[word[:end]] = len(vocabulary)
+                merges.append((word[: end - 1], word[end - 1]))
+    return vocabulary, merges
 
 
 def _pieces(specials: list[str], size: int = 3000) -> list[tuple[str, float]]:

@@ -54,7 +54,8 @@ async def test_scores_with_and_without_sharing_are_equal(
     """Also where the prefix or a pair is cut between steps."""
     shared, saved = await _run(checkpoint, documents, "auto", budget)
     apart, none = await _run(checkpoint, documents, "off")
-    np.testing.assert_allclose(shared, apart, atol=1e-5, rtol=1e-5)
+    # Logits: float32 knows them to so many parts of their own size.
+    np.testing.assert_allclose(shared, apart, atol=1e-5 * max(1.0, np.abs(apart).max()), rtol=0)
     assert saved > 8 * (len(documents) - 1)
     assert none == 0
 
