@@ -55,7 +55,7 @@ def byte_level_bpe(
 
 @functools.cache
 def _merges(
-    words: tuple[str, ...], specials: tuple[str, ...], size: int = 2000
+    words: tuple[str, ...], specials: tuple[str, ...], size: int = 4000
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """A vocabulary and its merges: `words` and then frequent ones, each built up letter by letter. Counted,
     not trained, because the trainer gives another vocabulary each time."""
