@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 
-_NICENESS = 5
+_NICENESS = 4
 
 
 def give_way() -> None:

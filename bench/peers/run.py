@@ -83,11 +83,11 @@ async def _run(experiment: str, contest: Contest, systems: list[System], rounds:
     if experiment == "cross-encoder":
         return [await contest.run(Load(8, 100, 8), rounds)]
     if experiment == "colbert":
-        return [await contest.run(Load(4, 100, 4), rounds)]
+        return [await contest.run(Load(4, 50, 4), rounds)]
     if experiment == "single":
         return [await contest.run(Load(50, 1, 1), rounds, served)]
     if experiment == "documents":
-        loads = [Load(max(2, min(100, 800 // count)), count, 8) for count in DOCUMENTS]
+        loads = [Load(max(1, min(100, 800 // count)), count, 8) for count in DOCUMENTS]
     else:
         loads = [Load(4 * max(4, concurrency), 10, concurrency) for concurrency in CONCURRENCY]
     return [await contest.run(load, CURVE_ROUNDS, served) for load in loads]
