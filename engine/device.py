@@ -31,6 +31,9 @@ from maxsimd.pooling.methods import METHODS
 
 T = TypeVar("T")
 
+# How much longer a start may take so that what was kept before it is in memory.
+_WARMING_SECONDS = 0.5
+
 
 class DeviceThread:
     """A thread with an event loop; coroutines are handed to it and awaited from elsewhere."""
@@ -88,7 +91,10 @@ def load_on_device(config: EngineConfig) -> OnDevice:
         raise ModelLoadError(str(error)) from error
     model = load_model(config, device)
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
-    return OnDevice(model, prepare(model, config, device), device, maxsim_name, maxsim, cache)
+    prepared = prepare(model, config, device)
+    if cache is not None:
+        cache.wait_until_warm(_WARMING_SECONDS)
+    return OnDevice(model, prepared, device, maxsim_name, maxsim, cache)
 
 
 class DeviceActors:

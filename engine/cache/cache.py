@@ -14,6 +14,8 @@ from maxsimd.engine.cache.memory import MemoryStore
 class EmbeddingCache:
     """Embeddings of documents by the digest of all that they depend on. Thread-safe.
 
+    What was kept on disk last is read into memory beside whatever else a start does.
+
     `fingerprint` stands for the model and its options; `precision` is what embeddings are kept in, and, so
     that a document scores alike whether it was there or not, what new ones are rounded to before use."""
 
@@ -25,8 +27,12 @@ class EmbeddingCache:
         self._memory = memory
         self._disk = disk
         self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._warming = threading.Thread(target=self._warm, name="maxsimd-cache", daemon=True)
         self.hits = 0
         self.misses = 0
+        if disk is not None:
+            self._warming.start()
 
     def key(self, text: str, how: str) -> bytes:
         """The digest of a document and `how` it is read: role, truncation, limits."""
@@ -69,14 +75,42 @@ class EmbeddingCache:
         if self._disk is not None:
             self._disk.drop(key)
 
+    def wait_until_warm(self, seconds: float) -> None:
+        """Waits for what is read at a start, but not for longer than that."""
+        if self._warming.is_alive():
+            self._warming.join(seconds)
+
     def clear(self) -> None:
+        self._stop_warming()
         self._memory.clear()
         if self._disk is not None:
             self._disk.clear()
 
     def close(self) -> None:
+        self._stop_warming()
         if self._disk is not None:
             self._disk.close()
+
+    def _warm(self) -> None:
+        """Reads the newest entries, as many as memory takes, and puts the newest of them in last."""
+        assert self._disk is not None
+        found: list[tuple[bytes, CachedEmbedding]] = []
+        room = self._memory.limit
+        for key, entry in self._disk.newest():
+            room -= entry.nbytes
+            if room < 0 or self._closing.is_set():
+                break
+            found.append((key, entry))
+        for key, entry in reversed(found):
+            if self._closing.is_set():
+                return
+            if self._memory.get(key) is None:
+                self._memory.put(key, entry)
+
+    def _stop_warming(self) -> None:
+        self._closing.set()
+        if self._warming.is_alive():
+            self._warming.join()
 
     @property
     def entries(self) -> int:

@@ -8,6 +8,7 @@ import logging
 import shutil
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
@@ -74,6 +75,24 @@ class DiskStore:
             log.warning("an entry of the cache is damaged and is left out")
             self.drop(key)
         return entry
+
+    def newest(self) -> Iterator[tuple[bytes, CachedEmbedding]]:
+        """The entries that are whole, those kept last first. Ends early where the store cannot be read."""
+        try:
+            with self._env.begin(buffers=True) as transaction:
+                cursor = transaction.cursor(self._order)
+                more = cursor.last()
+                while more:
+                    key = bytes(cursor.value())
+                    data = transaction.get(key, db=self._entries)
+                    entry = None
+                    if data is not None:
+                        entry = CachedEmbedding.from_bytes(memoryview(data)[_SEQUENCE.size :])
+                    if entry is not None:
+                        yield key, entry
+                    more = cursor.prev()
+        except lmdb.Error as error:
+            log.warning("the cache cannot be read: %s", error)
 
     def put(self, entries: list[tuple[bytes, CachedEmbedding]]) -> None:
         """Keeps entries, all or none; the oldest go where there is no room."""

@@ -10,7 +10,7 @@ class MemoryStore:
     """Holds at most `limit` bytes of embeddings. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._entries: OrderedDict[bytes, CachedEmbedding] = OrderedDict()
         self._lock = threading.Lock()
         self.nbytes = 0
@@ -28,13 +28,13 @@ class MemoryStore:
 
     def put(self, key: bytes, entry: CachedEmbedding) -> None:
         """Keeps an entry, unless it alone is more than the store takes."""
-        if entry.nbytes > self._limit:
+        if entry.nbytes > self.limit:
             return
         with self._lock:
             previous = self._entries.pop(key, None)
             self.nbytes += entry.nbytes - (previous.nbytes if previous else 0)
             self._entries[key] = entry
-            while self.nbytes > self._limit:
+            while self.nbytes > self.limit:
                 _, oldest = self._entries.popitem(last=False)
                 self.nbytes -= oldest.nbytes
                 self.evictions += 1

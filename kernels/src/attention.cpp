@@ -60,9 +60,9 @@ struct Attention {
 
 struct Scratch {
     std::vector<Unit> keys, values;
-    std::vector<float> products;     // [TILE_ROWS][columns], of queries and keys
-    std::vector<uint16_t> weights;   // likewise, what softmax makes of them
-    int64_t columns, value_stride;   // keys rounded up; units between packed blocks of values
+    std::vector<float> products;    // [TILE_ROWS][columns], of queries and keys
+    std::vector<uint16_t> weights;  // likewise, what softmax makes of them
+    int64_t columns, value_stride;  // keys rounded up; units between packed blocks of values
 
     void fit(int64_t key_count, int64_t head_dim) {
         columns = round_up(key_count, 2 * LANES);
@@ -107,7 +107,8 @@ inline void pack_values(const Attention& a, const Sequence& sequence, int64_t he
                 const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(second + column)));
                 pair = _mm512_or_si512(pair, _mm512_slli_epi32(upper, 16));
             }
-            _mm512_storeu_si512(scratch.values.data() + column / LANES * scratch.value_stride + key / 2 * LANES, pair);
+            Unit* block = scratch.values.data() + column / LANES * scratch.value_stride;
+            _mm512_storeu_si512(block + key / 2 * LANES, pair);
         }
     }
 }

@@ -62,7 +62,8 @@ inline float quantise(const uint16_t* row, int64_t inputs, uint8_t* out) {
         const __m512i size = _mm512_and_si512(_mm512_maskz_loadu_epi16(mask, row + i), _mm512_set1_epi16(0x7fff));
         largest = _mm512_max_epu16(largest, size);
     }
-    const __m512i upper = _mm512_srli_epi32(largest, 16), lower = _mm512_and_si512(largest, _mm512_set1_epi32(0xffff));
+    const __m512i upper = _mm512_srli_epi32(largest, 16);
+    const __m512i lower = _mm512_and_si512(largest, _mm512_set1_epi32(0xffff));
     const int most = _mm512_reduce_max_epi32(_mm512_max_epi32(upper, lower)) << 16;
     float size;
     std::memcpy(&size, &most, sizeof size);
@@ -172,7 +173,8 @@ inline void normalise(uint16_t* row, const uint16_t* residual, const Norm& norm,
     }
     const float mean = _mm512_reduce_add_ps(total) / columns;
     for (int64_t i = 0; i < columns; i += LANES) {
-        const __m512 off = _mm512_maskz_sub_ps(first_lanes(columns - i), _mm512_loadu_ps(sums + i), _mm512_set1_ps(mean));
+        const __mmask16 mask = first_lanes(columns - i);
+        const __m512 off = _mm512_maskz_sub_ps(mask, _mm512_loadu_ps(sums + i), _mm512_set1_ps(mean));
         squares = _mm512_fmadd_ps(off, off, squares);
     }
     const float scale = 1 / std::sqrt(_mm512_reduce_add_ps(squares) / columns + norm.epsilon);

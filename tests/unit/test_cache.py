@@ -17,6 +17,7 @@ from scipy.stats import kendalltau
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
+from maxsimd.engine.cache.cache import EmbeddingCache
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.entry import CachedEmbedding, Precision, encode
 from maxsimd.engine.cache.memory import MemoryStore
@@ -306,3 +307,20 @@ async def test_a_step_that_is_tried_again_scores_kept_documents_once(
         )
         np.testing.assert_allclose(half_new.scores[:20], expected, atol=1e-4)
         assert half_new.usage.cached_documents == 20
+
+
+def test_what_was_kept_last_is_in_memory_again_after_a_restart(tmp_path: Path) -> None:
+    entries = [(bytes([i]) * 32, encode(embedding(i), "float32", 5, False)) for i in range(6)]
+    first = EmbeddingCache(b"", "float32", MemoryStore(1 << 20), DiskStore(tmp_path, 1 << 24))
+    first.put(entries)
+    first.close()
+    # Room for three of them.
+    memory = MemoryStore(3 * entries[0][1].nbytes)
+    again = EmbeddingCache(b"", "float32", memory, DiskStore(tmp_path, 1 << 24))
+    again._warming.join()
+    assert [memory.get(key) is not None for key, _ in entries] == [False] * 3 + [True] * 3
+    assert torch.equal(memory.get(entries[-1][0]).rows, entries[-1][1].rows)  # type: ignore[union-attr]
+    assert memory.evictions == 0
+    again.clear()
+    assert again.get(entries[-1][0]) is None
+    again.close()
