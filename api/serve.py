@@ -48,13 +48,14 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
         await engine.start()
         model = engine.model
         log.info(
-            "%s is ready on http://%s:%d after %.1f s: %s, %s, %s on %s",
+            "%s is ready on http://%s:%d after %.1f s: %s, %s%s, %s on %s",
             model.name,
             server_config.host,
             port,
             time.perf_counter() - started,
             model.score_type.value,
             str(engine.on_device.prepared.dtype).removeprefix("torch."),
+            " with int8 weights" if engine.on_device.prepared.quantized else "",
             "padded" if engine.on_device.prepared.not_packed else "packed",
             engine.on_device.device,
         )
