@@ -39,7 +39,7 @@ class CachedEmbedding:
         """The embedding [tokens, dim] in a precision that can be computed with."""
         if self.scales is None:
             return self.rows
-        return self.rows.float() * self.scales[:, None]
+        return self.rows * self.scales[:, None]
 
     def to_bytes(self) -> bytes:
         """Self-contained and checked: see `from_bytes`."""
