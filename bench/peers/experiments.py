@@ -11,7 +11,7 @@ import numpy as np
 
 from maxsimd.bench.datasets import Request, docstring_requests
 from maxsimd.bench.load import Send, drive
-from maxsimd.bench.peers.systems import SentenceTransformers, System
+from maxsimd.bench.peers.systems import System
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,18 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many requests of so many documents, so many at a time. In-process peers take one in `share` of them:
-    they are slower, and no faster with more."""
+    """So many requests of so many documents, so many at a time."""
 
     requests: int
     documents: int
     concurrency: int
-    share: int = 4
 
 
 class Contest:
     """Systems that stand ready with one checkpoint, and the rounds that they run."""
 
-    def __init__(self, senders: dict[str, Send], systems: dict[str, System]) -> None:
+    def __init__(self, senders: dict[str, Send]) -> None:
         self._senders = senders
-        self._systems = systems
 
     async def run(self, load: Load, rounds: int, among: frozenset[str] | None = None) -> Outcome:
         """The first round warms up and is not counted; each round has requests of its own."""
@@ -66,10 +63,7 @@ class Contest:
         for number in range(rounds + 1):
             requests = docstring_requests(load.requests, load.documents, seed=number)
             for name in names:
-                part = requests
-                if isinstance(self._systems[name], SentenceTransformers):
-                    part = requests[: max(1, len(requests) // load.share)]
-                turn = await _turn(self._senders[name], part, load.concurrency)
+                turn = await _turn(self._senders[name], requests, load.concurrency)
                 if number:
                     turns[name].append(turn)
         return Outcome(load.documents, load.concurrency, turns)
@@ -89,7 +83,7 @@ class Arena:
             click.echo(f"  starting {name}", err=True)
             log = folder / f"{name.replace(' ', '-')}.log"
             senders[name] = await self._stack.enter_async_context(system.serve(checkpoint, log))
-        return Contest(senders, self._systems)
+        return Contest(senders)
 
     async def close(self) -> None:
         await self._stack.aclose()

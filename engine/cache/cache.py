@@ -27,11 +27,14 @@ class EmbeddingCache:
         self._memory = memory
         self._disk = disk
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._warming = threading.Thread(target=self._warm, name="maxsimd-cache", daemon=True)
         self.hits = 0
         self.misses = 0
+        self._enough = threading.Event()
+        self._warming: threading.Thread | None = None
         if disk is not None:
+            self._warming = threading.Thread(
+                target=self._warm, args=(disk,), name="maxsimd-cache", daemon=True
+            )
             self._warming.start()
 
     def key(self, text: str, how: str) -> bytes:
@@ -77,7 +80,7 @@ class EmbeddingCache:
 
     def wait_until_warm(self, seconds: float) -> None:
         """Waits for what is read at a start, but not for longer than that."""
-        if self._warming.is_alive():
+        if self._warming is not None:
             self._warming.join(seconds)
 
     def clear(self) -> None:
@@ -91,25 +94,24 @@ class EmbeddingCache:
         if self._disk is not None:
             self._disk.close()
 
-    def _warm(self) -> None:
+    def _warm(self, disk: DiskStore) -> None:
         """Reads the newest entries, as many as memory takes, and puts the newest of them in last."""
-        assert self._disk is not None
         found: list[tuple[bytes, CachedEmbedding]] = []
         room = self._memory.limit
-        for key, entry in self._disk.newest():
+        for key, entry in disk.newest():
             room -= entry.nbytes
-            if room < 0 or self._closing.is_set():
+            if room < 0 or self._enough.is_set():
                 break
             found.append((key, entry))
         for key, entry in reversed(found):
-            if self._closing.is_set():
+            if self._enough.is_set():
                 return
             if self._memory.get(key) is None:
                 self._memory.put(key, entry)
 
     def _stop_warming(self) -> None:
-        self._closing.set()
-        if self._warming.is_alive():
+        self._enough.set()
+        if self._warming is not None:
             self._warming.join()
 
     @property

@@ -126,13 +126,21 @@ def _is_output(module: Any) -> bool:
     children = dict(module.named_children())
     if children.keys() != {"dense", "LayerNorm", "dropout"} or not type(module).__name__.endswith("Output"):
         return False
-    if type(module.dense) is not nn.Linear or type(module.LayerNorm) is not nn.LayerNorm:
+    dense, norm = module.dense, module.LayerNorm
+    if (
+        type(dense) is not nn.Linear
+        or type(norm) is not nn.LayerNorm
+        or norm.weight is None
+        or norm.bias is None
+    ):
         return False
-    dtype = module.dense.weight.dtype
-    x = torch.linspace(-1, 1, module.dense.in_features, dtype=dtype)[None]
-    residual = torch.linspace(2, -1, module.dense.out_features, dtype=dtype)[None]
-    with torch.inference_mode():
-        return torch.equal(module(x, residual), module.LayerNorm(module.dense(x) + residual))
+    x = torch.linspace(-1, 1, dense.in_features, dtype=dense.weight.dtype)[None]
+    residual = torch.linspace(2, -1, dense.out_features, dtype=dense.weight.dtype)[None]
+    try:
+        with torch.inference_mode():
+            return torch.equal(module(x, residual), norm(dense(x) + residual))
+    except (TypeError, RuntimeError):
+        return False  # it takes something else
 
 
 def _is_exact_gelu(activation: Any) -> bool:

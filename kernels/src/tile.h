@@ -4,8 +4,8 @@
 // four int8. Rows lie as they are in memory, `stride` units apart. The other operand is packed: blocks of 16
 // columns, `block_stride` apart, each [units][16], so that one load takes a unit of sixteen columns.
 //
-// The products are written in assembly: the compiler's own handling of the sums moves them about (GCC 12 spends
-// two moves on each int8 product), which costs up to half the speed.
+// Products of bfloat16 and int8 are written in assembly: GCC 12 moves their sums about (two moves for each int8
+// product), which costs up to half the speed.
 #pragma once
 
 #include <cstdint>

@@ -317,7 +317,7 @@ def test_what_was_kept_last_is_in_memory_again_after_a_restart(tmp_path: Path) -
     # Room for three of them.
     memory = MemoryStore(3 * entries[0][1].nbytes)
     again = EmbeddingCache(b"", "float32", memory, DiskStore(tmp_path, 1 << 24))
-    again._warming.join()
+    again.wait_until_warm(60)
     assert [memory.get(key) is not None for key, _ in entries] == [False] * 3 + [True] * 3
     assert torch.equal(memory.get(entries[-1][0]).rows, entries[-1][1].rows)  # type: ignore[union-attr]
     assert memory.evictions == 0

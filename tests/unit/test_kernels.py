@@ -153,13 +153,18 @@ def test_the_halves_of_a_bert_layer_end_in_one_kernel(
 
 
 def test_an_output_of_another_kind_is_left_alone() -> None:
-    """The same parts, put together otherwise: normed before the sum."""
+    """The same parts, put together otherwise: normed before the sum, or without a sum."""
 
     class NormedOutput(BertOutput):
         def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
             return self.LayerNorm(self.dense(hidden_states)) + input_tensor
 
-    assert not layers._is_output(NormedOutput(BertConfig(hidden_size=16, intermediate_size=32)).eval())
+    class LonelyOutput(BertOutput):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return self.LayerNorm(self.dense(hidden_states))
+
+    for kind in (NormedOutput, LonelyOutput):
+        assert not layers._is_output(kind(BertConfig(hidden_size=16, intermediate_size=32)).eval())
 
 
 @needs_kernels
