@@ -19,7 +19,8 @@ Scores = NDArray[np.float32]
 def cross_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
     model = CrossEncoder(path, device="cpu")
     texts = list(zip(queries, documents, strict=True))
-    return np.asarray(model.predict(texts, show_progress_bar=False, batch_size=8))
+    # One by one: padding on the left moves positions, whose float32 angles then round differently.
+    return np.asarray(model.predict(texts, show_progress_bar=False, batch_size=1))
 
 
 def bi_encoder(path: str, queries: Sequence[str], documents: Sequence[str], **prompts: str) -> Scores:
