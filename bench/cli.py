@@ -12,7 +12,7 @@ import click
 from maxsimd.api.options import config_from, options_from
 from maxsimd.bench.datasets import Request, docstring_requests, random_requests
 from maxsimd.bench.peers.command import bench_peers
-from maxsimd.bench.report import Report
+from maxsimd.bench.report import Report, publish
 from maxsimd.engine.config import EngineConfig
 
 
@@ -119,7 +119,8 @@ def bench_cache(documents: int, rounds: int, json_file: str | None, **values: An
     config = config_from(EngineConfig, values)
     from maxsimd.bench.cache import measure_cache
 
-    asyncio.run(measure_cache(config, documents, rounds, json_file))
+    settings = {"model": config.model, "score_type": config.score_type, "precision": config.cache_precision}
+    publish(settings, asyncio.run(measure_cache(config, documents, rounds)), json_file)
 
 
 @bench.command("scaling")
@@ -133,7 +134,8 @@ def bench_scaling(model: str | None, clients: int, rounds: int, json_file: str |
     """A server of its own: event-loop lag under many clients, and 10 to 10,000 documents a request."""
     from maxsimd.bench.scaling import measure_scaling
 
-    asyncio.run(measure_scaling(model, clients, rounds, json_file))
+    figures = asyncio.run(measure_scaling(model, clients, rounds))
+    publish({"clients": clients, "rounds": rounds}, figures, json_file)
 
 
 @bench.command("maxsim")
@@ -157,7 +159,8 @@ def bench_prefix(documents: int, share: float, rounds: int, json_file: str | Non
     """A causal reranker with what all pairs begin with run once, and run every time, in turns."""
     from maxsimd.bench.prefix import measure_prefix_sharing
 
-    measure_prefix_sharing(documents, share, rounds, json_file)
+    figures = asyncio.run(measure_prefix_sharing(documents, share, rounds))
+    publish({"documents": documents, "share": share}, figures, json_file)
 
 
 @bench.command("plots")

@@ -25,9 +25,10 @@ _NOT_IMPORTED = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkin
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One rerank call; `answer` is the index of the document that belongs to the query, if one is known."""
+    """One call: a query, or one for each document. `answer` is the index of the document that belongs to the
+    query, if one is known."""
 
-    query: str
+    query: str | list[str]
     documents: list[str]
     answer: int | None = None
 
@@ -75,6 +76,12 @@ def docstring_requests(count: int, documents: int, seed: int) -> list[Request]:
         texts = [pairs[i].document for i in candidates]
         requests.append(Request(pairs[own].query, texts, candidates.index(own)))
     return requests
+
+
+def paired_request(count: int, seed: int) -> Request:
+    """`count` docstrings, each with a query of its own."""
+    pairs = random.Random(seed).sample(docstring_pairs(), count)
+    return Request([pair.query for pair in pairs], [pair.document for pair in pairs])
 
 
 def docstring_pairs(max_characters: int = 4000) -> list[Pair]:

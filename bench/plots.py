@@ -1,56 +1,39 @@
-"""The figures in a folder of results as pictures; docs/performance.md shows them."""
+"""The figures of `maxsimd bench peers` as pictures; docs/performance.md shows them."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Figures = dict[str, Any]
-
 _OURS, _OTHERS = "tab:blue", "tab:gray"
 _MARKS = {"maxsimd bfloat16": "o", "maxsimd int8": "s", "vLLM bfloat16": "^"}
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draws all that there are results for; returns the pictures' paths. ImportError without matplotlib."""
+    """Draws the experiments that peers-cpu.json in `folder` has; returns the pictures' paths. ImportError
+    without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     # The same figures give the same file.
     matplotlib.rcParams["svg.hashsalt"] = "maxsimd"
-    paths = []
-    for name, (source, plot) in _PLOTS.items():
-        path = folder / f"{source}.json"
-        if not path.exists():
-            continue
-        figure = plot(json.loads(path.read_text(encoding="utf-8")))
-        if figure is not None:
-            paths.append(_save(figure, folder / f"{name}.svg"))
-    return paths
+    results = json.loads((folder / "peers-cpu.json").read_text(encoding="utf-8"))
+    shown = [name for name in _PLOTS if results.get(name)]
+    return [_save(_PLOTS[name](results[name]), folder / f"{name}.svg") for name in shown]
 
 
-def _rates(experiment: str) -> Callable[[Figures], Any]:
-    def plot(results: Figures) -> Any:
-        if experiment not in results:
-            return None
-        systems = results[experiment][0]["systems"]
-        return _bars({name: turn["documents_per_s"] for name, turn in systems.items()}, "documents a second")
-
-    return plot
+def _rates(outcomes: Any) -> Any:
+    rates = {name: turn["documents_per_s"] for name, turn in outcomes[0]["systems"].items()}
+    return _bars(rates, "documents a second")
 
 
-def _single(results: Figures) -> Any:
-    if "single" not in results:
-        return None
-    systems = results["single"][0]["systems"]
-    return _bars({name: turn["median_ms"] for name, turn in systems.items()}, "median latency, ms")
+def _single(outcomes: Any) -> Any:
+    latencies = {name: turn["median_ms"] for name, turn in outcomes[0]["systems"].items()}
+    return _bars(latencies, "median latency, ms")
 
 
-def _curve(experiment: str, setting: str, what: str, labels: tuple[str, str]) -> Callable[[Figures], Any]:
-    def plot(results: Figures) -> Any:
-        if experiment not in results:
-            return None
-        outcomes = results[experiment]
+def _curve(setting: str, what: str, labels: tuple[str, str]) -> Callable[[Any], Any]:
+    def plot(outcomes: Any) -> Any:
         x = [outcome[setting] for outcome in outcomes]
         lines = {
             name: [outcome["systems"][name][what] for outcome in outcomes] for name in outcomes[0]["systems"]
@@ -60,15 +43,12 @@ def _curve(experiment: str, setting: str, what: str, labels: tuple[str, str]) ->
     return plot
 
 
-def _maxsim(results: Figures) -> Any:
-    if not results.get("maxsim"):
-        return None
-    contenders = results["maxsim"]["contenders"]
+def _maxsim(figures: Any) -> Any:
+    contenders = figures["contenders"]
     return _bars({name: figure["ms"] for name, figure in contenders.items()}, "milliseconds")
 
 
-def _cache(results: Figures) -> Any:
-    figures = results["figures"]
+def _cache(figures: Any) -> Any:
     times = {
         "encoded": figures["encoded_ms"],
         "from disk after a restart": figures["after_a_restart_ms"],
@@ -77,8 +57,7 @@ def _cache(results: Figures) -> Any:
     return _bars(times, "milliseconds for 1,000 documents", logarithmic=True)
 
 
-def _prefix(results: Figures) -> Any:
-    figures = results["figures"]
+def _prefix(figures: Any) -> Any:
     rates = {
         "prefix run once": figures["shared_documents_per_s"],
         "prefix run every time": figures["apart_documents_per_s"],
@@ -86,35 +65,29 @@ def _prefix(results: Figures) -> Any:
     return _bars(rates, "documents a second")
 
 
-def _scaling(results: Figures) -> Any:
-    by_size = results["figures"]["ms_a_document"]
+def _scaling(figures: Any) -> Any:
+    by_size = figures["ms_a_document"]
     sizes = [int(size) for size in by_size]
     return _lines(sizes, {"maxsimd": list(by_size.values())}, ("documents a request", "ms a document"))
 
 
-def _ranking(results: Figures) -> Any:
-    figures = results["figures"]
+def _ranking(figures: Any) -> Any:
     return _bars({"bfloat16": figures["mrr_without"], "int8": figures["mrr"]}, "mean reciprocal rank", "%.4f")
 
 
-# Each picture: the results it is drawn from, and how.
-_PLOTS: dict[str, tuple[str, Callable[[Figures], Any]]] = {
-    "cross-encoder": ("peers-cpu", _rates("cross-encoder")),
-    "colbert": ("peers-cpu", _rates("colbert")),
-    "single": ("peers-cpu", _single),
-    "documents": (
-        "peers-cpu",
-        _curve("documents", "documents", "documents_per_s", ("documents a request", "documents a second")),
-    ),
-    "load": (
-        "peers-cpu",
-        _curve("load", "concurrency", "median_ms", ("requests at a time", "median latency, ms")),
-    ),
-    "maxsim": ("peers-cpu", _maxsim),
-    "cache": ("cache-cpu", _cache),
-    "prefix": ("prefix-cpu", _prefix),
-    "scaling": ("scaling-cpu", _scaling),
-    "ranking-int8": ("engine-int8-cpu", _ranking),
+# Each experiment, and how it is drawn.
+_PLOTS: dict[str, Callable[[Any], Any]] = {
+    "cross-encoder": _rates,
+    "pairs": _rates,
+    "colbert": _rates,
+    "single": _single,
+    "documents": _curve("documents", "documents_per_s", ("documents a request", "documents a second")),
+    "load": _curve("concurrency", "median_ms", ("requests at a time", "median latency, ms")),
+    "maxsim": _maxsim,
+    "cache": _cache,
+    "prefix": _prefix,
+    "scaling": _scaling,
+    "ranking": _ranking,
 }
 
 

@@ -1,15 +1,12 @@
 """A causal reranker whose pairs begin alike: with what they share run once, and run every time, in turns."""
 
-import asyncio
 import statistics
 import tempfile
 import time
 
-import click
 import numpy as np
 
 from maxsimd.bench.datasets import docstring_pairs
-from maxsimd.bench.report import write_json
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 
@@ -37,15 +34,11 @@ def save_random_causal_reranker(folder: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def measure_prefix_sharing(documents: int, share: float, rounds: int, json_file: str | None) -> None:
-    """Prints medians of one request of so many documents, `share` of whose tokens all pairs begin with."""
+async def measure_prefix_sharing(documents: int, share: float, rounds: int) -> dict[str, float]:
+    """Medians of one request of so many documents, `share` of whose tokens all pairs begin with."""
     with tempfile.TemporaryDirectory() as folder:
         save_random_causal_reranker(folder)
-        figures = asyncio.run(_measure(folder, documents, share, rounds))
-    for name, value in figures.items():
-        click.echo(f"  {name.replace('_', ' '):<32}{value:>14}")
-    if json_file:
-        write_json(json_file, {"settings": {"documents": documents, "share": share}, "figures": figures})
+        return await _measure(folder, documents, share, rounds)
 
 
 async def _measure(folder: str, documents: int, share: float, rounds: int) -> dict[str, float]:

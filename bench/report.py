@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
 
@@ -75,6 +76,26 @@ class Report:
 
     def write(self, path: str) -> None:
         write_json(path, {"settings": self.settings, "figures": self.figures()})
+
+
+def publish(settings: dict[str, Any], figures: dict[str, Any], json_file: str | None) -> None:
+    """Prints figures, one a line, and writes them to a file where asked."""
+    for name, value in lines_of(figures):
+        click.echo(f"  {name:<44}{value:>14}")
+    if json_file:
+        write_json(json_file, {"settings": settings, "figures": figures})
+
+
+def lines_of(figures: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Figures by readable names; those within a figure follow it."""
+    lines: list[tuple[str, Any]] = []
+    for name, value in figures.items():
+        shown = name.replace("_", " ")
+        if isinstance(value, dict):
+            lines += [(f"{shown}, {inner}", figure) for inner, figure in value.items()]
+        else:
+            lines.append((shown, value))
+    return lines
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import click
 from prometheus_client.parser import text_string_to_metric_families
 
 from maxsimd.bench.datasets import Request, docstring_pairs
 from maxsimd.bench.load import drive
 from maxsimd.bench.peers.systems import Running, maxsimd
-from maxsimd.bench.report import write_json
 
 QUERY = "how is a file opened for reading"
 SIZES = (10, 100, 1000, 10_000)
@@ -23,19 +21,13 @@ MEMORY = "process_resident_memory_bytes"
 SMALL, AT_A_TIME = 1000, 4
 
 
-async def measure_scaling(model: str | None, clients: int, rounds: int, json_file: str | None) -> None:
-    """Prints the event loop's lag under `clients`, the time a document takes by request size, and memory."""
+async def measure_scaling(model: str | None, clients: int, rounds: int) -> dict[str, Any]:
+    """The event loop's lag under `clients`, the time a document takes by request size, and memory."""
     texts = [pair.document for pair in docstring_pairs()]
     with tempfile.TemporaryDirectory() as folder:
         async with maxsimd("maxsimd").run(model, Path(folder, "log")) as running:
             figures = await _under_clients(running, texts, clients)
-            figures |= await _by_size(running, texts, rounds)
-    for name, figure in figures.items():
-        click.echo(f"  {name.replace('_', ' '):<40}{figure if not isinstance(figure, dict) else '':>12}")
-        for size, taken in figure.items() if isinstance(figure, dict) else ():
-            click.echo(f"    {size:>6} a request{taken:>36}")
-    if json_file:
-        write_json(json_file, {"settings": {"clients": clients, "rounds": rounds}, "figures": figures})
+            return figures | await _by_size(running, texts, rounds)
 
 
 async def _under_clients(running: Running, texts: list[str], clients: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from maxsimd.bench.datasets import Request, docstring_requests
+from maxsimd.bench.datasets import Request, docstring_requests, paired_request
 from maxsimd.bench.load import Send, drive
 from maxsimd.bench.peers.systems import System
 
@@ -43,11 +43,17 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many requests of so many documents, so many at a time."""
+    """So many requests of so many documents, so many at a time; `paired` documents have each its query."""
 
     requests: int
     documents: int
     concurrency: int
+    paired: bool = False
+
+    def make(self, seed: int) -> list[Request]:
+        if self.paired:
+            return [paired_request(self.documents, seed + i) for i in range(self.requests)]
+        return docstring_requests(self.requests, self.documents, seed)
 
 
 class Contest:
@@ -61,7 +67,7 @@ class Contest:
         names = [name for name in self._senders if among is None or name in among]
         turns: dict[str, list[Turn]] = {name: [] for name in names}
         for number in range(rounds + 1):
-            requests = docstring_requests(load.requests, load.documents, seed=number)
+            requests = load.make(seed=number)
             for name in names:
                 turn = await _turn(self._senders[name], requests, load.concurrency)
                 if number:

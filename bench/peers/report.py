@@ -5,14 +5,20 @@ from typing import Any
 
 from maxsimd.bench.peers.experiments import Outcome
 from maxsimd.bench.peers.run import OURS, QUANTIZED, Results
-from maxsimd.bench.report import machine, write_json
+from maxsimd.bench.report import lines_of, machine, write_json
 
 _TITLES = {
     "cross-encoder": "Cross-encoder, MiniLM-L6 shape",
+    "pairs": "Cross-encoder, MiniLM-L6 shape: 200 pairs in one request",
     "colbert": "ColBERT, BERT-base shape",
     "single": "Cross-encoder, MiniLM-L6 shape: one request of one document at a time",
     "documents": "Cross-encoder: documents a second by documents a request, 8 requests at a time",
     "load": "Cross-encoder: latency by requests at a time, 10 documents each",
+    "cache": "Embedding cache, bfloat16: one request of 1,000 documents",
+    "cache-int8": "Embedding cache, int8: the same",
+    "prefix": "Causal reranker: 40% of the tokens shared by all pairs, run once or every time",
+    "scaling": "Many clients, and requests of 10 to 10,000 documents",
+    "ranking": "int8 on the embedded model: docstrings ranked",
 }
 
 
@@ -30,7 +36,7 @@ def markdown(results: Results) -> str:
     ]
     for name, outcomes in results.outcomes.items():
         lines += ["", f"## {_TITLES[name]}", ""]
-        if name in ("cross-encoder", "colbert"):
+        if name in results.products:
             lines += _throughput(outcomes[0], results, name)
         elif name == "single":
             lines += _latency(outcomes[0])
@@ -39,6 +45,9 @@ def markdown(results: Results) -> str:
     if results.maxsim:
         lines += ["", "## MaxSim alone: 32 x 128 query, 1,000 documents of 20 to 340 tokens", ""]
         lines += _maxsim(results.maxsim)
+    for name, figures in results.alone.items():
+        lines += ["", f"## {_TITLES[name]}", "", "| | |", "| --- | ---: |"]
+        lines += [f"| {shown} | {value} |" for shown, value in lines_of(figures)]
     return "\n".join(lines) + "\n"
 
 
@@ -51,7 +60,9 @@ def write(results: Results, folder: Path) -> list[Path]:
     report.write_text(markdown(results), encoding="utf-8")
     write_json(
         str(data),
-        {"limits": results.limits, "products": results.products, "maxsim": results.maxsim} | figures,
+        {"limits": results.limits, "products": results.products, "maxsim": results.maxsim}
+        | figures
+        | results.alone,
     )
     return [report, data]
 

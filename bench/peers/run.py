@@ -11,13 +11,15 @@ import torch
 
 from maxsimd.bench.maxsim import time_maxsim
 from maxsimd.bench.peers import machine
+from maxsimd.bench.peers.alone import ALONE
 from maxsimd.bench.peers.checkpoints import save_colbert, save_cross_encoder
 from maxsimd.bench.peers.experiments import Arena, Contest, Load, Outcome
 from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd, vllm
 
 OURS = "maxsimd bfloat16"
 QUANTIZED = "maxsimd int8"
-EXPERIMENTS = ("cross-encoder", "single", "documents", "load", "colbert", "maxsim")
+CROSS_ENCODER = ("cross-encoder", "pairs", "single", "documents", "load")
+EXPERIMENTS = (*CROSS_ENCODER, "colbert", "maxsim", *ALONE)
 
 DOCUMENTS = (1, 10, 100, 1000)
 CONCURRENCY = (1, 2, 4, 8, 16, 32)
@@ -28,39 +30,43 @@ CURVE_ROUNDS = 2
 @dataclass(frozen=True, slots=True)
 class Results:
     """All figures of a run. `limits` are what the machine can do; `products` are the GFLOP that a token costs
-    in matrix products, by checkpoint."""
+    in matrix products, by experiment; `alone` are the experiments in which no peer takes part."""
 
     limits: dict[str, float]
     products: dict[str, float]
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
     maxsim: dict[str, Any] = field(default_factory=dict)
+    alone: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 async def run_peers(
     wanted: frozenset[str], rounds: int, vllm_executable: str | None, threads: int
 ) -> Results:
     """Runs the experiments one after another. Systems that cannot be started end the run with an error."""
-    results = Results(
-        _limits(), {"cross-encoder": _bert_products(6, 384), "colbert": _bert_products(12, 768)}
-    )
+    small, large = _bert_products(6, 384), _bert_products(12, 768)
+    results = Results(_limits(), {"cross-encoder": small, "pairs": small, "colbert": large})
     servers: list[System] = [maxsimd(OURS), maxsimd(QUANTIZED, "--quantization", "int8")]
     if vllm_executable is None:
         click.echo("vLLM is left out: name its executable with --vllm (see --help)", err=True)
     else:
         servers.append(vllm(vllm_executable, f"0-{threads - 1}"))
     with tempfile.TemporaryDirectory() as folder:
-        if wanted & {"cross-encoder", "single", "documents", "load"}:
+        if wanted & set(CROSS_ENCODER):
             plain = [
                 SentenceTransformers(f"sentence-transformers {dtype}", dtype)
                 for dtype in ("bfloat16", "float32")
             ]
             checkpoint = save_cross_encoder(Path(folder, "cross-encoder"))
-            await _contest([*servers, *plain], checkpoint, wanted, rounds, results)
+            await _contest([*servers, *plain], checkpoint, wanted & set(CROSS_ENCODER), rounds, results)
         if "colbert" in wanted:
             checkpoint = save_colbert(Path(folder, "colbert"))
             await _contest(servers, checkpoint, frozenset({"colbert"}), rounds, results)
     if "maxsim" in wanted:
         results.maxsim.update(await asyncio.to_thread(time_maxsim, 1000, 128, 25))
+    for name, measure in ALONE.items():
+        if name in wanted:
+            click.echo(f"  {name}", err=True)
+            results.alone[name] = await measure(rounds)
     return results
 
 
@@ -71,7 +77,7 @@ async def _contest(
     try:
         contest = await arena.enter(checkpoint)
         for experiment in EXPERIMENTS:
-            if experiment in wanted and experiment != "maxsim":
+            if experiment in wanted:
                 click.echo(f"  {experiment}", err=True)
                 results.outcomes[experiment] = await _run(experiment, contest, systems, rounds)
     finally:
@@ -82,6 +88,8 @@ async def _run(experiment: str, contest: Contest, systems: list[System], rounds:
     served = frozenset(system.name for system in systems if not isinstance(system, SentenceTransformers))
     if experiment == "cross-encoder":
         return [await contest.run(Load(8, 100, 8), rounds)]
+    if experiment == "pairs":
+        return [await contest.run(Load(1, 200, 1, paired=True), rounds)]
     if experiment == "colbert":
         return [await contest.run(Load(4, 50, 4), rounds)]
     if experiment == "single":

@@ -33,7 +33,8 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers POST /rerank; `command` is told the checkpoint, if there is one, and the port."""
+    """A server that answers POST /rerank and /score; `command` is told the port, and the checkpoint if there
+    is one."""
 
     name: str
     command: tuple[str, ...]
@@ -64,7 +65,7 @@ class Server:
                 url = f"http://127.0.0.1:{port}"
                 async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
                     await _until_healthy(session, process, self.name, log)
-                    yield Running(lambda request: _rerank(session, request), session)
+                    yield Running(lambda request: _score(session, request), session)
             finally:
                 process.terminate()
                 try:
@@ -88,7 +89,10 @@ class SentenceTransformers:
         with ProcessPoolExecutor(1, context, _load, (checkpoint, self.dtype)) as executor:
 
             async def send(request: Request) -> tuple[dict[int, float], int]:
-                pairs = [(request.query, document) for document in request.documents]
+                queries = request.query
+                if isinstance(queries, str):
+                    queries = [queries] * len(request.documents)
+                pairs = list(zip(queries, request.documents, strict=True))
                 scores = await asyncio.get_running_loop().run_in_executor(executor, _predict, pairs)
                 return dict(enumerate(scores)), 0
 
@@ -115,14 +119,23 @@ def vllm(executable: str, threads: str) -> Server:
     return Server("vLLM bfloat16", (executable, "serve", "--dtype", "bfloat16"), environment)
 
 
-async def _rerank(session: aiohttp.ClientSession, request: Request) -> tuple[dict[int, float], int]:
-    body = {"query": request.query, "documents": request.documents, "truncate_prompt_tokens": -1}
-    async with session.post("/rerank", json=body) as response:
+async def _score(session: aiohttp.ClientSession, request: Request) -> tuple[dict[int, float], int]:
+    """One query by POST /rerank, one for each document by POST /score."""
+    if isinstance(request.query, str):
+        answer = await _post(session, "/rerank", {"query": request.query, "documents": request.documents})
+        scores = {result["index"]: result["relevance_score"] for result in answer["results"]}
+    else:
+        answer = await _post(session, "/score", {"text_1": request.query, "text_2": request.documents})
+        scores = {result["index"]: result["score"] for result in answer["data"]}
+    return scores, answer["usage"]["total_tokens"]
+
+
+async def _post(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> Any:
+    async with session.post(path, json=body | {"truncate_prompt_tokens": -1}) as response:
         answer = await response.json()
         if response.status != 200:
             raise RuntimeError(f"{response.status}: {answer}")
-    scores = {result["index"]: result["relevance_score"] for result in answer["results"]}
-    return scores, answer["usage"]["total_tokens"]
+    return answer
 
 
 async def _until_healthy(

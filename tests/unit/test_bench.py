@@ -94,6 +94,10 @@ PEERS = Results(
             )
         ]
     },
+    alone={
+        "cache": {"encoded_ms": 700.0, "kept_in_memory_ms": 3.5, "after_a_restart_ms": 9.0},
+        "scaling": {"ms_a_document": {"10": 7.0, "100": 7.5}},
+    },
 )
 
 
@@ -110,11 +114,16 @@ def test_the_report_on_peers_shows_ratios_and_shares_of_the_peak() -> None:
     assert row == "| vLLM bfloat16 | 8.0 | 800 | 4% | 2.50 x | 6.00 x |"
 
 
+def test_the_report_shows_what_no_peer_does() -> None:
+    assert "| kept in memory ms | 3.5 |" in markdown(PEERS).splitlines()
+    assert "| ms a document, 10 | 7.0 |" in markdown(PEERS).splitlines()
+
+
 def test_results_are_drawn(tmp_path: Path) -> None:
     write(PEERS, tmp_path)
     drawn = draw(tmp_path)
-    assert [path.name for path in drawn] == ["cross-encoder.svg"]
-    assert "<svg" in drawn[0].read_text()
+    assert [path.name for path in drawn] == ["cross-encoder.svg", "cache.svg", "scaling.svg"]
+    assert all("<svg" in path.read_text() for path in drawn)
 
 
 def test_a_quantile_of_a_histogram_is_linear_within_its_bucket() -> None:
@@ -131,11 +140,13 @@ async def test_systems_take_turns_with_one_checkpoint(bert_cross_encoder: str) -
     try:
         contest = await arena.enter(bert_cross_encoder)
         outcome = await contest.run(Load(requests=4, documents=3, concurrency=2), rounds=2)
+        paired = await contest.run(Load(requests=1, documents=5, concurrency=1, paired=True), rounds=1)
     finally:
         await arena.close()
     assert {name: len(turns) for name, turns in outcome.turns.items()} == {"maxsimd": 2, "peer": 2}
     assert all(turn.documents_per_s > 0 for turns in outcome.turns.values() for turn in turns)
-    assert outcome.median("maxsimd", "tokens_per_s") > outcome.median("maxsimd", "documents_per_s")
+    for each in (outcome, paired):
+        assert each.median("maxsimd", "tokens_per_s") > each.median("maxsimd", "documents_per_s")
 
 
 async def test_a_system_that_does_not_start_says_why(tmp_path: Path) -> None:
