@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.pooling.transfer import to_device
 from maxsimd.scheduler import Chunk
 
 
@@ -48,5 +49,4 @@ def take_rows(hidden: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
     """`hidden[rows]` as float32: one slice where the rows are contiguous, else one gather."""
     if len(rows) and rows[-1] - rows[0] + 1 == len(rows) and bool((np.diff(rows) == 1).all()):
         return hidden[int(rows[0]) : int(rows[-1]) + 1].float()
-    index = torch.from_numpy(rows).to(hidden.device, non_blocking=True)
-    return hidden.index_select(0, index).float()
+    return hidden.index_select(0, to_device(rows, hidden.device)).float()

@@ -13,9 +13,21 @@ from numpy.typing import NDArray
 
 from maxsimd.pooling.cursor import PoolingCursor, take_rows
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.transfer import to_device
 from maxsimd.scheduler import Sequence
 
 Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+class GatheringHead(ABC):
+    """A head that can take rows from where they lie."""
+
+    @abstractmethod
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def gather(self, hidden: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+        """What it makes of `hidden[rows]`: [len(rows), dim], in a precision of its own."""
 
 
 class PoolingMethod(ABC):
@@ -58,7 +70,10 @@ class AllPool(PoolingMethod):
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
         rows, lengths = cursor.kept_rows()
-        projected = Ragged.from_lengths(self.head(take_rows(hidden, rows)), lengths)
+        if isinstance(self.head, GatheringHead):
+            projected = Ragged.from_lengths(self.head.gather(hidden, rows), lengths)
+        else:
+            projected = Ragged.from_lengths(self.head(take_rows(hidden, rows)), lengths)
         if all(chunk.is_whole for chunk in cursor.chunks):
             return projected
         finished = []
@@ -157,7 +172,7 @@ class MeanPool(_OneRowPool):
         owner = np.repeat(np.arange(len(lengths)), lengths)
         sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device)
         weighted = self._weighted(take_rows(hidden, rows), rows, owner, cursor)
-        sums.index_add_(0, torch.from_numpy(owner).to(hidden.device), weighted)
+        sums.index_add_(0, to_device(owner, hidden.device), weighted)
         finished, totals = [], []
         for i, chunk in enumerate(cursor.chunks):
             key = chunk.sequence.key
@@ -170,8 +185,8 @@ class MeanPool(_OneRowPool):
             finished.append(i)
             totals.append(max(1.0, self._total(chunk.sequence)))
         if len(finished) < len(cursor.chunks):
-            sums = sums[finished]
-        return self._finish(sums / torch.tensor(totals, dtype=torch.float32, device=hidden.device)[:, None])
+            sums = sums.index_select(0, to_device(np.array(finished, dtype=np.int64), sums.device))
+        return self._finish(sums / to_device(np.array(totals, dtype=np.float32), sums.device)[:, None])
 
     def free(self, key: int) -> None:
         self._sums.pop(key, None)
@@ -209,7 +224,7 @@ class WeightedMeanPool(MeanPool):
     ) -> torch.Tensor:
         first = np.array([chunk.start for chunk in cursor.chunks]) - np.array(cursor.starts)
         positions = rows + first[owner] + 1 if len(rows) else rows
-        return values * torch.from_numpy(positions).to(values.device)[:, None]
+        return values * to_device(positions, values.device)[:, None]
 
     def _total(self, sequence: Sequence) -> float:
         kept = np.arange(len(sequence)) if sequence.kept is None else sequence.kept

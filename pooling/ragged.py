@@ -6,16 +6,21 @@ from itertools import accumulate, pairwise
 
 import torch
 
+# As float32 so many rows of a few hundred dimensions stay in a CPU's cache.
+_DECODED_TOGETHER = 1024
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
     """Items of different lengths laid end to end: item i is `values[offsets[i]:offsets[i + 1]]`.
 
-    `values` is [rows, dim]; `offsets` has one entry more than there are items and starts at 0.
+    `values` is [rows, dim]; `offsets` has one entry more than there are items and starts at 0. With `scales`,
+    float32 [rows], the values are int8, and stand for themselves times their row's scale.
     """
 
     values: torch.Tensor
     offsets: tuple[int, ...]
+    scales: torch.Tensor | None = None
 
     @classmethod
     def from_lengths(cls, values: torch.Tensor, lengths: Sequence[int]) -> "Ragged":
@@ -33,6 +38,16 @@ class Ragged:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.values.split(self.lengths))
+
+    def decoded(self, dtype: torch.dtype) -> "Ragged":
+        """The same in a precision that can be computed with, without scales."""
+        if self.scales is None:
+            return Ragged(self.values.to(dtype), self.offsets)
+        decoded = torch.empty(self.values.shape, dtype=dtype, device=self.values.device)
+        for first in range(0, len(decoded), _DECODED_TOGETHER):
+            rows = slice(first, first + _DECODED_TOGETHER)
+            decoded[rows] = self.values[rows] * self.scales[rows, None]
+        return Ragged(decoded, self.offsets)
 
     @property
     def lengths(self) -> list[int]:

@@ -6,6 +6,10 @@ import torch
 
 from maxsimd.pooling.maxsim import MaxSim
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.transfer import to_device
+
+# Those of items of one row a token; `maxsim` takes these.
+TOKEN_SIMILARITIES = ("maxsim", "meanmaxsim")
 
 
 def score_pairs(
@@ -20,15 +24,14 @@ def score_pairs(
     `maxsim` as in ColBERT; `meanmaxsim` is that divided by the number of query tokens; `cosine` and `dot`
     are of items of one row each.
     """
-    if similarity in ("maxsim", "meanmaxsim"):
+    if similarity in TOKEN_SIMILARITIES:
         scores = maxsim(queries, documents, pairs)
         if similarity == "meanmaxsim":
             tokens = [max(1, queries.lengths[query]) for query, _ in pairs]
-            scores = scores / torch.tensor(tokens, device=scores.device)
+            scores = scores / to_device(torch.tensor(tokens), scores.device)
         return scores
-    device = documents.values.device
-    q = queries.values[torch.tensor([query for query, _ in pairs], device=device)].float()
-    d = documents.values[torch.tensor([document for _, document in pairs], device=device)].float()
+    first, second = to_device(torch.tensor(pairs).T.contiguous(), documents.values.device)
+    q, d = queries.values[first].float(), documents.values[second].float()
     if similarity == "cosine":
         return torch.nn.functional.cosine_similarity(q, d, dim=-1)
     return (q * d).sum(dim=-1)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from maxsimd.kernels import gpu
 from maxsimd.pooling.maxsim import compiled
 from maxsimd.pooling.maxsim.compiled import maxsim_compiled
 from maxsimd.pooling.maxsim.cpu import maxsim_cpu
@@ -32,8 +33,8 @@ def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True
         return "compiled", maxsim_compiled
     if name == "cpu" or (name == "auto" and device.type != "cuda"):
         return "cpu", maxsim_cpu
-    if name != "compiled" and _triton_runs_on(device):
-        from maxsimd.pooling.maxsim.triton_kernel import maxsim_triton
+    if name != "compiled" and gpu.runs_on(device):
+        from maxsimd.pooling.maxsim.triton import maxsim_triton
 
         return "triton", maxsim_triton
     if name == "auto":
@@ -41,11 +42,3 @@ def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True
     raise ValueError(
         f"the MaxSim backend {name!r} cannot run on this {device.type}; use --maxsim auto, torch or cpu"
     )
-
-
-def _triton_runs_on(device: torch.device) -> bool:
-    try:
-        from maxsimd.pooling.maxsim.triton_kernel import runs_on
-    except ImportError:
-        return False
-    return runs_on(device)

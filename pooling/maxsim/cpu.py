@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from maxsimd.pooling.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.transfer import to_device
 
 # Rows over which the first level takes maxima, halving by halving: a power of two. A document's similarities
 # are filled up to a multiple of it with those of its last token, which no maximum notices.
@@ -36,7 +37,7 @@ def maxsim_cpu(queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, in
         wanted = np.array([pairs[i][1] for i in places])
         tokens = _tokens_of(wanted, documents, lengths)
         best = _best_matches(queries[query].to(tokens.dtype), tokens, lengths[wanted])
-        scores[torch.tensor(places, device=scores.device)] = best.sum(dim=1)
+        scores[to_device(torch.tensor(places), scores.device)] = best.sum(dim=1)
     return scores
 
 
@@ -46,7 +47,7 @@ def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Rows) -> t
     `tokens` holds the rows of documents of these lengths, none of them 0, end to end."""
     blocks = -(-lengths // BLOCK)  # of each document
     offsets, block_offsets = _offsets(lengths), _offsets(blocks)
-    filled = torch.from_numpy(_filled_rows(lengths, blocks, offsets)).to(tokens.device)
+    filled = to_device(_filled_rows(lengths, blocks, offsets), tokens.device)
     best_of_block = torch.empty(int(block_offsets[-1]), len(query), device=tokens.device)
     if len(query) == 0:
         return best_of_block[: len(lengths)]
@@ -57,8 +58,16 @@ def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Rows) -> t
         similarity = _product(tokens[start:stop], transposed)  # [rows, Lq]
         similarity = _take(similarity, filled[rows.start * BLOCK : rows.stop * BLOCK] - start)
         best_of_block[rows] = _maxima(similarity.unflatten(0, (-1, BLOCK)))
-    best = np.maximum.reduceat(best_of_block.cpu().numpy(), block_offsets[:-1], axis=0)
-    return torch.from_numpy(best).to(tokens.device)
+    if tokens.device.type != "cpu":
+        return maxima_by_torch(best_of_block, blocks)
+    return torch.from_numpy(np.maximum.reduceat(best_of_block.numpy(), block_offsets[:-1], axis=0))
+
+
+def maxima_by_torch(rows: torch.Tensor, counts: Rows) -> torch.Tensor:
+    """Maxima over so many rows of each item at a time, where they are: float32 [items, columns]."""
+    owner = to_device(np.repeat(np.arange(len(counts)), counts), rows.device)
+    best = torch.full((len(counts), rows.shape[1]), float("-inf"), device=rows.device)
+    return best.scatter_reduce_(0, owner[:, None].expand_as(rows), rows, "amax")
 
 
 def _product(rows: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
@@ -128,4 +137,4 @@ def _tokens_of(wanted: Rows, documents: Ragged, lengths: Rows) -> torch.Tensor:
     counts = lengths[wanted]
     starts = np.asarray(documents.offsets)[wanted]
     rows = np.repeat(starts - _offsets(counts)[:-1], counts) + np.arange(counts.sum())
-    return documents.values[torch.from_numpy(rows).to(documents.values.device)]
+    return documents.values[to_device(rows, documents.values.device)]

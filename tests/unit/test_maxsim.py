@@ -1,9 +1,5 @@
 """Every MaxSim backend against the reference, and the reference against its definition."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,75 +43,6 @@ def test_a_document_without_tokens_ranks_below_all_others() -> None:
     queries, documents = random_ragged([4], 8, 1), random_ragged([0, 3], 8, 2)
     empty, other = maxsim_cpu(queries, documents, [(0, 0), (0, 1)]).tolist()
     assert empty < -1e8 < other
-
-
-def test_the_triton_kernel_equals_the_reference_when_interpreted() -> None:
-    """In a process of its own, because Triton decides at import whether it interprets."""
-    script = "import tests.unit.test_maxsim as t; t.check_triton()"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "compared" in done.stdout
-
-
-def check_triton() -> None:
-    from maxsimd.pooling.maxsim.triton_kernel import maxsim_triton
-
-    @settings(max_examples=25, deadline=None)
-    @given(problems(), st.sampled_from([1, 2, 8]))
-    def compare(problem: tuple[Ragged, Ragged, list[tuple[int, int]]], parts: int) -> None:
-        exact = maxsim_reference(*problem)
-        torch.testing.assert_close(maxsim_triton(*problem, parts=parts), exact, atol=1e-5, rtol=1e-5)
-
-    @settings(max_examples=10, deadline=None)
-    @given(problems(), st.sampled_from([torch.float16, torch.float32]))
-    def compare_int8(problem: tuple[Ragged, Ragged, list[tuple[int, int]]], dtype: torch.dtype) -> None:
-        queries, documents, pairs = problem
-        queries = Ragged(queries.values.to(dtype), queries.offsets)
-        scales = documents.values.abs().amax(dim=1) / 127
-        rounded = (documents.values / scales[:, None].clamp(min=1e-30)).round().to(torch.int8)
-        whole = Ragged(rounded * scales[:, None], documents.offsets)
-        ours = maxsim_triton(queries, Ragged(rounded, documents.offsets), pairs, scales=scales, parts=2)
-        torch.testing.assert_close(ours, maxsim_reference(queries, whole, pairs), atol=1e-4, rtol=1e-3)
-
-    compare()
-    compare_int8()
-    # More dimensions than a tile has.
-    wide = random_ragged([5, 33], 200, 1), random_ragged([70, 0, 1], 200, 2), [(0, 0), (1, 0), (1, 1), (0, 2)]
-    torch.testing.assert_close(maxsim_triton(*wide), maxsim_reference(*wide), atol=1e-5, rtol=1e-5)
-    print("compared")
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "i8"])
-def test_the_triton_kernels_compile_ahead_of_time(dtype: str, capability: int) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
-    from maxsimd.pooling.maxsim import triton_kernel as kernel
-
-    tiles = kernel.TILES[capability // 10]
-    types = {"queries": "*bf16" if dtype == "i8" else f"*{dtype}", "documents": f"*{dtype}", "dim": "i32"}
-    types |= dict.fromkeys(("scales", "best_of_part", "scores"), "*fp32") | {"longest_query": "i32"}
-    offsets = ("query_offsets", "document_offsets", "pair_queries", "pair_documents")
-    types |= dict.fromkeys(offsets, "*i32")
-    constants = {
-        "PARTS": 2,
-        "SCALED": dtype == "i8",
-        "EMPTY": kernel.EMPTY_DOCUMENT_SCORE,
-        "BLOCK_Q": tiles.query,
-        "BLOCK_D": tiles.document,
-        "BLOCK_DIM": tiles.dim,
-    }
-    for function in (kernel.maxsim_kernel, kernel.sum_kernel):
-        signature = {name: types.get(name, "constexpr") for name in function.arg_names}
-        told = {name: value for name, value in constants.items() if name in function.arg_names}
-        source = triton.compiler.ASTSource(function, signature=signature, constexprs=told)
-        options = {"num_warps": tiles.warps}
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        assert "cubin" in compiled.asm
-        # What a program may have, of the smallest cards of a generation.
-        assert compiled.metadata.shared <= {80: 99, 90: 227, 100: 227}[capability] * 1024
 
 
 def test_auto_is_the_best_that_runs_on_a_cpu_and_triton_is_refused_there() -> None:

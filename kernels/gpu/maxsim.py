@@ -1,21 +1,16 @@
 """MaxSim as a Triton kernel: programs walk the tokens of documents and keep running maxima in registers.
 
-Nothing is padded or copied; similarities never reach memory. Needs a CUDA device, or Triton's interpreter
-(TRITON_INTERPRET=1) on a CPU.
+Nothing is padded or copied; similarities never reach memory.
 """
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from maxsimd.pooling.maxsim.reference import EMPTY_DOCUMENT_SCORE
-from maxsimd.pooling.ragged import Ragged
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from maxsimd.kernels.gpu.launch import generation, multiprocessors, next_power_of_two
+from maxsimd.kernels.gpu.product import add_product
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +28,15 @@ class Tiles:
 TILES = {8: Tiles(32, 64, 128, 4), 9: Tiles(32, 128, 128, 4), 10: Tiles(32, 128, 128, 4)}
 _OTHER_TILES = Tiles(32, 32, 64, 4)
 
+LARGEST_PARTS = 64
 
-@triton.jit  # type: ignore[untyped-decorator]
+
+# What differs from launch to launch must not be compiled for anew.
+_VARYING = ("longest_query", "parts")
+_OFFSETS = ("query_offsets", "document_offsets", "pair_queries", "pair_documents")
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]
 def maxsim_kernel(  # type: ignore[no-untyped-def]
     queries,  # [Tq, dim]
     documents,  # [Td, dim]
@@ -46,7 +48,7 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     best_of_part,  # float32 [pairs, parts, longest query]
     dim,
     longest_query,
-    PARTS: tl.constexpr,
+    parts,
     SCALED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -62,11 +64,11 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     document_start = tl.load(document_offsets + document)
     document_stop = tl.load(document_offsets + document + 1)
     # Parts are whole tiles, so that none but the last has an edge.
-    tiles = tl.cdiv(tl.cdiv(document_stop - document_start, BLOCK_D), PARTS)
+    tiles = tl.cdiv(tl.cdiv(document_stop - document_start, BLOCK_D), parts)
     part_start = document_start + part * tiles * BLOCK_D
     part_stop = tl.minimum(part_start + tiles * BLOCK_D, document_stop)
 
-    out = best_of_part + (pair.to(tl.int64) * PARTS + part) * longest_query
+    out = best_of_part + (pair.to(tl.int64) * parts + part) * longest_query
     columns = tl.arange(0, BLOCK_DIM)
     for query_tile in range(query_start, query_stop, BLOCK_Q):
         query_rows = query_tile + tl.arange(0, BLOCK_Q)
@@ -88,7 +90,9 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
                     mask=in_document[:, None] & in_dim[None, :],
                     other=0,
                 )  # [BLOCK_D, BLOCK_DIM]
-                similarity = tl.dot(q, tl.trans(d.to(q.dtype)), similarity, input_precision="ieee")
+                if SCALED:  # int8, of which every precision has all values
+                    d = d.to(tl.float32).to(q.dtype)
+                similarity = add_product(similarity, q, tl.trans(d))
             if SCALED:
                 scale = tl.load(scales + document_rows, mask=in_document, other=0.0)
                 similarity = similarity * scale[None, :]
@@ -97,7 +101,7 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + (query_rows - query_start), best, mask=in_query)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]
 def sum_kernel(  # type: ignore[no-untyped-def]
     best_of_part,  # float32 [pairs, parts, longest query]
     query_offsets,  # int32 [queries + 1]
@@ -106,7 +110,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     pair_documents,  # int32 [pairs]
     scores,  # float32 [pairs]
     longest_query,
-    PARTS: tl.constexpr,
+    parts,
     EMPTY: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
@@ -116,79 +120,74 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     document = tl.load(pair_documents + pair)
     tokens = tl.load(query_offsets + query + 1) - tl.load(query_offsets + query)
     empty = tl.load(document_offsets + document + 1) == tl.load(document_offsets + document)
-    parts = best_of_part + pair.to(tl.int64) * PARTS * longest_query
+    first_part = best_of_part + pair.to(tl.int64) * parts * longest_query
     total = 0.0
     for first in range(0, tokens, BLOCK_Q):
         token = first + tl.arange(0, BLOCK_Q)
         best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-        for part in range(PARTS):
-            best = tl.maximum(
-                best, tl.load(parts + part * longest_query + token, mask=token < tokens, other=float("-inf"))
-            )
+        for part in range(parts):
+            of_part = first_part + part * longest_query + token
+            best = tl.maximum(best, tl.load(of_part, mask=token < tokens, other=float("-inf")))
         total += tl.sum(tl.where(token < tokens, best, 0.0), axis=0)
     tl.store(scores + pair, tl.where(empty, EMPTY, total))
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernel can run on a device: CUDA always, a CPU only when Triton interprets."""
-    return device.type == "cuda" or INTERPRETED
-
-
-def maxsim_triton(
-    queries: Ragged,
-    documents: Ragged,
-    pairs: Sequence[tuple[int, int]],
-    scales: torch.Tensor | None = None,
+def maxsim(
+    queries: torch.Tensor,
+    documents: torch.Tensor,
+    scales: torch.Tensor | None,
+    query_offsets: torch.Tensor,
+    document_offsets: torch.Tensor,
+    pair_queries: torch.Tensor,
+    pair_documents: torch.Tensor,
+    longest_query: int,
+    longest_document: int,
+    empty: float,
     parts: int | None = None,
 ) -> torch.Tensor:
-    """As `maxsim_reference`, whatever the queries and documents of all pairs, in two launches.
+    """Scores float32 [pairs] of queries [Tq, dim] and documents [Td, dim], whatever pairs these are, in two
+    launches.
 
-    With `scales`, float32 [Td], documents are int8, each token with its scale. Documents are read in `parts`,
-    by default as many as keep the device busy."""
-    device = documents.values.device
-    scores = torch.empty(len(pairs), dtype=torch.float32, device=device)
-    if not pairs:
+    Offsets and pairs are int32 on the device; the lengths of the longest are known to the CPU. With `scales`,
+    float32 [Td], documents are int8, each token with its scale. Each document is read in `parts`, by default
+    as many as keep the device busy. A document without tokens scores `empty`."""
+    device, pairs, dim = documents.device, len(pair_queries), documents.shape[1]
+    scores = torch.empty(pairs, dtype=torch.float32, device=device)
+    if pairs == 0:
         return scores
-    dim = documents.values.shape[1]
-    longest = max(1, *queries.lengths)
     tiles = tiles_for(device, dim)
     if parts is None:
-        parts = _parts_to_fill(device, len(pairs), max(documents.lengths), tiles)
-    # One transfer for everything the CPU knows.
-    ragged = [*queries.offsets, *documents.offsets, *(q for q, _ in pairs), *(d for _, d in pairs)]
-    numbers = torch.tensor(ragged, dtype=torch.int32).to(device, non_blocking=True)
-    sizes = [len(queries.offsets), len(documents.offsets), len(pairs), len(pairs)]
-    query_offsets, document_offsets, pair_queries, pair_documents = numbers.split(sizes)
-    best = torch.empty(len(pairs), parts, longest, dtype=torch.float32, device=device)
-    rows = documents.values.contiguous()
-    maxsim_kernel[(len(pairs), parts)](
-        queries.values.contiguous(),
-        rows,
-        rows if scales is None else scales,
+        parts = parts_to_fill(multiprocessors(device), pairs, longest_document, tiles)
+    best = torch.empty(pairs, parts, longest_query, dtype=torch.float32, device=device)
+    documents = documents.contiguous()
+    maxsim_kernel[(pairs, parts)](
+        queries.contiguous(),
+        documents,
+        documents if scales is None else scales,
         query_offsets,
         document_offsets,
         pair_queries,
         pair_documents,
         best,
         dim,
-        longest,
-        PARTS=parts,
+        longest_query,
+        parts,
         SCALED=scales is not None,
         BLOCK_Q=tiles.query,
         BLOCK_D=tiles.document,
         BLOCK_DIM=tiles.dim,
         num_warps=tiles.warps,
     )
-    sum_kernel[(len(pairs),)](
+    sum_kernel[(pairs,)](
         best,
         query_offsets,
         document_offsets,
         pair_queries,
         pair_documents,
         scores,
-        longest,
-        PARTS=parts,
-        EMPTY=EMPTY_DOCUMENT_SCORE,
+        longest_query,
+        parts,
+        EMPTY=empty,
         BLOCK_Q=tiles.query,
     )
     return scores
@@ -196,16 +195,12 @@ def maxsim_triton(
 
 def tiles_for(device: torch.device, dim: int) -> Tiles:
     """The tiles for a device, and no more dimensions at a time than there are."""
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    tiles = TILES.get(major, _OTHER_TILES)
-    return replace(tiles, dim=min(tiles.dim, max(16, triton.next_power_of_2(dim))))
+    tiles = TILES.get(generation(device), _OTHER_TILES)
+    return replace(tiles, dim=min(tiles.dim, next_power_of_two(dim)))
 
 
-def _parts_to_fill(device: torch.device, pairs: int, longest: int, tiles: Tiles) -> int:
+def parts_to_fill(multiprocessors: int, pairs: int, longest: int, tiles: Tiles) -> int:
     """Into how many parts documents are cut so that there are two programs for each multiprocessor, if the
-    longest has so many tiles; a power of two, because each number is compiled."""
-    if device.type != "cuda":
-        return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // pairs
-    most = min(wanted, longest // tiles.document, 16)
-    return 1 << max(0, most.bit_length() - 1) if most > 1 else 1
+    longest has so many tiles."""
+    wanted = -(-2 * multiprocessors // pairs)
+    return max(1, min(wanted, longest // tiles.document, LARGEST_PARTS))

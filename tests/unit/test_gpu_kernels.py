@@ -1,0 +1,144 @@
+"""The Triton kernels: interpreted on a CPU against plain torch, and compiled ahead of time for GPUs."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.kernels import gpu
+from tests.unit.interpreted import run_interpreted
+from tests.unit.kernel_checks import CHECKS
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], None]) -> None:
+    run_interpreted(check, "cpu")
+
+
+# Compiling, for every generation that has a table of its own.
+
+CAPABILITIES = [80, 90, 100]
+# Shared memory that a program may have, of the smallest cards of a generation (86 and 89 among those of 8).
+SHARED = {80: 99, 90: 227, 100: 227}
+POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "i8": "*i8"}
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def compile_for(
+    kernel: Any, capability: int, types: Mapping[str, str], constants: Mapping[str, Any], **options: int
+) -> None:
+    """Compiles to machine code; arguments that are neither typed nor constant are 32-bit integers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names
+    }
+    told = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=told)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert "cubin" in compiled.asm
+    assert compiled.metadata.shared <= SHARED[capability] * 1024
+
+
+@pytest.fixture(params=CAPABILITIES)
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Tables are asked for as a GPU of this capability would."""
+    found: int = request.param
+    for module in ("maxsim", "attention", "projection"):
+        monkeypatch.setattr(f"maxsimd.kernels.gpu.{module}.generation", lambda device: found // 10)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "i8"])
+def test_maxsim_compiles(dtype: str, capability: int) -> None:
+    from maxsimd.kernels.gpu import maxsim
+
+    tiles = maxsim.tiles_for(torch.device("cpu"), 128)
+    types = {"queries": "*bf16" if dtype == "i8" else POINTERS[dtype], "documents": POINTERS[dtype]}
+    types |= dict.fromkeys(("scales", "best_of_part", "scores"), "*fp32")
+    types |= dict.fromkeys(("query_offsets", "document_offsets", "pair_queries", "pair_documents"), "*i32")
+    constants = {"SCALED": dtype == "i8", "EMPTY": -1e9, "BLOCK_Q": tiles.query, "BLOCK_D": tiles.document}
+    constants |= {"BLOCK_DIM": tiles.dim}
+    for kernel in (maxsim.maxsim_kernel, maxsim.sum_kernel):
+        compile_for(kernel, capability, types, constants, num_warps=tiles.warps)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_attention_compiles(dtype: str, head_dim: int, capability: int) -> None:
+    from maxsimd.kernels.gpu import attention
+
+    tiles = attention.tiles_for(torch.device("cpu"), head_dim, BYTES[dtype])
+    types = dict.fromkeys(("q", "k", "v", "prefix_k", "prefix_v", "out"), POINTERS[dtype])
+    types |= {"blocks": "*i32", "scale": "fp32"}
+    # All that a sequence can be, in one precision; the most that a program does, in every one.
+    variants = [(True, True, True), (False, False, False), (False, True, False), (True, False, True)]
+    for causal, windowed, prefixed in variants[: 4 if (dtype, head_dim) == ("bf16", 64) else 1]:
+        constants = {"CAUSAL": causal, "WINDOWED": windowed, "PREFIXED": prefixed, "BLOCK_Q": tiles.queries}
+        constants |= {"BLOCK_K": tiles.keys, "BLOCK_DIM": head_dim}
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        compile_for(attention.attention_kernel, capability, types, constants, **options)
+
+
+@pytest.mark.parametrize("dim", [128, 1024])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_projection_compiles(dtype: str, dim: int, capability: int) -> None:
+    from maxsimd.kernels.gpu import projection
+
+    tiles = projection.tiles_for(torch.device("cpu"), dim, BYTES[dtype])
+    types = {"hidden": POINTERS[dtype], "weight": POINTERS[dtype], "out": POINTERS[dtype]}
+    types |= {"rows": "*i64", "bias": "*fp32", "epsilon": "fp32"}
+    constants = {"BIASED": True, "NORMALIZED": True, "BLOCK_ROWS": tiles.rows, "BLOCK_HIDDEN": tiles.hidden}
+    constants |= {"BLOCK_DIM": dim}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    compile_for(projection.projection_kernel, capability, types, constants, **options)
+
+
+def test_documents_are_cut_into_parts_only_where_the_device_would_be_idle() -> None:
+    from maxsimd.kernels.gpu.maxsim import TILES, parts_to_fill
+
+    tiles = TILES[9]
+    assert parts_to_fill(132, 10_000, 180, tiles) == 1
+    assert parts_to_fill(132, 1, 8192, tiles) == 8192 // tiles.document
+    assert parts_to_fill(132, 100, 8192, tiles) == 3
+    assert parts_to_fill(132, 1, 20, tiles) == 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=8),
+    st.sampled_from([16, 64]),
+)
+def test_blocks_cover_every_query_once_with_the_heaviest_first(
+    sequences: list[tuple[int, int]], queries: int
+) -> None:
+    from maxsimd.kernels.gpu.attention import blocks_of
+
+    table, row = [], 0
+    for length, earlier in sequences:
+        table.append((row, length, 7 * row, length + earlier))
+        row += length
+    blocks = blocks_of(table, True, 5, queries)
+    covered = sorted(place for first, count, *_ in blocks.tolist() for place in range(first, first + count))
+    assert covered == list(range(row))
+    of_row = {
+        start + i: (start, keys - length + i) for start, length, _, keys in table for i in range(length)
+    }
+    for first, count, position, key, keys in blocks.tolist():
+        start, among = of_row[first]
+        assert (position, key) == (5 + among, 7 * start)
+        assert count <= queries
+        assert keys in {all_keys for begin, _, _, all_keys in table if begin == start}
+    seen = [min(keys, position + count - 5) for _, count, position, _, keys in blocks.tolist()]
+    assert seen == sorted(seen, reverse=True)
+
+
+def test_kernels_run_on_a_cpu_only_when_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not gpu.runs_on(torch.device("cpu"))
+    monkeypatch.setattr("maxsimd.kernels.gpu.launch.INTERPRETED", True)
+    assert gpu.runs_on(torch.device("cpu"))
