@@ -70,3 +70,7 @@ def serve(**values: Any) -> None:
 
     set_up_logging(server_config.log_level, server_config.log_format)
     sys.exit(run(engine_config, server_config, _STARTED))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """The life of a server process: listen, load, serve, drain, leave."""
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -13,6 +14,7 @@ from maxsimd.api.app import build_app
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.state import STATE
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+from maxsimd.engine.on_device import OnDevice
 
 log = logging.getLogger("maxsimd.serve")
 
@@ -46,9 +48,13 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
     port = runner.addresses[0][1]
     try:
         await engine.start()
+        # What a start leaves behind stays as it is: walking through it would stop everything for a tenth of a
+        # second now and then.
+        gc.collect()
+        gc.freeze()
         model = engine.model
         log.info(
-            "%s is ready on http://%s:%d after %.1f s: %s, %s%s, %s on %s",
+            "%s is ready on http://%s:%d after %.1f s: %s, %s%s, %s on %s%s",
             model.name,
             server_config.host,
             port,
@@ -58,6 +64,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
             " with int8 weights" if engine.on_device.prepared.quantized else "",
             "padded" if engine.on_device.prepared.not_packed else "packed",
             engine.on_device.device,
+            _kernels(engine.on_device),
         )
         died = asyncio.create_task(engine.until_dead())
         asked = asyncio.create_task(stop.wait())
@@ -72,6 +79,13 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
     finally:
         await engine.stop(grace=server_config.grace_seconds)
         await runner.cleanup()
+
+
+def _kernels(on_device: OnDevice) -> str:
+    """By which kernels a GPU runs; on a CPU there is nothing to wonder about."""
+    if on_device.device.type != "cuda":
+        return ""
+    return f", attention by {on_device.prepared.attention}, MaxSim by {on_device.maxsim_name}"
 
 
 async def _drain(runner: web.AppRunner, site: web.TCPSite, grace: float) -> None:

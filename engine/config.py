@@ -60,6 +60,13 @@ class EngineConfig:
         "auto",
         "MaxSim backend: triton on a GPU, compiled or else cpu elsewhere; torch is the plain reference.",
     )
+    attention: Literal["auto", "varlen", "flash", "triton", "torch"] = option(
+        "auto",
+        "Attention: varlen (torch's), flash (flash-attn) or triton (ours) on a GPU; torch is plain products.",
+    )
+    cuda_graphs: Literal["auto", "off"] = option(
+        "auto", "auto replays small steps as CUDA graphs on a GPU, where that is shown to give the same."
+    )
     packing: Literal["auto", "off"] = option(
         "auto", "auto runs steps without padding where that is proven exact at load; off pads always."
     )

@@ -8,13 +8,14 @@ from typing import Protocol
 
 import torch
 
-from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
+from maxsimd.engine.cache import About, Arriving, CachedEmbedding, EmbeddingCache
 from maxsimd.engine.messages import Failure, KeptDocument, KnownSequence
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.maxsim import MaxSim
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.registry import QueryRegistry
-from maxsimd.pooling.similarity import score_pairs
+from maxsimd.pooling.similarity import TOKEN_SIMILARITIES, score_pairs
+from maxsimd.pooling.transfer import to_device
 from maxsimd.pooling.windows import WindowRegistry
 from maxsimd.scheduler import Sequence
 
@@ -41,19 +42,21 @@ class Scored:
 
 class DocumentScorer:
     """Owns the queries whose documents are still to come, unfinished documents, and kept documents whose
-    queries are still to come. Documents are compared on `device` in the precision `dtype`. Used by the
-    scoring actor alone."""
+    queries are still to come. Documents are compared on `device` in the precision `dtype`, or as int8 where
+    they are kept so and `maxsim` takes that. Used by the scoring actor alone."""
 
     def __init__(
         self,
         similarity: str,
         maxsim: MaxSim,
+        takes_int8: bool,
         device: torch.device,
         dtype: torch.dtype,
         cache: EmbeddingCache | None,
     ) -> None:
         self._similarity = similarity
         self._maxsim = maxsim
+        self._takes_int8 = takes_int8 and similarity in TOKEN_SIMILARITIES
         self._device = device
         self._dtype = dtype
         self._cache = cache
@@ -64,6 +67,7 @@ class DocumentScorer:
         self._used: list[tuple[int, int]] = []
         self._complete_documents: list[int] = []
         self._scored_attached: list[int] = []
+        self._arriving: list[Arriving] = []
 
     def attach(self, documents: list[KeptDocument]) -> None:
         """Takes kept documents, to be scored when their queries are there."""
@@ -84,7 +88,7 @@ class DocumentScorer:
         """Scores of all documents that a step completes: one batch a task, whatever requests they are of.
 
         Calling it twice for the same step has the effect of calling it once; `settle` comes after."""
-        self._used, self._complete_documents, self._scored_attached = [], [], []
+        self._used, self._complete_documents, self._scored_attached, self._arriving = [], [], [], []
         scored: list[Scored] = []
         fresh: dict[bytes, torch.Tensor] = {}
         for task in pooled:
@@ -94,25 +98,37 @@ class DocumentScorer:
                     scored += self._score_attached(sequence.key, failures)
             documents, items = self._complete(task)
             if documents:
-                items = self._keep(documents, items, fresh)
-                scored += self._against_queries(documents, items, failures)
+                for part, kept in self._keep(documents, items, fresh):
+                    scored += self._against_queries(part, kept, failures)
                 self._complete_documents += [
                     document.document for document in documents if document.document is not None
                 ]
-        if known:
-            rows = [fresh[_key(one)] if one.embedding is None else one.embedding for one in known]
-            sequences = [one.sequence for one in known]
-            scored += self._against_queries(sequences, self._side_by_side(rows), failures)
+        equal = [one.sequence for one in known if one.embedding is None]
+        if equal:
+            rows = Ragged.from_items([fresh[_key(sequence)] for sequence in equal])
+            scored += self._against_queries(equal, rows, failures)
+        entries = [(one.sequence, one.embedding) for one in known if one.embedding is not None]
+        if entries:
+            sequences, kept_rows = [sequence for sequence, _ in entries], [entry for _, entry in entries]
+            scored += self._against_queries(sequences, self._side_by_side(kept_rows), failures)
         return scored
 
-    def settle(self) -> None:
-        """Lets go of what the last call of `score` is done with, because its results are on their way."""
+    def settle(self) -> list[Arriving]:
+        """Lets go of what the last call of `score` is done with, because its results are on their way.
+        Returns its new embeddings, which are to be kept when they have arrived."""
         for query, uses in self._used:
             self._queries.release(query, uses)
         for document in self._complete_documents:
             self._windows.release(document)
         for query in self._scored_attached:
             self._attached.pop(query, None)
+        return self._arriving
+
+    def keep(self, arrived: list[Arriving]) -> None:
+        """Puts new embeddings that have arrived on the host into the cache."""
+        for new in arrived:
+            assert self._cache is not None
+            self._cache.put(new.entries())
 
     def _score_attached(self, query: int, failures: list[Failure]) -> list[Scored]:
         documents = self._attached.get(query)
@@ -121,13 +137,19 @@ class DocumentScorer:
         self._scored_attached.append(query)
         scored = []
         for part in _in_parts(documents):
-            rows = [document.embedding.decoded() for document in part]
-            scored += self._against_queries(part, self._side_by_side(rows), failures)
+            entries = [document.embedding for document in part]
+            scored += self._against_queries(part, self._side_by_side(entries), failures)
         return scored
 
-    def _side_by_side(self, rows: list[torch.Tensor]) -> Ragged:
-        """Embeddings end to end on the device."""
-        return Ragged.from_items([part.to(self._device, self._dtype) for part in rows])
+    def _side_by_side(self, entries: list[CachedEmbedding]) -> Ragged:
+        """Kept embeddings end to end on the device. They travel as they are kept."""
+        rows = Ragged.from_items([entry.rows for entry in entries])
+        scales = [entry.scales for entry in entries if entry.scales is not None]
+        return Ragged(
+            to_device(rows.values, self._device),
+            rows.offsets,
+            to_device(torch.cat(scales), self._device) if scales else None,
+        )
 
     def _complete(self, pooled: Pooled) -> tuple[list[Sequence], Ragged]:
         """The documents that are complete with this step, and their embeddings; one that is read through
@@ -144,27 +166,30 @@ class DocumentScorer:
                 items.append(whole)
         return documents, Ragged.from_items(items) if items else pooled.items
 
-    def _keep(self, documents: list[Sequence], items: Ragged, fresh: dict[bytes, torch.Tensor]) -> Ragged:
-        """Keeps the embeddings of documents that are to be, and gives back what they score with: what is
-        kept, so that a document scores alike whether it was there or not."""
-        if self._cache is None or not any(document.cache_key for document in documents):
-            return items
-        rounded = []
-        entries: list[tuple[bytes, CachedEmbedding]] = []
-        for document, item in zip(documents, items, strict=True):
-            if document.cache_key is None:
-                rounded.append(item.to(self._dtype))
-                continue
-            tokens = len(document)
-            if document.document is not None:
-                tokens = self._windows.tokens(document.document)
-            entry = self._cache.encode(item, tokens, document.truncated)
-            entries.append((document.cache_key, entry))
-            rows = entry.decoded().to(item.device, self._dtype)
-            fresh[document.cache_key] = rows
-            rounded.append(rows)
-        self._cache.put(entries)
-        return Ragged.from_items(rounded)
+    def _keep(
+        self, documents: list[Sequence], items: Ragged, fresh: dict[bytes, torch.Tensor]
+    ) -> list[tuple[list[Sequence], Ragged]]:
+        """Lets the embeddings of documents that are to be kept begin their way, and gives back what documents
+        score with: those, as they are kept, so that a document scores alike whether it was there or not; and
+        the others as they are."""
+        kept = [i for i, document in enumerate(documents) if document.cache_key is not None]
+        if self._cache is None or not kept:
+            return [(documents, items)]
+        parts = []
+        if len(kept) < len(documents):
+            others = [i for i, document in enumerate(documents) if document.cache_key is None]
+            parts.append(([documents[i] for i in others], Ragged.from_items([items[i] for i in others])))
+            items = Ragged.from_items([items[i] for i in kept])
+            documents = [documents[i] for i in kept]
+        rounded = self._cache.rounded(items)
+        self._arriving.append(Arriving([self._about(document) for document in documents], rounded))
+        decoded = rounded.decoded(self._dtype)
+        fresh.update((_key(document), rows) for document, rows in zip(documents, decoded, strict=True))
+        return [*parts, (documents, rounded if self._takes_int8 else decoded)]
+
+    def _about(self, document: Sequence) -> About:
+        tokens = len(document) if document.document is None else self._windows.tokens(document.document)
+        return About(_key(document), tokens, document.truncated)
 
     def _against_queries(
         self, documents: ListOf[Sequence | KeptDocument], items: Ragged, failures: list[Failure]
@@ -187,7 +212,8 @@ class DocumentScorer:
             scored.append(document)
         if not pairs:
             return []
-        items = Ragged(items.values.to(self._dtype), items.offsets)
+        if items.scales is None or not self._takes_int8:
+            items = items.decoded(self._dtype)
         scores = score_pairs(self._similarity, Ragged.from_items(embeddings), items, pairs, self._maxsim)
         for document in documents:
             if document.query in places:
@@ -210,6 +236,6 @@ def _in_parts(documents: list[KeptDocument]) -> Iterator[list[KeptDocument]]:
     yield part
 
 
-def _key(known: KnownSequence) -> bytes:
-    assert known.sequence.cache_key is not None
-    return known.sequence.cache_key
+def _key(sequence: Sequence) -> bytes:
+    assert sequence.cache_key is not None
+    return sequence.cache_key

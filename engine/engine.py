@@ -14,7 +14,7 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device import DeviceThread, OnDevice, load_on_device
+from maxsimd.engine.device import DeviceThread
 from maxsimd.engine.errors import (
     EngineDeadError,
     EngineNotReadyError,
@@ -22,6 +22,7 @@ from maxsimd.engine.errors import (
 )
 from maxsimd.engine.messages import Value
 from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.on_device import OnDevice, load_on_device
 from maxsimd.engine.postprocess import rank, shorten
 from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.requests import (

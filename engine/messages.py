@@ -74,7 +74,7 @@ class KnownSequence:
     """A sequence of a step that was not run: its embedding is kept, or, if None, comes with an equal one."""
 
     sequence: Sequence
-    embedding: torch.Tensor | None
+    embedding: CachedEmbedding | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

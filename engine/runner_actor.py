@@ -96,7 +96,7 @@ class RunnerActor(Actor[RunnerMessage]):
             elif key in coming:
                 known.append(KnownSequence(chunk.sequence, None))
             elif (entry := self._cache.get(key)) is not None:
-                known.append(KnownSequence(chunk.sequence, entry.decoded()))
+                known.append(KnownSequence(chunk.sequence, entry))
             else:
                 coming.add(key)
                 new.append(chunk)

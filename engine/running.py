@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from itertools import count
 
 from maxsimd.engine.actor import Mailbox
+from maxsimd.engine.budget import default_budget
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device import DeviceActors, DeviceThread, OnDevice
+from maxsimd.engine.device import DeviceActors, DeviceThread
 from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTimeoutError
 from maxsimd.engine.messages import Admit, Cancel, SchedulerMessage, Value
 from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.on_device import OnDevice
 from maxsimd.engine.preprocess import Prepared, Preprocessor
 from maxsimd.engine.scheduler_actor import SchedulerActor
 from maxsimd.engine.tokenization import TextTokenizer
@@ -46,9 +48,7 @@ class Running:
         self.pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="maxsimd-pool")
         budget = config.max_batch_tokens
         if budget is None:
-            budget = 16_384 if on_device.device.type == "cuda" else 2_048
-            if not prepared.runner.chunked:
-                budget = max(budget, model.max_tokens)
+            budget = default_budget(model, on_device.device, prepared.dtype, prepared.runner.chunked)
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
         self.tokenizer = TextTokenizer(model.tokenizer)
         self.preprocessor = Preprocessor(

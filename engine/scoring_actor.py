@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.actor import Actor, Mailbox
+from maxsimd.engine.cache import Arriving
 from maxsimd.engine.document_scorer import DocumentScorer, Place
 from maxsimd.engine.messages import (
     Attach,
@@ -24,6 +25,7 @@ from maxsimd.engine.messages import (
 )
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.transfer import to_host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,16 +75,16 @@ class ScoringActor(Actor[ScoringMessage]):
             flat = torch.cat(
                 [output.items.values.reshape(-1).float() for output in outputs] or [torch.empty(0)]
             )
-        self._scorer.settle()
+        arriving = self._scorer.settle()
+        host = to_host(flat)
         if flat.device.type == "cpu":
-            self._report(message, outputs, failures, flat)
+            self._scorer.keep(arriving)
+            self._report(message, outputs, failures, host)
             return
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        host.copy_(flat, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         # The next step may start meanwhile; this one's report follows when its numbers are there.
-        delivery = asyncio.ensure_future(self._deliver(arrived, message, outputs, failures, host))
+        delivery = asyncio.ensure_future(self._deliver(arrived, message, outputs, failures, host, arriving))
         self._deliveries.add(delivery)
         delivery.add_done_callback(self._deliveries.discard)
 
@@ -105,6 +107,7 @@ class ScoringActor(Actor[ScoringMessage]):
         outputs: list[_Output],
         failures: list[Failure],
         host: torch.Tensor,
+        arriving: list[Arriving],
     ) -> None:
         loop = asyncio.get_running_loop()
         try:
@@ -113,6 +116,8 @@ class ScoringActor(Actor[ScoringMessage]):
             reason = f"the device failed: {error}"
             failures += [Failure(chunk.sequence.request, reason) for chunk in message.step.chunks]
             outputs = []
+        else:
+            self._scorer.keep(arriving)
         self._report(message, outputs, failures, host)
 
     def _report(

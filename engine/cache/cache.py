@@ -4,11 +4,10 @@ import hashlib
 import threading
 from collections.abc import Iterable
 
-import torch
-
 from maxsimd.engine.cache.disk import DiskStore
-from maxsimd.engine.cache.entry import CachedEmbedding, Precision, encode
+from maxsimd.engine.cache.entry import CachedEmbedding, Precision, rounded
 from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.pooling.ragged import Ragged
 
 
 class EmbeddingCache:
@@ -60,9 +59,10 @@ class EmbeddingCache:
             self.hits += hits
             self.misses += misses
 
-    def encode(self, rows: torch.Tensor, tokens: int, truncated: bool) -> CachedEmbedding:
-        """An embedding [tokens, dim] as it would be kept."""
-        return encode(rows, self.precision, tokens, truncated)
+    def rounded(self, items: Ragged) -> Ragged:
+        """Embeddings as they would be kept, on the device that they are on."""
+        values, scales = rounded(items.values.detach(), self.precision)
+        return Ragged(values, items.offsets, scales)
 
     def put(self, entries: Iterable[tuple[bytes, CachedEmbedding]]) -> None:
         """Keeps entries in memory and on disk."""

@@ -35,12 +35,6 @@ class CachedEmbedding:
     def nbytes(self) -> int:
         return self.rows.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
-    def decoded(self) -> torch.Tensor:
-        """The embedding [tokens, dim] in a precision that can be computed with."""
-        if self.scales is None:
-            return self.rows
-        return self.rows * self.scales[:, None]
-
     def to_bytes(self) -> bytes:
         """Self-contained and checked: see `from_bytes`."""
         parts = [self.rows.contiguous().view(torch.uint8).numpy().tobytes()]
@@ -72,12 +66,11 @@ class CachedEmbedding:
         return cls(values, scales, tokens, bool(truncated))
 
 
-def encode(rows: torch.Tensor, precision: Precision, tokens: int, truncated: bool) -> CachedEmbedding:
-    """An embedding [tokens, dim] in the store's precision; int8 has a scale a row: its largest is 127."""
-    rows = rows.detach().to("cpu", torch.float32)
+def rounded(rows: torch.Tensor, precision: Precision) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows [n, dim] in the store's precision, on the device that they are on; int8 with a scale [n] a row, of
+    which the largest value is 127 times."""
     if precision != "int8":
-        # A clone, so that one document does not keep the whole step's tensor alive.
-        return CachedEmbedding(rows.to(_DTYPES[precision], copy=True), None, tokens, truncated)
+        return rows.to(_DTYPES[precision]), None
+    rows = rows.float()
     scales = rows.abs().amax(dim=1).clamp(min=1e-12) / 127
-    quantised = torch.round(rows / scales[:, None]).to(torch.int8)
-    return CachedEmbedding(quantised, scales, tokens, truncated)
+    return torch.round(rows / scales[:, None]).to(torch.int8), scales

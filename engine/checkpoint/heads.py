@@ -117,12 +117,12 @@ class FirstColumns:
 
     def __init__(self, head: Head, dimensions: int, normalised: bool) -> None:
         self.inner = head
-        self._dimensions = dimensions
-        self._normalised = normalised
+        self.dimensions = dimensions
+        self.normalised = normalised
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        kept = self.inner(rows)[:, : self._dimensions]
-        return torch.nn.functional.normalize(kept, dim=-1) if self._normalised else kept
+        kept = self.inner(rows)[:, : self.dimensions]
+        return torch.nn.functional.normalize(kept, dim=-1) if self.normalised else kept
 
     def __str__(self) -> str:
         return f"{self.inner} and the first columns"

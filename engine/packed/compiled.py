@@ -3,14 +3,14 @@
 import torch
 
 from maxsimd import kernels
-from maxsimd.engine.packed.attention import (
-    PackedAttention,
-    Prefixes,
+from maxsimd.engine.packed.attention import PackedAttention, Prefixes
+from maxsimd.engine.packed.grouped import (
+    attend_chunk,
     attend_first_rows,
     attend_grouped,
     attend_groups_after_prefix,
 )
-from maxsimd.engine.packed.layout import Arrangement, Layout
+from maxsimd.engine.packed.layout import ROW_MULTIPLE, Arrangement, Layout
 from maxsimd.kernels.attention import attention, is_supported
 
 
@@ -91,6 +91,15 @@ def _after_prefixes(layout: Layout) -> torch.Tensor:
     return sequences
 
 
-COMPILED = PackedAttention(
-    attend_compiled, attend_first_rows_compiled, attend_after_prefix_compiled, Arrangement(False, False, 1)
-)
+def compiled_attention(few_shapes: bool) -> PackedAttention:
+    """With `few_shapes` steps have rows that libraries for products like; our own kernels take any."""
+    arrangement = Arrangement(False, False, ROW_MULTIPLE if few_shapes else 1)
+    return PackedAttention(
+        "compiled",
+        attend_compiled,
+        attend_first_rows_compiled,
+        attend_chunk,
+        attend_after_prefix_compiled,
+        arrangement,
+        knows_float32=False,
+    )

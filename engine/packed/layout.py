@@ -5,6 +5,7 @@ All of it is worked out on the CPU before the model runs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -78,6 +79,16 @@ class Layout:
     gate: FirstRowsOnly | None = None
     shared: tuple[SharedGroup, ...] = ()
     masks: dict[object, torch.Tensor | None] = field(default_factory=dict)
+
+    @cached_property
+    def longest(self) -> int:
+        """The rows of the longest whole sequence."""
+        return max(group.length for group in self.groups)
+
+    @cached_property
+    def attends_to_all(self) -> bool:
+        """Whether every whole sequence may see all of its keys."""
+        return all(keys == group.length for group in self.groups for keys in group.key_lengths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

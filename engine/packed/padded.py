@@ -8,6 +8,7 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.transfer import to_device
 from maxsimd.scheduler import Chunk, Step
 
 # How much of a batch may be padding, and the tokens below which a pass of its own costs more than padding.
@@ -59,9 +60,7 @@ class PaddedRunner:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self._model.takes_type_ids:
             inputs["token_type_ids"] = type_ids
-        tensors = {
-            name: torch.from_numpy(ids).to(self._device, non_blocking=True) for name, ids in inputs.items()
-        }
+        tensors = {name: to_device(ids, self._device) for name, ids in inputs.items()}
         output: torch.Tensor = self._backbone(**tensors).last_hidden_state
         return output
 

@@ -9,12 +9,14 @@ import torch
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.packed import linear, varlen
-from maxsimd.engine.packed.attention import GROUPED, PackedAttention
-from maxsimd.engine.packed.compiled import COMPILED, is_compiled_supported
-from maxsimd.engine.packed.layout import ROW_MULTIPLE
+from maxsimd.engine.packed import linear
+from maxsimd.engine.packed.attention import PackedAttention
+from maxsimd.engine.packed.choice import choose_attention
+from maxsimd.engine.packed.compiled import is_compiled_supported
+from maxsimd.engine.packed.graphs import with_graphs
+from maxsimd.engine.packed.grouped import GROUPED
 from maxsimd.engine.packed.padded import PaddedRunner
-from maxsimd.engine.packed.proof import Proof, prove
+from maxsimd.engine.packed.proof import Proof, prove, random_steps
 from maxsimd.engine.packed.runner import ModelRunner, PackedRunner
 
 log = logging.getLogger(__name__)
@@ -22,11 +24,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedModel:
-    """How a model is run, and why so; `not_packed` is None for a packed one. `proof_seconds` is how long it
-    took to find out, `quantized` how many of its weights are int8."""
+    """How a model is run, and why so: by which `attention`, or `not_packed` and why. `proof_seconds` is how
+    long it took to find out, `quantized` how many of its weights are int8."""
 
     runner: ModelRunner
     dtype: torch.dtype
+    attention: str | None
     not_packed: str | None
     proof_seconds: float
     quantized: int
@@ -70,16 +73,13 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
             "int8 weights need a CPU with AVX-512 (VNNI and BF16), the compiled kernels and the precision"
             " bfloat16: leave out --quantization, or the --device, --dtype or --kernels that rules these out"
         )
-    attention = _choose_attention(device, dtype, compiled)
+    attention = choose_attention(config.attention, model, device, dtype, compiled)
     backbone = model.backbone
     started = time.perf_counter()
     if config.packing == "off":
         proof = Proof("packing is off", None)
     else:
-        # Fast kernels know no float32: what is proven of them is layout, positions and masks.
-        first_rows = None if attention.first_rows is None else GROUPED.first_rows
-        plain = replace(GROUPED, first_rows=first_rows, arrangement=attention.arrangement)
-        proof = prove(model, device, plain)
+        proof = prove(model, device, _in_float32(attention))
         if proof.not_packed is not None:
             log.warning("runs padded, which is slower: %s", proof.not_packed)
     proof_seconds = time.perf_counter() - started
@@ -91,19 +91,21 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
         linear.compile_bfloat16(backbone)
     elif linear.is_prepacked_supported(device, dtype):
         linear.prepack(backbone)
-    runner: ModelRunner
-    if proof.not_packed is None:
-        runner = PackedRunner(model, device, attention, proof.gate)
-    else:
-        runner = PaddedRunner(model, device)
-    return PreparedModel(runner, dtype, proof.not_packed, proof_seconds, quantized)
+    if proof.not_packed is not None:
+        return PreparedModel(
+            PaddedRunner(model, device), dtype, None, proof.not_packed, proof_seconds, quantized
+        )
+    packed = PackedRunner(model, device, attention, proof.gate)
+    runner: ModelRunner = packed
+    if config.cuda_graphs == "auto":
+        runner = with_graphs(packed, attention, model.causal, device, random_steps(model))
+    return PreparedModel(runner, dtype, attention.name, None, proof_seconds, quantized)
 
 
-def _choose_attention(device: torch.device, dtype: torch.dtype, compiled: bool) -> PackedAttention:
-    if varlen.is_available(device, dtype):
-        return varlen.VARLEN
-    if not compiled:
-        return GROUPED
-    # Where oneDNN multiplies, steps have few shapes; our own kernels take any.
-    rows = ROW_MULTIPLE if linear.prefers_prepacked() else 1
-    return replace(COMPILED, arrangement=replace(COMPILED.arrangement, row_multiple=rows))
+def _in_float32(attention: PackedAttention) -> PackedAttention:
+    """What stands in for an attention that knows no float32: with it layout, positions and masks are
+    proven."""
+    if attention.knows_float32:
+        return attention
+    first_rows = None if attention.first_rows is None else GROUPED.first_rows
+    return replace(GROUPED, first_rows=first_rows, arrangement=attention.arrangement)

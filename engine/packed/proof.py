@@ -48,7 +48,7 @@ def why_not_packed(model: LoadedModel, device: torch.device, attention: PackedAt
     """
     backbone: Any = model.backbone
     own = backbone.config._attn_implementation
-    steps = _random_steps(model)
+    steps = random_steps(model)
     padded = PaddedRunner(model, device)
     alone = [padded.forward(Step(0, (chunk,)))[0][: len(chunk)] for step in steps for chunk in step.chunks]
     register()
@@ -99,7 +99,7 @@ def gate_if_exact(
         return None
     plain = PackedRunner(model, device, attention)
     gated = PackedRunner(model, device, attention, gate)
-    step = _random_steps(model)[0]
+    step = random_steps(model)[0]
     hidden, cursor = plain.forward(step)
     first = hidden[list(cursor.starts)]
     only, _ = gated.forward(step)
@@ -109,7 +109,8 @@ def gate_if_exact(
     return gate
 
 
-def _random_steps(model: LoadedModel) -> list[Step]:
+def random_steps(model: LoadedModel, task: str = "proof") -> list[Step]:
+    """A step of several random sequences for a model, and one of a single one."""
     backbone: Any = model.backbone
     random = np.random.default_rng(0)
     vocabulary = backbone.get_input_embeddings().weight.shape[0]
@@ -125,6 +126,6 @@ def _random_steps(model: LoadedModel) -> list[Step]:
         length = min(length, model.max_tokens)
         ids = random.integers(0, vocabulary, length).astype(np.int32)
         attended = length if model.causal else min(attended, length)
-        sequences.append(Sequence(key, 0, key, Role.TEXT, "proof", ids, attended=attended))
+        sequences.append(Sequence(key, 0, key, Role.TEXT, task, ids, attended=attended))
     chunks = tuple(Chunk(sequence, 0, len(sequence)) for sequence in sequences)
     return [Step(0, chunks), Step(1, chunks[:1])]

@@ -11,8 +11,9 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.packed.attention import PackedAttention
 from maxsimd.engine.packed.carry import Carry
 from maxsimd.engine.packed.last_layer import FirstRowsOnly
-from maxsimd.engine.packed.layout import lay_out
+from maxsimd.engine.packed.layout import Layout, PackedBatch, lay_out
 from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.transfer import to_device
 from maxsimd.scheduler import Step
 
 
@@ -59,7 +60,17 @@ class PackedRunner:
                 prefix = chunk.sequence.prefix
                 of_prefix = None if prefix is None else self._carries[prefix]
                 self._carries.setdefault(chunk.sequence.key, Carry(of_prefix))
-        batch = lay_out(
+        batch = self.lay_out(step)
+        cursor = batch.cursor
+        if self._gate is not None:
+            self._gate.rows = to_device(torch.tensor(cursor.starts), self._device)
+            cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
+        inputs = {name: to_device(ids, self._device) for name, ids in self.inputs_of(batch).items()}
+        return self.run(inputs, batch.layout), cursor
+
+    def lay_out(self, step: Step) -> PackedBatch:
+        """The step's tensors, on the host."""
+        return lay_out(
             step,
             self._carries,
             causal=self._model.causal,
@@ -67,20 +78,24 @@ class PackedRunner:
             position_offset=self._model.position_offset,
             gate=self._gate,
         )
-        cursor = batch.cursor
-        if self._gate is not None:
-            self._gate.rows = torch.tensor(cursor.starts).to(self._device, non_blocking=True)
-            cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
+
+    def inputs_of(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        """What the backbone takes, by its names: int64 [rows] each."""
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         if self._model.takes_type_ids:
             inputs["token_type_ids"] = batch.type_ids
+        return inputs
+
+    def run(self, inputs: dict[str, torch.Tensor], layout: Layout) -> torch.Tensor:
+        """The hidden states [rows, hidden] of inputs [rows] on the device."""
         output = self._backbone(
-            **{name: ids[None].to(self._device, non_blocking=True) for name, ids in inputs.items()},
+            **{name: ids[None] for name, ids in inputs.items()},
             attention_mask=None,
-            layout=batch.layout,
+            layout=layout,
             attention=self._attention,
         )
-        return output.last_hidden_state[0], cursor  # [rows, hidden]
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
 
     def free(self, key: int) -> None:
         self._carries.pop(key, None)

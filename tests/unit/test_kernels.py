@@ -13,17 +13,17 @@ from transformers.models.bert.modeling_bert import BertOutput
 
 from maxsimd import kernels
 from maxsimd.engine.packed import linear as layers
-from maxsimd.engine.packed.attention import (
-    attend_first_rows,
-    attend_groups_after_prefix,
-    attend_one_by_one,
-)
 from maxsimd.engine.packed.carry import Carry
 from maxsimd.engine.packed.compiled import (
-    COMPILED,
     attend_after_prefix_compiled,
     attend_compiled,
     attend_first_rows_compiled,
+    compiled_attention,
+)
+from maxsimd.engine.packed.grouped import (
+    attend_first_rows,
+    attend_groups_after_prefix,
+    attend_one_by_one,
 )
 from maxsimd.engine.packed.layout import Layout, SharedGroup, lay_out
 from maxsimd.kernels.linear import Norm, Weights, linear, linear_norm, pack_bfloat16, pack_int8
@@ -185,7 +185,9 @@ def test_attention_equals_attention_one_by_one(
 ) -> None:
     lengths, attended, kv_heads, repeats, causal, window = problem
     step = make_step(lengths, attended)
-    batch = lay_out(step, {}, causal=causal, arrangement=COMPILED.arrangement, position_offset=0)
+    batch = lay_out(
+        step, {}, causal=causal, arrangement=compiled_attention(False).arrangement, position_offset=0
+    )
     random = torch.Generator().manual_seed(sum(lengths))
     q, k, v = (
         torch.randn(sum(lengths), heads, head_dim, generator=random).bfloat16().transpose(0, 1)
@@ -242,7 +244,11 @@ def test_attention_behind_prefixes_equals_the_plain_one(
 def test_attention_to_long_sequences_equals_the_plain_one() -> None:
     torch.manual_seed(0)
     batch = lay_out(
-        make_step([700, 33]), {}, causal=False, arrangement=COMPILED.arrangement, position_offset=0
+        make_step([700, 33]),
+        {},
+        causal=False,
+        arrangement=compiled_attention(False).arrangement,
+        position_offset=0,
     )
     q, k, v = (torch.randn(2, 733, 64).bfloat16() * 3 for _ in range(3))
     ours = attend_compiled(q, k, v, batch.layout, 0.125, None).float()
@@ -253,7 +259,13 @@ def test_attention_to_long_sequences_equals_the_plain_one() -> None:
 @needs_kernels
 def test_what_the_kernel_does_not_know_goes_the_plain_way() -> None:
     torch.manual_seed(0)
-    batch = lay_out(make_step([7, 3]), {}, causal=False, arrangement=COMPILED.arrangement, position_offset=0)
+    batch = lay_out(
+        make_step([7, 3]),
+        {},
+        causal=False,
+        arrangement=compiled_attention(False).arrangement,
+        position_offset=0,
+    )
     q, k, v = (torch.randn(2, 10, 24).bfloat16() for _ in range(3))
     ours = attend_compiled(q, k, v, batch.layout, 0.2, None).float()
     exact = attend_one_by_one(q.float(), k.float(), v.float(), batch.layout, 0.2, None)

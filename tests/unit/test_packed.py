@@ -13,8 +13,8 @@ from transformers.activations import ACT2FN
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.packed import attention, last_layer, linear, proof, varlen
-from maxsimd.engine.packed.attention import GROUPED, attend_grouped, attend_one_by_one
 from maxsimd.engine.packed.carry import Carry
+from maxsimd.engine.packed.grouped import GROUPED, attend_first_rows, attend_grouped, attend_one_by_one
 from maxsimd.engine.packed.layout import (
     GROUP_COST_ROWS,
     Arrangement,
@@ -80,7 +80,7 @@ def attention_problems(draw: st.DrawFn) -> tuple[list[int], list[int], int, int,
     return lengths, attended, kv_heads, repeats, causal, window
 
 
-def _plain_varlen(
+def plain_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -124,7 +124,7 @@ def test_variable_length_attention_is_called_as_it_is_documented(
     batch = lay_out(make_step(lengths, attended), {}, causal=causal, arrangement=RAGGED, position_offset=0)
     q, k, v = (torch.randn(heads, sum(lengths), 8) for heads in (kv_heads * repeats, kv_heads, kv_heads))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.nn.attention.varlen.varlen_attn", _plain_varlen)
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
         ours = varlen.attend_varlen(q, k, v, batch.layout, 0.3, window)
     plain = attend_one_by_one(q, k, v, batch.layout, 0.3, window)
     torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
@@ -193,7 +193,7 @@ def test_attention_for_first_rows_equals_the_first_rows_of_attention(attended: l
     q, k, v = (torch.randn(2, len(batch.input_ids), 8) for _ in range(3))
     first = list(batch.cursor.starts)
     everything = attend_grouped(q, k, v, batch.layout, 0.3, None)
-    only = attention.attend_first_rows(q, k, v, batch.layout, 0.3)
+    only = attend_first_rows(q, k, v, batch.layout, 0.3)
     torch.testing.assert_close(only[first], everything[first])
 
 

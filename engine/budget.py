@@ -1,0 +1,42 @@
+"""How many tokens a step may have, where nobody said."""
+
+from typing import Any
+
+import torch
+
+from maxsimd.engine.checkpoint import LoadedModel
+
+ON_A_CPU, ON_A_GPU = 2_048, 16_384
+_LEAST = 1_024
+
+# A step's tensors may take this share of what is free; carries, prefixes and kept queries need room too.
+_SHARE = 0.5
+
+
+def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype, chunked: bool) -> int:
+    """Tokens a step: many enough to keep the device busy, and few enough for the memory that a GPU has left.
+
+    Without chunks a step must hold the longest sequence."""
+    if device.type != "cuda":
+        budget = ON_A_CPU
+    else:
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = tokens_that_fit(free, bytes_a_token(model.backbone.config, dtype))
+    return budget if chunked else max(budget, model.max_tokens)
+
+
+def tokens_that_fit(free: int, bytes_a_token: int) -> int:
+    """A power of two of tokens that take no more than their share of so many free bytes; within bounds."""
+    budget = ON_A_GPU
+    while budget > _LEAST and budget * bytes_a_token > _SHARE * free:
+        budget //= 2
+    return budget
+
+
+def bytes_a_token(config: Any, dtype: torch.dtype) -> int:
+    """What a token takes at the widest place of a layer: what the feed-forward makes of it, twice, beside the
+    layer's input, queries, keys, values and output; and, once, its float32 row for pooling."""
+    text = config.get_text_config()
+    hidden = int(getattr(text, "hidden_size", 1024))
+    inner = int(getattr(text, "intermediate_size", 4 * hidden) or 4 * hidden)
+    return (6 * hidden + 2 * inner) * dtype.itemsize + 4 * hidden

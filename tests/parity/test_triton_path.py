@@ -1,0 +1,59 @@
+"""Whole engines on the kernels of the GPU path, interpreted on a CPU, against engines on plain torch."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from maxsimd.bench.datasets import docstring_pairs
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from tests.unit.interpreted import run_interpreted
+
+pytest.importorskip("triton")
+
+PLAIN = EngineConfig(dtype="float32", attention="torch", maxsim="torch", kernels="torch")
+TRITON = EngineConfig(dtype="float32", attention="triton", maxsim="triton")
+
+
+def compare_late_interaction(path: str) -> None:
+    """Without a cache, with one, and with one in int8, whose rows are scored as they are."""
+    documents = [pair.document[:150] for pair in docstring_pairs()[:8]]
+    for cache, precision in ((0, "auto"), (8, "float32"), (8, "int8")):
+        scores = {}
+        for name, config in (("plain", PLAIN), ("triton", TRITON)):
+            config = replace(config, model=path, cache_mb=cache, cache_precision=precision)
+            scores[name] = asyncio.run(_score_twice(config, documents))
+        np.testing.assert_allclose(
+            scores["triton"], scores["plain"], atol=1e-4 if precision != "int8" else 2e-3
+        )
+
+
+def compare_cross_encoder(path: str) -> None:
+    """A causal one: pairs share a beginning, and steps of 64 tokens cut it and them."""
+    documents = [pair.document[:200] for pair in docstring_pairs()[:5]]
+    scores = [
+        asyncio.run(_score_twice(replace(config, model=path, max_batch_tokens=64), documents))
+        for config in (PLAIN, TRITON)
+    ]
+    np.testing.assert_allclose(scores[1], scores[0], atol=1e-4)
+
+
+async def _score_twice(config: EngineConfig, documents: list[str]) -> list[float]:
+    async with Engine(config) as engine:
+        prepared = engine.on_device.prepared
+        assert prepared.attention == ("triton" if config.attention == "triton" else "grouped")
+        first = await engine.score("how is a file opened", documents, truncation=CUT_LONG)
+        again = await engine.score("how is a file opened", documents, truncation=CUT_LONG)
+        assert again.scores == pytest.approx(first.scores, abs=1e-5)
+        return first.scores
+
+
+def test_late_interaction(stanford_colbert: str) -> None:
+    run_interpreted(compare_late_interaction, stanford_colbert)
+
+
+def test_a_causal_cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from tests.checkpoints.cross_encoders import qwen3
+
+    run_interpreted(compare_cross_encoder, qwen3(tmp_path_factory.mktemp("qwen3")))

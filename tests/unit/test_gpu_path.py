@@ -1,0 +1,266 @@
+"""What surrounds the kernels on a GPU, with stand-ins for what only a GPU has."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers.base.modules import Dense, Normalize
+from transformers import BertConfig
+
+from maxsimd.engine import EngineConfig, ModelLoadError, warmup
+from maxsimd.engine.budget import bytes_a_token, tokens_that_fit
+from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
+from maxsimd.engine.packed import choice, graphs, varlen
+from maxsimd.engine.packed.attention import PackedAttention
+from maxsimd.engine.packed.graphs import GraphedRunner
+from maxsimd.engine.packed.grouped import GROUPED, attend_one_by_one
+from maxsimd.engine.packed.proof import prove, random_steps
+from maxsimd.engine.packed.runner import PackedRunner
+from maxsimd.pooling.dispatch import DispatchPooler
+from maxsimd.pooling.maxsim import cpu, maxsim_cpu, maxsim_reference
+from maxsimd.pooling.methods import METHODS
+from maxsimd.pooling.ragged import Ragged
+from maxsimd.scheduler import Chunk, Role, Sequence, Step
+from tests.checkpoints import cross_encoders
+from tests.unit.interpreted import run_interpreted
+from tests.unit.test_packed import RAGGED, plain_varlen
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["bert", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = getattr(cross_encoders, request.param)(tmp_path_factory.mktemp(request.param))
+    found = load_model(EngineConfig(model=path), CPU)
+    assert prove(found, CPU, replace(GROUPED, first_rows=None)).not_packed is None
+    return found
+
+
+@pytest.fixture
+def attention(monkeypatch: pytest.MonkeyPatch) -> PackedAttention:
+    """By torch's kernel for GPUs, with plain torch in its place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+    return varlen.with_libraries(CPU)["varlen"]
+
+
+def steps_of(lengths: list[list[int]], vocabulary: int) -> list[Step]:
+    random = np.random.default_rng(1)
+    steps = []
+    for number, of_step in enumerate(lengths):
+        chunks = []
+        for key, length in enumerate(of_step):
+            ids = random.integers(0, vocabulary, length).astype(np.int32)
+            chunks.append(Chunk(Sequence(key, 0, key, Role.TEXT, "all", ids), 0, length))
+        steps.append(Step(number, tuple(chunks)))
+    return steps
+
+
+def test_a_replayed_step_gives_what_it_gives_without_a_graph(
+    model: LoadedModel, attention: PackedAttention
+) -> None:
+    """Also after another step has been through the same graph."""
+    replayed = 0
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            nonlocal replayed
+            replayed += 1
+            run()
+
+        return replay
+
+    plain = PackedRunner(model, CPU, attention)
+    assert attention.tables is not None
+    graphed = GraphedRunner(plain, attention.tables, model.causal, CPU, capture)
+    steps = steps_of([[9, 30, 1], [20], [3, 3, 3, 3], [60, 4], [300, 300], [2] * 40], 100)
+    graphed.capture_all(steps[0])
+    for step in steps:
+        ours, cursor = graphed.forward(step)
+        exact, expected = plain.forward(step)
+        assert cursor.starts == expected.starts
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
+    assert replayed == 4, "a long step and one of many sequences are not replayed"
+    assert graphs.why_different(graphed, plain, steps) is None
+
+
+def test_hidden_states_of_a_replayed_step_are_not_those_of_the_next(
+    model: LoadedModel, attention: PackedAttention
+) -> None:
+    plain = PackedRunner(model, CPU, attention)
+    assert attention.tables is not None
+    graphed = GraphedRunner(plain, attention.tables, model.causal, CPU, lambda run: run)
+    first, second = steps_of([[9, 3], [4, 8]], 100)
+    graphed.capture_all(first)
+    hidden, _ = graphed.forward(first)
+    kept = hidden.clone()
+    graphed.forward(second)
+    assert torch.equal(hidden, kept)
+
+
+def test_a_graph_that_gives_something_else_is_found_out(
+    model: LoadedModel, attention: PackedAttention
+) -> None:
+    plain = PackedRunner(model, CPU, attention)
+    assert attention.tables is not None
+    # One that does nothing when it is replayed.
+    graphed = GraphedRunner(plain, attention.tables, model.causal, CPU, lambda run: lambda: None)
+    steps = random_steps(model)
+    graphed.capture_all(steps[0])
+    assert "differ by" in (graphs.why_different(graphed, plain, steps) or "")
+
+
+def test_attention_by_a_library_equals_plain_attention(
+    model: LoadedModel, attention: PackedAttention
+) -> None:
+    assert choice.why_wrong(attention, model, CPU, torch.float32) is None
+
+
+def test_attention_that_is_wrong_or_fails_is_passed_over(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def doubled(*arguments: Any) -> torch.Tensor:
+        return 2 * attend_one_by_one(*arguments)
+
+    def failing(*arguments: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available")
+
+    right = replace(GROUPED, everywhere=attend_one_by_one, arrangement=RAGGED)
+    candidates = {
+        "wrong": lambda: replace(right, everywhere=doubled),
+        "broken": lambda: replace(right, everywhere=failing),
+        "right": lambda: right,
+    }
+    monkeypatch.setattr(choice, "candidates", lambda device, dtype: candidates)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.Tensor, "to", _to_cpu_instead(torch.Tensor.to))
+    with caplog.at_level(logging.WARNING, logger="maxsimd"):
+        assert choice.choose_attention("auto", model, gpu, torch.float32, False) is right
+    assert "by wrong is not used: it differs" in caplog.text
+    assert "by broken is not used: it failed: no kernel image" in caplog.text
+    del candidates["right"]
+    assert choice.choose_attention("auto", model, gpu, torch.float32, False) is GROUPED
+
+
+def _to_cpu_instead(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda tensor, *arguments: to(
+        tensor, *(CPU if isinstance(argument, torch.device) else argument for argument in arguments)
+    )
+
+
+@pytest.mark.parametrize("name", ["varlen", "flash", "triton"])
+def test_an_attention_that_cannot_run_is_refused_by_name(model: LoadedModel, name: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"by {name} cannot run on this cpu in float32"):
+        choice.choose_attention(name, model, CPU, torch.float32, False)
+
+
+def test_flash_attention_is_called_as_it_is_documented(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flash(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: Any, softmax_scale: float, causal: bool,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        assert causal == (window_size[1] == 0)
+        grouped = q.shape[1] != k.shape[1]
+        return plain_varlen(
+            q,
+            k,
+            v,
+            *offsets,
+            scale=softmax_scale,
+            window_size=window_size,
+            enable_gqa=grouped,
+            seqused_k=None,
+        )
+
+    class Package:
+        flash_attn_varlen_func = staticmethod(flash)
+
+    monkeypatch.setattr("importlib.import_module", lambda name: Package)
+    assert choice.why_wrong(varlen.with_libraries(CPU)["flash"], model, CPU, torch.float32) is None
+
+
+def test_a_maxsim_that_is_wrong_or_fails_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    def halved(*arguments: Any) -> torch.Tensor:
+        return maxsim_reference(*arguments) / 2
+
+    with caplog.at_level(logging.WARNING, logger="maxsimd"):
+        assert warmup.checked_maxsim("triton", halved, 16, CPU, torch.bfloat16)[0] == "cpu"
+    assert "MaxSim by triton is not used: its scores differ" in caplog.text
+    assert warmup.checked_maxsim("other", maxsim_cpu, 16, CPU, torch.float32) == ("other", maxsim_cpu)
+
+
+def test_a_model_is_warmed_up_by_what_it_will_run(model: LoadedModel) -> None:
+    pooler = DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()})
+    warmup.warm_up(model, PackedRunner(model, CPU, GROUPED), pooler)
+    assert pooler.held == 0
+
+
+def test_maxima_on_a_device_equal_those_on_the_cpu() -> None:
+    """Plain torch is the way of a GPU without Triton."""
+    blocks = np.array([2, 1, 4])
+    similarities = torch.randn(7, 5)
+    expected = torch.stack([part.amax(dim=0) for part in similarities.split(blocks.tolist())])
+    assert torch.equal(cpu.maxima_by_torch(similarities, blocks), expected)
+
+
+def _heads() -> list[tuple[Any, bool]]:
+    """Heads of 24 inputs, and whether one kernel can take their place."""
+    identity, norm = torch.nn.Identity(), Normalize(module_input_name="x")
+
+    def dense(**options: Any) -> Dense:
+        torch.manual_seed(0)
+        return Dense(24, 32, **{"activation_function": identity, "module_input_name": "x", **options})
+
+    whole = ModuleHead([dense(bias=False), norm], "x")
+    return [
+        (whole, True),
+        (ModuleHead([dense()], "x"), True),
+        (FirstColumns(ModuleHead([dense(), norm], "x"), 20, True), True),
+        (FirstColumns(ModuleHead([dense()], "x"), 20, False), True),
+        (FirstColumns(whole, 20, False), False),
+        (ModuleHead([norm], "x"), False),
+        (ModuleHead([dense(activation_function=torch.nn.Tanh()), norm], "x"), False),
+        (ModuleHead([dense(use_residual=True), norm], "x"), False),
+        (ModuleHead([dense(), norm, norm], "x"), False),
+    ]
+
+
+def check_fused_heads() -> None:
+    from maxsimd.engine.fused_head import FusedProjection, fused
+
+    hidden, rows = torch.randn(30, 24), np.array([0, 3, 29, 3])
+    for head, possible in _heads():
+        ours = fused(head, torch.float32, torch.float32)
+        assert isinstance(ours, FusedProjection) == possible, str(head)
+        if isinstance(ours, FusedProjection):
+            exact = head(hidden[rows]).detach()
+            torch.testing.assert_close(ours.gather(hidden, rows), exact, atol=1e-5, rtol=1e-5)
+            assert str(ours) == str(head)
+
+
+def test_a_fused_head_equals_the_one_it_stands_for() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(check_fused_heads)
+
+
+def test_rows_with_scales_are_decoded() -> None:
+    rows = Ragged(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8), (0, 1, 2), torch.tensor([0.5, 2.0]))
+    assert rows.decoded(torch.float32).values.tolist() == [[0.5, 1.0], [6.0, 8.0]]
+    assert rows.decoded(torch.bfloat16).scales is None
+
+
+def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
+    gib = 1 << 30
+    config = BertConfig(hidden_size=1024, intermediate_size=4096)
+    of_a_token = bytes_a_token(config, torch.bfloat16)
+    assert of_a_token == (6 * 1024 + 2 * 4096) * 2 + 4 * 1024
+    assert tokens_that_fit(100 * gib, of_a_token) == 16_384
+    # 32 KiB a token, of half of 256 MiB.
+    assert tokens_that_fit(gib // 4, of_a_token) == 4_096
+    assert tokens_that_fit(0, of_a_token) == 1_024
