@@ -5,13 +5,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PORT ?= 8000
 
-.PHONY: serve test lint bench clean
+# An environment with a CUDA build of torch, where maxsimd and its extra `dev` are installed.
+GPU_PYTHON ?= python3
+
+.PHONY: serve test test-gpu lint bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+test-gpu:
+	$(GPU_PYTHON) -m pytest tests/gpu
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -20,6 +26,10 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.demo
 	$(BIN)/maxsimd bench engine --dataset docstrings --num-requests 100
+
+bench-gpu:
+	$(GPU_PYTHON) -m maxsimd.api.cli bench kernels --json bench/results/kernels-gpu.json
+	$(GPU_PYTHON) -m maxsimd.api.cli bench gpu --json bench/results/serving-gpu.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -11,6 +11,7 @@ import click
 
 from maxsimd.api.options import config_from, options_from
 from maxsimd.bench.datasets import Request, docstring_requests, random_requests
+from maxsimd.bench.gpu.command import bench_gpu, bench_kernels
 from maxsimd.bench.peers.command import bench_peers
 from maxsimd.bench.report import Report, publish
 from maxsimd.engine.config import EngineConfig
@@ -173,4 +174,5 @@ def bench_plots(folder: str) -> None:
         click.echo(f"wrote {path}")
 
 
-bench.add_command(bench_peers)
+for command in (bench_peers, bench_gpu, bench_kernels):
+    bench.add_command(command)

@@ -1,0 +1,109 @@
+"""Whole servers under load, with random weights of jina-colbert-v2's shape."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxsimd.bench.datasets import random_requests
+from maxsimd.bench.load import drive
+from maxsimd.bench.peers.systems import maxsimd
+from maxsimd.engine.checkpoint.embedded import embedded_model_path
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of an XLM-RoBERTa with a projection."""
+
+    layers: int = 24
+    hidden: int = 1024
+    heads: int = 16
+    vocabulary: int = 250_002
+    dim: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`requests` of `documents`, so many at a time; a pair has `input_len` tokens, give or take a share."""
+
+    name: str
+    requests: int
+    documents: int
+    input_len: int
+    range_ratio: float
+    concurrency: int
+
+
+# Those that others publish figures of. Every query is encoded anew; ours has no cache for queries.
+WORKLOADS = (
+    Workload("2,000 requests of one document, 64 at a time, 2,048 tokens", 2000, 1, 2048, 0.5, 64),
+    Workload("1,000 documents of 256 tokens a request, 64 at a time", 128, 1000, 512, 0.0, 64),
+    Workload("10,000 documents of 128 tokens, one request at a time", 8, 10_000, 256, 0.0, 1),
+)
+
+
+def save_colbert(folder: Path, shape: Shape) -> str:
+    """Saves a multi-vector model of a shape as sentence-transformers does, with MiniLM's tokeniser."""
+    import torch
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from transformers import AutoTokenizer, XLMRobertaConfig, XLMRobertaModel
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model_path(), model_max_length=8192)
+    config = XLMRobertaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.hidden,
+        max_position_embeddings=8194,
+        pad_token_id=tokenizer.pad_token_id,
+        type_vocab_size=1,
+    )
+    backbone = folder / "backbone"
+    XLMRobertaModel(config, add_pooling_layer=False).bfloat16().save_pretrained(backbone)
+    tokenizer.save_pretrained(backbone)
+    identity = torch.nn.Identity()
+    projection = Dense(shape.hidden, shape.dim, False, identity, module_input_name="token_embeddings")
+    modules = [Transformer(str(backbone)), projection, Normalize(module_input_name="token_embeddings")]
+    MultiVectorEncoder(modules=modules, device="cpu").save_pretrained(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+async def measure_serving(
+    checkpoint: str, device: str, workloads: tuple[Workload, ...] = WORKLOADS
+) -> dict[str, Figures]:
+    """What a server of its own does under each workload, every document encoded."""
+    options = ("--device", device, "--max-body-mb", "512")
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with maxsimd("maxsimd", *options).run(checkpoint, Path(folder, "log")) as running:
+            for number, workload in enumerate(workloads):
+                warm = random_requests(4, min(8, workload.documents), workload.input_len, 0.5, False, seed=99)
+                await drive(running.send, warm, 4, None, 0)
+                requests = random_requests(
+                    workload.requests,
+                    workload.documents,
+                    workload.input_len,
+                    workload.range_ratio,
+                    False,
+                    number,
+                )
+                duration, outcomes = await drive(running.send, requests, workload.concurrency, None, 0)
+                failed = [outcome.error for outcome in outcomes if outcome.error]
+                if failed:
+                    raise RuntimeError(f"a request failed: {failed[0]}")
+                p50, p99 = np.percentile([outcome.seconds * 1e3 for outcome in outcomes], (50, 99))
+                figures[workload.name] = {
+                    "requests_per_s": round(len(outcomes) / duration, 3),
+                    "documents_per_s": round(sum(outcome.documents for outcome in outcomes) / duration, 1),
+                    "tokens_per_s": round(sum(outcome.tokens for outcome in outcomes) / duration),
+                    "latency_median_ms": round(float(p50), 1),
+                    "latency_p99_ms": round(float(p99), 1),
+                }
+    return figures

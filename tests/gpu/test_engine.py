@@ -1,0 +1,98 @@
+"""Whole engines on a GPU: the scores of the CPU, and no waiting within a step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from maxsimd.engine.packed.graphs import GraphedRunner
+from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.parity.families import FAMILIES, Family
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: f"{family.kind}: {family.name}")
+def family(request: pytest.FixtureRequest) -> Family:
+    found: Family = request.param
+    return found
+
+
+async def _score(config: EngineConfig, pairs: list[Pair]) -> np.ndarray:
+    queries, documents = [pair.query for pair in pairs], [pair.document for pair in pairs]
+    async with Engine(config) as engine:
+        return np.array((await engine.score(queries, documents, truncation=CUT_LONG)).scores)
+
+
+async def test_scores_equal_those_of_the_cpu(family: Family, tmp_path: Path, pairs: list[Pair]) -> None:
+    config = EngineConfig(model=family.build(tmp_path / "model"), **family.settings)  # type: ignore[arg-type]
+    exact = await _score(replace(config, device="cpu", dtype="float32"), pairs[:60])
+    ours = await _score(replace(config, device="cuda", dtype="float32"), pairs[:60])
+    np.testing.assert_allclose(ours, exact, atol=1e-3 * max(1.0, np.abs(exact).max()), rtol=0)
+    rounded = await _score(replace(config, device="cuda", dtype="bfloat16"), pairs[:60])
+    assert spearmanr(exact, rounded).statistic >= 0.99
+
+
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    """What makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("late", {}),
+        ("late", {"cache_mb": 0}),
+        ("late", {"cache_precision": "int8"}),
+        ("late", {"maxsim": "cpu"}),
+        ("cross", {}),
+        ("cross", {"attention": "triton"}),
+        ("causal", {"max_batch_tokens": 512}),
+        ("bi", {}),
+    ],
+)
+async def test_no_step_waits_for_the_device(
+    kind: str, settings: dict[str, object], tmp_path: Path, pairs: list[Pair]
+) -> None:
+    builders = {
+        "late": late_interaction.stanford,
+        "cross": cross_encoders.bert,
+        "causal": cross_encoders.qwen3,
+        "bi": bi_encoders.bge,
+    }
+    config = EngineConfig(model=builders[kind](tmp_path / "model"), device="cuda", **settings)  # type: ignore[arg-type]
+    documents = [pair.document for pair in pairs[:50]]
+    async with Engine(config) as engine:
+        await engine.score("warm up", documents[:3], truncation=CUT_LONG)
+        with nobody_waits():
+            first = await engine.score(pairs[0].query, documents, truncation=CUT_LONG)
+            again = await engine.score(pairs[0].query, documents, truncation=CUT_LONG)
+    assert again.scores == pytest.approx(first.scores, abs=2e-2)
+
+
+async def test_small_steps_are_replayed_and_score_the_same(tmp_path: Path, pairs: list[Pair]) -> None:
+    config = EngineConfig(model=cross_encoders.bert(tmp_path / "model"), device="cuda")
+    async with Engine(config) as engine, Engine(replace(config, cuda_graphs="off")) as plain:
+        assert isinstance(engine.on_device.prepared.runner, GraphedRunner)
+        for pair in pairs[:20]:
+            ours, exact = (
+                (await each.score(pair.query, pair.document, truncation=CUT_LONG)).scores
+                for each in (engine, plain)
+            )
+            assert ours == pytest.approx(exact, abs=2e-2)
+
+
+async def test_a_gpu_without_triton_scores_the_same(tmp_path: Path, pairs: list[Pair]) -> None:
+    config = EngineConfig(model=late_interaction.stanford(tmp_path / "model"), device="cuda", dtype="float32")
+    ours = await _score(replace(config, maxsim="cpu", attention="torch"), pairs[:40])
+    np.testing.assert_allclose(ours, await _score(config, pairs[:40]), atol=1e-3)

@@ -1,0 +1,42 @@
+"""Every kernel on a GPU, against plain torch on the CPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.packed import choice
+from maxsimd.pooling.maxsim import maxsim_cpu, maxsim_reference
+from tests.checkpoints import cross_encoders
+from tests.unit.kernel_checks import CHECKS, on
+from tests.unit.test_maxsim import random_ragged
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_kernel_equals_plain_torch(check: Callable[[str], None]) -> None:
+    check("cuda")
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+@pytest.mark.parametrize("name", ["varlen", "flash", "triton"])
+def test_attention_equals_plain_attention(
+    family: str, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also with a window, grouped heads, chunks and prefixes, as the family has them."""
+    path = getattr(cross_encoders, family)(tmp_path_factory.mktemp(family))
+    device = torch.device("cuda")
+    candidates = choice.candidates(device, torch.bfloat16)
+    if name not in candidates:
+        pytest.skip(f"{name} is not here")
+    model = load_model(EngineConfig(model=path), device)
+    assert choice.why_wrong(candidates[name](), model, device, torch.bfloat16) is None
+
+
+def test_maxsim_in_plain_torch_equals_the_reference() -> None:
+    """The way of a GPU without Triton."""
+    queries, documents = random_ragged([5, 33], 64, 1), random_ragged([70, 0, 1, 300], 64, 2)
+    pairs = [(q, d) for q in range(2) for d in range(4)]
+    ours = maxsim_cpu(on(queries, "cuda"), on(documents, "cuda"), pairs)
+    torch.testing.assert_close(ours.cpu(), maxsim_reference(queries, documents, pairs), atol=1e-4, rtol=1e-4)
