@@ -1,6 +1,5 @@
 """Cross-encoders score as sentence-transformers' CrossEncoder.predict does."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from sentence_transformers.base.modules import Transformer
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
+from maxsimd.engine.packed import choice
 
 CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder"]
 
@@ -108,8 +108,7 @@ async def test_with_a_broken_attention_the_engine_runs_padded_and_right(
     def leaky(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
 
-    prepare = sys.modules["maxsimd.engine.packed.prepare"]
-    monkeypatch.setattr(prepare, "GROUPED", replace(prepare.GROUPED, everywhere=leaky))
+    monkeypatch.setattr(choice, "GROUPED", replace(choice.GROUPED, everywhere=leaky))
     async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
         assert "differ" in (engine.on_device.prepared.not_packed or "")
         result = await engine.score(
