@@ -98,8 +98,8 @@ def bench_serve(url: str, api_key: str | None, **values: Any) -> None:
 
 
 @bench.command("allpool")
-@click.option("--sequences", type=int, default=64, show_default=True)
-@click.option("--tokens", type=int, default=128, show_default=True, help="Mean tokens a sequence.")
+@click.option("--sequences", type=int, default=256, show_default=True)
+@click.option("--tokens", type=int, default=8, show_default=True, help="Mean tokens a sequence.")
 @click.option("--hidden", type=int, default=384, show_default=True)
 @click.option("--rounds", type=int, default=50, show_default=True)
 def bench_allpool(sequences: int, tokens: int, hidden: int, rounds: int) -> None:

@@ -18,6 +18,9 @@ from maxsimd.scheduler import Sequence
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
+# Rows that a head is applied to at a time on a CPU.
+TILE = 1024
+
 
 class GatheringHead(ABC):
     """A head that can take rows from where they lie."""
@@ -61,7 +64,8 @@ class PoolingMethod(ABC):
 class AllPool(PoolingMethod):
     """Every kept token's row, already projected: [tokens, dim] a sequence.
 
-    The head is applied once to the whole step's rows; the chunks of one sequence are kept projected.
+    The head is applied to the whole step's rows, on a CPU so many at a time that they stay in its cache; the
+    chunks of one sequence are kept projected.
     """
 
     def __init__(self, head: Head) -> None:
@@ -70,10 +74,7 @@ class AllPool(PoolingMethod):
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
         rows, lengths = cursor.kept_rows()
-        if isinstance(self.head, GatheringHead):
-            projected = Ragged.from_lengths(self.head.gather(hidden, rows), lengths)
-        else:
-            projected = Ragged.from_lengths(self.head(take_rows(hidden, rows)), lengths)
+        projected = Ragged.from_lengths(self._project(hidden, rows), lengths)
         if all(chunk.is_whole for chunk in cursor.chunks):
             return projected
         finished = []
@@ -88,6 +89,15 @@ class AllPool(PoolingMethod):
                 earlier = self._chunks[key]
                 finished.append(torch.cat([earlier[start] for start in sorted(earlier)] + [part]))
         return Ragged.from_items(finished) if finished else Ragged(projected.values[:0], (0,))
+
+    def _project(self, hidden: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+        if isinstance(self.head, GatheringHead):
+            return self.head.gather(hidden, rows)
+        if hidden.device.type != "cpu" or len(rows) <= TILE:
+            return self.head(take_rows(hidden, rows))
+        return torch.cat(
+            [self.head(take_rows(hidden, rows[first : first + TILE])) for first in range(0, len(rows), TILE)]
+        )
 
     def free(self, key: int) -> None:
         self._chunks.pop(key, None)

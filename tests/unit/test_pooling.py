@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maxsimd.pooling import methods
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
@@ -66,6 +67,12 @@ def cut_sequences(draw: st.DrawFn) -> tuple[list[Sequence], list[list[Chunk]]]:
             steps[step].append(Chunk(sequence, start, stop))
             step += draw(st.integers(1, 2))
     return sequences, [step for step in steps if step]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that these few rows are more than one."""
+    monkeypatch.setattr(methods, "TILE", 3)
 
 
 @given(cut_sequences(), st.integers(0, 3), st.booleans())
