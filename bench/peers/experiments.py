@@ -1,5 +1,6 @@
 """What is measured: in each round every system has its turn, and ratios are taken round by round."""
 
+import asyncio
 import statistics
 import tempfile
 from contextlib import AsyncExitStack
@@ -12,6 +13,9 @@ import numpy as np
 from maxsimd.bench.datasets import Request, docstring_requests, paired_request
 from maxsimd.bench.load import Send, drive
 from maxsimd.bench.peers.systems import System
+
+# Before each turn: threads of the system before spin for a while when there is nothing left to compute.
+_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Contest:
         for number in range(rounds + 1):
             requests = load.make(seed=number)
             for name in names:
+                await asyncio.sleep(_PAUSE_SECONDS)
                 turn = await _turn(self._senders[name], requests, load.concurrency)
                 if number:
                     turns[name].append(turn)
