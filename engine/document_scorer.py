@@ -57,7 +57,7 @@ class DocumentScorer:
         self._similarity = similarity
         self._maxsim = maxsim
         self._takes_int8 = takes_int8 and similarity in TOKEN_SIMILARITIES
-        self._device = device
+        self.device = device
         self._dtype = dtype
         self._cache = cache
         self._queries = QueryRegistry()
@@ -146,9 +146,9 @@ class DocumentScorer:
         rows = Ragged.from_items([entry.rows for entry in entries])
         scales = [entry.scales for entry in entries if entry.scales is not None]
         return Ragged(
-            to_device(rows.values, self._device),
+            to_device(rows.values, self.device),
             rows.offsets,
-            to_device(torch.cat(scales), self._device) if scales else None,
+            to_device(torch.cat(scales), self.device) if scales else None,
         )
 
     def _complete(self, pooled: Pooled) -> tuple[list[Sequence], Ragged]:

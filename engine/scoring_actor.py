@@ -77,7 +77,7 @@ class ScoringActor(Actor[ScoringMessage]):
             )
         arriving = self._scorer.settle()
         host = to_host(flat)
-        if flat.device.type == "cpu":
+        if self._scorer.device.type == "cpu":
             self._scorer.keep(arriving)
             self._report(message, outputs, failures, host)
             return
@@ -112,12 +112,11 @@ class ScoringActor(Actor[ScoringMessage]):
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(None, arrived.synchronize)
+            self._scorer.keep(arriving)
         except Exception as error:
             reason = f"the device failed: {error}"
             failures += [Failure(chunk.sequence.request, reason) for chunk in message.step.chunks]
             outputs = []
-        else:
-            self._scorer.keep(arriving)
         self._report(message, outputs, failures, host)
 
     def _report(

@@ -43,7 +43,9 @@ class Ragged:
         """The same in a precision that can be computed with, without scales."""
         if self.scales is None:
             return Ragged(self.values.to(dtype), self.offsets)
-        decoded = torch.empty(self.values.shape, dtype=dtype, device=self.values.device)
+        if self.values.device.type != "cpu":
+            return Ragged((self.values * self.scales[:, None]).to(dtype), self.offsets)
+        decoded = torch.empty(self.values.shape, dtype=dtype)
         for first in range(0, len(decoded), _DECODED_TOGETHER):
             rows = slice(first, first + _DECODED_TOGETHER)
             decoded[rows] = self.values[rows] * self.scales[rows, None]
