@@ -29,6 +29,7 @@ bench: $(VENV)/.demo
 
 bench-gpu:
 	$(GPU_PYTHON) -m maxsimd.api.cli bench kernels --json bench/results/kernels-gpu.json
+	$(GPU_PYTHON) -m maxsimd.api.cli bench allpool
 	$(GPU_PYTHON) -m maxsimd.api.cli bench gpu --json bench/results/serving-gpu.json
 
 clean:

@@ -1,21 +1,21 @@
 """All-token pooling as a method: one slice and one split a step, against slicing sequence by sequence."""
 
 import random
-import statistics
-import time
-from collections.abc import Callable
 
 import click
 import numpy as np
 import torch
 
+from maxsimd.bench.timing import medians
+from maxsimd.engine.packed import choose_device
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.methods import AllPool
 from maxsimd.scheduler import Chunk, Role, Sequence
 
 
-def measure_allpool(sequences: int, tokens: int, hidden: int, rounds: int) -> None:
+def measure_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> None:
     """Prints the medians of both ways over the same step, with a projection to 128 and normalisation."""
+    place = choose_device(device)
     draw = random.Random(0)
     lengths = [draw.randint(max(1, tokens // 2), tokens * 3 // 2) for _ in range(sequences)]
     chunks = tuple(
@@ -24,8 +24,8 @@ def measure_allpool(sequences: int, tokens: int, hidden: int, rounds: int) -> No
     )
     starts = tuple(int(start) for start in np.cumsum([0, *lengths[:-1]]))
     cursor = PoolingCursor(chunks, starts)
-    states = torch.randn(sum(lengths), hidden).bfloat16()
-    projection = torch.nn.Linear(hidden, 128, bias=False)
+    states = torch.randn(sum(lengths), hidden).bfloat16().to(place)
+    projection = torch.nn.Linear(hidden, 128, bias=False).to(place)
 
     def head(rows: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize(projection(rows), dim=-1)
@@ -44,18 +44,8 @@ def measure_allpool(sequences: int, tokens: int, hidden: int, rounds: int) -> No
     with torch.inference_mode():
         for ours, plain in zip(together(), one_by_one(), strict=True):
             torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
-        a, b = _medians(together, one_by_one, rounds)
-    click.echo(f"{sequences} sequences, {sum(lengths)} tokens, hidden {hidden} -> 128")
+        seconds = medians({"together": together, "apart": one_by_one}, place, rounds)
+    a, b = seconds["together"], seconds["apart"]
+    click.echo(f"{sequences} sequences, {sum(lengths)} tokens, hidden {hidden} -> 128, on {place}")
     click.echo(f"  one slice and one split   {a * 1e3:8.3f} ms")
     click.echo(f"  sequence by sequence      {b * 1e3:8.3f} ms   {b / a:.2f} times as long")
-
-
-def _medians(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Median seconds of both, run in turns."""
-    taken: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
-        for times, run in zip(taken, (first, second), strict=True):
-            started = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - started)
-    return statistics.median(taken[0]), statistics.median(taken[1])

@@ -14,6 +14,7 @@ from maxsimd.bench.datasets import Request, docstring_requests, random_requests
 from maxsimd.bench.gpu.command import bench_gpu, bench_kernels
 from maxsimd.bench.peers.command import bench_peers
 from maxsimd.bench.report import Report, publish
+from maxsimd.bench.running import run_and_clean_up
 from maxsimd.engine.config import EngineConfig
 
 
@@ -101,12 +102,13 @@ def bench_serve(url: str, api_key: str | None, **values: Any) -> None:
 @click.option("--sequences", type=int, default=256, show_default=True)
 @click.option("--tokens", type=int, default=8, show_default=True, help="Mean tokens a sequence.")
 @click.option("--hidden", type=int, default=384, show_default=True)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--rounds", type=int, default=50, show_default=True)
-def bench_allpool(sequences: int, tokens: int, hidden: int, rounds: int) -> None:
+def bench_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> None:
     """All-token pooling with one slice and one split a step, against slicing sequence by sequence."""
     from maxsimd.bench.allpool import measure_allpool
 
-    measure_allpool(sequences, tokens, hidden, rounds)
+    measure_allpool(sequences, tokens, hidden, device, rounds)
 
 
 @bench.command("cache")
@@ -135,7 +137,7 @@ def bench_scaling(model: str | None, clients: int, rounds: int, json_file: str |
     """A server of its own: event-loop lag under many clients, and 10 to 10,000 documents a request."""
     from maxsimd.bench.scaling import measure_scaling
 
-    figures = asyncio.run(measure_scaling(model, clients, rounds))
+    figures = run_and_clean_up(measure_scaling(model, clients, rounds))
     publish({"clients": clients, "rounds": rounds}, figures, json_file)
 
 

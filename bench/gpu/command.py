@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from maxsimd.bench.report import publish
+from maxsimd.bench.running import run_and_clean_up
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ def bench_gpu(only: tuple[str, ...], json_file: str | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_colbert(Path(folder), Shape())
         if "serving" in wanted:
-            figures.update(asyncio.run(measure_serving(checkpoint, "cuda")))
+            figures.update(run_and_clean_up(measure_serving(checkpoint, "cuda")))
         if "trace" in wanted:
             shorter = replace(WORKLOADS[0], requests=400)
             config = EngineConfig(model=checkpoint, device="cuda")

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from maxsimd.bench.gpu.timing import Run, copy_bandwidth, medians, product_peak
+from maxsimd.bench.gpu.limits import copy_bandwidth, product_peak
+from maxsimd.bench.timing import Run, medians
 from maxsimd.engine.packed.layout import Group, Layout
 from maxsimd.kernels import gpu
 from maxsimd.pooling.ragged import Ragged
@@ -108,18 +109,22 @@ def _maxsim_contenders(shape: MaxSimShape, device: torch.device) -> tuple[dict[s
         return similarity.masked_fill_(hidden[:, :, None], -torch.inf).amax(dim=1).float().sum(dim=1)
 
     contenders: dict[str, Run] = {"padded torch": plain}
+    # What the kernels are told lies on the device, as for theirs.
+    offsets, one = (
+        torch.tensor(bounds, dtype=torch.int32, device=device)
+        for bounds in (documents.offsets, (0, shape.query))
+    )
     if gpu.runs_on(device):
-        from maxsimd.pooling.maxsim.triton import maxsim_triton
+        from maxsimd.kernels.gpu.maxsim import maxsim
 
-        pairs = [(0, i) for i in range(shape.documents)]
-        queries = Ragged(query, (0, shape.query))
-        contenders[OURS] = lambda: maxsim_triton(queries, documents, pairs)
+        first, every = torch.zeros_like(offsets[:-1]), torch.arange(shape.documents, device=device).int()
+        contenders[OURS] = lambda: maxsim(
+            query, rows, None, one, offsets, first, every, shape.query, max(lengths), -1e9
+        )
     if device.type == "cuda":
-        offsets = torch.tensor(documents.offsets, dtype=torch.int32, device=device)
         if (flash := _package("flash_maxsim")) is not None:
             contenders["flash-maxsim"] = lambda: flash.flash_maxsim_packed(query, rows, offsets, max(lengths))
         if (late := _package("late_interaction_kernels")) is not None:
-            one = torch.tensor([0, shape.query], dtype=torch.int32, device=device)
             contenders["late-interaction-kernels"] = lambda: late.maxsim_varlen(
                 query, rows, one, offsets, shape.query, max(lengths)
             )

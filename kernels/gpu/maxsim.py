@@ -23,17 +23,28 @@ class Tiles:
     warps: int
 
 
-# By the major number of the compute capability. A tile of each operand must fit into shared memory with room
-# for the next: in bfloat16 these take 2 x 24, 2 x 40 and 2 x 40 KiB.
-TILES = {8: Tiles(32, 64, 128, 4), 9: Tiles(32, 128, 128, 4), 10: Tiles(32, 128, 128, 4)}
-_OTHER_TILES = Tiles(32, 32, 64, 4)
+# By the major number of the compute capability: for queries of at most as many tokens as the first has, and
+# for longer ones. Dimensions are numbers of 16 bits; what is loaded must fit into shared memory several
+# times.
+TILES = {
+    8: (Tiles(32, 64, 128, 4), Tiles(64, 64, 128, 4)),
+    9: (Tiles(32, 128, 128, 4), Tiles(128, 128, 128, 8)),
+    10: (Tiles(32, 128, 128, 4), Tiles(128, 128, 128, 8)),
+}
+_OTHER_TILES = (Tiles(32, 32, 64, 4), Tiles(32, 32, 64, 4))
 
 LARGEST_PARTS = 64
-
 
 # What differs from launch to launch must not be compiled for anew.
 _VARYING = ("longest_query", "parts")
 _OFFSETS = ("query_offsets", "document_offsets", "pair_queries", "pair_documents")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_similarity(similarity, q, d, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if SCALED:  # int8, of which every precision has all values
+        d = d.to(tl.float32).to(q.dtype)
+    return add_product(similarity, q, tl.trans(d))
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]
@@ -50,12 +61,17 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     longest_query,
     parts,
     SCALED: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Program (pair, part): the best similarity of each query token in one of the parts of a document."""
-    pair = tl.program_id(0)
+    """Program (pair and query tile, part): the best similarity of each token of a tile of the query in one of
+    the parts of a document. Neighbours read the same document. All dimensions are one tile where `WHOLE`;
+    then documents are the innermost loop, whose loads are on their way ahead of time."""
+    query_tiles = tl.cdiv(longest_query, BLOCK_Q)
+    pair = tl.program_id(0) // query_tiles
+    query_tile = tl.program_id(0) % query_tiles
     part = tl.program_id(1)
     query = tl.load(pair_queries + pair)
     document = tl.load(pair_documents + pair)
@@ -68,37 +84,38 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     part_start = document_start + part * tiles * BLOCK_D
     part_stop = tl.minimum(part_start + tiles * BLOCK_D, document_stop)
 
-    out = best_of_part + (pair.to(tl.int64) * parts + part) * longest_query
+    place = query_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    in_query = query_start + place < query_stop
     columns = tl.arange(0, BLOCK_DIM)
-    for query_tile in range(query_start, query_stop, BLOCK_Q):
-        query_rows = query_tile + tl.arange(0, BLOCK_Q)
-        in_query = query_rows < query_stop
-        best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-        for document_tile in range(part_start, part_stop, BLOCK_D):
-            document_rows = document_tile + tl.arange(0, BLOCK_D)
-            in_document = document_rows < part_stop
-            similarity = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    query_rows = queries + (query_start + place)[:, None].to(tl.int64) * dim
+    best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    if WHOLE:
+        of_query = in_query[:, None] & (columns < dim)[None, :]
+        q = tl.load(query_rows + columns[None, :], mask=of_query, other=0.0)  # [BLOCK_Q, BLOCK_DIM]
+    if query_start + query_tile * BLOCK_Q >= query_stop:
+        part_stop = part_start
+    for document_tile in range(part_start, part_stop, BLOCK_D):
+        document_token = document_tile + tl.arange(0, BLOCK_D)
+        in_document = document_token < part_stop
+        document_rows = documents + document_token[:, None].to(tl.int64) * dim
+        similarity = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+        if WHOLE:
+            of_document = in_document[:, None] & (columns < dim)[None, :]
+            d = tl.load(document_rows + columns[None, :], mask=of_document, other=0)  # [BLOCK_D, BLOCK_DIM]
+            similarity = _add_similarity(similarity, q, d, SCALED)
+        else:
             for first in range(0, dim, BLOCK_DIM):
-                in_dim = first + columns < dim
-                q = tl.load(
-                    queries + query_rows[:, None].to(tl.int64) * dim + (first + columns)[None, :],
-                    mask=in_query[:, None] & in_dim[None, :],
-                    other=0.0,
-                )  # [BLOCK_Q, BLOCK_DIM]
-                d = tl.load(
-                    documents + document_rows[:, None].to(tl.int64) * dim + (first + columns)[None, :],
-                    mask=in_document[:, None] & in_dim[None, :],
-                    other=0,
-                )  # [BLOCK_D, BLOCK_DIM]
-                if SCALED:  # int8, of which every precision has all values
-                    d = d.to(tl.float32).to(q.dtype)
-                similarity = add_product(similarity, q, tl.trans(d))
-            if SCALED:
-                scale = tl.load(scales + document_rows, mask=in_document, other=0.0)
-                similarity = similarity * scale[None, :]
-            similarity = tl.where(in_document[None, :], similarity, float("-inf"))
-            best = tl.maximum(best, tl.max(similarity, axis=1))
-        tl.store(out + (query_rows - query_start), best, mask=in_query)
+                here = first + columns[None, :]
+                q = tl.load(query_rows + here, mask=in_query[:, None] & (here < dim), other=0.0)
+                d = tl.load(document_rows + here, mask=in_document[:, None] & (here < dim), other=0)
+                similarity = _add_similarity(similarity, q, d, SCALED)
+        if SCALED:
+            scale = tl.load(scales + document_token, mask=in_document, other=0.0)
+            similarity = similarity * scale[None, :]
+        similarity = tl.where(in_document[None, :], similarity, float("-inf"))
+        best = tl.maximum(best, tl.max(similarity, axis=1))
+    out = best_of_part + (pair.to(tl.int64) * parts + part) * longest_query
+    tl.store(out + place, best, mask=in_query)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]
@@ -155,12 +172,13 @@ def maxsim(
     scores = torch.empty(pairs, dtype=torch.float32, device=device)
     if pairs == 0:
         return scores
-    tiles = tiles_for(device, dim)
+    tiles = tiles_for(device, dim, queries.itemsize, longest_query)
+    query_tiles = triton.cdiv(longest_query, tiles.query)
     if parts is None:
-        parts = parts_to_fill(multiprocessors(device), pairs, longest_document, tiles)
+        parts = parts_to_fill(multiprocessors(device), pairs * query_tiles, longest_document, tiles)
     best = torch.empty(pairs, parts, longest_query, dtype=torch.float32, device=device)
     documents = documents.contiguous()
-    maxsim_kernel[(pairs, parts)](
+    maxsim_kernel[(pairs * query_tiles, parts)](
         queries.contiguous(),
         documents,
         documents if scales is None else scales,
@@ -173,6 +191,7 @@ def maxsim(
         longest_query,
         parts,
         SCALED=scales is not None,
+        WHOLE=dim <= tiles.dim,
         BLOCK_Q=tiles.query,
         BLOCK_D=tiles.document,
         BLOCK_DIM=tiles.dim,
@@ -193,14 +212,15 @@ def maxsim(
     return scores
 
 
-def tiles_for(device: torch.device, dim: int) -> Tiles:
-    """The tiles for a device, and no more dimensions at a time than there are."""
-    tiles = TILES.get(generation(device), _OTHER_TILES)
-    return replace(tiles, dim=min(tiles.dim, next_power_of_two(dim)))
+def tiles_for(device: torch.device, dim: int, itemsize: int, longest_query: int) -> Tiles:
+    """The tiles for a device, queries of so many tokens, and no more dimensions at a time than there are."""
+    short, long = TILES.get(generation(device), _OTHER_TILES)
+    tiles = short if longest_query <= short.query else long
+    return replace(tiles, dim=min(tiles.dim * 2 // itemsize, next_power_of_two(dim)))
 
 
-def parts_to_fill(multiprocessors: int, pairs: int, longest: int, tiles: Tiles) -> int:
-    """Into how many parts documents are cut so that there are two programs for each multiprocessor, if the
-    longest has so many tiles."""
-    wanted = -(-2 * multiprocessors // pairs)
+def parts_to_fill(multiprocessors: int, programs: int, longest: int, tiles: Tiles) -> int:
+    """Into how many parts documents are cut so that so many programs become two for each multiprocessor, if
+    the longest has so many tiles."""
+    wanted = -(-2 * multiprocessors // programs)
     return max(1, min(wanted, longest // tiles.document, LARGEST_PARTS))

@@ -30,7 +30,7 @@ class Tiles:
 
 # By dimensions, in 16 bits, for generations with 164 KiB of shared memory and more.
 _TILES = {
-    128: Tiles(64, 64, 4, 3),
+    128: Tiles(128, 64, 8, 3),
     256: Tiles(64, 64, 8, 2),
     512: Tiles(32, 32, 8, 2),
     1024: Tiles(16, 32, 8, 1),

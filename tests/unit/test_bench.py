@@ -1,6 +1,9 @@
 """The benchmarks measure what they say."""
 
+import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from maxsimd.bench.peers.run import OURS, QUANTIZED, Results
 from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd
 from maxsimd.bench.plots import draw
 from maxsimd.bench.report import Outcome, Report
+from maxsimd.bench.running import run_and_clean_up
 from maxsimd.bench.scaling import _quantile
 
 
@@ -147,6 +151,23 @@ async def test_systems_take_turns_with_one_checkpoint(bert_cross_encoder: str) -
     assert all(turn.documents_per_s > 0 for turns in outcome.turns.values() for turn in turns)
     for each in (outcome, paired):
         assert each.median("maxsimd", "tokens_per_s") > each.median("maxsimd", "documents_per_s")
+
+
+def test_a_benchmark_that_is_ended_stops_what_it_started() -> None:
+    stopped = []
+
+    async def measure() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+        finally:
+            stopped.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        run_and_clean_up(measure())
+    assert stopped == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 async def test_a_system_that_does_not_start_says_why(tmp_path: Path) -> None:

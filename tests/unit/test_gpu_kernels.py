@@ -25,6 +25,8 @@ def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], Non
 CAPABILITIES = [80, 90, 100]
 # Shared memory that a program may have, of the smallest cards of a generation (86 and 89 among those of 8).
 SHARED = {80: 99, 90: 227, 100: 227}
+VARYING = {"longest_query", "parts", "count", "prefix_keys", "window", "repeats", "query_offsets"}
+VARYING |= {"document_offsets", "pair_queries", "pair_documents"}
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "i8": "*i8"}
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -32,7 +34,10 @@ BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 def compile_for(
     kernel: Any, capability: int, types: Mapping[str, str], constants: Mapping[str, Any], **options: int
 ) -> None:
-    """Compiles to machine code; arguments that are neither typed nor constant are 32-bit integers."""
+    """Compiles to machine code; arguments that are neither typed nor constant are 32-bit integers.
+
+    As in a launch, addresses, sizes and strides are multiples of 16, but for what differs from step to
+    step."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -40,7 +45,11 @@ def compile_for(
         name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names
     }
     told = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=told)
+    even = [
+        name for name, kind in signature.items() if kind not in ("constexpr", "fp32") and name not in VARYING
+    ]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even}
+    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=told, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert "cubin" in compiled.asm
     assert compiled.metadata.shared <= SHARED[capability] * 1024
@@ -55,16 +64,17 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return found
 
 
+@pytest.mark.parametrize("query", [32, 1024])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "i8"])
-def test_maxsim_compiles(dtype: str, capability: int) -> None:
+def test_maxsim_compiles(dtype: str, query: int, capability: int) -> None:
     from maxsimd.kernels.gpu import maxsim
 
-    tiles = maxsim.tiles_for(torch.device("cpu"), 128)
+    tiles = maxsim.tiles_for(torch.device("cpu"), 128, BYTES.get(dtype, 2), query)
     types = {"queries": "*bf16" if dtype == "i8" else POINTERS[dtype], "documents": POINTERS[dtype]}
     types |= dict.fromkeys(("scales", "best_of_part", "scores"), "*fp32")
     types |= dict.fromkeys(("query_offsets", "document_offsets", "pair_queries", "pair_documents"), "*i32")
-    constants = {"SCALED": dtype == "i8", "EMPTY": -1e9, "BLOCK_Q": tiles.query, "BLOCK_D": tiles.document}
-    constants |= {"BLOCK_DIM": tiles.dim}
+    constants = {"SCALED": dtype == "i8", "WHOLE": tiles.dim >= 128, "EMPTY": -1e9}
+    constants |= {"BLOCK_Q": tiles.query, "BLOCK_D": tiles.document, "BLOCK_DIM": tiles.dim}
     for kernel in (maxsim.maxsim_kernel, maxsim.sum_kernel):
         compile_for(kernel, capability, types, constants, num_warps=tiles.warps)
 
@@ -103,7 +113,7 @@ def test_projection_compiles(dtype: str, dim: int, capability: int) -> None:
 def test_documents_are_cut_into_parts_only_where_the_device_would_be_idle() -> None:
     from maxsimd.kernels.gpu.maxsim import TILES, parts_to_fill
 
-    tiles = TILES[9]
+    tiles = TILES[9][0]
     assert parts_to_fill(132, 10_000, 180, tiles) == 1
     assert parts_to_fill(132, 1, 8192, tiles) == 8192 // tiles.document
     assert parts_to_fill(132, 100, 8192, tiles) == 3

@@ -1,4 +1,4 @@
-"""Times on a device, and what the device can do at best."""
+"""Times of functions that run on a device, in turns."""
 
 import statistics
 import time
@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-_SIDE = 4096
-_COPY_BYTES = 1 << 30
-_SMALL = 256  # of both, where there is no GPU and the figures mean nothing
-
 Run = Callable[[], object]
+
+# On a GPU so many follow each other without a gap, and one launch hides behind the one before.
+_LAUNCHES = 10
 
 
 def medians(contenders: Mapping[str, Run], device: torch.device, rounds: int) -> dict[str, float]:
@@ -24,21 +23,6 @@ def medians(contenders: Mapping[str, Run], device: torch.device, rounds: int) ->
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
-def product_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product."""
-    side = _SIDE if device.type == "cuda" else _SMALL
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * side**3 / medians({"product": lambda: a @ b}, device, 20)["product"]
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes/s read and written by a copy."""
-    size = _COPY_BYTES if device.type == "cuda" else _SMALL * 1024
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2.0 * size / medians({"copy": lambda: target.copy_(source)}, device, 20)["copy"]
-
-
 def _seconds(run: Run, device: torch.device) -> float:
     if device.type != "cuda":
         started = time.perf_counter()
@@ -46,7 +30,8 @@ def _seconds(run: Run, device: torch.device) -> float:
         return time.perf_counter() - started
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    run()
+    for _ in range(_LAUNCHES):
+        run()
     stop.record()
     stop.synchronize()
-    return float(start.elapsed_time(stop)) / 1e3
+    return float(start.elapsed_time(stop)) / 1e3 / _LAUNCHES
