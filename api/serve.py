@@ -79,6 +79,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
     finally:
         await engine.stop(grace=server_config.grace_seconds)
         await runner.cleanup()
+        gc.unfreeze()
 
 
 def _kernels(on_device: OnDevice) -> str:
