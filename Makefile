@@ -28,9 +28,9 @@ bench: $(VENV)/.demo
 	$(BIN)/maxsimd bench engine --dataset docstrings --num-requests 100
 
 bench-gpu:
-	$(GPU_PYTHON) -m maxsimd.api.cli bench kernels --json bench/results/kernels-gpu.json
+	$(GPU_PYTHON) -m maxsimd.api.cli bench kernels --out bench/results
 	$(GPU_PYTHON) -m maxsimd.api.cli bench allpool
-	$(GPU_PYTHON) -m maxsimd.api.cli bench gpu --json bench/results/serving-gpu.json
+	$(GPU_PYTHON) -m maxsimd.api.cli bench gpu --out bench/results
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -19,17 +19,17 @@ def draw(folder: Path) -> list[Path]:
     matplotlib.rcParams["svg.hashsalt"] = "maxsimd"
     results = json.loads((folder / "peers-cpu.json").read_text(encoding="utf-8"))
     shown = [name for name in _PLOTS if results.get(name)]
-    return [_save(_PLOTS[name](results[name]), folder / f"{name}.svg") for name in shown]
+    return [save(_PLOTS[name](results[name]), folder / f"{name}.svg") for name in shown]
 
 
 def _rates(outcomes: Any) -> Any:
     rates = {name: turn["documents_per_s"] for name, turn in outcomes[0]["systems"].items()}
-    return _bars(rates, "documents a second")
+    return bars(rates, "documents a second")
 
 
 def _single(outcomes: Any) -> Any:
     latencies = {name: turn["median_ms"] for name, turn in outcomes[0]["systems"].items()}
-    return _bars(latencies, "median latency, ms")
+    return bars(latencies, "median latency, ms")
 
 
 def _curve(setting: str, what: str, labels: tuple[str, str]) -> Callable[[Any], Any]:
@@ -45,7 +45,7 @@ def _curve(setting: str, what: str, labels: tuple[str, str]) -> Callable[[Any], 
 
 def _maxsim(figures: Any) -> Any:
     contenders = figures["contenders"]
-    return _bars({name: figure["ms"] for name, figure in contenders.items()}, "milliseconds")
+    return bars({name: figure["ms"] for name, figure in contenders.items()}, "milliseconds")
 
 
 def _cache(figures: Any) -> Any:
@@ -54,7 +54,7 @@ def _cache(figures: Any) -> Any:
         "from disk after a restart": figures["after_a_restart_ms"],
         "from memory": figures["kept_in_memory_ms"],
     }
-    return _bars(times, "milliseconds for 1,000 documents", logarithmic=True)
+    return bars(times, "milliseconds for 1,000 documents", logarithmic=True)
 
 
 def _prefix(figures: Any) -> Any:
@@ -62,7 +62,7 @@ def _prefix(figures: Any) -> Any:
         "prefix run once": figures["shared_documents_per_s"],
         "prefix run every time": figures["apart_documents_per_s"],
     }
-    return _bars(rates, "documents a second")
+    return bars(rates, "documents a second")
 
 
 def _scaling(figures: Any) -> Any:
@@ -72,7 +72,7 @@ def _scaling(figures: Any) -> Any:
 
 
 def _ranking(figures: Any) -> Any:
-    return _bars({"bfloat16": figures["mrr_without"], "int8": figures["mrr"]}, "mean reciprocal rank", "%.4f")
+    return bars({"bfloat16": figures["mrr_without"], "int8": figures["mrr"]}, "mean reciprocal rank", "%.4f")
 
 
 # Each experiment, and how it is drawn.
@@ -91,7 +91,7 @@ _PLOTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _bars(values: dict[str, float], unit: str, format: str = "%.4g", logarithmic: bool = False) -> Any:
+def bars(values: dict[str, float], unit: str, format: str = "%.4g", logarithmic: bool = False) -> Any:
     figure, axes = _axes(0.45 * len(values) + 0.9)
     ours = [not name.startswith(("vLLM", "sentence-transformers", "maxsim-cpu")) for name in values]
     bars = axes.barh(list(values), list(values.values()), color=[_OURS if mine else _OTHERS for mine in ours])
@@ -127,7 +127,7 @@ def _axes(height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
     from matplotlib import pyplot
 
     figure.savefig(path, metadata={"Date": None})

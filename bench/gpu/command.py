@@ -4,7 +4,7 @@ import asyncio
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 @click.command("kernels")
 @click.option("--rounds", type=int, default=50, show_default=True, help="Turns; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_kernels(rounds: int, json_file: str | None) -> None:
+@click.option("--out", type=click.Path(file_okay=False), help="Folder for the report, its figures and plots.")
+def bench_kernels(rounds: int, out: str | None) -> None:
     """The kernels on this GPU, beside plain torch, flash-maxsim and late-interaction-kernels where
     installed."""
     from maxsimd.bench.gpu.kernels import measure_kernels
 
     device = _gpu()
-    publish({"rounds": rounds}, measure_kernels(device, rounds), json_file)
+    _finish("kernels-gpu", "Kernels on a GPU", measure_kernels(device, rounds), out)
 
 
 @click.command("gpu")
 @click.option(
     "--only", multiple=True, type=click.Choice(["serving", "trace"]), help="Run only this; repeatable."
 )
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_gpu(only: tuple[str, ...], json_file: str | None) -> None:
+@click.option("--out", type=click.Path(file_okay=False), help="Folder for the report, its figures and plots.")
+def bench_gpu(only: tuple[str, ...], out: str | None) -> None:
     """A ColBERT of XLM-RoBERTa large's shape on this GPU: published workloads, and how busy the device is."""
     from maxsimd.bench.gpu.serving import WORKLOADS, Shape, measure_serving, save_colbert
     from maxsimd.bench.gpu.trace import measure_busy_share
@@ -49,7 +49,16 @@ def bench_gpu(only: tuple[str, ...], json_file: str | None) -> None:
             shorter = replace(WORKLOADS[0], requests=400)
             config = EngineConfig(model=checkpoint, device="cuda")
             figures["trace"] = asyncio.run(measure_busy_share(config, shorter))
-    publish({}, figures, json_file)
+    _finish("serving-gpu", "Servers on a GPU", figures, out)
+
+
+def _finish(name: str, title: str, figures: dict[str, Any], out: str | None) -> None:
+    publish({}, figures, None)
+    if out is not None:
+        from maxsimd.bench.gpu.report import write_report
+
+        for path in write_report(name, title, figures, Path(out)):
+            click.echo(f"wrote {path}", err=True)
 
 
 def _gpu() -> "torch.device":
