@@ -9,6 +9,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig
 from tests.checkpoints import cross_encoders, language_models
 from tests.parity import references
+from tests.waiting import until
 
 QUERY = "How is a file opened for reading, and what is returned when there is none of that name?"
 
@@ -36,15 +37,9 @@ async def _run(
     config = EngineConfig(model=checkpoint, dtype="float32", prefix_sharing=sharing, max_batch_tokens=budget)
     async with Engine(config) as engine:
         result = await engine.score(QUERY, documents, truncation=CUT_LONG, use_activation=False)
-        await _until_nothing_is_held(engine)
+        # The last pair's results are there just before its prefix goes.
+        await until(lambda: engine.on_device.prepared.runner.held == 0)
         return np.array(result.scores), result.usage.cached_tokens
-
-
-async def _until_nothing_is_held(engine: Engine) -> None:
-    """The last pair's results are there just before its prefix goes."""
-    async with asyncio.timeout(10):
-        while engine.on_device.prepared.runner.held:
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("budget", [37, 300, 2048])
@@ -93,7 +88,8 @@ async def test_a_request_that_is_cancelled_leaves_no_prefix_behind(
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await engine.score("a", ["b", "c"])
-        await _until_nothing_is_held(engine)
+        # The last pair's results are there just before its prefix goes.
+        await until(lambda: engine.on_device.prepared.runner.held == 0)
 
 
 async def test_windows_share_their_prefix_too(checkpoint: str, documents: list[str]) -> None:

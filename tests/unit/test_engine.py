@@ -28,6 +28,7 @@ from maxsimd.engine.runner_actor import RunnerActor
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.registry import QueryRegistry
 from maxsimd.scheduler import Step
+from tests.waiting import until
 
 # The id of this word's token marks the sequences that a test lets fail.
 POISON = "poison"
@@ -53,12 +54,6 @@ def before_forward(engine: Engine, action: Callable[[Step], None]) -> None:
 
 def poison_id(engine: Engine) -> int:
     return int(engine.tokenizer.encode([POISON], "texts")[0][0])
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_scoring_one_against_many_and_pair_by_pair(engine: Engine) -> None:
