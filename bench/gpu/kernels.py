@@ -87,10 +87,14 @@ def measure_kernels(
 def _shown(seconds: dict[str, float], floor: float) -> Figures:
     figures: Figures = {f"{name}_ms": round(taken * 1e3, 4) for name, taken in seconds.items()}
     if OURS in seconds:
-        figures["share_of_what_the_device_can"] = round(floor / seconds[OURS], 3)
+        figures["share_of_what_the_device_can"] = _digits(floor / seconds[OURS])
         others = [taken for name, taken in seconds.items() if name != OURS]
-        figures["times_as_fast_as_the_best_other"] = round(min(others) / seconds[OURS], 2)
+        figures["times_as_fast_as_the_best_other"] = _digits(min(others) / seconds[OURS])
     return figures
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def _maxsim_contenders(shape: MaxSimShape, device: torch.device) -> tuple[dict[str, Run], int]:

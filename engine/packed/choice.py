@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 # Rows and keys of the sequences that are tried: with tiles that are full, cut, and left over.
 _SHAPES = ((1, 1), (70, 70), (257, 257), (33, 20))
+_ROWS = (0, 1, 71, 328)  # the first of each
 
 
 def choose_attention(
@@ -67,7 +68,7 @@ def why_wrong(
     heads, kv_heads, head_dim, window = _shape(model)
     random = torch.Generator().manual_seed(0)
     scale = head_dim**-0.5
-    whole, shared = _layouts(model.causal)
+    whole, shared = _whole(model.causal, all_keys=True), _after_prefix()
     rows = sum(length for length, _ in _SHAPES)
     states = [torch.randn(n, rows, head_dim, generator=random) for n in (heads, kv_heads, kv_heads)]
     exact_q, exact_k, exact_v = (state.to(dtype).float() for state in states)
@@ -75,9 +76,10 @@ def why_wrong(
     try:
         found = [
             (
-                attention.everywhere(q, k, v, whole, scale, window),
-                attend_one_by_one(exact_q, exact_k, exact_v, whole, scale, window),
+                attention.everywhere(q, k, v, layout, scale, window),
+                attend_one_by_one(exact_q, exact_k, exact_v, layout, scale, window),
             )
+            for layout in ([whole] if model.causal else [whole, _whole(False, all_keys=False)])
         ]
         if model.causal:
             found.append(
@@ -126,15 +128,20 @@ def _shape(model: LoadedModel) -> tuple[int, int, int, int | None]:
     return heads, kv_heads, head_dim, window if isinstance(window, int) else None
 
 
-def _layouts(causal: bool) -> tuple[Layout, Layout]:
-    """The sequences whole, and the same after a prefix."""
-    groups, shared, row = [], [], 0
+def _whole(causal: bool, all_keys: bool) -> Layout:
+    """The sequences by themselves, seeing all of their keys or as many as they are given."""
+    groups = [
+        Group(row, 1, length, (length if all_keys else keys,))
+        for row, (length, keys) in zip(_ROWS, _SHAPES, strict=True)
+    ]
+    return Layout(tuple(groups), (), causal)
+
+
+def _after_prefix() -> Layout:
+    """The same after a prefix that they share."""
     prefix = Carry()
-    for length, keys in _SHAPES:
-        groups.append(Group(row, 1, length, (length if causal else keys,)))
-        shared.append(SharedGroup(row, 1, length, prefix))
-        row += length
-    return Layout(tuple(groups), (), causal), Layout((), (), True, None, tuple(shared))
+    shared = [SharedGroup(row, 1, length, prefix) for row, (length, _) in zip(_ROWS, _SHAPES, strict=True)]
+    return Layout((), (), True, None, tuple(shared))
 
 
 def _shown(dtype: torch.dtype) -> str:

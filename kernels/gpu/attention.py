@@ -115,7 +115,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     prefix_k,
     prefix_v,
     out,
-    blocks,  # int32 [blocks, 5], see `Blocks`
+    blocks,  # int32 [blocks, 5], see `blocks_of`
     q_head,
     q_row,
     k_head,

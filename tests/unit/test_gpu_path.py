@@ -161,10 +161,13 @@ def test_an_attention_that_cannot_run_is_refused_by_name(model: LoadedModel, nam
 def test_flash_attention_is_called_as_it_is_documented(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calls = []
+
     def flash(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: Any, softmax_scale: float, causal: bool,
         window_size: tuple[int, int],
     ) -> torch.Tensor:  # fmt: skip
+        calls.append(causal)
         assert causal == (window_size[1] == 0)
         grouped = q.shape[1] != k.shape[1]
         return plain_varlen(
@@ -183,6 +186,7 @@ def test_flash_attention_is_called_as_it_is_documented(
 
     monkeypatch.setattr("importlib.import_module", lambda name: Package)
     assert choice.why_wrong(varlen.with_libraries(CPU)["flash"], model, CPU, torch.float32) is None
+    assert calls == [model.causal], "key lengths of their own go another way"
 
 
 def test_a_maxsim_that_is_wrong_or_fails_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
