@@ -1,18 +1,13 @@
 """What must be known of a backbone before it can be run packed, found out from the model itself."""
 
-import inspect
 from typing import Any
 
 import torch
 
+from maxsimd.engine.checkpoint.reference import declares
+
 # Tokenisers that know no limit say so with a number of this size.
 _NO_LIMIT = 1_000_000
-
-
-def takes_type_ids(backbone: Any, tokenizer: Any) -> bool:
-    """Whether the model is meant to be told which text a token is of: it can be, and its tokeniser says."""
-    told = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
-    return told and "token_type_ids" in inspect.signature(backbone.forward).parameters
 
 
 def position_offset(backbone: torch.nn.Module) -> int:
@@ -28,25 +23,29 @@ def position_offset(backbone: torch.nn.Module) -> int:
 
 def max_tokens(config: Any, tokenizer: Any, offset: int) -> int:
     """The longest sequence, special tokens included, that both the model and its tokeniser take."""
-    limits = [getattr(tokenizer, "model_max_length", None), getattr(config, "max_position_embeddings", None)]
-    if limits[1] is not None:
-        limits[1] -= offset
-    known = [int(limit) for limit in limits if limit is not None and 0 < limit < _NO_LIMIT]
-    return min(known, default=512)
+    positions = getattr(config, "max_position_embeddings", None)
+    # Some configs say -1, or nothing, where positions are relative and without end.
+    limits = [positions - offset] if isinstance(positions, int) else []
+    limits.append(getattr(tokenizer, "model_max_length", None) or 0)
+    return min((int(limit) for limit in limits if 0 < limit < _NO_LIMIT), default=512)
 
 
 @torch.inference_mode()
 def is_causal(backbone: Any) -> bool:
     """Whether a token's hidden state depends only on the tokens before it.
 
-    Asked of the model by changing the last of a few tokens and looking at the first."""
-    size = backbone.get_input_embeddings().weight.shape[0]
-    device = next(backbone.parameters()).device
-    ids = torch.arange(8, device=device)[None] % size
-    changed = ids.clone()
-    changed[0, -1] = size - 1
-    mask = torch.ones_like(ids)
-    first, second = (
-        backbone(input_ids=batch, attention_mask=mask).last_hidden_state[0, 0] for batch in (ids, changed)
-    )
+    Asked of the model by changing the last of a few tokens and looking at the first. No for a model that
+    cannot be asked so, which then cannot be packed either."""
+    try:
+        size = backbone.get_input_embeddings().weight.shape[0]
+        device = next(backbone.parameters()).device
+        ids = torch.arange(8, device=device)[None] % size
+        changed = ids.clone()
+        changed[0, -1] = size - 1
+        options = {"use_cache": False} if declares(backbone, "use_cache") else {}
+        first, second = (
+            backbone(input_ids=batch, **options).last_hidden_state[0, 0] for batch in (ids, changed)
+        )
+    except Exception:
+        return False
     return bool(torch.equal(first, second))

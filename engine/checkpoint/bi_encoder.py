@@ -7,8 +7,10 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
 
+from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
+from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
 
@@ -26,13 +28,24 @@ def load_bi_encoder(path: str, score_type: ScoreType, options: dict[str, Any]) -
     if not late and model.similarity_fn_name not in ("cosine", "dot"):
         raise ModelLoadError(f"{path!r} compares by {model.similarity_fn_name}; supported are cosine and dot")
 
+    refuse_modules_not_finite(path, list(model)[1:])
     normalised = any(isinstance(module, Normalize) for module in after)
     dense = [module for module in after if isinstance(module, Dense)]
     dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
-    embed = Task(_POOLING[pooling.pooling_mode], ModuleHead(after, "sentence_embedding"), dim, normalised)
+    embed = Task(
+        _POOLING[pooling.pooling_mode],
+        ModuleHead(after, "sentence_embedding"),
+        dim,
+        normalised,
+        ModulesReference([transformer, pooling, *after], transformer.tokenizer, "sentence_embedding"),
+    )
     # A sentence-level projection serves token level as well, as sentence-transformers converts it.
     token_modules = [_at_token_level(module) for module in dense] + [Normalize("token_embeddings")]
-    token_embed = Task("all", ModuleHead(token_modules, "token_embeddings"), dim, True)
+    token_reference = ModulesReference(
+        [transformer, *token_modules], transformer.tokenizer, "token_embeddings"
+    )
+    token_head = ModuleHead(token_modules, "token_embeddings")
+    token_embed = Task("all", token_head, dim, True, token_reference)
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
     document = next((prompts[name] for name in ("document", "passage", "corpus") if name in prompts), "")
     return {

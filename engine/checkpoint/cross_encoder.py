@@ -6,8 +6,10 @@ import torch
 from sentence_transformers import CrossEncoder
 
 from maxsimd.engine.checkpoint.backbone import is_causal
+from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ClassifierHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.reference import ClassifierReference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
 
@@ -21,13 +23,16 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
     if len(list(encoder)) > 1:
         names = ", ".join(type(module).__name__ for module in list(encoder)[1:])
         raise ModelLoadError(f"{path!r} has modules after its classifier that are not supported: {names}")
-    backbone = getattr(model, model.base_model_prefix)
+    refuse_modules_not_finite(path, list(encoder)[1:])
+    backbone = model.base_model
     pooling = "last" if is_causal(backbone) else getattr(model.config, "classifier_pooling", "cls")
     labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
+    head = ClassifierHead(model)
+    reference = ClassifierReference(model, encoder.tokenizer)
     return {
         "backbone": backbone,
         "tokenizer": encoder.tokenizer,
-        "tasks": {"classify": Task(pooling, ClassifierHead(model), len(labels), False)},
+        "tasks": {"classify": Task(pooling, head, len(labels), False, reference)},
         "score_task": "classify",
         "query": RoleRules(),
         "document": RoleRules(),

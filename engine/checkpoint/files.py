@@ -63,6 +63,36 @@ def find_file(model: str, name: str, revision: str | None) -> Path | None:
     return Path(found) if found else None
 
 
+# Any one of these holds a tokeniser's vocabulary.
+VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+    "spm.model",
+    "source.spm",
+    "sentencepiece.model",
+    "tekken.json",
+    "tokenizer.tiktoken",
+    "bpe.codes",
+)
+
+
+def refuse_missing_tokenizer(model: str, revision: str | None, files: CheckpointFiles) -> None:
+    """Raises ModelLoadError where there is no tokeniser: transformers would make an empty one up, for which
+    every word is unknown."""
+    folder = str(files.modules[0].get("path") or "") if files.modules else ""
+    folders = dict.fromkeys(["", f"{folder}/" if folder else ""])
+    if any(find_file(model, f"{place}{name}", revision) for place in folders for name in VOCABULARIES):
+        return
+    raise ModelLoadError(
+        f"{model!r} has no tokeniser: none of {', '.join(VOCABULARIES[:4])} and the like is there; "
+        "save the tokeniser of the model that it was made from beside it"
+    )
+
+
 def _read_json(model: str, name: str, revision: str | None) -> Any:
     path = find_file(model, name, revision)
     return json.loads(path.read_text(encoding="utf-8")) if path else None

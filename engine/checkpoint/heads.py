@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as ModelOutput
 
-from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.methods import Head
 
 
@@ -38,14 +37,14 @@ class ClassifierHead:
 
     def __init__(self, model: Any) -> None:
         prefix = model.base_model_prefix
-        backbone = getattr(model, prefix)
+        backbone = model.base_model
         # A shallow copy shares every weight but has a module table of its own.
-        self._model = copy.copy(model)
-        self._model._modules = dict(model._modules)
-        pooler = getattr(backbone, "pooler", None)
+        self.model = copy.copy(model)
+        self.model._modules = dict(model._modules)
+        pooler = _pooler_of(backbone)
         self._rows = _GivenRows(pooler.float() if pooler is not None else None)
-        self._model._modules[prefix] = self._rows
-        for name, module in self._model._modules.items():
+        self.model._modules[prefix] = self._rows
+        for name, module in self.model._modules.items():
             if name != prefix and module is not None:
                 module.float()
         pad = getattr(model.config, "pad_token_id", None) or 0
@@ -53,61 +52,46 @@ class ClassifierHead:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if len(rows) == 0:
-            return rows.new_empty(0, self._model.config.num_labels)
+            return rows.new_empty(0, self.model.config.num_labels)
         self._rows.rows = rows[:, None, :]  # [n, 1, hidden]
         input_ids = torch.full((len(rows), 1), self._token_id, device=rows.device)
         try:
-            logits: torch.Tensor = self._model(input_ids=input_ids).logits
+            logits: torch.Tensor = self.model(input_ids=input_ids).logits
         finally:
             self._rows.rows = None
         return logits.float()  # [n, labels]
 
     def __str__(self) -> str:
-        return f"the head of {type(self._model).__name__}"
+        return f"the head of {type(self.model).__name__}"
 
 
-class TokenLogitsHead:
+class TokenLogitsHead(torch.nn.Module):
     """The logits of one or two words, from their rows of a language model's output matrix and no others.
 
     Two words give logit(first) - logit(second), whose sigmoid is the softmax over the two; one gives its
     logit."""
 
     def __init__(self, model: Any, words: Sequence[int], names: Sequence[str]) -> None:
+        super().__init__()
         output = model.get_output_embeddings()
         index = torch.tensor(words, device=output.weight.device)
-        self._rows = output.weight.detach()[index].float()  # [words, hidden]
         bias = getattr(output, "bias", None)
-        self._bias = bias.detach()[index].float() if bias is not None else None
-        config = model.config.get_text_config()
-        self._softcap = getattr(config, "final_logit_softcapping", None)
-        self._model = model
-        self._words = index
+        self.output = torch.nn.Linear(output.weight.shape[1], len(words), bias is not None, device="meta")
+        self.output.weight = torch.nn.Parameter(output.weight.detach()[index].float(), requires_grad=False)
+        if bias is not None:
+            self.output.bias = torch.nn.Parameter(bias.detach()[index].float(), requires_grad=False)
+        self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self._names = tuple(names)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        logits = torch.nn.functional.linear(rows, self._rows, self._bias)  # [n, words]
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        logits = self.output(rows)  # [n, words]
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits[:, :1] - logits[:, 1:].sum(dim=-1, keepdim=True)  # [n, 1]
+        score: torch.Tensor = logits[:, :1] - logits[:, 1:].sum(dim=-1, keepdim=True)  # [n, 1]
+        return score
 
     def __str__(self) -> str:
         return " - ".join(f"logit of {name!r}" for name in self._names)
-
-    @torch.inference_mode()
-    def check(self, path: str) -> None:
-        """Compares with the model's own logits of a few tokens, and lets go of the output matrix.
-
-        Raises ModelLoadError for a model that does more to its logits than is done here."""
-        model, self._model = self._model, None
-        ids = torch.arange(1, 9, device=self._rows.device)[None] % model.config.get_text_config().vocab_size
-        hidden = model.base_model(input_ids=ids).last_hidden_state[:, -1].float()
-        logits = model(input_ids=ids, logits_to_keep=1).logits[0, -1, self._words].float()
-        ours = self(hidden)[0, 0]
-        expected = logits[0] - logits[1:].sum()
-        scale = max(1.0, float(logits.abs().max()))
-        tolerance = 1e-3 if hidden.dtype == model.dtype else 0.05
-        if not abs(float(ours - expected)) <= tolerance * scale:
-            raise ModelLoadError(f"{path!r} does something to its logits that is not supported")
 
 
 class FirstColumns:
@@ -121,7 +105,11 @@ class FirstColumns:
         self.normalised = normalised
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        kept = self.inner(rows)[:, : self.dimensions]
+        return self.shorten(self.inner(rows))
+
+    def shorten(self, rows: torch.Tensor) -> torch.Tensor:
+        """The first columns of what the other head makes."""
+        kept = rows[:, : self.dimensions]
         return torch.nn.functional.normalize(kept, dim=-1) if self.normalised else kept
 
     def __str__(self) -> str:
@@ -140,6 +128,26 @@ def head_tensors(head: Head) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+class _ActivatedPooler(torch.nn.Module):
+    """ALBERT's pooler, whose activation stands beside it in the backbone."""
+
+    def __init__(self, linear: torch.nn.Module, activation: torch.nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+        self.activation = activation
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        pooled: torch.Tensor = self.activation(self.linear(rows[:, 0]))
+        return pooled
+
+
+def _pooler_of(backbone: Any) -> torch.nn.Module | None:
+    """What a backbone makes of the hidden states [n, tokens, hidden] for its `pooler_output`, if anything."""
+    pooler = getattr(backbone, "pooler", None)
+    activation = getattr(backbone, "pooler_activation", None)
+    return pooler if pooler is None or activation is None else _ActivatedPooler(pooler, activation)
+
+
 class _GivenRows(torch.nn.Module):
     """Stands in for a backbone: returns the rows it was given, and the family's pooler over them."""
 
@@ -151,3 +159,23 @@ class _GivenRows(torch.nn.Module):
     def forward(self, *args: object, **kwargs: object) -> ModelOutput:
         pooled = self._pooler(self.rows) if self._pooler is not None else None
         return ModelOutput(last_hidden_state=self.rows, pooler_output=pooled)
+
+
+def modules_of(head: Head) -> list[torch.nn.Module]:
+    """The modules whose layers a head is made of."""
+    match head:
+        case FirstColumns():
+            return modules_of(head.inner)
+        case ModuleHead():
+            return list(head.modules)
+        case ClassifierHead():
+            return [head.model]
+        case torch.nn.Module():
+            return [head]
+    return []
+
+
+def after_reference(head: Head) -> Head:
+    """What is left of a head where a reference has done its part: the first columns, if it keeps only
+    these."""
+    return head.shorten if isinstance(head, FirstColumns) else torch.nn.Identity()

@@ -12,6 +12,7 @@ from maxsimd.engine.checkpoint.cross_encoder import special_tokens, template_of,
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import TokenLogitsHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.reference import WordLogitsReference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
 
@@ -98,11 +99,11 @@ def load_language_model(
         model, tokenizer, words, activation, pairs = _read_bare(path, files.architecture, template, options)
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(words)]
     head = TokenLogitsHead(model, words, names)
-    head.check(path)
+    reference = WordLogitsReference(model, tokenizer, words)
     return {
         "backbone": model.base_model,
         "tokenizer": tokenizer,
-        "tasks": {"classify": Task("last", head, 1, False)},
+        "tasks": {"classify": Task("last", head, 1, False, reference)},
         "score_task": "classify",
         "query": RoleRules(),
         "document": RoleRules(),

@@ -9,8 +9,10 @@ from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
 
+from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import Expansion, RoleRules, Task
+from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.token_pooling import TokenPooling
 from maxsimd.scheduler import Role
@@ -23,6 +25,7 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
     model = MultiVectorEncoder(path, **options)
     modules = list(model)
     transformer, rest = modules[0], modules[1:]
+    refuse_modules_not_finite(path, rest)
     masks = [module for module in rest if isinstance(module, MultiVectorMask)]
     projection = [module for module in rest if isinstance(module, Dense | Normalize)]
     poolings = [module for module in rest if isinstance(module, HierarchicalTokenPooling)]
@@ -37,13 +40,15 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
     normalised = any(isinstance(module, Normalize) for module in projection)
     mask = masks[-1] if masks else MultiVectorMask()
     tokenizer = transformer.tokenizer
+    head = ModuleHead(projection, "token_embeddings")
+    reference = ModulesReference([transformer, *projection], tokenizer, "token_embeddings")
     document_prompt = next(
         (model.prompts[name] for name in ("document", "passage", "corpus") if name in model.prompts), ""
     )
     return {
         "backbone": transformer.auto_model,
         "tokenizer": tokenizer,
-        "tasks": {"token_embed": Task("all", ModuleHead(projection, "token_embeddings"), dim, normalised)},
+        "tasks": {"token_embed": Task("all", head, dim, normalised, reference)},
         "score_task": "token_embed",
         "query": _query_rules(transformer, model.prompts.get("query") or "", _skipped(mask, "query")),
         "document": RoleRules(

@@ -8,21 +8,32 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from maxsimd.engine.checkpoint.adjust import adjusted, score_template
-from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset, takes_type_ids
+from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
-from maxsimd.engine.checkpoint.detect import detect_score_type, is_language_model, is_late_interaction
+from maxsimd.engine.checkpoint.detect import (
+    LISTWISE,
+    detect_score_type,
+    is_language_model,
+    is_late_interaction,
+)
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
-from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files
+from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files, refuse_missing_tokenizer
+from maxsimd.engine.checkpoint.fit import refusing_misfits
 from maxsimd.engine.checkpoint.language_model import load_language_model
 from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.listwise import load_listwise
 from maxsimd.engine.checkpoint.model import LoadedModel
+from maxsimd.engine.checkpoint.reference import takes_type_ids
 from maxsimd.engine.checkpoint.support import refuse_unsupported
 from maxsimd.engine.checkpoint.translate import in_transformers_terms
 from maxsimd.engine.checkpoint.weights import refuse_pickles
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
+
+# Tensors that are read beside the backbone, by the architecture and the first part of their names: ColBERT's
+# projection, and the listwise model's.
+_READ_APART = {"HF_ColBERT": frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
 
 
 def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
@@ -37,6 +48,7 @@ def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
     refuse_unsupported(path, files, score_type, config.trust_remote_code)
     if not config.allow_pickle:
         refuse_pickles(path, config.revision, files)
+    refuse_missing_tokenizer(path, config.revision, files)
     options: dict[str, Any] = {
         "device": str(device),
         "revision": config.revision,
@@ -47,13 +59,16 @@ def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
         with (
             _quiet_transformers(),
             in_transformers_terms(path, config.revision, files, config.trust_remote_code) as place,
+            refusing_misfits(path, _READ_APART.get(files.architecture, frozenset())),
         ):
             parts = _load_parts(place, files, score_type, config, options)
+            model = _complete(config, score_type, files, parts)
     except ModelLoadError:
         raise
+    except KeyError as error:
+        raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error} is missing") from error
     except Exception as error:
         raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error}") from error
-    model = _complete(config, score_type, files, parts)
     return adjusted(model, config)
 
 
@@ -86,8 +101,9 @@ def _complete(
 ) -> LoadedModel:
     """Adds what the backbone itself tells."""
     backbone = parts["backbone"].eval().requires_grad_(False)
-    if getattr(backbone, "pooler", None) is not None:
-        backbone.pooler = None  # the heads do its work, on pooled rows only
+    if getattr(parts["tokenizer"], "backend_tokenizer", None) is None:
+        kind = type(parts["tokenizer"]).__name__
+        raise ModelLoadError(f"the tokeniser, a {kind}, is not a fast one; save a tokenizer.json beside it")
     offset = position_offset(backbone)
     longest = max_tokens(backbone.config, parts["tokenizer"], offset)
     if config.max_model_len is not None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.engine.checkpoint.reference import Reference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.config import ScoreType
 from maxsimd.pooling.methods import Head
@@ -68,12 +69,14 @@ class ListwiseRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """Something the model can be asked for: a pooling method and what is done with the pooled rows."""
+    """Something the model can be asked for: a pooling method and what is done with the pooled rows; and the
+    `reference` that this is proven against, until it is."""
 
     pooling: str
     head: Head
     dim: int
     normalised: bool
+    reference: Reference | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,8 +17,8 @@ SUPPORTED = (
 def refuse_unsupported(
     model: str, files: CheckpointFiles, score_type: ScoreType, trust_remote_code: bool
 ) -> None:
-    """Raises ModelLoadError for an architecture that transformers does not have, or that cannot be scored
-    with as asked."""
+    """Raises ModelLoadError for an architecture that transformers does not have, for one that cannot be
+    scored with as asked, and for weights that are quantised."""
     kind = files.config.get("model_type")
     if not files.config and files.modules:
         first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
@@ -28,6 +28,13 @@ def refuse_unsupported(
         raise ModelLoadError(
             f"{model!r} is a {files.architecture} of type {kind!r}, which transformers does not have."
             f"{code if 'auto_map' in files.config else ''} Supported are {SUPPORTED}"
+        )
+    quantized = files.config.get("quantization_config") or files.config.get("compression_config")
+    if quantized:
+        method = quantized.get("quant_method") or quantized.get("format") or "an unnamed method"
+        raise ModelLoadError(
+            f"the weights of {model!r} are quantised by {method}, which is not carried out here; name the "
+            "checkpoint that it was made from (--quantization int8 quantises that one)"
         )
     if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
         raise ModelLoadError(

@@ -1,0 +1,120 @@
+"""Whether a checkpoint fits the model that it is read into: every tensor of the model is in the checkpoint,
+every tensor of the checkpoint is the model's, shapes agree, and all numbers are finite. A checkpoint that
+does not fit would be served with random weights."""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from maxsimd.engine.errors import ModelLoadError
+
+# Heads of pretraining and of other tasks, by the first part of their tensors' names. They stand on top of a
+# backbone, so a checkpoint may have them where only its backbone is read.
+UNUSED_HEADS = frozenset(
+    {
+        "classifier",
+        "cls",
+        "decoder",
+        "discriminator_predictions",
+        "generator_lm_head",
+        "generator_predictions",
+        "head",
+        "lm_head",
+        "lm_loss",
+        "lm_predictions",
+        "mask_predictions",
+        "mlm_head",
+        "pooler",
+        "predictions",
+        "qa_outputs",
+        "score",
+        "sop_classifier",
+        "vocab_layer_norm",
+        "vocab_projector",
+        "vocab_transform",
+    }
+)
+
+# How many names a message lists of each kind.
+_LISTED = 4
+
+
+@contextmanager
+def refusing_misfits(path: str, read_apart: frozenset[str] = frozenset()) -> Iterator[None]:
+    """While it lasts, `PreTrainedModel.from_pretrained` on this thread raises ModelLoadError for a checkpoint
+    that does not fit. Tensors whose names begin with a part in `read_apart` are read by someone else."""
+    original = vars(PreTrainedModel)["from_pretrained"]
+    thread = threading.get_ident()
+
+    def checked(cls: type[PreTrainedModel], *arguments: Any, **options: Any) -> Any:
+        load = original.__func__
+        if threading.get_ident() != thread or options.get("output_loading_info"):
+            return load(cls, *arguments, **options)
+        # A tensor of another shape is reported beside the others, instead of in an error without its name.
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = load(cls, *arguments, **options)
+        _refuse_misfit(path, model, info, read_apart)
+        refuse_not_finite(path, model.state_dict().items())
+        return model
+
+    PreTrainedModel.from_pretrained = classmethod(checked)
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = original
+
+
+def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ModelLoadError for a tensor that holds a NaN or an infinity. Reads each number once."""
+    for name, tensor in tensors:
+        # A finite sum says that all numbers are; an infinite one may also have overflowed (float16).
+        if not tensor.is_floating_point() or bool(tensor.sum().isfinite()):
+            continue
+        if not bool(tensor.isfinite().all()):
+            raise ModelLoadError(f"{path!r} has numbers that are not finite in its tensor {name}")
+
+
+def refuse_modules_not_finite(path: str, modules: Iterable[torch.nn.Module]) -> None:
+    """The same for modules behind a transformer, each named by its place and type."""
+    for place, module in enumerate(modules, 1):
+        named = module.state_dict().items()
+        refuse_not_finite(
+            path, [(f"{place}_{type(module).__name__}/{name}", tensor) for name, tensor in named]
+        )
+
+
+def _refuse_misfit(path: str, model: Any, info: Mapping[str, Any], read_apart: frozenset[str]) -> None:
+    missing = sorted(name for name in info["missing_keys"] if not _is_unused_pooler(model, name))
+    unexpected = sorted(
+        name for name in info["unexpected_keys"] if not _is_harmless(model, name, read_apart | UNUSED_HEADS)
+    )
+    shapes = [
+        f"{name} {list(found)} in place of {list(wanted)}"
+        for name, found, wanted in sorted(info["mismatched_keys"])
+    ]
+    wrong = {"missing": missing, "unexpected": unexpected, "wrongly shaped": shapes}
+    listed = "; ".join(f"{kind}: {_shortened(names)}" for kind, names in wrong.items() if names)
+    if listed:
+        raise ModelLoadError(f"the tensors of {path!r} do not fit {type(model).__name__}: {listed}")
+
+
+def _is_unused_pooler(model: Any, name: str) -> bool:
+    """Whether a tensor belongs to the pooler of a backbone without a head: its own pooler is never asked."""
+    return model.base_model is model and name.split(".")[0] == "pooler"
+
+
+def _is_harmless(model: Any, name: str, harmless: frozenset[str]) -> bool:
+    """Whether an unexpected tensor stands outside of all that the model is made of, with a name that is
+    known."""
+    root = name.removeprefix(f"{model.base_model_prefix}.").split(".")[0]
+    inside = {child for part in (model, model.base_model) for child, _ in part.named_children()}
+    return root in harmless and root not in inside
+
+
+def _shortened(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

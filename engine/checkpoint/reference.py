@@ -1,0 +1,113 @@
+"""References: what a checkpoint's own library makes of one sequence, by itself and without padding. The
+engine's way of running a model is proven against them, and where it fails they run the model."""
+
+import inspect
+from collections.abc import Sequence as ListOf
+from typing import Any, Protocol
+
+import torch
+
+from maxsimd.scheduler import Sequence
+
+
+class Reference(Protocol):
+    """The item of one sequence, float32 on the model's device: [1, dim] for tasks of one vector a sequence,
+    [tokens, dim] for those of one a token."""
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor: ...
+
+
+class ClassifierReference:
+    """The logits [1, labels] of a transformers model with a head for classification."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor:
+        inputs = inputs_of(sequence, self._tokenizer, self._model)
+        logits: torch.Tensor = self._model(**inputs).logits
+        return logits.float()
+
+
+class WordLogitsReference:
+    """A language model's logit of the first of one or two words, minus that of the second: [1, 1]."""
+
+    def __init__(self, model: Any, tokenizer: Any, words: ListOf[int]) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._words = list(words)
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor:
+        inputs = inputs_of(sequence, self._tokenizer, self._model)
+        logits: torch.Tensor = self._model(**inputs, logits_to_keep=1).logits[0, -1, self._words]  # [words]
+        return (logits[:1] - logits[1:].sum()).float()[None]
+
+
+class ModulesReference:
+    """What sentence-transformers' modules, one after the other, leave under the name `feature`:
+    sentence_embedding [1, dim] or token_embeddings [tokens, dim]."""
+
+    def __init__(self, modules: ListOf[torch.nn.Module], tokenizer: Any, feature: str) -> None:
+        self._modules = list(modules)
+        self._tokenizer = tokenizer
+        self._feature = feature
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor:
+        transformer: Any = self._modules[0]
+        features: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, transformer.auto_model))
+        # The modules behind the transformer need the mask, whether or not the model takes it.
+        if "attention_mask" not in features:
+            features["attention_mask"] = torch.ones_like(features["input_ids"])
+        if sequence.kept is not None:
+            features["prompt_length"] = torch.tensor(int(sequence.kept[0]))
+        for module in self._modules:
+            features = module(features)
+        rows: torch.Tensor = features[self._feature].float()
+        return rows[0] if self._feature == "token_embeddings" else rows
+
+
+class HiddenStatesReference:
+    """A backbone's last hidden states through a head that maps each by itself: [tokens, dim]."""
+
+    def __init__(self, backbone: Any, tokenizer: Any, head: Any) -> None:
+        self._backbone = backbone
+        self._tokenizer = tokenizer
+        self._head = head
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor:
+        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
+        rows: torch.Tensor = self._head(self._backbone(**inputs).last_hidden_state[0].float())
+        return rows
+
+
+def inputs_of(sequence: Sequence, tokenizer: Any, model: Any) -> dict[str, torch.Tensor]:
+    """A sequence as the library would hand it to a model: int64 [1, tokens] each, those that the tokeniser
+    makes and the model takes."""
+    device = next(model.parameters()).device
+    ids = torch.from_numpy(sequence.token_ids).long()[None]
+    inputs = {"input_ids": ids}
+    if takes(model, "attention_mask"):
+        inputs["attention_mask"] = (torch.arange(len(sequence)) < sequence.attended).long()[None]
+    if sequence.type_ids is not None and takes_type_ids(model, tokenizer):
+        inputs["token_type_ids"] = torch.from_numpy(sequence.type_ids).long()[None]
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether a model's forward takes an input of this name, or any."""
+    parameters = inspect.signature(model.forward).parameters
+    return name in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+
+
+def declares(model: Any, name: str) -> bool:
+    """Whether a model's forward has a parameter of this name."""
+    return name in inspect.signature(model.forward).parameters
+
+
+def takes_type_ids(model: Any, tokenizer: Any) -> bool:
+    """Whether the model is meant to be told which text a token is of: it can be, and its tokeniser says."""
+    told = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
+    return told and declares(model, "token_type_ids")

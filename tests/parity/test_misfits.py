@@ -1,0 +1,143 @@
+"""A checkpoint that does not fit its model is refused by the name of what is wrong, whatever family it is
+of."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from maxsimd.engine import EngineConfig, ModelLoadError
+from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.checkpoint.files import VOCABULARIES
+from tests.parity.families import FAMILIES, LISTWISE, Family
+
+CPU = torch.device("cpu")
+ALL = [*FAMILIES, LISTWISE]
+Tensors = dict[str, torch.Tensor]
+
+# Checkpoints with code of their own: their tensor beside its name in transformers, which messages may use.
+_RENAMED = {"encoder.layers.1.norm1.bias": "layers.1.post_attention_layernorm.bias"}
+
+
+def _rename(tensors: Tensors, name: str) -> None:
+    tensors[f"{name}s"] = tensors.pop(name)
+
+
+def _drop(tensors: Tensors, name: str) -> None:
+    del tensors[name]
+
+
+def _reshape(tensors: Tensors, name: str) -> None:
+    tensors[name] = torch.cat([tensors[name], tensors[name][:1]])
+
+
+def _spoil(tensors: Tensors, name: str) -> None:
+    tensors[name].view(-1)[-1] = torch.nan
+
+
+DAMAGES = {"renamed": _rename, "missing": _drop, "of another shape": _reshape, "with a NaN": _spoil}
+
+
+def _parametrize() -> Callable[..., object]:
+    return pytest.mark.parametrize("family", ALL, ids=lambda family: f"{family.kind}: {family.name}")
+
+
+@pytest.fixture(scope="module")
+def copy_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path]:
+    """A copy of a family's checkpoint, built once a family, that a test may damage."""
+    built: dict[str, str] = {}
+
+    def copy(family: Family) -> Path:
+        if family.name not in built:
+            built[family.name] = family.build(tmp_path_factory.mktemp("built") / "checkpoint")
+        # Others' names may be read relative to the checkpoint, so the copy lies where nothing else is.
+        return Path(shutil.copytree(built[family.name], tmp_path_factory.mktemp("copy") / "checkpoint"))
+
+    return copy
+
+
+def _damage(file: Path, name: str, damage: Callable[[Tensors, str], None]) -> None:
+    tensors = load_file(file)
+    damage(tensors, name)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def _weights(folder: Path) -> Path:
+    """The backbone's file, at the root or in the first module's folder."""
+    return next(
+        path
+        for path in (folder / "model.safetensors", *sorted(folder.glob("0_*/*.safetensors")))
+        if path.is_file()
+    )
+
+
+def _a_tensor(file: Path) -> str:
+    """A small tensor of a layer in the middle of a backbone."""
+    names = sorted(name for name, tensor in load_file(file).items() if ".1." in name and tensor.dim() == 1)
+    return next((name for name in names if "norm" in name.lower() or "ln_" in name), names[0])
+
+
+@_parametrize()
+def test_it_loads_as_it_is(family: Family, copy_of: Callable[[Family], Path]) -> None:
+    load_model(EngineConfig(model=str(copy_of(family)), **family.settings), CPU)
+
+
+@_parametrize()
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_tensor_that_is_wrong_is_named(
+    family: Family, damage: str, copy_of: Callable[[Family], Path]
+) -> None:
+    folder = copy_of(family)
+    file = _weights(folder)
+    name = _a_tensor(file)
+    _damage(file, name, DAMAGES[damage])
+    with pytest.raises(ModelLoadError) as refused:
+        load_model(EngineConfig(model=str(folder), **family.settings), CPU)
+    message = str(refused.value)
+    inner = name.split(".", 1)[1]  # without the prefix that a classifier's backbone has
+    renamed = [ours for theirs, ours in _RENAMED.items() if theirs in name]
+    assert any(part in message for part in (name, inner, *renamed)), message
+
+
+@_parametrize()
+def test_a_checkpoint_without_a_tokeniser_is_refused(
+    family: Family, copy_of: Callable[[Family], Path]
+) -> None:
+    folder = copy_of(family)
+    for vocabulary in VOCABULARIES:
+        for path in folder.rglob(vocabulary):
+            path.unlink()
+    with pytest.raises(ModelLoadError, match="has no tokeniser"):
+        load_model(EngineConfig(model=str(folder), **family.settings), CPU)
+
+
+def _modules(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("[1-9]_*/model.safetensors"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["GTE-ModernColBERT", "EmbeddingGemma", "native multi-vector"])
+def test_a_tensor_of_a_module_behind_the_transformer_is_named(
+    name: str, damage: str, copy_of: Callable[[Family], Path]
+) -> None:
+    folder = copy_of(next(family for family in ALL if family.name == name))
+    file = _modules(folder)[0]
+    _damage(file, "linear.weight", DAMAGES[damage])
+    with pytest.raises(ModelLoadError, match=r"linear\.weight"):
+        load_model(EngineConfig(model=str(folder)), CPU)
+
+
+@pytest.mark.parametrize("damage", ["renamed", "missing", "with a NaN"])
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("ColBERT", "linear.weight"), ("jina-reranker-v3", "projector.2.weight")]
+)
+def test_a_projection_beside_the_backbone_is_named(
+    name: str, tensor: str, damage: str, copy_of: Callable[[Family], Path]
+) -> None:
+    folder = copy_of(next(family for family in ALL if family.name == name))
+    _damage(folder / "model.safetensors", tensor, DAMAGES[damage])
+    with pytest.raises(ModelLoadError, match=tensor.rsplit(".", 1)[0].replace(".", r"\.")):
+        load_model(EngineConfig(model=str(folder)), CPU)
