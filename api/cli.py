@@ -43,15 +43,16 @@ def main() -> None:
 @main.command()
 @click.argument("model", required=False)
 @options_from(EngineConfig, exclude=frozenset({"model"}))
+@click.option("--check", is_flag=True, help="Say what was compared at load, and how far it was off.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(as_json: bool, **values: Any) -> None:
+def inspect(check: bool, as_json: bool, **values: Any) -> None:
     """Says what would be done with MODEL, without serving it."""
     config = config_from(EngineConfig, values)
     from maxsimd.engine.errors import ModelLoadError
     from maxsimd.engine.inspection import inspect_model, show
 
     try:
-        rows = inspect_model(config)
+        rows = inspect_model(config, check)
     except ModelLoadError as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(rows, indent=2, ensure_ascii=False) if as_json else show(rows))

@@ -16,15 +16,16 @@ _SCORED_BY = {
 }
 
 
-def inspect_model(config: EngineConfig) -> dict[str, str]:
-    """Loads and prepares the model that the configuration names, and says by name what was found out.
+def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | list[str]]:
+    """Loads and prepares the model that the configuration names, and says by name what was found out; with
+    `check` also what was compared to find out, how many sequences of it, and the largest differences.
 
     Raises ModelLoadError as serving it would."""
     device = choose_device(config.device)
     model = load_model(config, device)
     weights = sum(parameter.numel() for parameter in model.backbone.parameters())
     prepared = prepare(model, config, device)
-    rows = {
+    rows: dict[str, str | list[str]] = {
         "model": model.name,
         "architecture": model.architecture,
         "kind": model.score_type.value,
@@ -37,13 +38,22 @@ def inspect_model(config: EngineConfig) -> dict[str, str]:
         "precision": _precision(prepared, model),
         "weights": f"{weights / 1e6:.1f} million, {_bytes(prepared, weights) / 1e6:.1f} MB",
     }
+    if check:
+        rows["checked"] = [str(finding) for finding in prepared.findings]
     return {name: value for name, value in rows.items() if value}
 
 
-def show(rows: dict[str, str]) -> str:
-    """Rows as aligned lines."""
+def show(rows: dict[str, str | list[str]]) -> str:
+    """Rows as aligned lines, one for each value."""
     width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+    lines = []
+    for name, value in rows.items():
+        values = [value] if isinstance(value, str) else value
+        lines += [
+            f"{title:<{width}}  {one}"
+            for title, one in zip([name, *[""] * len(values)], values, strict=False)
+        ]
+    return "\n".join(lines)
 
 
 def _score(model: LoadedModel) -> str:
@@ -109,7 +119,8 @@ def _attention(model: LoadedModel) -> str:
 
 
 def _execution(prepared: PreparedModel) -> str:
-    return "packed" if prepared.not_packed is None else f"padded: {prepared.not_packed}"
+    reason = "" if prepared.not_packed is None else f": {prepared.not_packed}"
+    return f"{prepared.execution}{reason}"
 
 
 def _precision(prepared: PreparedModel, model: LoadedModel) -> str:

@@ -1,6 +1,6 @@
 """Loads a model and makes it ready on its device; called on the device thread."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,23 +54,28 @@ def load_on_device(config: EngineConfig) -> OnDevice:
     # Embeddings leave a fused head as they are kept and scored; int8 is rounded from float32.
     as_int8 = cache is not None and cache.precision == "int8"
     results = torch.float32 if as_int8 else prepared.dtype
-    pooler = _pooler(model, prepared.dtype, results if maxsim_name == "triton" else None)
+    pooler = _pooler(model, prepared, results if maxsim_name == "triton" else None)
     if device.type == "cuda":
         warm_up(model, prepared.runner, pooler)
     if cache is not None:
         cache.wait_until_warm(_WARMING_SECONDS)
-    return OnDevice(model, prepared, pooler, device, maxsim_name, maxsim, cache)
+    return OnDevice(_without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache)
 
 
-def _pooler(model: LoadedModel, products: torch.dtype, results: torch.dtype | None) -> DispatchPooler:
+def _without_references(model: LoadedModel) -> LoadedModel:
+    """The model without what it was proven against, so that weights which only that needs are let go."""
+    return replace(model, tasks={name: replace(task, reference=None) for name, task in model.tasks.items()})
+
+
+def _pooler(model: LoadedModel, prepared: PreparedModel, results: torch.dtype | None) -> DispatchPooler:
     """The pooling of a model's tasks; with `results`, heads for all tokens are one kernel that writes
     these."""
     methods = {}
-    for name, task in model.tasks.items():
+    for name, task in prepared.tasks.items():
         head = task.head
         if task.pooling == "all" and results is not None:
             from maxsimd.engine.fused_head import fused
 
-            head = fused(head, products, results)
+            head = fused(head, prepared.dtype, results)
         methods[name] = METHODS[task.pooling](head)
     return DispatchPooler(methods, model.token_pooling)

@@ -7,7 +7,8 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.packed import ModelRunner
-from maxsimd.engine.packed.proof import random_steps
+from maxsimd.engine.packed.proof import step_of
+from maxsimd.engine.packed.samples import random_sequences
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.maxsim import MaxSim, choose_maxsim, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
@@ -49,7 +50,8 @@ def why_wrong(maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype
 @torch.inference_mode()
 def warm_up(model: LoadedModel, runner: ModelRunner, pooler: DispatchPooler) -> None:
     """Takes random sequences through model and pooling, so that kernels are compiled and libraries loaded."""
-    for step in random_steps(model, model.score_task):
+    sequences = random_sequences(model, model.score_task)
+    for step in (step_of(sequences), step_of(sequences[:1])):
         pooler.pool(*runner.forward(step))
 
 

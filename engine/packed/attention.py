@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from maxsimd.engine.packed.layout import Arrangement, Layout
 from maxsimd.scheduler import Chunk
@@ -108,6 +108,6 @@ def _keeps(chunk: Chunk) -> bool:
 
 
 def register() -> None:
-    """Makes the function known to transformers, with no mask of its own: the layout says it all."""
+    """Makes the function known to transformers. It is not registered for masks: for a name that is not known
+    there, transformers makes none, and the layout says it all."""
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

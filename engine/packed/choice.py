@@ -8,9 +8,9 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.packed import linear
 from maxsimd.engine.packed.attention import PackedAttention
 from maxsimd.engine.packed.carry import Carry
+from maxsimd.engine.packed.comparison import largest
 from maxsimd.engine.packed.compiled import compiled_attention
 from maxsimd.engine.packed.grouped import (
     GROUPED,
@@ -42,7 +42,7 @@ def choose_attention(
     if name == "torch":
         return GROUPED
     if name == "auto" and device.type == "cpu":
-        return compiled_attention(linear.prefers_prepacked()) if compiled else GROUPED
+        return compiled_attention() if compiled else GROUPED
     found = candidates(device, dtype)
     if name != "auto":
         if name not in found:
@@ -93,7 +93,7 @@ def why_wrong(
             wide = [(exact_k, exact_v)] * len(shared.shared)
             attend_groups_after_prefix(exact_q, exact_k, exact_v, shared, wide, scale, window, exact)
             found.append((ours, exact))
-        worst = max(float((ours.float().cpu() - exact).abs().max()) for ours, exact in found)
+        worst = largest(ours.float().cpu() - exact for ours, exact in found)
     except Exception as error:
         return f"it failed: {error}"
     return None if worst <= _TOLERANCE[dtype] else f"it differs from plain attention by {worst:.2g}"

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint.reference import declares, takes
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.transfer import to_device
 from maxsimd.scheduler import Chunk, Step
@@ -25,6 +26,7 @@ class PaddedRunner:
         self._model = model
         self._backbone: Any = model.backbone
         self._device = device
+        self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
@@ -57,11 +59,13 @@ class PaddedRunner:
             attention_mask[i, : sequence.attended] = 1
             if sequence.type_ids is not None:
                 type_ids[i, : len(sequence)] = sequence.type_ids
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs = {"input_ids": input_ids}
+        if takes(self._backbone, "attention_mask"):
+            inputs["attention_mask"] = attention_mask
         if self._model.takes_type_ids:
             inputs["token_type_ids"] = type_ids
         tensors = {name: to_device(ids, self._device) for name, ids in inputs.items()}
-        output: torch.Tensor = self._backbone(**tensors).last_hidden_state
+        output: torch.Tensor = self._backbone(**tensors, **self._options).last_hidden_state
         return output
 
 

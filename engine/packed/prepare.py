@@ -1,36 +1,67 @@
 """Makes a loaded model ready to run on its device: precision, proof of packing, weight layout."""
 
 import logging
+import math
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint import LoadedModel, Task
+from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.packed import linear
 from maxsimd.engine.packed.attention import PackedAttention
 from maxsimd.engine.packed.choice import choose_attention
 from maxsimd.engine.packed.compiled import is_compiled_supported
+from maxsimd.engine.packed.execution import (
+    Execution,
+    OneByOne,
+    Packed,
+    choose_execution,
+    make_runner,
+    tasks_for,
+)
 from maxsimd.engine.packed.graphs import with_graphs
 from maxsimd.engine.packed.grouped import GROUPED
-from maxsimd.engine.packed.padded import PaddedRunner
-from maxsimd.engine.packed.proof import Proof, prove, random_steps
+from maxsimd.engine.packed.proof import compare, compare_bits, pooler_for, step_of
 from maxsimd.engine.packed.runner import ModelRunner, PackedRunner
+from maxsimd.engine.packed.sample_layers import sample_layers
+from maxsimd.engine.packed.samples import Sample, make_samples
 
 log = logging.getLogger(__name__)
+
+# Beyond this share of the largest number, a lower precision is worth a warning.
+_FAR = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that was compared at load, and what came of it."""
+
+    subject: str
+    result: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.result}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedModel:
-    """How a model is run, and why so: by which `attention`, or `not_packed` and why. `proof_seconds` is how
-    long it took to find out, `quantized` how many of its weights are int8."""
+    """How a model is run: its `tasks` as they pool the runner's rows, by which `execution` (packed, padded or
+    one by one) and `attention`, and `not_packed` for what reason, if it is not. `proof_seconds` is how long
+    it took to find out, `findings` what was compared, `quantized` how many of its weights are int8."""
 
     runner: ModelRunner
+    tasks: Mapping[str, Task]
     dtype: torch.dtype
+    execution: str
     attention: str | None
     not_packed: str | None
+    findings: tuple[Finding, ...]
     proof_seconds: float
     quantized: int
 
@@ -63,43 +94,153 @@ def cast(backbone: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> PreparedModel:
-    """Settles precision and execution. The model is proven in float32, whatever it then runs in.
+    """Settles precision and execution. The execution is proven in float32, whatever the model then runs in.
 
-    Raises ModelLoadError where int8 weights are asked for and cannot be multiplied here."""
+    Raises ModelLoadError where int8 weights are asked for and cannot be multiplied here, and for a model that
+    cannot be run or whose results are not finite."""
     dtype = choose_dtype(config.dtype, device)
     compiled = config.kernels == "auto" and is_compiled_supported(device, dtype)
-    if config.quantization == "int8" and not compiled:
+    _refuse_quantization(config, compiled and dtype is torch.bfloat16)
+    attention = choose_attention(config.attention, model, device, dtype, compiled)
+    started = time.perf_counter()
+    with _samples(model) as samples:
+        execution = choose_execution(model, device, _in_float32(attention), samples, config.packing == "auto")
+    proof_seconds = time.perf_counter() - started
+    if isinstance(execution, OneByOne):
+        return _one_by_one(model, execution, config, samples, proof_seconds)
+    cast(model.backbone, dtype)
+    quantized = _lay_out_weights(model, config, device, dtype, compiled)
+    runner = make_runner(execution, model, device, attention)
+    if isinstance(runner, PackedRunner) and config.cuda_graphs == "auto":
+        sequences = [sample.sequence for sample in samples]
+        steps = [step_of(sequences), step_of(sequences[:1])]
+        runner = with_graphs(runner, attention, model.causal, device, steps)
+    findings = _findings(model, execution, dtype, runner, samples)
+    for finding in findings:
+        log.info("checked %s", finding)
+    is_packed = isinstance(execution, Packed)
+    return PreparedModel(
+        runner,
+        tasks_for(execution, model),
+        dtype,
+        "packed" if is_packed else "padded",
+        attention.name if is_packed else None,
+        None if isinstance(execution, Packed) else execution.not_packed,
+        findings,
+        proof_seconds,
+        quantized,
+    )
+
+
+def _refuse_quantization(config: EngineConfig, possible: bool) -> None:
+    if config.quantization == "int8" and not possible:
         raise ModelLoadError(
             "int8 weights need a CPU with AVX-512 (VNNI and BF16), the compiled kernels and the precision"
             " bfloat16: leave out --quantization, or the --device, --dtype or --kernels that rules these out"
         )
-    attention = choose_attention(config.attention, model, device, dtype, compiled)
-    backbone = model.backbone
-    started = time.perf_counter()
-    if config.packing == "off":
-        proof = Proof("packing is off", None)
-    else:
-        proof = prove(model, device, _in_float32(attention))
-        if proof.not_packed is not None:
-            log.warning("runs padded, which is slower: %s", proof.not_packed)
-    proof_seconds = time.perf_counter() - started
-    cast(backbone, dtype)
-    quantized = 0
+
+
+@contextmanager
+def _samples(model: LoadedModel) -> Iterator[tuple[Sample, ...]]:
+    """The model's samples, and for the time of comparing with them its backbone in float32 with a sample of
+    its layers; with all of them where the model's own library cannot do with fewer."""
+    with sample_layers(model.backbone):
+        model.backbone.float()
+        try:
+            samples = make_samples(model)
+        except ModelLoadError:
+            samples = ()
+        if samples:
+            yield samples
+            return
+    model.backbone.float()
+    yield make_samples(model)
+
+
+def _one_by_one(
+    model: LoadedModel, execution: OneByOne, config: EngineConfig, samples: Sequence[Sample], seconds: float
+) -> PreparedModel:
+    """The model in float32, in which alone its own library is sure to run with the heads as they are."""
     if config.quantization == "int8":
-        quantized = linear.compile_int8(backbone)
-    elif compiled and not linear.prefers_prepacked():
-        linear.compile_bfloat16(backbone)
+        raise ModelLoadError(
+            f"a model that is run one by one cannot have int8 weights: {execution.not_packed}"
+        )
+    if config.dtype not in ("auto", "float32"):
+        log.warning("a model that is run one by one is run in float32, not in %s", config.dtype)
+    model.backbone.float()
+    device = next(model.backbone.parameters()).device
+    runner = make_runner(execution, model, device, GROUPED)
+    finding = Finding(
+        "one by one", f"through the model's own library; it ran {len(samples)} random sequences"
+    )
+    return PreparedModel(
+        runner,
+        tasks_for(execution, model),
+        torch.float32,
+        "one by one",
+        None,
+        execution.not_packed,
+        (finding,),
+        seconds,
+        0,
+    )
+
+
+def _lay_out_weights(
+    model: LoadedModel, config: EngineConfig, device: torch.device, dtype: torch.dtype, compiled: bool
+) -> int:
+    """Lays the weights of linear layers out for the kernels that multiply them; returns how many are int8."""
+    backbone = model.backbone
+    if compiled:
+        for task in model.tasks.values():
+            for module in modules_of(task.head):
+                linear.compile_float32(module)
+    if config.quantization == "int8":
+        return linear.compile_int8(backbone)
+    if compiled:
+        compile_weights = linear.compile_float32 if dtype is torch.float32 else linear.compile_bfloat16
+        compile_weights(backbone)
     elif linear.is_prepacked_supported(device, dtype):
         linear.prepack(backbone)
-    if proof.not_packed is not None:
-        return PreparedModel(
-            PaddedRunner(model, device), dtype, None, proof.not_packed, proof_seconds, quantized
+    return 0
+
+
+def _findings(
+    model: LoadedModel,
+    execution: Execution,
+    dtype: torch.dtype,
+    runner: ModelRunner,
+    samples: Sequence[Sample],
+) -> tuple[Finding, ...]:
+    """What was compared before, and what the model as it stands now gives for the samples.
+
+    Raises ModelLoadError where that is not finite."""
+    assert not isinstance(execution, OneByOne)
+    name = "packed" if isinstance(execution, Packed) else "padded"
+    own = f"as the model's own library one by one: {execution.comparison}"
+    findings = [Finding(f"{name}, in float32", own)]
+    pooler = pooler_for(model.tasks)
+    with sample_layers(model.backbone):
+        rounded = compare(runner, pooler, samples)
+        bits = compare_bits(runner, pooler, samples)
+    if not math.isfinite(rounded.difference):
+        raise ModelLoadError(
+            f"{model.name!r} gives numbers that are not finite in {_shown(dtype)}; try another --dtype"
         )
-    packed = PackedRunner(model, device, attention, proof.gate)
-    runner: ModelRunner = packed
-    if config.cuda_graphs == "auto":
-        runner = with_graphs(packed, attention, model.causal, device, random_steps(model))
-    return PreparedModel(runner, dtype, attention.name, None, proof_seconds, quantized)
+    if dtype is torch.float32 and not rounded.agrees:
+        raise ModelLoadError(
+            f"{model.name!r} is not run right by the kernels of this machine; try --kernels torch: {rounded}"
+        )
+    if rounded.difference > _FAR * rounded.largest:
+        log.warning("in %s results are far from those in float32: %s", _shown(dtype), rounded)
+    findings.append(Finding(f"as it is run, in {_shown(dtype)}", f"beside float32: {rounded}"))
+    if bits.difference == 0:
+        findings.append(
+            Finding("alone and together", f"the same to the last bit: {bits.sequences} sequences")
+        )
+    else:
+        findings.append(Finding("alone and together", f"the same but for rounding: {bits}"))
+    return tuple(findings)
 
 
 def _in_float32(attention: PackedAttention) -> PackedAttention:
@@ -109,3 +250,7 @@ def _in_float32(attention: PackedAttention) -> PackedAttention:
         return attention
     first_rows = None if attention.first_rows is None else GROUPED.first_rows
     return replace(GROUPED, first_rows=first_rows, arrangement=attention.arrangement)
+
+
+def _shown(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,131 +1,100 @@
-"""The proof, at load, that running a model packed equals running its sequences one by one."""
+"""The proof, at load, that the engine's way of running a model gives what the model's own library gives: from
+token ids to logits or embeddings, pooling and head included.
+"""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
 
-from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.packed import last_layer
-from maxsimd.engine.packed.attention import NAME, Attention, PackedAttention, register
-from maxsimd.engine.packed.last_layer import FirstRowsOnly
-from maxsimd.engine.packed.padded import PaddedRunner
-from maxsimd.engine.packed.runner import PackedRunner
-from maxsimd.engine.packed.sample_layers import sample_layers
-from maxsimd.scheduler import Chunk, Role, Sequence, Step
+from maxsimd.engine.checkpoint import Task
+from maxsimd.engine.packed.comparison import Comparison, comparison, largest
+from maxsimd.engine.packed.runner import ModelRunner
+from maxsimd.engine.packed.samples import Sample
+from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.dispatch import DispatchPooler
+from maxsimd.pooling.methods import METHODS
+from maxsimd.scheduler import Chunk, Role, Step
+from maxsimd.scheduler import Sequence as TokenSequence
 
-# Relative to the hidden states' own size; float32 noise is a hundred times smaller, a wrong mask or
-# position a thousand times larger.
-TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Proof:
-    """Why a model cannot be packed, or None, and the gate for its last layer, if it may have one."""
-
-    not_packed: str | None
-    gate: FirstRowsOnly | None
+# How far float32 rounding moves hidden states, as a share of the largest. Some heads leave little of large
+# states, so that this is most of what they make.
+_ROUNDING = 1e-6
 
 
-def prove(model: LoadedModel, device: torch.device, attention: PackedAttention) -> Proof:
-    """Finds out in float32 how a model can be run, on a sample of its layers, which stay float32.
-
-    Leaves the backbone with packed attention where that is exact."""
-    with sample_layers(model.backbone):
-        model.backbone.float()
-        not_packed = why_not_packed(model, device, attention)
-        if not_packed is not None:
-            return Proof(not_packed, None)
-        return Proof(None, gate_if_exact(model, device, attention))
+def pooler_for(tasks: Mapping[str, Task]) -> DispatchPooler:
+    """The pooling of some tasks, as in serving but for merging of tokens."""
+    return DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in tasks.items()})
 
 
-def why_not_packed(model: LoadedModel, device: torch.device, attention: PackedAttention) -> str | None:
-    """None when packed and one-by-one runs of random sequences agree, else what is the matter.
+def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
+    """Runs all samples in one step and compares their items: the comparison of the task that is furthest
+    off."""
+    hidden, cursor = runner.forward(step_of(sample.sequence for sample in samples))
+    items, moved = (_items(pooler, rows, cursor) for rows in (hidden, _rounded_otherwise(hidden)))
+    comparisons = []
+    for task in dict.fromkeys(sample.sequence.task for sample in samples):
+        of_task = [sample for sample in samples if sample.sequence.task == task]
+        keys = [sample.sequence.key for sample in of_task]
+        rounding = largest(moved[key] - items[key] for key in keys)
+        comparisons.append(
+            comparison([items[key] for key in keys], [sample.expected for sample in of_task], rounding)
+        )
+    worst = max(comparisons, key=lambda one: (not one.agrees, one.difference / (one.tolerance or 1)))
+    return replace(worst, sequences=len(samples))
 
-    Leaves the backbone with packed attention after success and with its own after failure. Meant for a
-    float32 backbone; the sequences reach beyond the model's sliding window, if it has one.
-    """
-    backbone: Any = model.backbone
-    own = backbone.config._attn_implementation
-    steps = random_steps(model)
-    padded = PaddedRunner(model, device)
-    alone = [padded.forward(Step(0, (chunk,)))[0][: len(chunk)] for step in steps for chunk in step.chunks]
-    register()
-    try:
-        backbone.set_attn_implementation(NAME)
-        counted = _Counted(attention.everywhere)
-        runner = PackedRunner(model, device, replace(attention, everywhere=counted))
-        together = []
+
+def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample) -> Comparison:
+    """Runs a sample in two chunks, and compares its item; if it is a pair, also after a prefix that is run by
+    itself."""
+    sequence = sample.sequence
+    middle = len(sequence) // 2
+    types = None if sequence.type_ids is None else sequence.type_ids[:middle]
+    prefix = TokenSequence(-1, 0, 0, Role.PREFIX, "", sequence.token_ids[:middle], types, uses=1)
+    after = replace(sequence, prefix=prefix.key, shared=middle)
+    runs = [
+        [Step(0, (Chunk(sequence, 0, middle),)), Step(1, (Chunk(sequence, middle, len(sequence)),))],
+    ]
+    if sequence.task == "classify":
+        runs.append([Step(2, (Chunk(prefix, 0, middle), Chunk(after, middle, len(after))))])
+    found = []
+    for steps in runs:
+        items: dict[int, torch.Tensor] = {}
         for step in steps:
-            hidden, cursor = runner.forward(step)
-            rows = dict(zip(cursor.chunks, cursor.starts, strict=True))
-            together += [hidden[rows[chunk] :][: len(chunk)] for chunk in step.chunks]
-    except Exception as error:
-        backbone.set_attn_implementation(own)
-        return f"packed attention failed: {error}"
-    if counted.calls == 0:
-        # Such a model might still tell sequences apart by their positions, at the cost of a full mask.
-        return "its attention cannot be replaced"
-    size = max(float(states.abs().max()) for states in alone)
-    worst = max(float((a - b).abs().max()) for a, b in zip(alone, together, strict=True))
-    if not worst <= TOLERANCE * max(size, 1e-6):
-        backbone.set_attn_implementation(own)
-        return f"packed and one-by-one hidden states differ by {worst:.2g}"
-    return None
+            items |= _items(pooler, *runner.forward(step))
+        found.append(items[sequence.key])
+        for key in (sequence.key, prefix.key):
+            runner.free(key)
+            pooler.free(key)
+    whole = _items(pooler, *runner.forward(step_of([sequence])))[sequence.key]
+    rounding = float((whole - sample.expected).abs().max())
+    return comparison(found, [sample.expected] * len(found), rounding)
 
 
-class _Counted:
-    """An attention function that knows how often it was called."""
-
-    def __init__(self, attention: Attention) -> None:
-        self._attention = attention
-        self.calls = 0
-
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        self.calls += 1
-        return self._attention(*arguments)
-
-
-def gate_if_exact(
-    model: LoadedModel, device: torch.device, attention: PackedAttention
-) -> FirstRowsOnly | None:
-    """A gate that leaves the last layer's first rows alone, where the model needs no others and is shown to
-    give the same with it; else None, and the backbone as it was."""
-    if attention.first_rows is None or any(task.pooling != "cls" for task in model.tasks.values()):
-        return None
-    gate = last_layer.install(model.backbone)
-    if gate is None:
-        return None
-    plain = PackedRunner(model, device, attention)
-    gated = PackedRunner(model, device, attention, gate)
-    step = random_steps(model)[0]
-    hidden, cursor = plain.forward(step)
-    first = hidden[list(cursor.starts)]
-    only, _ = gated.forward(step)
-    if only.shape != first.shape or not torch.allclose(only, first, rtol=TOLERANCE, atol=TOLERANCE):
-        last_layer.remove(model.backbone, gate)
-        return None
-    return gate
+def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
+    """The samples' items from one step against each one's from a step of its own: the difference is 0 where a
+    sequence's item depends on itself alone, to the last bit."""
+    sequences = [sample.sequence for sample in samples]
+    together = _items(pooler, *runner.forward(step_of(sequences)))
+    alone = [
+        _items(pooler, *runner.forward(step_of([sequence])))[sequence.key].float() for sequence in sequences
+    ]
+    return comparison([together[sequence.key].float() for sequence in sequences], alone, 0.0, share=0.0)
 
 
-def random_steps(model: LoadedModel, task: str = "proof") -> list[Step]:
-    """A step of several random sequences for a model, and one of a single one."""
-    backbone: Any = model.backbone
-    random = np.random.default_rng(0)
-    vocabulary = backbone.get_input_embeddings().weight.shape[0]
-    window = getattr(backbone.config, "sliding_window", None) or getattr(
-        backbone.config, "local_attention", None
-    )
-    beyond = 2 * window + 3 if isinstance(window, int) and window <= 1024 else 11
-    # Two sequences have tokens at their end that nobody attends to, as in ColBERT's query expansion; some of
-    # the second's see no token at all through a window.
-    shapes = [(5, 5), (1, 1), (17, 10), (beyond, beyond), (beyond, 3)]
-    sequences = []
-    for key, (length, attended) in enumerate(shapes):
-        length = min(length, model.max_tokens)
-        ids = random.integers(0, vocabulary, length).astype(np.int32)
-        attended = length if model.causal else min(attended, length)
-        sequences.append(Sequence(key, 0, key, Role.TEXT, task, ids, attended=attended))
-    chunks = tuple(Chunk(sequence, 0, len(sequence)) for sequence in sequences)
-    return [Step(0, chunks), Step(1, chunks[:1])]
+def step_of(sequences: Iterable[TokenSequence]) -> Step:
+    """One step with these sequences whole."""
+    return Step(0, tuple(Chunk(sequence, 0, len(sequence)) for sequence in sequences))
+
+
+def _rounded_otherwise(hidden: torch.Tensor) -> torch.Tensor:
+    """Hidden states moved at random by as much as float32 rounding moves them."""
+    random = torch.Generator().manual_seed(0)
+    noise = torch.randn(hidden.shape, generator=random).to(hidden.device, hidden.dtype)
+    return hidden + noise * (_ROUNDING * largest([hidden]))
+
+
+@torch.inference_mode()
+def _items(pooler: DispatchPooler, hidden: torch.Tensor, cursor: PoolingCursor) -> dict[int, torch.Tensor]:
+    """The items [n, dim] of the sequences that are finished, by their keys."""
+    return {sequence.key: item for pooled in pooler.pool(hidden, cursor) for sequence, item in pooled}

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint.reference import declares
 from maxsimd.engine.packed.attention import PackedAttention
 from maxsimd.engine.packed.carry import Carry
 from maxsimd.engine.packed.last_layer import FirstRowsOnly
@@ -44,13 +45,16 @@ class PackedRunner:
         device: torch.device,
         attention: PackedAttention,
         gate: FirstRowsOnly | None = None,
+        chunked: bool | None = None,
     ) -> None:
-        self.chunked = model.causal
+        self.chunked = model.causal if chunked is None else chunked
         self._model = model
         self._backbone: Any = model.backbone
         self._device = device
         self._attention = attention
         self._gate = gate
+        # Without this a causal model would build a second cache of keys and values in every pass.
+        self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
         self._carries: dict[int, Carry] = {}
 
     @torch.inference_mode()
@@ -90,6 +94,7 @@ class PackedRunner:
         """The hidden states [rows, hidden] of inputs [rows] on the device."""
         output = self._backbone(
             **{name: ids[None] for name, ids in inputs.items()},
+            **self._options,
             attention_mask=None,
             layout=layout,
             attention=self._attention,

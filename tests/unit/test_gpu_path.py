@@ -19,7 +19,9 @@ from maxsimd.engine.packed import choice, graphs, varlen
 from maxsimd.engine.packed.attention import PackedAttention
 from maxsimd.engine.packed.graphs import GraphedRunner
 from maxsimd.engine.packed.grouped import GROUPED, attend_one_by_one
-from maxsimd.engine.packed.proof import prove, random_steps
+from maxsimd.engine.packed.execution import Packed, try_packed
+from maxsimd.engine.packed.proof import step_of
+from maxsimd.engine.packed.samples import make_samples, random_sequences
 from maxsimd.engine.packed.runner import PackedRunner
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.maxsim import cpu, maxsim_cpu, maxsim_reference
@@ -37,7 +39,8 @@ CPU = torch.device("cpu")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path = getattr(cross_encoders, request.param)(tmp_path_factory.mktemp(request.param))
     found = load_model(EngineConfig(model=path), CPU)
-    assert prove(found, CPU, replace(GROUPED, first_rows=None)).not_packed is None
+    found.backbone.float()
+    assert isinstance(try_packed(found, CPU, replace(GROUPED, first_rows=None), make_samples(found)), Packed)
     return found
 
 
@@ -109,7 +112,7 @@ def test_a_graph_that_gives_something_else_is_found_out(
     assert attention.tables is not None
     # One that does nothing when it is replayed.
     graphed = GraphedRunner(plain, attention.tables, model.causal, CPU, lambda run: lambda: None)
-    steps = random_steps(model)
+    steps = [step_of(random_sequences(model, model.score_task))]
     graphed.capture_all(steps[0])
     assert "differ by" in (graphs.why_different(graphed, plain, steps) or "")
 

@@ -12,8 +12,9 @@ from transformers.activations import ACT2FN
 
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.packed import attention, last_layer, linear, proof, varlen
+from maxsimd.engine.packed import attention, last_layer, linear, varlen
 from maxsimd.engine.packed.carry import Carry
+from maxsimd.engine.packed.execution import Packed, try_packed
 from maxsimd.engine.packed.grouped import GROUPED, attend_first_rows, attend_grouped, attend_one_by_one
 from maxsimd.engine.packed.layout import (
     GROUP_COST_ROWS,
@@ -25,6 +26,7 @@ from maxsimd.engine.packed.layout import (
 )
 from maxsimd.engine.packed.padded import PADDING, SMALL_BATCH, by_length
 from maxsimd.engine.packed.runner import PackedRunner
+from maxsimd.engine.packed.samples import make_samples
 from maxsimd.scheduler import Chunk, Role, Sequence, Step
 
 RAGGED = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
@@ -233,13 +235,14 @@ def test_a_wrong_attention_is_found_out_at_load(bert_cross_encoder: str) -> None
     """The proof must see it when sequences leak into each other."""
     model = load_model(EngineConfig(model=bert_cross_encoder), torch.device("cpu"))
     device = torch.device("cpu")
+    samples = make_samples(model)
 
     def leaky(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
 
-    assert proof.why_not_packed(model, device, GROUPED) is None
-    model.backbone.set_attn_implementation("sdpa")
-    assert "differ by" in (proof.why_not_packed(model, device, replace(GROUPED, everywhere=leaky)) or "")
+    assert isinstance(try_packed(model, device, GROUPED, samples), Packed)
+    model = load_model(EngineConfig(model=bert_cross_encoder), torch.device("cpu"))
+    assert "results differ" in str(try_packed(model, device, replace(GROUPED, everywhere=leaky), samples))
     assert model.backbone.config._attn_implementation == "sdpa"
 
 
@@ -249,8 +252,9 @@ def test_the_last_layer_of_a_cross_encoder_runs_for_its_first_rows_alone(
 ) -> None:
     device = torch.device("cpu")
     model = load_model(EngineConfig(model=request.getfixturevalue(checkpoint)), device)
-    assert proof.why_not_packed(model, device, GROUPED) is None
-    gate = proof.gate_if_exact(model, device, GROUPED)
+    packed = try_packed(model, device, GROUPED, make_samples(model))
+    assert isinstance(packed, Packed)
+    gate = packed.gate
     assert gate is not None
     step = make_step([9, 5, 17])
     hidden, cursor = PackedRunner(model, device, GROUPED, gate).forward(step)
@@ -265,7 +269,9 @@ def test_the_last_layer_of_a_cross_encoder_runs_for_its_first_rows_alone(
 
 def test_a_model_that_needs_all_rows_gets_no_gate() -> None:
     model = load_model(EngineConfig(), torch.device("cpu"))
-    assert proof.gate_if_exact(model, torch.device("cpu"), GROUPED) is None
+    packed = try_packed(model, torch.device("cpu"), GROUPED, make_samples(model))
+    assert isinstance(packed, Packed)
+    assert packed.gate is None
 
 
 async def test_a_model_that_cannot_be_packed_runs_padded_with_a_warning(

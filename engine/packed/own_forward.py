@@ -1,0 +1,38 @@
+"""Runs sequences one by one through the model's own library: slow, and right by definition. For models that
+neither packed nor padded execution is proven for."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from maxsimd.engine.checkpoint import Task
+from maxsimd.engine.checkpoint.heads import after_reference
+from maxsimd.engine.checkpoint.reference import Reference
+from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.scheduler import Step
+
+
+class OwnForwardRunner:
+    """A `ModelRunner` whose rows are finished items: `references` makes them, by task."""
+
+    chunked = False
+
+    def __init__(self, references: Mapping[str, Reference]) -> None:
+        self._references = dict(references)
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        items = [self._references[chunk.sequence.task](chunk.sequence) for chunk in step.chunks]
+        starts = (0, *accumulate(len(item) for item in items[:-1]))
+        return torch.cat(items), PoolingCursor(step.chunks, starts)
+
+    def free(self, key: int) -> None:
+        """Nothing is kept between steps."""
+
+
+def finished(task: Task) -> Task:
+    """The task for rows that are finished items: all of a sequence's, or its one."""
+    pooling = "all" if task.pooling == "all" else "cls"
+    return replace(task, pooling=pooling, head=after_reference(task.head), reference=None)

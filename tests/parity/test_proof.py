@@ -1,0 +1,230 @@
+"""The proof at load: what is broken on purpose is noticed, and scores come out right all the same."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from maxsimd.engine.checkpoint import cross_encoder, heads, load_model
+from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
+from maxsimd.engine.packed import execution, padded
+from maxsimd.engine.packed.comparison import comparison, largest
+from maxsimd.engine.packed.grouped import GROUPED
+from maxsimd.engine.packed.runner import PackedRunner
+from maxsimd.engine.packed.samples import make_samples
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
+from tests.parity import references
+
+Patch = pytest.MonkeyPatch
+CPU = torch.device("cpu")
+
+
+def with_biases(folder: str) -> str:
+    """A checkpoint whose biases are not zero, so that one that is left out is missed."""
+    for file in Path(folder).rglob("model.safetensors"):
+        tensors = load_file(file)
+        torch.manual_seed(3)
+        for name, tensor in tensors.items():
+            if name.endswith("bias"):
+                tensors[name] = torch.randn_like(tensor) * 0.3
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+class _WithoutActivation(torch.nn.Module):
+    def __init__(self, pooler: Any) -> None:
+        super().__init__()
+        self.dense = pooler.dense
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.dense(rows[:, 0])
+        return out
+
+
+class _FirstRow(torch.nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, 0]
+
+
+def leave_out_an_activation(patch: Patch) -> None:
+    patch.setattr(heads, "_pooler_of", lambda backbone: _WithoutActivation(backbone.pooler))
+
+
+def leave_out_the_pooler(patch: Patch) -> None:
+    patch.setattr(heads, "_pooler_of", lambda backbone: _FirstRow())
+
+
+def pool_another_position(patch: Patch) -> None:
+    patch.setattr(cross_encoder, "is_causal", lambda backbone: True)
+
+
+def drop_the_bias_of_the_head(patch: Patch) -> None:
+    original = ClassifierHead.__call__
+    patch.setattr(
+        ClassifierHead, "__call__", lambda head, rows: original(head, rows) - head.model.classifier.bias
+    )
+
+
+def leave_out_a_normalisation(patch: Patch) -> None:
+    original = ModuleHead.__init__
+
+    def without_normalize(head: ModuleHead, modules: Sequence[torch.nn.Module], feature: str) -> None:
+        kept = [module for module in modules if type(module).__name__ != "Normalize"]
+        original(head, kept, feature)
+
+    patch.setattr(ModuleHead, "__init__", without_normalize)
+
+
+def put_positions_off_by_one(patch: Patch) -> None:
+    right = PackedRunner.inputs_of
+
+    def shifted(runner: PackedRunner, batch: Any) -> dict[str, torch.Tensor]:
+        inputs = right(runner, batch)
+        return inputs | {"position_ids": (inputs["position_ids"] + 1).clamp(max=511)}
+
+    patch.setattr(PackedRunner, "inputs_of", shifted)
+
+
+def let_padding_leak(patch: Patch) -> None:
+    right = padded.PaddedRunner._run
+
+    def leaky(runner: padded.PaddedRunner, chunks: list[Any]) -> torch.Tensor:
+        longest = max(len(chunk) for chunk in chunks)
+        backbone = runner._backbone
+        try:
+            # The mask is made before the backbone is called, so the backbone is where it can be lost.
+            runner._backbone = lambda attention_mask, **inputs: backbone(
+                attention_mask=torch.ones(len(chunks), longest, dtype=torch.int64), **inputs
+            )
+            runner._backbone.config = backbone.config
+            runner._backbone.forward = backbone.forward
+            return right(runner, chunks)
+        finally:
+            runner._backbone = backbone
+
+    patch.setattr(padded.PaddedRunner, "_run", leaky)
+
+
+BROKEN: list[tuple[Callable[[Patch], None], str, dict[str, str], str]] = [
+    (leave_out_an_activation, "cross-encoder", {}, "one by one"),
+    (leave_out_the_pooler, "cross-encoder", {}, "one by one"),
+    (pool_another_position, "cross-encoder", {}, "one by one"),
+    (drop_the_bias_of_the_head, "cross-encoder", {}, "one by one"),
+    (leave_out_a_normalisation, "bi-encoder", {}, "one by one"),
+    (leave_out_a_normalisation, "late-interaction", {}, "one by one"),
+    (put_positions_off_by_one, "cross-encoder", {}, "padded"),
+    (put_positions_off_by_one, "bi-encoder", {}, "padded"),
+    (let_padding_leak, "cross-encoder", {"packing": "off"}, "one by one"),
+    (let_padding_leak, "bi-encoder", {"packing": "off"}, "one by one"),
+]
+
+BUILDERS: dict[str, tuple[Callable[[Path], str], Callable[..., np.ndarray]]] = {
+    "cross-encoder": (cross_encoders.bert, references.cross_encoder),
+    "bi-encoder": (bi_encoders.bge, references.bi_encoder),
+    "late-interaction": (late_interaction.stanford, references.multi_vector),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("proof")
+    return {kind: with_biases(build(folder / kind)) for kind, (build, _) in BUILDERS.items()}
+
+
+async def _scores(engine: Engine, pairs: list[Pair]) -> np.ndarray:
+    queries, documents = [pair.query for pair in pairs], [pair.document for pair in pairs]
+    return np.array((await engine.score(queries, documents, truncation=CUT_LONG)).scores)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+async def test_nothing_is_found_where_nothing_is_broken(
+    kind: str, checkpoints: dict[str, str], pairs: list[Pair]
+) -> None:
+    for packing in ("auto", "off"):
+        config = EngineConfig(model=checkpoints[kind], dtype="float32", packing=packing)  # type: ignore[arg-type]
+        async with Engine(config) as engine:
+            assert engine.on_device.prepared.execution == ("packed" if packing == "auto" else "padded")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "kind", "settings", "expected"),
+    BROKEN,
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+async def test_what_is_broken_is_noticed_and_scores_are_right(
+    break_it: Callable[[Patch], None],
+    kind: str,
+    settings: dict[str, Any],
+    expected: str,
+    checkpoints: dict[str, str],
+    pairs: list[Pair],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    few = pairs[:12]
+    reference = BUILDERS[kind][1](
+        checkpoints[kind], [pair.query for pair in few], [pair.document for pair in few]
+    )
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, logger="maxsimd"):
+        break_it(patch)
+        async with Engine(EngineConfig(model=checkpoints[kind], dtype="float32", **settings)) as engine:
+            prepared = engine.on_device.prepared
+            scores = await _scores(engine, few)
+    assert prepared.execution == expected, prepared
+    assert "slower" in caplog.text
+    np.testing.assert_allclose(scores, reference, atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["chunk", "after_prefix"])
+async def test_chunks_and_prefixes_that_are_wrong_are_not_used(
+    part: str, tmp_path: Path, pairs: list[Pair]
+) -> None:
+    """Such a model is packed still, but its sequences are not cut and share nothing."""
+    model = load_model(EngineConfig(model=language_models.qwen3_reranker(tmp_path / "model")), CPU)
+    model.backbone.float()
+    samples = make_samples(model)
+    right = getattr(GROUPED, part)
+
+    def doubled(*arguments: Any) -> Any:
+        found = right(*arguments)
+        if found is None:
+            arguments[-1][-3:] *= 2  # written in place
+        return None if found is None else 2 * found
+
+    found = execution.try_packed(model, CPU, GROUPED, samples)
+    assert isinstance(found, execution.Packed)
+    assert found.chunked
+    found = execution.try_packed(model, CPU, replace(GROUPED, **{part: doubled}), samples)
+    assert isinstance(found, execution.Packed)
+    assert not found.chunked
+
+
+def test_a_maximum_keeps_a_nan() -> None:
+    """Python's own maximum of (1, NaN) is 1."""
+    assert np.isnan(largest([torch.ones(2), torch.tensor([torch.nan]), torch.zeros(1)]))
+    assert largest([torch.empty(0), torch.tensor([-3.0, 2.0])]) == 3
+    wrong = comparison([torch.tensor([torch.nan])], [torch.ones(1)], rounding=0.0)
+    assert not wrong.agrees
+
+
+def test_items_of_another_shape_do_not_agree() -> None:
+    assert not comparison([torch.ones(2, 3)], [torch.ones(3, 3)], rounding=0.0).agrees
+
+
+async def test_a_model_whose_numbers_overflow_is_refused(tmp_path: Path) -> None:
+    folder = cross_encoders.bert(tmp_path / "model")
+    file = Path(folder) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["classifier.weight"] *= 1e30
+    tensors["classifier.weight"] *= 1e10
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(Exception, match="not finite"):
+        async with Engine(EngineConfig(model=folder, dtype="float32")):
+            pass
