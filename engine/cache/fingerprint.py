@@ -1,0 +1,169 @@
+"""What a document's embedding depends on beside its text, as named ingredients, and the digest of them all.
+
+Whatever can change an embedding is an ingredient; what only queries, scores or latency depend on is not.
+How the document itself is read (windows, truncation) is part of each entry's own key instead.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from maxsimd import kernels
+from maxsimd.engine.cache.entry import Precision
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tensors
+from maxsimd.engine.config import EngineConfig
+from maxsimd.pooling.methods import Head
+
+# What a config says that changes no hidden state: names, and where the checkpoint lay. `architecture` is an
+# ingredient of its own.
+_NAMES_IN_CONFIG = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "id2label",
+        "label2id",
+        "model_type",
+        "problem_type",
+        "transformers_version",
+    }
+)
+# Libraries that take part in making an embedding. Another version may make other bits.
+_LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers")
+
+# Weights are hashed in blocks of this many bytes, on as many threads as torch computes with.
+_BLOCK = 32 * 1024 * 1024
+
+
+def ingredients(
+    model: LoadedModel, config: EngineConfig, dtype: torch.dtype, stored: Precision
+) -> dict[str, bytes]:
+    """Each ingredient by its name. The backbone must be as it was loaded, in the precision of its file.
+
+    `dtype` is the precision that the model will run in and `stored` the one that embeddings are stored in."""
+    backbone: Any = model.backbone
+    device = next(backbone.parameters()).device
+    task, rules = model.tasks[model.score_task], model.document
+    head, tokenizer = task.head, _tokenizer(model.tokenizer)
+    stated = {
+        "architecture": f"{type(backbone).__module__}.{type(backbone).__qualname__}",
+        "settings": _settings(backbone.config),
+        "template": tokenizer.pop("post_processor", None),
+        "tokenizer": tokenizer,
+        "inputs": getattr(model.tokenizer, "model_input_names", None),
+        "prompt": rules.prompt,
+        "prompt pooled": rules.pool_prompt,
+        "document length": rules.max_tokens,
+        "model length": model.max_tokens,
+        "skip list": None if rules.skipped_ids is None else rules.skipped_ids.tolist(),
+        "pooling": task.pooling,
+        "head": _modules(head),
+        "dimensions": (head.dimensions, head.normalised) if isinstance(head, FirstColumns) else None,
+        "token pooling": _token_pooling(model),
+        "precision": str(dtype),
+        "stored precision": stored,
+        "quantization": config.quantization,
+        "kernels": config.kernels == "auto" and kernels.is_available(),
+        "attention": config.attention,
+        "packing": config.packing,
+        "fused head": _fused_head(config, device),
+        "device": _device(device),
+        "versions": [version(library) for library in _LIBRARIES],
+    }
+    return {
+        "weights": _digest(sorted(backbone.named_parameters(), key=itemgetter(0))),
+        "buffers": _digest(sorted(_saved_buffers(backbone), key=itemgetter(0))),
+        # Without the numbers of their modules: the order of modules is said by `head`.
+        "head weights": _digest((name.partition(".")[2], tensor) for name, tensor in head_tensors(head)),
+        **{name: repr(value).encode() for name, value in stated.items()},
+    }
+
+
+def fingerprint(parts: Mapping[str, bytes]) -> bytes:
+    """The digest of ingredients."""
+    digest = hashlib.sha256()
+    for name, value in sorted(parts.items()):
+        digest.update(hashlib.sha256(name.encode()).digest() + hashlib.sha256(value).digest())
+    return digest.digest()
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    """The digest of tensors: their names, shapes, types and values. Each is read once.
+
+    SHA-256 because common processors have instructions for it."""
+    named = list(tensors)
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for part in pool.map(_digest_of_block, _blocks(tensor for _, tensor in named)):
+            digest.update(part)
+    return digest.digest()
+
+
+def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        yield from tensor.detach().reshape(-1).view(torch.uint8).split(_BLOCK)
+
+
+def _digest_of_block(block: torch.Tensor) -> bytes:
+    return hashlib.sha256(block.cpu().numpy().data).digest()
+
+
+def _saved_buffers(backbone: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a checkpoint holds. All others follow from the architecture and its settings."""
+    for path, module in backbone.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}", buffer
+
+
+def _settings(config: Any) -> tuple[object, ...]:
+    """A backbone's config, and which of its own attention functions it runs where it is not packed."""
+    stated = [(name, value) for name, value in config.to_dict().items() if name not in _NAMES_IN_CONFIG]
+    return sorted(stated, key=itemgetter(0)), getattr(config, "_attn_implementation", None)
+
+
+def _tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """A tokeniser as the tokenizers library states it, without what a call to it may have left behind."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    stated: dict[str, Any] = {} if backend is None else json.loads(backend.to_str())
+    return {name: value for name, value in stated.items() if name not in ("truncation", "padding")}
+
+
+def _modules(head: Head) -> list[object]:
+    """A head's modules in their order, with their settings and activations.
+
+    Raises TypeError for a head that cannot be described."""
+    if isinstance(head, FirstColumns):
+        return _modules(head.inner)
+    if not isinstance(head, ModuleHead):
+        raise TypeError(f"a {type(head).__name__} cannot be described for the cache")
+    modules: list[Any] = list(head.modules)
+    return [(type(module).__qualname__, module.get_config_dict(), repr(module)) for module in modules]
+
+
+def _token_pooling(model: LoadedModel) -> tuple[object, ...] | None:
+    pooling = model.token_pooling
+    if pooling is None:
+        return None
+    method = pooling.method
+    return type(method).__qualname__, method.get_config_dict(), sorted(map(str, pooling.roles))
+
+
+def _fused_head(config: EngineConfig, device: torch.device) -> str | None:
+    """Which MaxSim was asked for, where that decides whether the head runs as one kernel: Triton's does."""
+    return config.maxsim if device.type == "cuda" or config.maxsim == "triton" else None
+
+
+def _device(device: torch.device) -> tuple[object, ...]:
+    """The kind of device, as far as another would compute other bits."""
+    if device.type == "cuda":
+        return "cuda", torch.cuda.get_device_name(device)
+    return device.type, torch.backends.cpu.get_cpu_capability(), torch.cpu._is_amx_tile_supported()
