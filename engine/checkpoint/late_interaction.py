@@ -31,6 +31,8 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
     poolings = [module for module in rest if isinstance(module, HierarchicalTokenPooling)]
     known = [*masks, *projection, *poolings]
     other = [type(module).__name__ for module in rest if module not in known]
+    if len(masks) > 1:
+        other += [type(module).__name__ for module in masks]
     if poolings and (len(poolings) > 1 or rest[-1] is not poolings[0]):
         other = [type(module).__name__ for module in poolings]
     if other:
@@ -50,11 +52,13 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "tasks": {"token_embed": Task("all", head, dim, normalised, reference)},
         "score_task": "token_embed",
-        "query": _query_rules(transformer, model.prompts.get("query") or "", _skipped(mask, "query")),
+        "query": _query_rules(
+            transformer, model.prompts.get("query") or "", _skipped(mask, "query", len(tokenizer))
+        ),
         "document": RoleRules(
             prompt=document_prompt or "",
             max_tokens=transformer.document_length,
-            skipped_ids=_skipped(mask, "document"),
+            skipped_ids=_skipped(mask, "document", len(tokenizer)),
         ),
         "activation": torch.nn.Identity(),
         "similarity": model.similarity_fn_name,
@@ -69,11 +73,16 @@ def _roles(pooling: HierarchicalTokenPooling) -> frozenset[Role]:
     return frozenset(roles | ({Role.DOCUMENT, Role.TEXT} if pooling.applies_to("document") else set()))
 
 
-def _skipped(mask: MultiVectorMask, role: str) -> NDArray[np.int64] | None:
-    ids = mask._skiplist_ids
-    if ids is None or role not in mask.skiplist_tasks:
-        return None
-    return np.unique(ids.numpy())
+def _skipped(mask: MultiVectorMask, role: str, vocabulary: int) -> NDArray[np.int64] | None:
+    """The tokens of a role that take no part in scoring: the skip list's, and of documents all but those that
+    alone are to be kept, if there are such."""
+    skipped = np.empty(0, dtype=np.int64)
+    if mask._skiplist_ids is not None and role in mask.skiplist_tasks:
+        skipped = mask._skiplist_ids.numpy()
+    if role == "document" and mask.keep_only_token_ids:
+        others = np.setdiff1d(np.arange(vocabulary), mask.keep_only_token_ids)
+        skipped = np.concatenate([skipped, others])
+    return np.unique(skipped) if len(skipped) else None
 
 
 def _query_rules(transformer: Any, prompt: str, skipped: Any) -> RoleRules:

@@ -1,6 +1,9 @@
 """Late interaction scores as sentence-transformers' MultiVectorEncoder does, by what the checkpoint says of
 markers, query expansion, lengths and skipped tokens."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from sentence_transformers.multi_vector_encoder.modules import HierarchicalToken
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from tests.checkpoints import late_interaction
 
 CHECKPOINTS = ["stanford_colbert", "stanford_colbert_attending", "native_multi_vector", "minilm"]
 
@@ -121,3 +125,19 @@ async def test_dimensions_keep_the_first_columns_in_scores_and_vectors(
     np.testing.assert_allclose(vectors, query.numpy(), atol=1e-5)
     reference = [float((query @ first(rows).T).amax(1).sum()) for rows in model.encode_document(documents)]
     np.testing.assert_allclose(scores, reference, atol=1e-4)
+
+
+async def test_a_mask_that_keeps_only_some_tokens_of_documents_is_followed(
+    tmp_path: Path, pairs: list[Pair]
+) -> None:
+    """As ColPali-like models keep only the tokens of pictures; here every other token of the vocabulary."""
+    folder = late_interaction.native(tmp_path)
+    settings = Path(folder) / "2_MultiVectorMask" / "config.json"
+    kept = {"keep_only_token_ids": list(range(0, 30522, 2))}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | kept))
+    queries, documents = [pair.query for pair in pairs[:40]], [pair.document for pair in pairs[:40]]
+    async with Engine(EngineConfig(model=folder, dtype="float32")) as engine:
+        result = await engine.score(queries, documents, truncation=CUT_LONG)
+    model = MultiVectorEncoder(folder, device="cpu")
+    reference = model.similarity_pairwise(model.encode_query(queries), model.encode_document(documents))
+    np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-4)

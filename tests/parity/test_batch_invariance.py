@@ -1,0 +1,141 @@
+"""The same pair has the same score, bit for bit, whatever else is served beside it: on our kernels, in every
+precision, whole and through windows."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maxsimd import kernels
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, Truncation
+from maxsimd.engine.checkpoint.heads import ClassifierHead
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
+
+pytestmark = pytest.mark.skipif(
+    not kernels.is_available(), reason="this processor cannot run the kernels that keep bits"
+)
+
+QUERY = "How is a file opened and read?"
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
+BUILDERS: dict[str, Callable[[Path], str]] = {
+    "late-interaction": late_interaction.stanford,
+    "cross-encoder": cross_encoders.xlm_roberta,
+    "bi-encoder": bi_encoders.bge,
+}
+READINGS = {"whole": CUT_LONG, "windows": WINDOW_LONG}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("invariance")
+    return {kind: build(folder / kind) for kind, build in BUILDERS.items()}
+
+
+@pytest.fixture(scope="module")
+def documents(pairs: list[Pair]) -> list[str]:
+    """200 of very different lengths, some longer than the models read."""
+    texts = [pair.document for pair in pairs]
+    return (
+        [text[: 40 + 23 * i] for i, text in enumerate(texts[:40])]
+        + texts[40:190]
+        + [" ".join(texts[:9])] * 10
+    )
+
+
+async def _score(engine: Engine, texts: list[str], reading: Truncation, **options: Any) -> np.ndarray:
+    result = await engine.score(QUERY, texts, truncation=reading, **options)
+    return np.array(result.scores, dtype=np.float32)
+
+
+async def _what_changes_bits(
+    config: dict[str, Any], documents: list[str], reading: Truncation, budgets: tuple[int | None, ...]
+) -> list[str]:
+    """The surroundings in which any of the documents' scores is another, to the last bit, than among all in
+    their order."""
+    changed: list[str] = []
+    expected: np.ndarray | None = None
+    for threads, budget in [(2, budgets[0]), (1, budgets[1]), (2, budgets[2])]:
+        where = f"{threads} threads, a budget of {budget}"
+        async with Engine(EngineConfig(threads=threads, max_batch_tokens=budget, **config)) as engine:
+            new = await _score(engine, documents, reading, cache="bypass")
+            if expected is None:
+                expected = new
+            found = {"not cached": new}
+            found["first seen"] = await _score(engine, documents, reading)
+            found["cached"] = await _score(engine, documents, reading)
+            for seed in range(5):
+                order = list(range(len(documents)))
+                random.Random(seed).shuffle(order)
+                shuffled = await _score(engine, [documents[i] for i in order], reading, cache="bypass")
+                found[f"order {seed}"] = shuffled[np.argsort(order)]
+            alone = [await _score(engine, [text], reading, cache="bypass") for text in documents]
+            found["alone"] = np.concatenate(alone)
+            found["among others"] = await _among_others(engine, documents, reading)
+        changed += [
+            f"{what}, {where}: {(scores != expected).sum()} of {len(documents)}"
+            for what, scores in found.items()
+            if not np.array_equal(scores, expected)
+        ]
+    assert expected is not None
+    assert np.std(expected) > 1e-3, "the checkpoint must tell documents apart, or this test shows nothing"
+    return changed
+
+
+async def _among_others(engine: Engine, documents: list[str], reading: Truncation) -> np.ndarray:
+    """The scores while 30 other requests are served."""
+    others = [
+        asyncio.create_task(
+            engine.score(f"another question, {i}", (documents * 8)[i : i + 1 + i % 7], truncation=CUT_LONG)
+        )
+        for i in range(30)
+    ]
+    scores = await _score(engine, documents, reading, cache="bypass")
+    await asyncio.gather(*others)
+    return scores
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", BUILDERS)
+async def test_a_pairs_score_depends_on_the_pair_alone(
+    kind: str, precision: str, reading: str, checkpoints: dict[str, str], documents: list[str]
+) -> None:
+    config = {"model": checkpoints[kind], **PRECISIONS[precision]}
+    assert await _what_changes_bits(config, documents, READINGS[reading], (None, 600, 4096)) == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+async def test_the_default_model_keeps_bits(precision: str, documents: list[str]) -> None:
+    config = PRECISIONS[precision]
+    assert await _what_changes_bits(config, documents[::10], CUT_LONG, (None, 300, 4096)) == []
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+async def test_a_causal_reranker_keeps_bits_through_chunks_and_shared_prefixes(
+    precision: str, documents: list[str], tmp_path: Path
+) -> None:
+    config = {"model": language_models.qwen3_reranker(tmp_path / "model"), **PRECISIONS[precision]}
+    assert await _what_changes_bits(config, documents[:60], CUT_LONG, (None, 61, 300)) == []
+
+
+async def test_the_test_notices_a_head_that_depends_on_the_number_of_rows(
+    checkpoints: dict[str, str], documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ClassifierHead.__call__
+
+    def dependent(head: ClassifierHead, rows: torch.Tensor) -> torch.Tensor:
+        return original(head, rows) * (1 + 1e-6 * len(rows))
+
+    monkeypatch.setattr(ClassifierHead, "__call__", dependent)
+    config = {"model": checkpoints["cross-encoder"], "dtype": "float32"}
+    assert await _what_changes_bits(config, documents[:20], CUT_LONG, (None, 600, 4096)) != []
