@@ -8,12 +8,16 @@ PORT ?= 8000
 # An environment with a CUDA build of torch, where maxsimd and its extra `dev` are installed.
 GPU_PYTHON ?= python3
 
-.PHONY: serve test test-gpu lint bench bench-gpu clean
+.PHONY: serve test test-all test-gpu lint bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
 
 test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not exhaustive"
+
+# Every architecture that transformers has, every damage to every family, every precision: minutes more.
+test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
 test-gpu:

@@ -27,6 +27,10 @@ def max_tokens(config: Any, tokenizer: Any, offset: int) -> int:
     # Some configs say -1, or nothing, where positions are relative and without end.
     limits = [positions - offset] if isinstance(positions, int) else []
     limits.append(getattr(tokenizer, "model_max_length", None) or 0)
+    if getattr(config, "attention_type", None) == "block_sparse":
+        # BigBird attends to all of a text up to this length, and from then on to all of any, so that what it
+        # makes of longer ones depends on those before them (`BigBirdModel.forward`).
+        limits.append((5 + 2 * config.num_random_blocks) * config.block_size)
     return min((int(limit) for limit in limits if 0 < limit < _NO_LIMIT), default=512)
 
 

@@ -12,6 +12,7 @@ from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
 from maxsimd.engine.checkpoint.reference import ClassifierReference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.pooling.methods import METHODS
 
 
 def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -26,6 +27,8 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
     refuse_modules_not_finite(path, list(encoder)[1:])
     backbone = model.base_model
     pooling = "last" if is_causal(backbone) else getattr(model.config, "classifier_pooling", "cls")
+    if pooling not in METHODS:  # one that only the model itself knows
+        pooling = "cls"
     labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
     head = ClassifierHead(model)
     reference = ClassifierReference(model, encoder.tokenizer)

@@ -36,6 +36,11 @@ def refuse_unsupported(
             f"the weights of {model!r} are quantised by {method}, which is not carried out here; name the "
             "checkpoint that it was made from (--quantization int8 quantises that one)"
         )
+    if kind == "reformer" and (not files.config.get("num_buckets") or files.config.get("hash_seed") is None):
+        raise ModelLoadError(
+            f"{model!r} is a Reformer whose config lacks num_buckets or hash_seed: the first text that it is "
+            "given would decide how it reads all others, and chance how it reads each; set both"
+        )
     if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
         raise ModelLoadError(
             f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "

@@ -60,6 +60,8 @@ def choose_execution(
     """The fastest execution that is proven on the samples, for a backbone in float32.
 
     Leaves the backbone as that execution needs it."""
+    if _chooses_keys(model.backbone):
+        return _one_by_one("it attends to a choice of keys, in which ties are broken by how a step is padded")
     pooler = _take_off_pooler(model.backbone, samples[0])
     reason = "packing is off"
     if packing_allowed:
@@ -74,9 +76,7 @@ def choose_execution(
     if pooler is not None:
         backbone: Any = model.backbone
         backbone.pooler = pooler
-    reason = f"{reason}; {padded}"
-    log.warning("runs its sequences one by one, which is much slower: %s", reason)
-    return OneByOne(reason)
+    return _one_by_one(f"{reason}; {padded}")
 
 
 def try_packed(
@@ -126,6 +126,17 @@ def tasks_for(execution: Execution, model: LoadedModel) -> Mapping[str, Task]:
     if isinstance(execution, OneByOne):
         return {name: finished(task) for name, task in model.tasks.items()}
     return {name: replace(task, reference=None) for name, task in model.tasks.items()}
+
+
+def _one_by_one(reason: str) -> OneByOne:
+    log.warning("runs its sequences one by one, which is much slower: %s", reason)
+    return OneByOne(reason)
+
+
+def _chooses_keys(backbone: Any) -> bool:
+    """Whether a model attends to the keys that an index of its own ranks highest, as DeepSeek's sparse
+    attention does. Random texts may well not show a tie."""
+    return any(getattr(backbone.config, name, None) for name in ("index_topk", "index_topk_blocks"))
 
 
 class _Counted:

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, Task
-from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.packed import linear
 from maxsimd.engine.packed.attention import PackedAttention
 from maxsimd.engine.packed.choice import choose_attention
 from maxsimd.engine.packed.compiled import is_compiled_supported
@@ -31,6 +29,7 @@ from maxsimd.engine.packed.proof import compare, compare_bits, pooler_for, step_
 from maxsimd.engine.packed.runner import ModelRunner, PackedRunner
 from maxsimd.engine.packed.sample_layers import sample_layers
 from maxsimd.engine.packed.samples import Sample, make_samples
+from maxsimd.engine.packed.weights import lay_out_weights, why_not_replaced
 
 log = logging.getLogger(__name__)
 
@@ -104,12 +103,23 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
     attention = choose_attention(config.attention, model, device, dtype, compiled)
     started = time.perf_counter()
     with _samples(model) as samples:
-        execution = choose_execution(model, device, _in_float32(attention), samples, config.packing == "auto")
+        in_float32 = _in_float32(attention)
+        execution = choose_execution(model, device, in_float32, samples, config.packing == "auto")
+        mismatch = None
+        if not isinstance(execution, OneByOne) and device.type == "cpu":
+            runner = make_runner(execution, model, device, in_float32)
+            mismatch = why_not_replaced(model, runner, samples, compiled)
     proof_seconds = time.perf_counter() - started
     if isinstance(execution, OneByOne):
         return _one_by_one(model, execution, config, samples, proof_seconds)
     cast(model.backbone, dtype)
-    quantized = _lay_out_weights(model, config, device, dtype, compiled)
+    quantized = 0
+    if mismatch is None:
+        quantized = lay_out_weights(model, device, dtype, config.quantization, compiled)
+    elif config.quantization == "int8":
+        raise ModelLoadError(f"the linear layers of {model.name!r} cannot have int8 weights: {mismatch}")
+    else:
+        log.warning("linear layers are left as they are, which is slower: %s", mismatch)
     runner = make_runner(execution, model, device, attention)
     if isinstance(runner, PackedRunner) and config.cuda_graphs == "auto":
         sequences = [sample.sequence for sample in samples]
@@ -184,25 +194,6 @@ def _one_by_one(
         seconds,
         0,
     )
-
-
-def _lay_out_weights(
-    model: LoadedModel, config: EngineConfig, device: torch.device, dtype: torch.dtype, compiled: bool
-) -> int:
-    """Lays the weights of linear layers out for the kernels that multiply them; returns how many are int8."""
-    backbone = model.backbone
-    if compiled:
-        for task in model.tasks.values():
-            for module in modules_of(task.head):
-                linear.compile_float32(module)
-    if config.quantization == "int8":
-        return linear.compile_int8(backbone)
-    if compiled:
-        compile_weights = linear.compile_float32 if dtype is torch.float32 else linear.compile_bfloat16
-        compile_weights(backbone)
-    elif linear.is_prepacked_supported(device, dtype):
-        linear.prepack(backbone)
-    return 0
 
 
 def _findings(

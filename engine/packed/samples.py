@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.packed.comparison import comparison
 from maxsimd.scheduler import Role, Sequence
 
 # A window longer than this is not reached beyond.
@@ -49,6 +50,10 @@ def make_samples(model: LoadedModel) -> tuple[Sample, ...]:
                 samples.append(Sample(replace(sequence, key=key, index=key), expected))
         if len(samples) == before:
             raise ModelLoadError(f"{model.name!r} cannot be run on any of some random texts: {failure}")
+        first = samples[before]
+        again = finish(task.reference(first.sequence))
+        if not comparison([again], [first.expected], rounding=0.0).agrees:
+            raise ModelLoadError(f"{model.name!r} gives another result for a text that it was given before")
     return tuple(samples)
 
 

@@ -104,8 +104,19 @@ async def _among_others(engine: Engine, documents: list[str], reading: Truncatio
     return scores
 
 
-@pytest.mark.parametrize("reading", READINGS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+# Windows in every precision are for `make test-all`.
+_SURROUNDINGS = [
+    pytest.param(
+        precision,
+        reading,
+        marks=pytest.mark.exhaustive if reading == "windows" and precision != "bfloat16" else (),
+    )
+    for precision in PRECISIONS
+    for reading in READINGS
+]
+
+
+@pytest.mark.parametrize(("precision", "reading"), _SURROUNDINGS)
 @pytest.mark.parametrize("kind", BUILDERS)
 async def test_a_pairs_score_depends_on_the_pair_alone(
     kind: str, precision: str, reading: str, checkpoints: dict[str, str], documents: list[str]

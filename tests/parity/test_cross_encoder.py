@@ -75,7 +75,7 @@ async def test_a_model_with_three_labels_classifies_but_does_not_score(three_lab
     features = model.tokenizer(["some text", "another one"], padding=True, return_tensors="pt")
     with torch.inference_mode():
         reference = model.model(**features).logits
-    np.testing.assert_allclose(result.embeddings, reference.numpy(), atol=1e-5)
+    np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("truncation", ["longest_first", "only_second"])

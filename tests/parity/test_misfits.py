@@ -41,8 +41,20 @@ def _spoil(tensors: Tensors, name: str) -> None:
 DAMAGES = {"renamed": _rename, "missing": _drop, "of another shape": _reshape, "with a NaN": _spoil}
 
 
-def _parametrize() -> Callable[..., object]:
-    return pytest.mark.parametrize("family", ALL, ids=lambda family: f"{family.kind}: {family.name}")
+# One of each loader; `make test-all` takes all.
+ONE_OF_EACH = ("ColBERT", "any encoder", "BERT", "Qwen3-Reranker", "LogitScore", "nomic", "jina-reranker-v3")
+
+
+def _parametrize() -> pytest.MarkDecorator:
+    families = [
+        pytest.param(
+            family,
+            id=f"{family.kind}: {family.name}",
+            marks=() if family.name in ONE_OF_EACH else pytest.mark.exhaustive,
+        )
+        for family in ALL
+    ]
+    return pytest.mark.parametrize("family", families)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,114 @@
+"""Every architecture that transformers has scores and embeds as sentence-transformers does, one by one, or is
+refused at load for a reason that is written down: here, or beside what builds it."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError
+from tests.checkpoints.architectures import (
+    UNSCORED,
+    Architecture,
+    Outputs,
+    all_architectures,
+    build,
+    difference_of_inputs,
+    left_out,
+    reference,
+    sample_pairs,
+)
+
+# What maxsimd does not take although sentence-transformers scores it, and why.
+REFUSED: dict[Architecture, str] = {}
+
+# One of each way through the loaders; the others are for `make test-all`.
+ONE_OF_EACH = {
+    Architecture("cross-encoder", "bert"),
+    Architecture("cross-encoder", "albert"),
+    Architecture("cross-encoder", "fnet"),
+    Architecture("cross-encoder", "convbert"),
+    Architecture("cross-encoder", "bart"),
+    Architecture("cross-encoder", "llama"),
+    Architecture("cross-encoder", "gpt2"),
+    Architecture("bi-encoder", "xlm-roberta"),
+    Architecture("bi-encoder", "qwen3"),
+    Architecture("bi-encoder", "t5"),
+    Architecture("bi-encoder", "mamba"),
+    Architecture("bi-encoder", "dpr"),
+}
+
+
+def _with_marks(architecture: Architecture) -> object:
+    marks = () if architecture in ONE_OF_EACH else (pytest.mark.exhaustive,)
+    return pytest.param(architecture, id=str(architecture), marks=marks)
+
+
+every_architecture = pytest.mark.parametrize("architecture", map(_with_marks, all_architectures()))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def checkpoint(architecture: Architecture) -> Iterator[str]:
+    """Gone after the test, since there are hundreds."""
+    reason = left_out(architecture)
+    if reason is not None:
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory() as folder:
+        yield build(architecture, Path(folder))
+
+
+@every_architecture
+async def test_it_is_exact_or_refused_at_load(architecture: Architecture, checkpoint: str) -> None:
+    if architecture in REFUSED or architecture.model_type in UNSCORED:
+        with pytest.raises(ModelLoadError):
+            await _ours(architecture, checkpoint)
+        return
+    expected = reference(architecture, checkpoint, sample_pairs())
+    assert difference_of_inputs(expected) >= 0.1, "it must tell texts apart, or this test shows nothing"
+    ours = await _ours(architecture, checkpoint)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+_UNSCORED = [architecture for architecture in all_architectures() if architecture.model_type in UNSCORED]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", _UNSCORED, ids=str)
+def test_what_is_said_to_be_unscored_is(architecture: Architecture, checkpoint: str) -> None:
+    """Of random weights, two loads make two scores."""
+    try:
+        first, second = (reference(architecture, checkpoint, sample_pairs()) for _ in range(2))
+    except Exception:
+        return
+    assert not np.allclose(first, second), "sentence-transformers scores it now, so it is no more unscored"
+
+
+@pytest.mark.parametrize("name", ["albert", "fnet", "convbert"])
+def test_those_that_were_served_wrong_are_among_the_exact(name: str) -> None:
+    architecture = Architecture("cross-encoder", name)
+    assert architecture in all_architectures()
+    assert left_out(architecture) is None
+    assert architecture not in REFUSED
+    assert name not in UNSCORED
+
+
+async def _ours(architecture: Architecture, path: str) -> Outputs:
+    queries, documents = zip(*((pair.query, pair.document) for pair in sample_pairs()), strict=True)
+    config = EngineConfig(model=path, score_type=architecture.kind, dtype="float32", threads=1)
+    async with Engine(config) as engine:
+        if architecture.kind == "bi-encoder":
+            return (await engine.embed(documents, truncation=CUT_LONG)).embeddings
+        result = await engine.score(queries, documents, truncation=CUT_LONG, use_activation=False)
+    return np.array(result.scores, dtype=np.float32)
