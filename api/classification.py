@@ -25,10 +25,10 @@ async def classify(request: web.Request) -> web.Response:
         priority=body.priority or 0,
         timeout=body.timeout,
     )
-    labels = state.engine.model.labels
+    labels = result.labels
     data = [
         wire.Classification(i, labels[row.argmax()], row.tolist(), len(labels))
-        for i, row in enumerate(result.embeddings)
+        for i, row in enumerate(result.scores)
     ]
     response = wire.ClassifyResponse(
         new_id("classify"), now(), state.model_name, data, usage_of(result.usage)
@@ -49,7 +49,7 @@ async def predict(request: web.Request) -> web.Response:
         truncation=tei_truncation(state, body.truncate, body.truncation_direction),
         use_activation=not body.raw_scores,
     )
-    answers = [_ranked(state.engine.model.labels, row.tolist()) for row in result.embeddings]
+    answers = [_ranked(result.labels, row.tolist()) for row in result.scores]
     return await state.answer(answers if is_batch else answers[0], len(answers))
 
 

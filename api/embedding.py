@@ -11,7 +11,7 @@ from maxsimd.api import wire
 from maxsimd.api.reading import as_inputs, input_type_of, truncation_of
 from maxsimd.api.scoring import usage_of
 from maxsimd.api.state import STATE, ServerState, new_id, now
-from maxsimd.engine import EmbedResult, InvalidRequestError, TokenEmbedResult
+from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, TokenEmbedResult
 
 routes = web.RouteTableDef()
 
@@ -49,21 +49,18 @@ async def pooling(request: web.Request) -> web.Response:
     inputs = as_inputs(body.input)
     state.check_count(len(inputs), "input")
     result = await _pool(state, body, inputs)
+    pooled = result.scores if isinstance(result, ClassifyResult) else result.embeddings
 
     def build() -> wire.PoolingResponse:
-        data = [
-            wire.Pooling(i, _encode(item, body.encoding_format)) for i, item in enumerate(result.embeddings)
-        ]
+        data = [wire.Pooling(i, _encode(item, body.encoding_format)) for i, item in enumerate(pooled)]
         return wire.PoolingResponse(new_id("pooling"), now(), state.model_name, data, usage_of(result.usage))
 
-    return await state.answer(
-        await state.engine.in_thread(build), sum(item.size for item in result.embeddings)
-    )
+    return await state.answer(await state.engine.in_thread(build), sum(item.size for item in pooled))
 
 
 async def _pool(
     state: ServerState, body: wire.PoolingRequest, inputs: list[str] | list[list[int]]
-) -> EmbedResult | TokenEmbedResult:
+) -> ClassifyResult | EmbedResult | TokenEmbedResult:
     """Runs the task that the request names, or else the one that the model's scores are made of."""
     engine = state.engine
     task = body.task or engine.model.score_task

@@ -13,12 +13,19 @@ routes = web.RouteTableDef()
 
 
 @routes.get("/health")
-@routes.get("/ready")
 async def health(request: web.Request) -> web.Response:
+    """For liveness probes: 503 only where nothing but a new process helps."""
+    state = request.app[STATE]
+    return web.json_response({"status": state.phase}, status=503 if state.phase == "dead" else 200)
+
+
+@routes.get("/ready")
+async def ready(request: web.Request) -> web.Response:
+    """For load balancers: 200 only while requests are taken."""
     state = request.app[STATE]
     if state.is_ready:
-        return web.json_response({"status": "ok"})
-    return web.json_response({"status": state.trouble}, status=503, headers={"Retry-After": "5"})
+        return web.json_response({"status": state.phase})
+    return web.json_response({"status": state.phase}, status=503, headers={"Retry-After": "5"})
 
 
 @routes.get("/version")
@@ -37,6 +44,8 @@ async def models(request: web.Request) -> web.Response:
         "root": state.engine.model.name,
         "max_model_len": state.engine.max_tokens,
         "score_type": state.engine.model.score_type.value,
+        "execution": state.engine.on_device.prepared.execution,
+        "checked": [str(finding) for finding in state.engine.on_device.prepared.findings],
     }
     return web.json_response({"object": "list", "data": [card]})
 

@@ -25,7 +25,8 @@ def texts_to_score(request: ScoreRequest) -> tuple[list[str], list[str]]:
 def documents_to_rank(request: RerankRequest) -> list[str]:
     if request.documents is None:
         raise InvalidRequestError("documents is missing", "documents")
-    return as_texts(request.documents, "documents", request.rank_fields)
+    # A field that is named twice counts once.
+    return as_texts(request.documents, "documents", tuple(dict.fromkeys(request.rank_fields or ())))
 
 
 def as_texts(contents: Contents, param: str, rank_fields: Sequence[str] | None = None) -> list[str]:
@@ -37,17 +38,27 @@ def as_texts(contents: Contents, param: str, rank_fields: Sequence[str] | None =
 
 def as_text(content: Content, place: str, param: str, rank_fields: Sequence[str] | None = None) -> str:
     """The text of a string, of {"text": ...}, of {"content": "..."} or content parts, or, with Cohere's
-    `rank_fields`, the named fields of a record, a line each."""
+    `rank_fields`, those of the named fields that a record has, a line each."""
     if isinstance(content, str):
         return content
     if rank_fields:
-        return "\n".join(f"{name}: {content[name]}" for name in rank_fields if name in content)
+        return _record_text(content, rank_fields, place)
     text = content.get("text", content.get("content"))
     if isinstance(text, list):
         return "\n".join(_part_text(part, place, param) for part in text)
     if isinstance(text, str):
         return text
     raise InvalidRequestError(f'{place} is an object without a "text" or "content" string', param)
+
+
+def _record_text(record: dict[str, Any], rank_fields: Sequence[str], place: str) -> str:
+    lines = [f"{name}: {record[name]}" for name in rank_fields if record.get(name) is not None]
+    if not lines:
+        raise InvalidRequestError(
+            f"{place} has none of the fields that rank_fields names; name at least one that it has",
+            "rank_fields",
+        )
+    return "\n".join(lines)
 
 
 def _part_text(part: Any, place: str, param: str) -> str:

@@ -42,7 +42,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
         build_app(engine, server_config), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
     )
     await runner.setup()
-    # Listening comes first: while the model loads, /health says so instead of refusing connections.
+    # Listening comes first: while the model loads, /health and /ready say so instead of refusing.
     site = web.TCPSite(runner, server_config.host, server_config.port)
     await site.start()
     port = runner.addresses[0][1]
@@ -62,7 +62,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
             model.score_type.value,
             str(engine.on_device.prepared.dtype).removeprefix("torch."),
             " with int8 weights" if engine.on_device.prepared.quantized else "",
-            "padded" if engine.on_device.prepared.not_packed else "packed",
+            engine.on_device.prepared.execution,
             engine.on_device.device,
             _kernels(engine.on_device),
         )

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -16,6 +16,7 @@ from maxsimd.api.metrics import ServerMetrics
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
 
 T = TypeVar("T")
+Phase = Literal["starting", "ok", "draining", "dead"]
 
 # Bodies and answers beyond these are parsed and built in the thread pool, so that the event loop goes on.
 LARGE_BODY = 64 * 1024
@@ -42,14 +43,16 @@ class ServerState:
 
     @property
     def is_ready(self) -> bool:
-        return self.engine.is_healthy and not self.draining
+        return self.phase == "ok"
 
     @property
-    def trouble(self) -> str:
-        """Why the server is not ready."""
+    def phase(self) -> Phase:
+        """What the server is at; `ok` while it takes requests."""
         if self.engine.death is not None:
             return "dead"
-        return "draining" if self.draining else "starting"
+        if self.draining:
+            return "draining"
+        return "ok" if self.engine.is_healthy else "starting"
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:

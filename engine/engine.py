@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Self, TypeVar, cast
 
 import numpy as np
-import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
@@ -18,20 +17,23 @@ from maxsimd.engine.device import DeviceThread
 from maxsimd.engine.errors import (
     EngineDeadError,
     EngineNotReadyError,
+    EngineRunningError,
     InvalidRequestError,
 )
 from maxsimd.engine.messages import Value
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.on_device import OnDevice, load_on_device
-from maxsimd.engine.postprocess import rank, shorten
+from maxsimd.engine.postprocess import activate, rank, shorten
 from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.requests import (
     CUT_LONG,
     REFUSE_LONG,
     CacheMode,
+    ClassifyResult,
     EmbedRequest,
     EmbedResult,
     InputType,
+    Progress,
     RerankResult,
     ScoreRequest,
     ScoreResult,
@@ -53,14 +55,18 @@ class Engine:
     All methods raise InvalidRequestError for requests that make no sense, QueueFullError when too much
     waits already, RequestTimeoutError when `timeout` (seconds) passes, RequestFailedError when the model
     fails on this very request, EngineNotReadyError outside of the context and EngineDeadError when the
-    engine has died. Cancelling a call cancels its work. A lower `priority` gets a larger share.
+    engine has died. Cancelling a call cancels its work. A lower `priority` gets a larger share. `progress` is
+    called on the event loop with how many of a call's values are there so far and how many there will be: one
+    or more a document, text or pass; it must not block, and if it raises, the call fails.
     """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.metrics = EngineMetrics()
-        self._running: Running | None = None
         self.death: str | None = None
+        self._running: Running | None = None
+        # Whether a start or a stop is under way.
+        self._changing = False
         self._dead = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -73,25 +79,41 @@ class Engine:
         await self.stop()
 
     async def start(self) -> None:
-        """Loads the model and starts the actors. Raises ModelLoadError."""
-        device = DeviceThread()
+        """Loads the model and starts the actors; also after `stop` and after the engine has died. Raises
+        ModelLoadError, and EngineRunningError for an engine that runs already."""
+        if self._changing or self.is_healthy:
+            raise EngineRunningError(
+                "the engine is running, or is being started or stopped; stop it first and wait for that"
+            )
+        self._changing = True
         try:
-            on_device = await device.call(lambda: load_on_device(self.config))
-        except BaseException:
-            device.close()
-            raise
-        self._running = Running(self.config, self.metrics, device, on_device, self._died)
-        self.death = None
+            dead, self._running = self._running, None
+            if self.death is not None:
+                self.death, self._dead = None, asyncio.Event()
+            if dead is not None:
+                await dead.close(None)
+            self._running = await self._launch()
+        finally:
+            self._changing = False
 
     async def stop(self, grace: float | None = None) -> None:
         """Takes no more requests, finishes those it has within `grace` seconds and frees everything."""
         running, self._running = self._running, None
-        if running is not None:
+        if running is None:
+            return
+        self._changing = True
+        try:
             await running.close(grace)
+        finally:
+            self._changing = False
+            # An event belongs to the event loop on which it was awaited; the next start may be on another.
+            if self.death is None:
+                self._dead = asyncio.Event()
 
     async def until_dead(self) -> None:
         """Returns when the engine has died; `death` then says of what."""
-        await self._dead.wait()
+        if self.death is None:
+            await self._dead.wait()
 
     @property
     def is_healthy(self) -> bool:
@@ -127,6 +149,7 @@ class Engine:
         cache: CacheMode = "use",
         priority: int = 0,
         timeout: float | None = None,
+        progress: Progress | None = None,
     ) -> ScoreResult:
         """Scores documents against queries: one query against one or many documents, or N against N.
 
@@ -150,10 +173,10 @@ class Engine:
             instruction=instruction,
             cache=cache,
         )
-        prepared, values = await self._pairs(request, priority, timeout)
+        prepared, values = await self._pairs(request, priority, timeout, progress)
         scores = prepared.combine(values)
         if model.score_task == "classify" and use_activation:
-            scores = model.activation(torch.from_numpy(scores)).numpy()
+            scores = activate(scores[:, None], model.activation)[:, 0]
         return ScoreResult(scores.tolist(), usage_of(prepared), prepared.truncated)
 
     async def rerank(
@@ -168,6 +191,7 @@ class Engine:
         cache: CacheMode = "use",
         priority: int = 0,
         timeout: float | None = None,
+        progress: Progress | None = None,
     ) -> RerankResult:
         """Ranks documents for a query, best first, ties in input order; at most `top_n` of them.
 
@@ -184,6 +208,7 @@ class Engine:
             cache=cache,
             priority=priority,
             timeout=timeout,
+            progress=progress,
         )
         return RerankResult(rank(scored.scores, texts, top_n), scored.usage, scored.truncated)
 
@@ -197,6 +222,7 @@ class Engine:
         truncation: Truncation = REFUSE_LONG,
         priority: int = 0,
         timeout: float | None = None,
+        progress: Progress | None = None,
     ) -> EmbedResult:
         """One vector a text: float32 [texts, dim]. `input_type` chooses the checkpoint's prompt for queries
         or documents, `prompt_name` any by its name; `dimensions` keeps the first so many columns
@@ -208,7 +234,7 @@ class Engine:
             prompt_name=prompt_name,
             truncation=truncation,
         )
-        prepared, values = await self._texts(request, dimensions, priority, timeout)
+        prepared, values = await self._texts(request, dimensions, priority, timeout, progress)
         embeddings = np.concatenate([np.asarray(value) for value in values])
         normalised = self.model.tasks["embed"].normalised
         return EmbedResult(shorten(embeddings, dimensions, normalised), usage_of(prepared))
@@ -223,6 +249,7 @@ class Engine:
         truncation: Truncation = REFUSE_LONG,
         priority: int = 0,
         timeout: float | None = None,
+        progress: Progress | None = None,
     ) -> TokenEmbedResult:
         """One vector a token: a list of float32 [tokens, dim], as late interaction scores them."""
         request = EmbedRequest(
@@ -232,7 +259,7 @@ class Engine:
             prompt_name=prompt_name,
             truncation=truncation,
         )
-        prepared, values = await self._texts(request, dimensions, priority, timeout)
+        prepared, values = await self._texts(request, dimensions, priority, timeout, progress)
         normalised = self.model.tasks["token_embed"].normalised
         matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values]
         return TokenEmbedResult(matrices, usage_of(prepared))
@@ -246,22 +273,23 @@ class Engine:
         use_activation: bool = True,
         priority: int = 0,
         timeout: float | None = None,
-    ) -> EmbedResult:
-        """A classifier's probabilities, or its logits without `use_activation`: float32 [texts, labels].
+        progress: Progress | None = None,
+    ) -> ClassifyResult:
+        """A classifier's probabilities, or its logits without `use_activation`, one a text and label.
 
         Of single texts, or of pairs with the `text_pairs` as their second texts."""
         self._check_task("classify")
         if text_pairs is None:
             texts_alone = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=truncation)
-            prepared, values = await self._texts(texts_alone, None, priority, timeout)
+            prepared, values = await self._texts(texts_alone, None, priority, timeout, progress)
         else:
             first, second = pair_up(cast("Texts", texts), text_pairs)
             pairs = ScoreRequest(queries=first, documents=second, truncation=truncation)
-            prepared, values = await self._pairs(pairs, priority, timeout)
-        logits = np.array(values, dtype=np.float32).reshape(len(values), -1)
+            prepared, values = await self._pairs(pairs, priority, timeout, progress)
+        scores = np.array(values, dtype=np.float32).reshape(len(values), -1)
         if use_activation:
-            logits = self.model.probabilities(torch.from_numpy(logits)).numpy()
-        return EmbedResult(logits, usage_of(prepared))
+            scores = activate(scores, self.model.probabilities)
+        return ClassifyResult(scores, self.model.labels, usage_of(prepared))
 
     async def clear_cache(self) -> None:
         """Forgets all embeddings that are kept, on disk as well."""
@@ -273,24 +301,49 @@ class Engine:
         """Runs something that blocks in the engine's thread pool."""
         return await asyncio.get_running_loop().run_in_executor(self._require().pool, function)
 
+    async def _launch(self) -> Running:
+        device = DeviceThread()
+        try:
+            on_device = await device.call(lambda: load_on_device(self.config))
+            try:
+                return Running(self.config, self.metrics, device, on_device, self._died)
+            except BaseException:
+                if on_device.cache is not None:
+                    on_device.cache.close()
+                raise
+        except BaseException:
+            device.close()
+            raise
+
     async def _texts(
-        self, request: EmbedRequest, dimensions: int | None, priority: int, timeout: float | None
+        self,
+        request: EmbedRequest,
+        dimensions: int | None,
+        priority: int,
+        timeout: float | None,
+        progress: Progress | None,
     ) -> tuple[Prepared, list[Value]]:
         running = self._require()
         self._check_task(request.task)
         check_dimensions(dimensions, self.model.tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
         return await running.run(
-            lambda owner: running.preprocessor.embed(request, owner, running.keys), priority, timeout
+            lambda owner: running.preprocessor.embed(request, owner, running.keys),
+            priority,
+            timeout,
+            progress,
         )
 
     async def _pairs(
-        self, request: ScoreRequest, priority: int, timeout: float | None
+        self, request: ScoreRequest, priority: int, timeout: float | None, progress: Progress | None
     ) -> tuple[Prepared, list[Value]]:
         running = self._require()
         self.metrics.request_documents.observe(len(request.documents))
         return await running.run(
-            lambda owner: running.preprocessor.score(request, owner, running.keys), priority, timeout
+            lambda owner: running.preprocessor.score(request, owner, running.keys),
+            priority,
+            timeout,
+            progress,
         )
 
     def _check_task(self, task: str) -> None:

@@ -30,7 +30,11 @@ class RequestTimeoutError(MaxsimdError):
 
 
 class RequestFailedError(MaxsimdError):
-    """The model failed on this request alone; others were not affected."""
+    """The model, or the caller's own `progress`, failed on this request alone; others were not affected."""
+
+
+class EngineRunningError(MaxsimdError):
+    """The engine runs, or is being started, and so cannot be started."""
 
 
 class EngineNotReadyError(MaxsimdError):

@@ -4,9 +4,12 @@ from typing import Any
 
 import torch
 
+from maxsimd.engine.budget import default_budget
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.packed import PreparedModel, choose_device, prepare
+from maxsimd.engine.preprocess import check_room
+from maxsimd.engine.tokenization import TextTokenizer
 
 _SCORED_BY = {
     "maxsim": "MaxSim, the sum over query tokens of their best match",
@@ -23,8 +26,15 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     Raises ModelLoadError as serving it would."""
     device = choose_device(config.device)
     model = load_model(config, device)
-    weights = sum(parameter.numel() for parameter in model.backbone.parameters())
+    named = {name: parameter.numel() for name, parameter in model.backbone.named_parameters()}
     prepared = prepare(model, config, device)
+    budget = config.max_batch_tokens
+    if budget is None:
+        budget = default_budget(model, device, prepared.dtype, prepared.runner.chunked)
+    check_room(model, TextTokenizer(model.tokenizer), budget, prepared.runner.chunked)
+    # A pooler goes where the heads do its work, and layers are laid out anew: what is left is told by names.
+    left = {name for name, _ in model.backbone.named_children()}
+    weights = sum(count for name, count in named.items() if name.split(".")[0] in left or "." not in name)
     rows: dict[str, str | list[str]] = {
         "model": model.name,
         "architecture": model.architecture,

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.cache.entry import CachedEmbedding
+from maxsimd.engine.requests import Progress
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import Sequence, Step
@@ -30,7 +31,7 @@ class KeptDocument:
 @dataclass(frozen=True, slots=True, eq=False)
 class Admit:
     """Engine to scheduler: run these sequences, score the documents that are kept, and resolve `values` with
-    `results` values by index."""
+    `results` values by index. `progress` is told how many of them are there, as they come."""
 
     request: int
     sequences: list[Sequence]
@@ -38,6 +39,7 @@ class Admit:
     results: int
     priority: int
     values: asyncio.Future[list[Value]]
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

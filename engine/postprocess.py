@@ -1,11 +1,25 @@
-"""Values to results: ranking and shortening. Functions of their input."""
+"""Values to results: activation, ranking and shortening. Functions of their input."""
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.requests import RankedDocument
+from maxsimd.pooling.methods import Head
+
+# Rows that an activation is applied to at a time. torch takes whole vectors of numbers in one way and what is
+# left over in another, which may differ in the last bit: of so many rows nothing is left over.
+_ROWS = 64
+
+
+def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float32]:
+    """The activation of each row [labels] of logits [n, labels] by itself, whatever other rows there are."""
+    filled = np.zeros((len(logits) + -len(logits) % _ROWS, logits.shape[1]), dtype=np.float32)
+    filled[: len(logits)] = logits
+    parts = [activation(part) for part in torch.from_numpy(filled).split(_ROWS)]
+    return torch.cat(parts).numpy()[: len(logits)]
 
 
 def rank(scores: Sequence[float], documents: Sequence[str], top_n: int | None) -> list[RankedDocument]:

@@ -3,13 +3,17 @@
 Plain data: texts in, numbers out. The engine turns a request into sequences; see `preprocess`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 InputType = Literal["query", "document"]
+
+# Called on the event loop with how many of a request's values are there so far, and how many there will be.
+Progress: TypeAlias = Callable[[int, int], None]
 
 # use: take documents' embeddings that are kept, and keep new ones; bypass: neither; refresh: make and keep.
 CacheMode = Literal["use", "bypass", "refresh"]
@@ -17,7 +21,9 @@ CacheMode = Literal["use", "bypass", "refresh"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """What to do with inputs that are too long.
+    """What to do with inputs that are too long for the model. The length that a checkpoint itself sets for
+    queries or documents (ColBERT's) is how these are meant to be read: more than that is left out without a
+    word, except by `windows`.
 
     `max_tokens` None makes an over-long input an error, -1 cuts it to the model's maximum and any other
     number cuts it to that many tokens, special tokens included. `side` says which end is cut off.
@@ -109,6 +115,16 @@ class EmbedResult:
     """One vector a text: float32 [texts, dim]."""
 
     embeddings: NDArray[np.float32]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifyResult:
+    """One score a text and label: float32 [texts, labels], with the labels in the order of the columns.
+    Probabilities, or logits where these were asked for."""
+
+    scores: NDArray[np.float32]
+    labels: tuple[str, ...]
     usage: Usage
 
 

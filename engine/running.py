@@ -16,7 +16,8 @@ from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTimeou
 from maxsimd.engine.messages import Admit, Cancel, SchedulerMessage, Value
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.on_device import OnDevice
-from maxsimd.engine.preprocess import Prepared, Preprocessor
+from maxsimd.engine.preprocess import Prepared, Preprocessor, check_room
+from maxsimd.engine.requests import Progress
 from maxsimd.engine.scheduler_actor import SchedulerActor
 from maxsimd.engine.tokenization import TextTokenizer
 from maxsimd.scheduler import Scheduler, StepLimits
@@ -25,7 +26,9 @@ log = logging.getLogger(__name__)
 
 
 class Running:
-    """Everything that exists only while an engine runs; complete when made."""
+    """Everything that exists only while an engine runs; complete when made.
+
+    Raises ModelLoadError where not even the shortest sequence of some kind can be run."""
 
     def __init__(
         self,
@@ -36,6 +39,11 @@ class Running:
         died: Callable[[str], None],
     ) -> None:
         model, prepared = on_device.model, on_device.prepared
+        budget = config.max_batch_tokens
+        if budget is None:
+            budget = default_budget(model, on_device.device, prepared.dtype, prepared.runner.chunked)
+        self.tokenizer = TextTokenizer(model.tokenizer)
+        check_room(model, self.tokenizer, budget, prepared.runner.chunked)
         self.on_device = on_device
         self._metrics = metrics
         metrics.watch(on_device.cache)
@@ -46,11 +54,7 @@ class Running:
         self._empty = asyncio.Event()
         self._empty.set()
         self.pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="maxsimd-pool")
-        budget = config.max_batch_tokens
-        if budget is None:
-            budget = default_budget(model, on_device.device, prepared.dtype, prepared.runner.chunked)
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
-        self.tokenizer = TextTokenizer(model.tokenizer)
         self.preprocessor = Preprocessor(
             model,
             self.tokenizer,
@@ -73,15 +77,20 @@ class Running:
         self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
 
     async def run(
-        self, prepare: Callable[[int], Prepared], priority: int, timeout: float | None
+        self,
+        prepare: Callable[[int], Prepared],
+        priority: int,
+        timeout: float | None,
+        progress: Progress | None,
     ) -> tuple[Prepared, list[Value]]:
         """Prepares a request in the thread pool, queues it and waits for its values.
 
-        Raises QueueFullError and RequestTimeoutError; when it is cancelled, so is its work."""
+        `progress` is called on this loop whenever some have come. Raises QueueFullError and
+        RequestTimeoutError; when it is cancelled, so is its work."""
         with self._inside_as_owner() as owner:
             try:
                 async with asyncio.timeout(timeout):
-                    return await self._prepare_and_wait(owner, prepare, priority)
+                    return await self._prepare_and_wait(owner, prepare, priority, progress)
             except TimeoutError:
                 self._abandon(owner)
                 raise RequestTimeoutError(
@@ -107,7 +116,7 @@ class Running:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     async def _prepare_and_wait(
-        self, owner: int, prepare: Callable[[int], Prepared], priority: int
+        self, owner: int, prepare: Callable[[int], Prepared], priority: int, progress: Progress | None
     ) -> tuple[Prepared, list[Value]]:
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
@@ -116,7 +125,7 @@ class Running:
         self._check_room(prepared.tokens)
         future = self._future()
         self.scheduler.mailbox.post(
-            Admit(owner, prepared.sequences, prepared.kept, prepared.results, priority, future)
+            Admit(owner, prepared.sequences, prepared.kept, prepared.results, priority, future, progress)
         )
         return prepared, await future
 

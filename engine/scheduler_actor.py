@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from dataclasses import dataclass
+from typing import cast
 
 from maxsimd.engine.actor import Actor, Mailbox
 from maxsimd.engine.errors import RequestFailedError
@@ -18,6 +19,7 @@ from maxsimd.engine.messages import (
     Value,
 )
 from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.requests import Progress
 from maxsimd.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class _Open:
     values: list[Value | None]
     missing: int
     future: asyncio.Future[list[Value]]
+    progress: Progress | None
 
 
 class SchedulerActor(Actor[SchedulerMessage]):
@@ -74,10 +77,18 @@ class SchedulerActor(Actor[SchedulerMessage]):
     def _admit(self, message: Admit) -> None:
         if message.values.done():  # cancelled before it got here
             return
-        self._open[message.request] = _Open([None] * message.results, message.results, message.values)
+        try:
+            self._scheduler.admit(message.request, message.sequences, message.priority)
+        except ValueError as error:
+            # No request should get here with a sequence that no step can hold; if one does, it alone fails.
+            log.exception("request %d cannot be run", message.request)
+            message.values.set_exception(RequestFailedError(f"this request cannot be run: {error}"))
+            return
+        self._open[message.request] = _Open(
+            [None] * message.results, message.results, message.values, message.progress
+        )
         if message.kept:
             self._runner.post(Attach(message.kept))
-        self._scheduler.admit(message.request, message.sequences, message.priority)
 
     def _end(self, request: int) -> None:
         """Forgets a request that was cancelled or has failed, here and on the device."""
@@ -113,27 +124,46 @@ class SchedulerActor(Actor[SchedulerMessage]):
         for failure in report.failures:
             self._fail(failure.request, failure.reason)
         for result in report.results:
-            self._resolve(result.request, result.index, result.value)
+            self._store(result.request, result.index, result.value)
+        for request in dict.fromkeys(result.request for result in report.results):
+            self._resolve(request)
 
-    def _resolve(self, request: int, index: int, value: Value) -> None:
+    def _store(self, request: int, index: int, value: Value) -> None:
         open_request = self._open.get(request)
         if open_request is None:
             return
         if isinstance(value, float) and not math.isfinite(value):
             self._fail(request, "the model returned a score that is not a finite number")
             return
+        if open_request.values[index] is None:
+            open_request.missing -= 1
         open_request.values[index] = value
-        open_request.missing -= 1
+
+    def _resolve(self, request: int) -> None:
+        """Tells the caller how far a request has come, and ends it once all of its values are there."""
+        open_request = self._open.get(request)
+        if open_request is None:
+            return
+        total = len(open_request.values)
+        if open_request.progress is not None and not open_request.future.done():
+            try:
+                open_request.progress(total - open_request.missing, total)
+            except (Exception, asyncio.CancelledError) as error:
+                # It is the caller's own code: what it raises is this call's failure and nobody else's.
+                self._fail(request, f"the progress callback failed: {error!r}", error)
+                return
         if open_request.missing == 0:
             del self._open[request]
             if not open_request.future.done():
-                open_request.future.set_result([value for value in open_request.values if value is not None])
+                open_request.future.set_result(cast("list[Value]", open_request.values))
 
-    def _fail(self, request: int, reason: str) -> None:
+    def _fail(self, request: int, reason: str, cause: BaseException | None = None) -> None:
         open_request = self._open.get(request)
         if open_request is None:
             return
         log.error("request %d failed: %s", request, reason)
         if not open_request.future.done():
-            open_request.future.set_exception(RequestFailedError(reason))
+            error = RequestFailedError(reason)
+            error.__cause__ = cause
+            open_request.future.set_exception(error)
         self._end(request)

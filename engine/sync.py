@@ -2,37 +2,35 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.engine import Engine
-from maxsimd.engine.postprocess import rank
+from maxsimd.engine.engine import Engine, Inputs, Texts
+from maxsimd.engine.errors import EngineNotReadyError
 from maxsimd.engine.requests import (
-    CUT_LONG,
+    ClassifyResult,
     EmbedResult,
+    Progress,
     RerankResult,
     ScoreResult,
     TokenEmbedResult,
-    Usage,
 )
-from maxsimd.engine.validation import as_texts, pair_up
 
 T = TypeVar("T")
 
-# A longer list is sent in pieces of this size, two at a time, so that progress can be shown.
-PIECE = 256
+# Shorter lists are done before a progress bar could be read.
+SHORTEST_WITH_BAR = 256
 
 
 class SyncEngine:
     """As `Engine`, without async: every method blocks until its result is there.
 
-    Use it as a context manager; it runs an event loop in a thread of its own. With `progress` a bar is
-    shown for lists longer than one piece. Keyword arguments are those of `Engine`.
+    Use it as a context manager; it runs an event loop in a thread of its own. With `progress` a bar is shown
+    for long lists, unless a call brings a `progress` of its own. Keyword arguments are those of `Engine`.
     """
 
     def __init__(self, config: EngineConfig | None = None, *, progress: bool = True) -> None:
@@ -58,70 +56,46 @@ class SyncEngine:
         finally:
             self._close_loop()
 
-    def score(
-        self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Any
-    ) -> ScoreResult:
-        one_side, other_side = pair_up(queries, documents)
+    def score(self, queries: Texts, documents: Texts, **options: Any) -> ScoreResult:
+        return self._run(self._engine.score, documents, options, queries, documents)
 
-        def piece(start: int, stop: int) -> Coroutine[Any, Any, ScoreResult]:
-            part = one_side if len(one_side) == 1 else one_side[start:stop]
-            return self._engine.score(part, other_side[start:stop], **options)
+    def rerank(self, query: str, documents: Sequence[str], **options: Any) -> RerankResult:
+        return self._run(self._engine.rerank, documents, options, query, documents)
 
-        # A listwise model compares the documents of one call with each other.
-        together = self._engine.model.listwise is not None
-        parts = self._in_pieces(len(other_side), piece, len(other_side) if together else PIECE)
-        scores = [score for part in parts for score in part.scores]
-        return ScoreResult(scores, _sum_usage(parts), sum(part.truncated for part in parts))
+    def embed(self, texts: Inputs, **options: Any) -> EmbedResult:
+        return self._run(self._engine.embed, texts, options, texts)
 
-    def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
-    ) -> RerankResult:
-        texts = as_texts(documents, "documents")
-        scored = self.score(query, texts, **{"truncation": CUT_LONG, **options})
-        return RerankResult(rank(scored.scores, texts, top_n), scored.usage, scored.truncated)
+    def embed_tokens(self, texts: Inputs, **options: Any) -> TokenEmbedResult:
+        return self._run(self._engine.embed_tokens, texts, options, texts)
 
-    def embed(self, texts: str | Sequence[str], **options: Any) -> EmbedResult:
-        given = as_texts(texts, "input")
-        parts = self._in_pieces(
-            len(given), lambda start, stop: self._engine.embed(given[start:stop], **options)
-        )
-        return EmbedResult(np.concatenate([part.embeddings for part in parts]), _sum_usage(parts))
+    def classify(self, texts: Inputs, **options: Any) -> ClassifyResult:
+        return self._run(self._engine.classify, texts, options, texts)
 
-    def embed_tokens(self, texts: str | Sequence[str], **options: Any) -> TokenEmbedResult:
-        given = as_texts(texts, "input")
-        parts = self._in_pieces(
-            len(given), lambda start, stop: self._engine.embed_tokens(given[start:stop], **options)
-        )
-        return TokenEmbedResult([matrix for part in parts for matrix in part.embeddings], _sum_usage(parts))
-
-    def _in_pieces(self, total: int, piece: "Any", size: int = PIECE) -> list[Any]:
-        return self._wait(self._run_pieces(total, piece, size))
-
-    async def _run_pieces(self, total: int, piece: "Any", size: int) -> list[Any]:
-        starts = range(0, total, size)
-        two_at_a_time = asyncio.Semaphore(2)
-        with tqdm(total=total, unit="text", disable=not self._progress or len(starts) < 2) as bar:
-
-            async def run(start: int) -> Any:
-                stop = min(total, start + size)
-                async with two_at_a_time:
-                    result = await piece(start, stop)
-                bar.update(stop - start)
-                return result
-
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(run(start)) for start in starts]
-        return [task.result() for task in tasks]
+    def _run(
+        self,
+        method: Callable[..., Coroutine[Any, Any, T]],
+        counted: Sequence[Any],
+        options: dict[str, Any],
+        *arguments: Any,
+    ) -> T:
+        """One call of the engine's, with a bar that counts the documents or texts in `counted`."""
+        total = 1 if isinstance(counted, str) else len(counted)
+        shown = self._progress and total >= SHORTEST_WITH_BAR and "progress" not in options
+        if not shown:
+            return self._wait(method(*arguments, **options))
+        with tqdm(total=total, unit="text") as bar:
+            return self._wait(method(*arguments, **options, progress=_showing(bar, total)))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self._thread.is_alive():
+            work.close()
+            raise EngineNotReadyError("the engine is not running; use it as in: with SyncEngine() as engine")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except KeyboardInterrupt:
             future.cancel()
             raise
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
 
     def _close_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -129,5 +103,11 @@ class SyncEngine:
         self._loop.close()
 
 
-def _sum_usage(parts: Sequence[Any]) -> Usage:
-    return Usage(sum(part.usage.prompt_tokens for part in parts))
+def _showing(bar: "tqdm[Any]", total: int) -> Progress:
+    """Moves a bar over `total` texts, which come to another number of values where long ones are read through
+    windows, equal ones run once or many of them read in one pass."""
+
+    def show(there: int, in_all: int) -> None:
+        bar.update(there * total // in_all - bar.n)
+
+    return show

@@ -146,7 +146,8 @@ async def _until_healthy(
             if process.poll() is not None:
                 raise RuntimeError(f"{name} ended while it started; the end of its log:\n{_end_of(log)}")
             try:
-                async with session.get("/health") as response:
+                # Answered by all of them, and only once the model is there; /health may be, before that.
+                async with session.get("/v1/models") as response:
                     if response.status == 200:
                         return
             except aiohttp.ClientError:

@@ -29,6 +29,11 @@ class Documents:
     different: list[Document]
     place_of: list[int]
 
+    @property
+    def truncated(self) -> int:
+        """How many of the request's documents were cut."""
+        return sum(self.different[place].truncated for place in self.place_of)
+
 
 class DocumentReader:
     """Finds kept embeddings and builds sequences for the rest. `cache` is None where none is in use."""
@@ -58,13 +63,11 @@ class DocumentReader:
         for i, first in enumerate(firsts):
             query, entry = request.query_of(first), kept[i]
             if entry is not None:
-                self._long.truncated += entry.truncated
                 documents.append(Document(query, entry, [], None, entry.truncated))
                 continue
-            before = self._long.truncated
-            windows = self._builder.windows(self._long.document(encoded[i]), first)
-            truncated = self._long.truncated > before
-            as_it_is = len(windows) == 1 and not truncated and not self._long.limits_documents
+            windows = self._builder.windows(encoded[i], first)
+            truncated = any(parts.truncated for parts in windows)
+            as_it_is = not truncated and len(windows) == 1 and self._is_plain(len(windows[0].token_ids))
             documents.append(Document(query, None, windows, _chosen(keys[i], as_it_is), truncated))
         return Documents(documents, place_of)
 
@@ -90,16 +93,25 @@ class DocumentReader:
             self._cache.drop(keys.as_it_is)
             self._cache.drop(keys.as_asked)
             return None
-        if not self._long.limits_documents:
-            whole = self._cache.get(keys.as_it_is)
-            if whole is not None and whole.tokens <= self._long.limit:
-                return whole
+        plain = None if self._long.limits_documents else self._cache.get(keys.as_it_is)
+        if plain is not None and plain.tokens <= self._long.limit and self._is_plain(plain.tokens):
+            return plain
         return self._cache.get(keys.as_asked)
+
+    def _is_plain(self, tokens: int) -> bool:
+        """Whether this request reads a document that came to so many tokens as any other would. One of the
+        checkpoint's own length may have been cut to it, at its end and not into windows."""
+        if self._long.limits_documents:
+            return False
+        own = self._builder.own_length
+        cut_as_usual = self._long.side == "right" and not self._long.uses_windows
+        return own is None or tokens < own or cut_as_usual
 
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """A document that fits is kept `as_it_is`, whatever is asked for those that do not; others `as_asked`."""
+    """A document that fits, or of which as much is read as the checkpoint says, is kept `as_it_is`, whatever
+    is asked for those that do not; others `as_asked`."""
 
     as_it_is: bytes
     as_asked: bytes

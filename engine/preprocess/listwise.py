@@ -5,7 +5,7 @@ wording of the prompt and the rule by which documents are packed are its model c
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.checkpoint import ListwiseRules
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.messages import Value
-from maxsimd.engine.preprocess.long_inputs import LongInputs
+from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs
 from maxsimd.engine.preprocess.prepared import Combine, Prepared
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.engine.tokenization import TextTokenizer
@@ -46,13 +46,15 @@ def listwise(
     texts = _Texts(rules, tokenizer, long_inputs)
     passes: list[TokenIds] = []
     passes_of_lists = []
-    for query, documents in _lists(request):
-        asked, query_tokens = texts.query(query)
-        shortened = [texts.document(text, i) for i, text in enumerate(documents)]
+    truncated = 0
+    for first, query, documents in _lists(request):
+        asked = texts.query(query)
+        listed = [texts.document(text, first + i) for i, text in enumerate(documents)]
+        truncated += sum(text.truncated for text in (asked, *listed))
         before, start = len(passes), 0
-        for size in in_blocks([tokens for _, tokens in shortened], query_tokens, rules):
-            block = [text for text, _ in shortened[start : start + size]]
-            passes += _passes(asked, block, instruction, rules, tokenizer)
+        for size in in_blocks([document.tokens for document in listed], asked.tokens, rules):
+            block = [document.text for document in listed[start : start + size]]
+            passes += _passes(asked.text, block, instruction, rules, tokenizer)
             start += size
         passes_of_lists.append(len(passes) - before)
     markers = [tokenizer.token_id(rules.document_marker), tokenizer.token_id(rules.query_marker)]
@@ -62,7 +64,7 @@ def listwise(
         sequences.append(
             TokenSequence(next(keys), owner, i, Role.TEXT, "rank", ids, np.zeros_like(ids), kept=kept)
         )
-    return Prepared(sequences, len(sequences), long_inputs.truncated, _merge(passes_of_lists))
+    return Prepared(sequences, len(sequences), truncated, _merge(passes_of_lists))
 
 
 def in_blocks(lengths: Sequence[int], query_tokens: int, rules: ListwiseRules) -> list[int]:
@@ -112,7 +114,7 @@ def _passes(
 ) -> list[TokenIds]:
     """The token ids of a block's pass; of its halves' where the prompt around short documents, which the
     packing rule does not count, is more than the context takes."""
-    ids = tokenizer.encode([_prompt(query, block, instruction, rules)], "documents")[0]
+    ids = tokenizer.encode([listwise_prompt(query, block, instruction, rules)], "documents")[0]
     if len(ids) <= rules.context:
         return [ids]
     if len(block) == 1:
@@ -133,16 +135,18 @@ def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(rows / np.maximum(norm, 1e-12))
 
 
-def _lists(request: ScoreRequest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What is ranked together: all documents of the one query, or each of N pairs by itself."""
+def _lists(request: ScoreRequest) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+    """What is ranked together: all documents of the one query, or each of N pairs by itself. With the index
+    in the request of the first document."""
     if len(request.queries) == 1:
-        yield request.queries[0], request.documents
+        yield 0, request.queries[0], request.documents
     else:
-        for query, document in zip(request.queries, request.documents, strict=True):
-            yield query, (document,)
+        for i, (query, document) in enumerate(zip(request.queries, request.documents, strict=True)):
+            yield i, query, (document,)
 
 
-def _prompt(query: str, documents: list[str], instruction: str | None, rules: ListwiseRules) -> str:
+def listwise_prompt(query: str, documents: list[str], instruction: str | None, rules: ListwiseRules) -> str:
+    """What the model is asked about a query and a block of documents."""
     asked = f"<instruct>\n{instruction}\n</instruct>\n" if instruction else ""
     passages = "\n".join(
         f'<passage id="{i}">\n{text}{rules.document_marker}\n</passage>' for i, text in enumerate(documents)
@@ -154,29 +158,42 @@ def _prompt(query: str, documents: list[str], instruction: str | None, rules: Li
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text free of markers, within the model's length, with its number of tokens."""
+
+    text: str
+    tokens: int
+    truncated: bool
+
+
 class _Texts:
-    """Texts free of markers, within the model's lengths, with their numbers of tokens."""
+    """Reads texts as the model's own code does, which cuts those that are longer than it takes."""
 
     def __init__(self, rules: ListwiseRules, tokenizer: TextTokenizer, long_inputs: LongInputs) -> None:
         self._rules = rules
         self._tokenizer = tokenizer
         self._long = long_inputs
 
-    def query(self, text: str) -> tuple[str, int]:
+    def query(self, text: str) -> _Text:
         ids = self._tokenizer.encode([text], "queries")[0]
-        most = self._rules.max_query_tokens
-        kept = self._long.fit(self._long.query(ids), most, 0, "queries", 0, may_cut=True)
-        return self._clean(text, ids, kept)
+        own = self._rules.max_query_tokens
+        return self._clean(
+            text, ids, self._long.fit(ids, own, 0, "queries", 0, own, self._long.max_query_tokens)
+        )
 
-    def document(self, text: str, index: int) -> tuple[str, int]:
+    def document(self, text: str, index: int) -> _Text:
         ids = self._tokenizer.encode([text], "documents")[0]
-        most = self._rules.max_document_tokens
-        kept = self._long.fit(self._long.document(ids), most, 0, "documents", index)
-        return self._clean(text, ids, kept)
+        room = self._rules.max_document_tokens
+        # There are no windows here: a request that wants them is told that the document was cut.
+        own = None if self._long.uses_windows else room
+        return self._clean(
+            text, ids, self._long.fit(ids, room, 0, "documents", index, own, self._long.max_document_tokens)
+        )
 
-    def _clean(self, text: str, ids: NDArray[np.int32], kept: NDArray[np.int32]) -> tuple[str, int]:
-        if len(kept) < len(ids):
-            text = self._tokenizer.decode(kept.tolist())
+    def _clean(self, text: str, ids: TokenIds, fitted: Fitted[np.int32]) -> _Text:
+        if len(fitted.tokens) < len(ids):
+            text = self._tokenizer.decode(fitted.tokens.tolist())
         for marker in (self._rules.query_marker, self._rules.document_marker):
             text = text.replace(marker, "")
-        return text, len(kept)
+        return _Text(text, len(fitted.tokens), fitted.truncated)

@@ -1,5 +1,8 @@
 """What is done with inputs that are too long: refused, cut, or read through overlapping windows."""
 
+from dataclasses import dataclass
+from typing import Generic
+
 from numpy.typing import NDArray
 
 from maxsimd.engine.errors import InvalidRequestError
@@ -7,8 +10,18 @@ from maxsimd.engine.requests import Truncation
 from maxsimd.engine.tokenization import IdType, Side, cut
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fitted(Generic[IdType]):
+    """A text that fits, and whether the request or the model's maximum has cut it to that. What the
+    checkpoint itself sets as the length of a query or document is how it is meant to be read: reading that
+    much of it is no truncation."""
+
+    tokens: NDArray[IdType]
+    truncated: bool = False
+
+
 class LongInputs:
-    """One request's wishes, applied text by text; counts in `truncated` the inputs that it cuts.
+    """One request's wishes, applied text by text. Nothing in it changes.
 
     `longest` is the most tokens that can be run in one sequence and `limit` the most of this request's.
     """
@@ -17,53 +30,74 @@ class LongInputs:
         self._truncation = truncation
         self._overlap = overlap if truncation.window_overlap is None else truncation.window_overlap
         self.limit = _limit(truncation, longest)
-        self.truncated = 0
 
     @property
     def signature(self) -> str:
-        """All that decides how a document is read, beside the document."""
+        """All that decides how a document is read, beside the document and the checkpoint."""
         given = self._truncation
         cuts = (given.max_tokens is not None, given.side, given.max_document_tokens)
-        return repr((self.limit, cuts, given.windows and self._overlap))
+        return repr(("as asked", self.limit, cuts, given.windows and self._overlap))
 
     @property
     def uses_windows(self) -> bool:
         return self._truncation.windows
 
-    def query(self, text: NDArray[IdType]) -> NDArray[IdType]:
-        """A query within `max_query_tokens`."""
-        return self._within(text, self._truncation.max_query_tokens)
+    @property
+    def max_query_tokens(self) -> int | None:
+        return self._truncation.max_query_tokens
 
-    def document(self, text: NDArray[IdType]) -> NDArray[IdType]:
+    @property
+    def max_document_tokens(self) -> int | None:
+        return self._truncation.max_document_tokens
+
+    def query(self, text: NDArray[IdType]) -> Fitted[IdType]:
+        """A query within `max_query_tokens`."""
+        return self.within(text, self.max_query_tokens)
+
+    def document(self, text: NDArray[IdType]) -> Fitted[IdType]:
         """A document within `max_document_tokens`."""
-        return self._within(text, self._truncation.max_document_tokens)
+        return self.within(text, self.max_document_tokens)
+
+    def within(self, text: NDArray[IdType], most: int | None) -> Fitted[IdType]:
+        """A text within `most` tokens, where the request names a number."""
+        if most is None or len(text) <= most:
+            return Fitted(text)
+        return Fitted(cut(text, most, self.side), truncated=True)
 
     def fit(
-        self, text: NDArray[IdType], room: int, around: int, param: str, index: int, may_cut: bool = False
-    ) -> NDArray[IdType]:
-        """A text cut to `room` tokens beside `around` others, if the request, or `may_cut`, allows it.
+        self,
+        text: NDArray[IdType],
+        room: int,
+        around: int,
+        param: str,
+        index: int,
+        own: int | None = None,
+        most: int | None = None,
+    ) -> Fitted[IdType]:
+        """A text within `room` tokens beside `around` others, if the request allows to cut it.
 
-        Raises InvalidRequestError else."""
-        if len(text) <= room:
-            return text
-        if not (may_cut or self.cuts):
-            raise too_long(param, index, len(text) + around, room + around)
-        if room < 1:
-            raise InvalidRequestError(
-                f"{around} tokens stand around {param}[{index}] and leave no room for it; shorten the query",
-                "queries",
-            )
-        self.truncated += 1
-        return cut(text, room, self._truncation.side)
+        `own` is how much of a text the checkpoint reads in this role, whatever the request says, and `most`
+        how much of one the request wants. Raises InvalidRequestError for a text that may not be cut."""
+        meant = len(text) if own is None else min(len(text), own)
+        wanted = meant if most is None else min(meant, most)
+        if wanted > room:
+            if not self.cuts:
+                raise too_long(param, index, len(text) + around, room + around)
+            if room < 1:
+                raise InvalidRequestError(
+                    f"{around} tokens stand around {param}[{index}] and leave no room for it; shorten the "
+                    "query",
+                    "queries",
+                )
+            wanted = room
+        return Fitted(cut(text, wanted, self.side), truncated=wanted < meant)
 
     def windows(
         self, text: NDArray[IdType], room: int, around: int, param: str, index: int
-    ) -> list[NDArray[IdType]]:
+    ) -> list[Fitted[IdType]]:
         """A document as windows of at most `room` tokens, neighbours sharing as many as the overlap says; as
         one text, fitted, for a request that wants no windows."""
-        if len(text) <= room:
-            return [text]
-        if not self.uses_windows:
+        if len(text) <= room or not self.uses_windows:
             return [self.fit(text, room, around, param, index)]
         stride = room - self._overlap
         if stride < 1:
@@ -72,7 +106,8 @@ class LongInputs:
                 f"{self._overlap}; shorten the query or let windows share fewer",
                 param,
             )
-        return [text[start : start + room] for start in range(0, len(text) - self._overlap, stride)]
+        starts = range(0, len(text) - self._overlap, stride)
+        return [Fitted(text[start : start + room]) for start in starts]
 
     @property
     def cuts(self) -> bool:
@@ -85,9 +120,6 @@ class LongInputs:
     @property
     def limits_documents(self) -> bool:
         return self._truncation.max_document_tokens is not None
-
-    def _within(self, text: NDArray[IdType], most: int | None) -> NDArray[IdType]:
-        return text if most is None else cut(text, most, self._truncation.side)
 
 
 def _limit(truncation: Truncation, longest: int) -> int:

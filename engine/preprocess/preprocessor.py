@@ -66,26 +66,24 @@ class Preprocessor:
                 self._share_prefixes,
             )
         rules = _instructed(model.query, instruction)
-        queries = self._builder(rules, long_inputs, "queries", always_cut=rules.max_tokens is not None)
+        queries = self._builder(rules, long_inputs, "queries", long_inputs.max_query_tokens)
         documents = DocumentReader(
-            self._builder(model.document, long_inputs, "documents"),
+            self._builder(model.document, long_inputs, "documents", long_inputs.max_document_tokens),
             long_inputs,
             None if request.cache == "bypass" else self._cache,
         )
-        return two_stages(request, queries, documents, long_inputs, model.score_task, owner, keys)
+        return two_stages(request, queries, documents, model.score_task, owner, keys)
 
     def embed(self, request: EmbedRequest, owner: int, keys: Iterator[int]) -> Prepared:
         """The sequences of texts to embed or classify, in their order."""
         long_inputs = self._long_inputs(request.truncation)
-        rules = self._rules(request)
-        # A checkpoint's own length for queries is how they are meant to be read, never an error.
-        always_cut = request.input_type == "query" and rules.max_tokens is not None
-        builder = self._builder(rules, long_inputs, "input", always_cut)
+        builder = self._builder(self._rules(request), long_inputs, "input")
         texts = iter(builder.encode(tuple(text for text in request.texts if isinstance(text, str))))
         role = _ROLES.get(request.input_type or "", Role.TEXT)
-        sequences = []
+        sequences, truncated = [], 0
         for i, text in enumerate(request.texts):
             parts = builder.build(next(texts), i) if isinstance(text, str) else builder.given(text, i)
+            truncated += parts.truncated
             sequences.append(
                 Sequence(
                     next(keys),
@@ -99,7 +97,7 @@ class Preprocessor:
                     parts.kept,
                 )
             )
-        return Prepared(sequences, len(sequences), long_inputs.truncated)
+        return Prepared(sequences, len(sequences), truncated)
 
     def _rules(self, request: EmbedRequest) -> RoleRules:
         rules = self._model.rules(request.input_type)
@@ -117,9 +115,9 @@ class Preprocessor:
         return LongInputs(truncation, self._longest, self._window_overlap)
 
     def _builder(
-        self, rules: RoleRules, long_inputs: LongInputs, param: str, always_cut: bool = False
+        self, rules: RoleRules, long_inputs: LongInputs, param: str, most: int | None = None
     ) -> TextBuilder:
-        return TextBuilder(self._tokenizer, rules, long_inputs, param, always_cut)
+        return TextBuilder(self._tokenizer, rules, long_inputs, param, most)
 
 
 def _instructed(rules: RoleRules, instruction: str | None) -> RoleRules:

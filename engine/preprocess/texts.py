@@ -8,19 +8,21 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.preprocess.long_inputs import LongInputs, no_room
+from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs, no_room
 from maxsimd.engine.tokenization import TextTokenizer
 from maxsimd.scheduler.sequence import TokenIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """What a sequence is made of: ids, types, how many tokens may be attended to, and the pooled rows."""
+    """What a sequence is made of: ids, types, how many tokens may be attended to, and the pooled rows; and
+    whether its text was `truncated`."""
 
     token_ids: TokenIds
     type_ids: TokenIds
     attended: int
     kept: NDArray[np.int64] | None
+    truncated: bool
 
 
 Given: TypeAlias = str | tuple[int, ...]
@@ -29,7 +31,8 @@ Given: TypeAlias = str | tuple[int, ...]
 class TextBuilder:
     """Builds the single-text sequences of one field of one request.
 
-    `param` names the field in errors. With `always_cut` over-long texts are cut without being asked."""
+    `param` names the field in errors and `most` is how many tokens of a text the request wants. A text is
+    never refused for being longer than the role's own length: that much of it is read."""
 
     def __init__(
         self,
@@ -37,16 +40,17 @@ class TextBuilder:
         rules: RoleRules,
         long_inputs: LongInputs,
         param: str,
-        always_cut: bool = False,
+        most: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = tokenizer.single
         self._rules = rules
         self._long = long_inputs
         self._param = param
-        self._always_cut = always_cut
-        limit = long_inputs.limit
-        self._limit = limit if rules.max_tokens is None else min(limit, rules.max_tokens)
+        self._most = most
+        self._limit = long_inputs.limit
+        # The most tokens of a sequence in this role, as the checkpoint sets it.
+        self.own_length = rules.max_tokens
         self._prompt_tokens = 0
         if not rules.pool_prompt and rules.prompt:
             self._prompt_tokens = len(tokenizer.encode([rules.prompt], param)[0])
@@ -61,17 +65,26 @@ class TextBuilder:
     def build(self, text: TokenIds, index: int) -> Parts:
         """One text's sequence, cut if it must be and may be."""
         around = self._template.special_tokens
-        text = self._long.fit(text, self._room, around, self._param, index, self._always_cut)
-        return self._filled(text, index)
+        own = None if self.own_length is None else max(0, self.own_length - around)
+        fitted = self._long.fit(text, self._room, around, self._param, index, own, self._most)
+        return self._filled(fitted, index)
 
     def windows(self, text: TokenIds, index: int) -> list[Parts]:
         """One document's sequences: one, or its windows, each behind the role's prompt."""
-        if len(text) <= self._room or not self._long.uses_windows:
+        if not self._long.uses_windows:
             return [self.build(text, index)]
-        prompt, body = text[: self._prompt_length], text[self._prompt_length :]
-        around = self._template.special_tokens + len(prompt)
-        windows = self._long.windows(body, self._room - len(prompt), around, self._param, index)
-        return [self._filled(np.concatenate([prompt, window]), index) for window in windows]
+        wanted = self._long.within(text, self._most)
+        around = self._template.special_tokens
+        room = self._room if self.own_length is None else min(self._room, self.own_length - around)
+        if len(wanted.tokens) <= room:
+            return [self._filled(wanted, index)]
+        prompt, body = wanted.tokens[: self._prompt_length], wanted.tokens[self._prompt_length :]
+        around += len(prompt)
+        windows = self._long.windows(body, room - len(prompt), around, self._param, index)
+        return [
+            self._filled(Fitted(np.concatenate([prompt, window.tokens]), wanted.truncated), index)
+            for window in windows
+        ]
 
     def given(self, tokens: tuple[int, ...], index: int) -> Parts:
         """The sequence of token ids that the caller made, special tokens included."""
@@ -81,11 +94,13 @@ class TextBuilder:
             raise InvalidRequestError(
                 f"{self._param}[{index}] must hold token ids from 0 to {size - 1}", self._param
             )
-        ids = self._long.fit(ids, self._limit, 0, self._param, index, self._always_cut)
-        return self._completed(ids.astype(np.int32), np.zeros(len(ids), dtype=np.int32), prompt_rows=0)
+        fitted = self._long.fit(ids, self._limit, 0, self._param, index, self.own_length, self._most)
+        types = np.zeros(len(fitted.tokens), dtype=np.int32)
+        return self._completed(fitted.tokens.astype(np.int32), types, fitted.truncated, prompt_rows=0)
 
     @property
     def _room(self) -> int:
+        """What the request leaves for a text."""
         return self._limit - self._template.special_tokens
 
     @property
@@ -94,13 +109,14 @@ class TextBuilder:
         prompt = self._rules.prompt
         return len(self._tokenizer.encode([prompt], self._param)[0]) if prompt else 0
 
-    def _filled(self, text: TokenIds, index: int) -> Parts:
-        ids, types = self._template.fill(text)
+    def _filled(self, fitted: Fitted[np.int32], index: int) -> Parts:
+        ids, types = self._template.fill(fitted.tokens)
         if len(ids) == 0:
             raise InvalidRequestError(f"{self._param}[{index}] has no tokens; leave it out", self._param)
-        return self._completed(ids, types, len(self._template.ids[0]) + self._prompt_tokens)
+        prompt_rows = len(self._template.ids[0]) + self._prompt_tokens
+        return self._completed(ids, types, fitted.truncated, prompt_rows)
 
-    def _completed(self, ids: TokenIds, types: TokenIds, prompt_rows: int) -> Parts:
+    def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_rows: int) -> Parts:
         """Adds what the checkpoint's rules for the role ask for: expansion, and tokens left out."""
         attended = len(ids)
         expansion = self._rules.expansion
@@ -115,4 +131,4 @@ class TextBuilder:
         if self._rules.skipped_ids is not None:
             skipped |= np.isin(ids, self._rules.skipped_ids)
         kept = np.flatnonzero(~skipped) if skipped.any() else None
-        return Parts(ids, types, attended, kept)
+        return Parts(ids, types, attended, kept, truncated)

@@ -5,7 +5,6 @@ from typing import Any
 
 from maxsimd.engine.messages import KeptDocument
 from maxsimd.engine.preprocess.documents import Document, DocumentReader
-from maxsimd.engine.preprocess.long_inputs import LongInputs
 from maxsimd.engine.preprocess.prepared import Prepared, best_of
 from maxsimd.engine.preprocess.texts import Parts, TextBuilder
 from maxsimd.engine.requests import ScoreRequest
@@ -16,7 +15,6 @@ def two_stages(
     request: ScoreRequest,
     queries: TextBuilder,
     documents: DocumentReader,
-    long_inputs: LongInputs,
     task: str,
     owner: int,
     keys: Iterator[int],
@@ -30,11 +28,10 @@ def two_stages(
     uses = [0] * len(request.queries)
     for document in read.different:
         uses[document.query] += max(1, len(document.windows))
+    asked = [queries.build(text, i) for i, text in enumerate(queries.encode(request.queries))]
     sequences = [
-        _sequence(
-            queries.build(long_inputs.query(text), i), next(keys), owner, i, Role.QUERY, task, uses=uses[i]
-        )
-        for i, text in enumerate(queries.encode(request.queries))
+        _sequence(parts, next(keys), owner, i, Role.QUERY, task, uses=uses[i])
+        for i, parts in enumerate(asked)
     ]
     query_keys = [sequence.key for sequence in sequences]
     kept, counts, results = [], [], 0
@@ -46,8 +43,8 @@ def two_stages(
             sequences += _run(document, owner, results, query, task, as_one, keys)
         counts.append(1 if as_one else max(1, len(document.windows)))
         results += counts[-1]
-    combine = best_of(counts, read.place_of)
-    return Prepared(sequences, results, long_inputs.truncated, combine, kept)
+    truncated = sum(parts.truncated for parts in asked) + read.truncated
+    return Prepared(sequences, results, truncated, best_of(counts, read.place_of), kept)
 
 
 def _run(

@@ -1,5 +1,7 @@
 """The page of models says what is so."""
 
+import json
+import re
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -20,6 +22,15 @@ def test_the_command_prints_what_the_page_shows() -> None:
     assert shown.stdout.strip() in PAGE.read_text(encoding="utf-8")
     as_json = CliRunner().invoke(main, ["inspect", embedded_model_path(), "--json"])
     assert '"architecture": "BertModel"' in as_json.stdout
+
+
+def test_the_command_says_what_was_compared_if_it_is_asked() -> None:
+    shown = CliRunner().invoke(main, ["inspect", "--dtype", "float32", "--check"])
+    assert shown.exit_code == 0
+    for line in ("packed, in float32", "as it is run, in float32", "alone and together"):
+        assert re.search(rf"{line}: .*\b8 sequences", shown.stdout), shown.stdout
+    as_json = json.loads(CliRunner().invoke(main, ["inspect", "--check", "--json"]).stdout)
+    assert len(as_json["checked"]) == 3
 
 
 def test_a_model_that_is_not_there_is_an_error_in_one_line() -> None:

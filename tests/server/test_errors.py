@@ -34,6 +34,12 @@ BAD_REQUESTS: list[tuple[str, Any, str, str | None]] = [
     ("/rerank", {"query": 7, "documents": ["a"]}, "query: expected", "query"),
     ("/rerank", {"query": "q", "documents": ["a", 7]}, "documents[1]: expected", "documents"),
     ("/rerank", {"query": "q", "documents": [{"title": "x"}]}, 'without a "text"', "documents"),
+    (
+        "/rerank",
+        {"query": "q", "documents": [{"a": "x"}, {"b": "y", "a": None}], "rank_fields": ["a"]},
+        "documents[1] has none of the fields that rank_fields names",
+        "rank_fields",
+    ),
     ("/rerank", RERANK | {"top_n": -1}, "top_n: expected", "top_n"),
     ("/rerank", RERANK | {"top_n": "2"}, "top_n: expected", "top_n"),
     ("/rerank", RERANK | {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "truncate_prompt_tokens"),

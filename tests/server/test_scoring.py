@@ -62,6 +62,9 @@ def test_documents_may_be_objects_records_and_content_parts(server: Server) -> N
     body = {"query": QUERY, "documents": records, "rank_fields": ["title", "year"]}
     texts = [result["document"]["text"] for result in post(server, "/rerank", body).json()["results"]]
     assert sorted(texts) == ["title: a\nyear: 1", "title: c"]
+    body["rank_fields"] = ["title", "year", "title"] * 1000
+    texts = [result["document"]["text"] for result in post(server, "/rerank", body).json()["results"]]
+    assert sorted(texts) == ["title: a\nyear: 1", "title: c"], "a field that is named again counts once"
 
 
 def test_documents_are_left_out_of_the_answer_on_request(server: Server) -> None:

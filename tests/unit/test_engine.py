@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,12 +17,12 @@ from maxsimd.engine import (
     EngineConfig,
     EngineDeadError,
     EngineNotReadyError,
+    EngineRunningError,
     InvalidRequestError,
     ModelLoadError,
     QueueFullError,
     RequestFailedError,
     RequestTimeoutError,
-    SyncEngine,
     Truncation,
 )
 from maxsimd.engine.runner_actor import RunnerActor
@@ -287,8 +288,6 @@ async def test_leaving_the_context_finishes_what_was_asked_and_then_refuses(pair
 
 
 async def test_an_engine_can_be_started_again_and_leaves_nothing_behind() -> None:
-    import threading
-
     before = threading.active_count()
     engine = Engine(EngineConfig())
     for _ in range(2):
@@ -296,6 +295,60 @@ async def test_an_engine_can_be_started_again_and_leaves_nothing_behind() -> Non
             await engine.score("a", ["b"])
     gc.collect()
     assert threading.active_count() <= before + 1  # asyncio's own executor may keep a thread
+
+
+async def test_an_engine_that_runs_is_not_started_a_second_time(engine: Engine) -> None:
+    on_device = engine.on_device
+    devices = [thread for thread in threading.enumerate() if thread.name == "maxsimd-device"]
+    with pytest.raises(EngineRunningError, match="stop it first"):
+        await engine.start()
+    assert engine.on_device is on_device
+    assert devices == [thread for thread in threading.enumerate() if thread.name == "maxsimd-device"]
+    assert (await engine.score("a", ["b"])).scores
+
+
+async def test_of_two_starts_at_a_time_one_is_refused() -> None:
+    engine = Engine(EngineConfig())
+    first, second = await asyncio.gather(engine.start(), engine.start(), return_exceptions=True)
+    assert first is None
+    assert isinstance(second, EngineRunningError)
+    await engine.stop()
+
+
+async def test_an_engine_that_has_died_can_be_started_again_and_is_watched_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def die(*args: object) -> None:
+        raise RuntimeError("beyond repair")
+
+    engine = Engine(EngineConfig())
+    async with engine, asyncio.timeout(60):
+        for _ in range(2):
+            with monkeypatch.context() as broken:
+                broken.setattr(RunnerActor, "_run", die)
+                with pytest.raises(EngineDeadError):
+                    await engine.score("a", ["b"])
+                await engine.until_dead()
+            await engine.start()
+            assert engine.is_healthy
+            assert engine.death is None
+            assert (await engine.score("a", ["b"])).scores
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.until_dead(), 0.05)
+        devices = [thread for thread in threading.enumerate() if thread.name == "maxsimd-device"]
+        assert len(devices) == 1, "what died left its thread and its model behind"
+
+
+def test_an_engine_can_be_watched_on_another_event_loop_after_a_stop() -> None:
+    engine = Engine(EngineConfig())
+
+    async def watch() -> None:
+        async with engine:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.until_dead(), 0.05)
+
+    asyncio.run(watch())
+    asyncio.run(watch())
 
 
 async def test_a_missing_model_is_a_clear_error(tmp_path: Any) -> None:
@@ -314,27 +367,6 @@ async def test_without_the_embedded_model_the_error_says_what_to_do(monkeypatch:
 async def test_an_encoder_without_classifier_is_no_cross_encoder(qwen3_embedding: str) -> None:
     with pytest.raises(ModelLoadError, match="no classifier"):
         await Engine(EngineConfig(model=qwen3_embedding, score_type="cross-encoder")).start()
-
-
-def test_the_sync_engine_gives_the_same_results(
-    pairs: list[Pair], capsys: pytest.CaptureFixture[str]
-) -> None:
-    documents = ([pair.document for pair in pairs] * 2)[:300]
-
-    async def score() -> list[float]:
-        async with Engine(EngineConfig(dtype="float32")) as engine:
-            return (await engine.score("what is it", documents, truncation=CUT_LONG)).scores
-
-    with SyncEngine(EngineConfig(dtype="float32")) as engine:
-        result = engine.score("what is it", documents, truncation=CUT_LONG)
-        best = engine.rerank("what is it", documents[:20], top_n=3)
-        assert engine.embed(["a", "b"]).embeddings.shape == (2, 384)
-        assert engine.embed_tokens("hello").embeddings[0].shape == (3, 384)
-        with pytest.raises(InvalidRequestError):
-            engine.score("a", [])
-    np.testing.assert_allclose(result.scores, asyncio.run(score()), atol=1e-4)
-    assert len(best.results) == 3
-    assert "300/300" in capsys.readouterr().err, "a long list shows a progress bar"
 
 
 def test_a_configuration_that_makes_no_sense_is_refused() -> None:

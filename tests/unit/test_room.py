@@ -1,0 +1,96 @@
+"""Budgets and lengths that leave no room: refused at start, and never the engine's death."""
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError, RequestFailedError, Truncation
+from maxsimd.engine.preprocess import Prepared
+from maxsimd.scheduler import Role, Sequence
+from tests.checkpoints import bi_encoders, language_models
+
+
+async def _refusal(**settings: Any) -> str:
+    with pytest.raises(ModelLoadError) as refused:
+        await Engine(EngineConfig(**settings)).start()
+    return str(refused.value)
+
+
+async def test_a_budget_below_the_length_of_expanded_queries_is_refused_with_both_numbers(
+    stanford_colbert: str,
+) -> None:
+    message = await _refusal(model=stanford_colbert, max_batch_tokens=16)
+    assert "a query of" in message
+    assert "at least 32 tokens" in message
+    assert "no more than 16" in message
+    assert "--max-batch-tokens" in message
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+async def test_the_least_budget_that_is_not_refused_runs_every_kind_of_request(
+    stanford_colbert: str, packing: str
+) -> None:
+    config = EngineConfig(model=stanford_colbert, max_batch_tokens=32, packing=packing)
+    async with Engine(config) as engine:
+        assert len((await engine.score("a", ["b", "word " * 100], truncation=CUT_LONG)).scores) == 2
+        # A query that the request cuts shorter is still filled up to the checkpoint's length.
+        assert (await engine.score("word " * 9, ["b"], truncation=Truncation(max_tokens=6))).scores
+        for input_type in (None, "query", "document"):
+            await engine.embed_tokens("word " * 100, input_type=input_type, truncation=CUT_LONG)
+        assert engine.is_healthy
+
+
+async def test_a_model_length_below_that_of_expanded_queries_is_refused(stanford_colbert: str) -> None:
+    message = await _refusal(model=stanford_colbert, max_model_len=20)
+    assert "at least 32 tokens" in message
+    assert "20 tokens" in message
+    assert "--max-model-len" in message
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+async def test_a_budget_must_hold_the_special_tokens_and_one_token_of_each_text(
+    bert_cross_encoder: str, packing: str
+) -> None:
+    """[CLS] a [SEP], and for a pair [CLS] a [SEP] a [SEP]."""
+    assert "at least 3 tokens" in await _refusal(max_batch_tokens=2, packing=packing)
+    async with Engine(EngineConfig(max_batch_tokens=3, packing=packing)) as engine:
+        assert len((await engine.score("a", ["b", "c"])).scores) == 2
+    pair = {"model": bert_cross_encoder, "packing": packing}
+    assert "a pair of" in await _refusal(max_batch_tokens=4, **pair)
+    async with Engine(EngineConfig(max_batch_tokens=5, **pair)) as engine:  # type: ignore[arg-type]
+        assert len((await engine.score("a", ["b", "c"])).scores) == 2
+
+
+async def test_a_budget_must_hold_the_prompts(tmp_path: Path) -> None:
+    """BGE's prompt for queries has nine words."""
+    folder = bi_encoders.bge(tmp_path)
+    assert "a query of" in await _refusal(model=folder, max_batch_tokens=8)
+
+
+async def test_a_causal_model_is_run_in_chunks_of_any_budget_but_not_beyond_its_length(folder: Path) -> None:
+    reranker = language_models.qwen3_reranker(folder / "room-qwen3-reranker")
+    async with Engine(EngineConfig(model=reranker, max_batch_tokens=7)) as engine:
+        assert (await engine.score("a", ["b"])).scores
+    assert "no more than 7" in await _refusal(model=reranker, max_batch_tokens=7, packing="off")
+    assert "--max-model-len" in await _refusal(model=reranker, max_model_len=30)
+    listwise = language_models.jina_reranker_v3(folder / "room-jina-v3")
+    assert "a query with one document" in await _refusal(model=listwise, max_model_len=30)
+
+
+async def test_a_sequence_that_no_step_can_hold_fails_its_request_alone() -> None:
+    """None should come to be; were one to, the engine must live on."""
+
+    def too_long(owner: int) -> Prepared:
+        ids = np.full(100, 5, dtype=np.int32)
+        return Prepared([Sequence(next(keys), owner, 0, Role.TEXT, "embed", ids)], 1, 0)
+
+    keys = count(1_000_000)
+    async with Engine(EngineConfig(max_batch_tokens=64)) as engine:
+        running: Any = engine._running
+        with pytest.raises(RequestFailedError, match="100 tokens do not fit a step of 64"):
+            await running.run(too_long, 0, None, None)
+        assert engine.is_healthy
+        assert (await engine.score("a", ["b"])).scores
