@@ -26,7 +26,8 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
         raise ModelLoadError(f"{path!r} has modules after its classifier that are not supported: {names}")
     refuse_modules_not_finite(path, list(encoder)[1:])
     backbone = model.base_model
-    pooling = "last" if is_causal(backbone) else getattr(model.config, "classifier_pooling", "cls")
+    causal = is_causal(backbone)
+    pooling = "last" if causal else getattr(model.config, "classifier_pooling", "cls")
     if pooling not in METHODS:  # one that only the model itself knows
         pooling = "cls"
     labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
@@ -34,6 +35,7 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
     reference = ClassifierReference(model, encoder.tokenizer)
     return {
         "backbone": backbone,
+        "causal": causal,
         "tokenizer": encoder.tokenizer,
         "tasks": {"classify": Task(pooling, head, len(labels), False, reference)},
         "score_task": "classify",

@@ -112,7 +112,7 @@ def _complete(
         name=config.model or NAME,
         score_type=score_type,
         max_tokens=longest,
-        causal=is_causal(backbone),
+        causal=parts.pop("causal") if "causal" in parts else is_causal(backbone),
         position_offset=offset,
         takes_type_ids=takes_type_ids(backbone, parts["tokenizer"]),
         architecture=files.architecture,

@@ -29,6 +29,7 @@ from maxsimd.engine.packed.proof import compare, compare_bits, pooler_for, step_
 from maxsimd.engine.packed.runner import ModelRunner, PackedRunner
 from maxsimd.engine.packed.sample_layers import sample_layers
 from maxsimd.engine.packed.samples import Sample, make_samples
+from maxsimd.engine.packed.threads import one_thread
 from maxsimd.engine.packed.weights import lay_out_weights, why_not_replaced
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
     _refuse_quantization(config, compiled and dtype is torch.bfloat16)
     attention = choose_attention(config.attention, model, device, dtype, compiled)
     started = time.perf_counter()
-    with _samples(model) as samples:
+    with one_thread(), _samples(model) as samples:
         in_float32 = _in_float32(attention)
         execution = choose_execution(model, device, in_float32, samples, config.packing == "auto")
         mismatch = None

@@ -11,6 +11,7 @@ from maxsimd.engine.checkpoint import Task
 from maxsimd.engine.packed.comparison import Comparison, comparison, largest
 from maxsimd.engine.packed.runner import ModelRunner
 from maxsimd.engine.packed.samples import Sample
+from maxsimd.engine.packed.threads import one_thread
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
@@ -72,13 +73,15 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample
 
 
 def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
-    """The samples' items from one step against each one's from a step of its own: the difference is 0 where a
-    sequence's item depends on itself alone, to the last bit."""
+    """The samples' items from one step against each one's from a step of its own, on one thread: the
+    difference is 0 where a sequence's item depends on itself alone, to the last bit."""
     sequences = [sample.sequence for sample in samples]
     together = _items(pooler, *runner.forward(step_of(sequences)))
-    alone = [
-        _items(pooler, *runner.forward(step_of([sequence])))[sequence.key].float() for sequence in sequences
-    ]
+    with one_thread():
+        alone = [
+            _items(pooler, *runner.forward(step_of([sequence])))[sequence.key].float()
+            for sequence in sequences
+        ]
     return comparison([together[sequence.key].float() for sequence in sequences], alone, 0.0, share=0.0)
 
 

@@ -108,7 +108,9 @@ async def test_with_a_broken_attention_the_engine_runs_padded_and_right(
     def leaky(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
 
-    monkeypatch.setattr(choice, "GROUPED", replace(choice.GROUPED, everywhere=leaky))
+    broken = replace(choice.GROUPED, everywhere=leaky)
+    monkeypatch.setattr(choice, "GROUPED", broken)
+    monkeypatch.setattr(choice, "compiled_attention", lambda: broken)
     async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
         assert "differ" in (engine.on_device.prepared.not_packed or "")
         result = await engine.score(
