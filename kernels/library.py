@@ -10,20 +10,24 @@ import torch  # noqa: F401
 
 _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
-# GELU, residual with its stride, weight, bias and epsilon of the norm, output.
-_BEHIND_LINEAR = [ctypes.c_int, _POINTER, _NUMBER, _POINTER, _POINTER, ctypes.c_float, _POINTER]
-
 _ARGUMENTS = {
     "maxsim_float32": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
     "maxsim_bfloat16": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
     "pack": [_POINTER, _NUMBER, _NUMBER, _POINTER],
-    "linear_bfloat16": [_POINTER, *[_NUMBER] * 3, *[_POINTER] * 2, _NUMBER, *_BEHIND_LINEAR],
-    "linear_int8": [_POINTER, *[_NUMBER] * 3, *[_POINTER] * 4, _NUMBER, *_BEHIND_LINEAR],
+    "linear": [
+        ctypes.c_int, _POINTER, *[_NUMBER] * 3,  # kind of number, x with its stride, rows and inputs
+        _POINTER, _NUMBER, *[_POINTER] * 3, _NUMBER,  # weights with units, scales and sums, bias, columns
+        ctypes.c_int, _POINTER, _NUMBER,  # GELU, residual with its stride
+        *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
+    ],
     "attention": [
-        *[_POINTER] * 4, *[_NUMBER] * 3, *[_POINTER, _NUMBER] * 2,
+        ctypes.c_int, *[_POINTER] * 4, *[_NUMBER] * 3, *[_POINTER, _NUMBER] * 2,
         ctypes.c_int, _NUMBER, ctypes.c_float, _POINTER,
     ],
 }  # fmt: skip
+
+# Kinds of numbers, as the library counts them.
+FLOAT32, BFLOAT16, INT8 = range(3)
 
 
 @functools.cache
@@ -43,6 +47,7 @@ def library() -> ctypes.CDLL | None:
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, f"maxsimd_{name}")
         function.argtypes, function.restype = arguments, None
+    loaded.maxsimd_use_amx.argtypes, loaded.maxsimd_use_amx.restype = [ctypes.c_int], ctypes.c_int
     return loaded
 
 

@@ -1,31 +1,26 @@
-"""Attention for a CPU that runs our compiled kernels: sequences as they stand, without padding."""
+"""Attention for a CPU that runs our compiled kernels: sequences as they stand, without padding.
+
+A token's result is the same to the last bit whatever else is in the step, and however its sequence is cut.
+"""
 
 import torch
 
 from maxsimd import kernels
 from maxsimd.engine.packed.attention import PackedAttention, Prefixes
-from maxsimd.engine.packed.grouped import (
-    attend_chunk,
-    attend_first_rows,
-    attend_grouped,
-    attend_groups_after_prefix,
-)
-from maxsimd.engine.packed.layout import ROW_MULTIPLE, Arrangement, Layout
-from maxsimd.kernels.attention import attention, is_supported
+from maxsimd.engine.packed.layout import Arrangement, Layout
+from maxsimd.kernels.attention import attention
 
 
 def is_compiled_supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether our kernels for attention and linear layers run on this device in this precision."""
-    return device.type == "cpu" and dtype is torch.bfloat16 and kernels.is_available()
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and kernels.is_available()
 
 
 def attend_compiled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, window: int | None
 ) -> torch.Tensor:
-    """One kernel over all sequences; heads of a size that it does not know go the plain way."""
-    if not is_supported(q, v):
-        return attend_grouped(q, k, v, layout, scale, window)
-    out = q.new_empty(q.shape[1], q.shape[0], v.shape[-1])
+    """One kernel over all sequences."""
+    out = _outputs(q, v)
     attention(q, k, v, _sequences(layout), [], scale, layout.causal, window, out)
     out[layout.groups[-1].rows.stop :] = 0
     return out
@@ -35,12 +30,23 @@ def attend_first_rows_compiled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float
 ) -> torch.Tensor:
     """As `attend_compiled`, but only for the first token of each sequence; other rows are left undefined."""
-    if not is_supported(q, v):
-        return attend_first_rows(q, k, v, layout, scale)
-    out = q.new_empty(q.shape[1], q.shape[0], v.shape[-1])
+    out = _outputs(q, v)
     sequences = _sequences(layout).clone()
     sequences[:, 1] = 1
     attention(q, k, v, sequences, [], scale, layout.causal, None, out)
+    return out
+
+
+def attend_chunk_compiled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, window: int | None
+) -> torch.Tensor:
+    """A chunk's queries against its own and all earlier keys, which are a prefix to it."""
+    tokens = q.shape[1]
+    before = k.shape[1] - tokens
+    out = _outputs(q, v)
+    sequence = torch.tensor([(0, tokens, tokens, 0)])
+    prefix = (k[:, :before], v[:, :before])
+    attention(q, k[:, before:], v[:, before:], sequence, [prefix], scale, True, window, out)
     return out
 
 
@@ -55,10 +61,11 @@ def attend_after_prefix_compiled(
     out: torch.Tensor,
 ) -> None:
     """One kernel over all sequences that share prefixes."""
-    if not is_supported(q, v):
-        attend_groups_after_prefix(q, k, v, layout, prefixes, scale, window, out)
-        return
     attention(q, k, v, _after_prefixes(layout), prefixes, scale, True, window, out)
+
+
+def _outputs(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(q.shape[1], q.shape[0], v.shape[-1])  # [rows, heads, head_dim]
 
 
 def _sequences(layout: Layout) -> torch.Tensor:
@@ -91,15 +98,14 @@ def _after_prefixes(layout: Layout) -> torch.Tensor:
     return sequences
 
 
-def compiled_attention(few_shapes: bool) -> PackedAttention:
-    """With `few_shapes` steps have rows that libraries for products like; our own kernels take any."""
-    arrangement = Arrangement(False, False, ROW_MULTIPLE if few_shapes else 1)
+def compiled_attention() -> PackedAttention:
+    """Attention by our kernels, which take sequences and steps of any length."""
     return PackedAttention(
         "compiled",
         attend_compiled,
         attend_first_rows_compiled,
-        attend_chunk,
+        attend_chunk_compiled,
         attend_after_prefix_compiled,
-        arrangement,
-        knows_float32=False,
+        Arrangement(False, False, row_multiple=1),
+        knows_float32=True,
     )

@@ -1,7 +1,7 @@
-"""Linear layers for a CPU that multiplies bfloat16: weights laid out once, what follows them fused in.
+"""Linear layers for the CPU: weights laid out once, what follows them fused in.
 
-Plain `nn.Linear` reorders its weight in every call and writes what GELU or a layer norm reads again.
-"""
+Plain `nn.Linear` reorders its weight in every call and writes what GELU or a layer norm reads again. And what
+it gives for a row depends in the last bits on how many rows there are; with our own kernels it does not."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,17 @@ import torch
 from torch import nn
 from transformers.activations import GELUActivation
 
-from maxsimd.kernels.linear import Norm, Weights, linear, linear_norm, pack_bfloat16, pack_int8
+from maxsimd.kernels.linear import (
+    Norm,
+    Weights,
+    linear,
+    linear_norm,
+    pack_bfloat16,
+    pack_float32,
+    pack_int8,
+)
+
+Pack = Callable[[torch.Tensor], Weights]
 
 # A feed-forward's first linear layer and the activation that follows it, by attribute name.
 _FUSABLE = {"dense": "intermediate_act_fn", "lin1": "activation"}
@@ -18,11 +28,14 @@ _FUSABLE = {"dense": "intermediate_act_fn", "lin1": "activation"}
 
 class CompiledLinear(nn.Module):
     """Stands in for an `nn.Linear` in inference, and for the GELU behind it when `gelu` is set, with our own
-    kernels. With int8 weights, activations are rounded to int8 too, row by row."""
+    kernels. With int8 weights, activations are rounded to int8 too, row by row.
 
-    def __init__(self, layer: nn.Linear, gelu: bool, pack: Callable[[torch.Tensor], Weights]) -> None:
+    Models that ask for the precision or the shape of the `weight` are answered by one without contents."""
+
+    def __init__(self, layer: nn.Linear, gelu: bool, pack: Pack) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight = torch.empty_like(layer.weight, device="meta", requires_grad=False)
         self._weights = pack(layer.weight.detach())
         self._bias = layer.bias.detach().float() if layer.bias is not None else None
         self._gelu = gelu
@@ -35,7 +48,7 @@ class CompiledOutput(nn.Module):
     """Stands in for what ends both halves of a BERT layer: a linear layer, the sum with the half's input, and
     a layer norm."""
 
-    def __init__(self, output: Any, pack: Callable[[torch.Tensor], Weights]) -> None:
+    def __init__(self, output: Any, pack: Pack) -> None:
         super().__init__()
         dense, norm = output.dense, output.LayerNorm
         self._weights = pack(dense.weight.detach())
@@ -68,20 +81,20 @@ def is_prepacked_supported(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype is torch.bfloat16 and torch.backends.mkldnn.is_available()
 
 
-def prefers_prepacked() -> bool:
-    """Whether oneDNN's bfloat16 products are better than ours here: it knows AMX tiles, we do not."""
-    return torch.cpu._is_amx_tile_supported()
+def compile_float32(module: nn.Module) -> int:
+    """Puts our kernels in the place of every float32 layer within a module that they can stand in for: a
+    backbone, or what a head is made of; returns how many weights that is."""
+    return _compile(module, pack_float32, lambda layer: layer.weight.dtype is torch.float32)
 
 
 def compile_bfloat16(backbone: nn.Module) -> int:
-    """Puts our kernels with bfloat16 weights in the place of every layer that they can stand in for; returns
-    how many weights that is."""
-    return _compile(backbone, pack_bfloat16, lambda layer: layer.in_features % 2 == 0)
+    """Likewise for every layer of a backbone that runs in bfloat16, with weights in bfloat16."""
+    return _compile(backbone, pack_bfloat16)
 
 
 def compile_int8(backbone: nn.Module) -> int:
     """Likewise with int8 weights."""
-    return _compile(backbone, pack_int8, lambda layer: True)
+    return _compile(backbone, pack_int8)
 
 
 def prepack(backbone: nn.Module) -> int:
@@ -89,9 +102,25 @@ def prepack(backbone: nn.Module) -> int:
     return _replace(backbone, PrepackedLinear)
 
 
-def _compile(
-    backbone: nn.Module, pack: Callable[[torch.Tensor], Weights], fits: Callable[[nn.Linear], bool]
-) -> int:
+def hide(module: nn.Module) -> int:
+    """Puts layers that do the same, and show nothing of themselves, in the place of every `nn.Linear`:
+    whoever does with these does with any that stand in for it."""
+    return _replace(module, lambda layer, gelu: _Hidden(layer, gelu))
+
+
+class _Hidden(nn.Module):
+    def __init__(self, layer: nn.Linear, gelu: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._layer = (layer,)  # out of the module tree
+        self._gelu = gelu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._layer[0](x)
+        return nn.functional.gelu(out) if self._gelu else out
+
+
+def _compile(backbone: nn.Module, pack: Pack, fits: Callable[[nn.Linear], bool] = lambda layer: True) -> int:
     replaced = 0
     for parent in list(backbone.modules()):
         child: Any

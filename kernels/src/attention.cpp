@@ -1,54 +1,60 @@
-// Attention within each sequence of a packed step, in bfloat16 with float32 sums.
+// Attention within each sequence of a packed step, in float32 or bfloat16 with float32 sums.
 //
 // A task is one sequence and one head of keys. Its keys and values, behind those of its prefix if it has one, are
 // packed once; then a tile of queries at a time goes through products, softmax and products again, all of it in the
-// first-level cache.
+// first-level cache. A query's sums go through its keys in order, from the first key of its sequence on, so that its
+// result is the same to the last bit whatever tile it is in, and whichever of its keys are a prefix.
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
+#include "functions.h"
 #include "tile.h"
 
 namespace maxsimd {
 
 constexpr int TILE_ROWS = 12;
 
-// Rows of bfloat16, [heads][rows][head_dim], with these distances between heads and between rows.
+// Rows [heads][rows][head_dim], with these distances between heads and between rows.
+template <class Value>
 struct Heads {
-    const uint16_t* values;
+    const Value* values;
     int64_t head_stride, row_stride;
-    const uint16_t* at(int64_t head, int64_t row) const { return values + head * head_stride + row * row_stride; }
+    const Value* at(int64_t head, int64_t row) const { return values + head * head_stride + row * row_stride; }
 };
 
 // Keys and values [key_heads][length][head_dim] that stand before those of a sequence.
+template <class Value>
 struct Prefix {
-    Heads k, v;
+    Heads<Value> k, v;
     int64_t length;
 };
 
 // What a sequence attends to: so many keys of its own, from its first row on, behind those of a prefix.
+template <class Value>
 struct Sequence {
     int64_t first_row, queries, own_keys;
-    const Prefix* prefix;  // or null
+    const Prefix<Value>* prefix;  // or null
 
     int64_t before() const { return prefix ? prefix->length : 0; }
     int64_t keys() const { return before() + own_keys; }
-    const uint16_t* key(const Heads& own, int64_t head, int64_t i) const {
+    const Value* key(const Heads<Value>& own, int64_t head, int64_t i) const {
         return i < before() ? prefix->k.at(head, i) : own.at(head, first_row + i - before());
     }
-    const uint16_t* value(const Heads& own, int64_t head, int64_t i) const {
+    const Value* value(const Heads<Value>& own, int64_t head, int64_t i) const {
         return i < before() ? prefix->v.at(head, i) : own.at(head, first_row + i - before());
     }
 };
 
+template <class Value>
 struct Attention {
-    Heads q, k, v;
+    Heads<Value> q, k, v;
     int64_t heads, key_heads, head_dim;
     bool causal;
     int64_t window;  // how far off keys may be, plus one; 0 for no limit
     float scale;
-    uint16_t* out;  // [rows][heads][head_dim]
+    Value* out;  // [rows][heads][head_dim]
 
     // The keys that the query at a position may see, of the first `keys`.
     int64_t first_key(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
@@ -58,35 +64,28 @@ struct Attention {
     }
 };
 
+template <class Number>
 struct Scratch {
     std::vector<Unit> keys, values;
-    std::vector<float> products;    // [TILE_ROWS][columns], of queries and keys
-    std::vector<uint16_t> weights;  // likewise, what softmax makes of them
-    int64_t columns, value_stride;  // keys rounded up; units between packed blocks of values
+    std::vector<float> products;                  // [TILE_ROWS][columns], of queries and keys
+    std::vector<typename Number::Value> weights;  // likewise, what softmax makes of them
+    int64_t columns, value_stride;                // keys rounded up; units between packed blocks of values
 
     void fit(int64_t key_count, int64_t head_dim) {
         columns = round_up(key_count, 2 * LANES);
-        value_stride = columns / 2 * LANES;
-        keys.resize(columns * head_dim / 2);
+        value_stride = columns / Number::PER_UNIT * LANES;
+        keys.resize(columns * head_dim / Number::PER_UNIT);
         values.resize(head_dim / LANES * value_stride);
         products.resize(TILE_ROWS * columns);
         weights.resize(TILE_ROWS * columns);
     }
 };
 
-// 2^x for x <= 0, to about 4e-5 of its value: a hundredth of what bfloat16 rounds away.
-inline __m512 power_of_two(__m512 x) {
-    constexpr float series[] = {1, 0.69314718f, 0.24022651f, 0.05550411f, 0.00961813f};
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 rest = _mm512_sub_ps(x, whole);
-    __m512 sum = _mm512_set1_ps(series[4]);
-    for (int power = 3; power >= 0; power--) sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(series[power]));
-    return _mm512_scalef_ps(sum, whole);
-}
-
-// Keys [keys][head_dim] into blocks of 16 columns, a unit being a pair of dimensions; the rest is zero.
-inline void pack_keys(const Attention& a, const Sequence& sequence, int64_t head, Scratch& scratch) {
-    const int64_t units = a.head_dim / 2, keys = sequence.keys();
+// Keys [keys][head_dim] into blocks of 16 columns, a unit being one or two dimensions; the rest is zero.
+template <class Number>
+void pack_keys(const Attention<typename Number::Value>& a, const Sequence<typename Number::Value>& sequence,
+               int64_t head, Scratch<Number>& scratch) {
+    const int64_t units = a.head_dim / Number::PER_UNIT, keys = sequence.keys();
     for (int64_t key = 0; key < scratch.columns; key++) {
         Unit* column = scratch.keys.data() + key / LANES * LANES * units + key % LANES;
         const auto* row = key < keys ? (const Unit*)sequence.key(a.k, head, key) : nullptr;
@@ -94,23 +93,33 @@ inline void pack_keys(const Attention& a, const Sequence& sequence, int64_t head
     }
 }
 
-// Values [keys][head_dim] into blocks of 16 columns, a unit being a pair of keys; the rest is zero.
-inline void pack_values(const Attention& a, const Sequence& sequence, int64_t head, Scratch& scratch) {
-    const int64_t keys = sequence.keys();
-    for (int64_t key = 0; key < scratch.columns; key += 2) {
-        const uint16_t* first = key < keys ? sequence.value(a.v, head, key) : nullptr;
-        const uint16_t* second = key + 1 < keys ? sequence.value(a.v, head, key + 1) : nullptr;
+// Sixteen units of one value each, or of two values of neighbouring keys; null is zero.
+inline __m512i unit_of(const float* value) { return value ? _mm512_loadu_si512(value) : _mm512_setzero_si512(); }
+
+inline __m512i unit_of(const uint16_t* first, const uint16_t* second) {
+    const auto wide = [](const uint16_t* value) {
+        return value ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)value)) : _mm512_setzero_si512();
+    };
+    return _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16));
+}
+
+// Values [keys][head_dim] into blocks of 16 columns, a unit being one or two keys; the rest is zero.
+template <class Number>
+void pack_values(const Attention<typename Number::Value>& a, const Sequence<typename Number::Value>& sequence,
+                 int64_t head, Scratch<Number>& scratch) {
+    const auto at = [&](int64_t key, int64_t column) {
+        return key < sequence.keys() ? sequence.value(a.v, head, key) + column : nullptr;
+    };
+    for (int64_t key = 0; key < scratch.columns; key += Number::PER_UNIT)
         for (int64_t column = 0; column < a.head_dim; column += LANES) {
-            __m512i pair = _mm512_setzero_si512();
-            if (first) pair = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(first + column)));
-            if (second) {
-                const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(second + column)));
-                pair = _mm512_or_si512(pair, _mm512_slli_epi32(upper, 16));
-            }
+            __m512i unit;
+            if constexpr (Number::PER_UNIT == 1)
+                unit = unit_of(at(key, column));
+            else
+                unit = unit_of(at(key, column), at(key + 1, column));
             Unit* block = scratch.values.data() + column / LANES * scratch.value_stride;
-            _mm512_storeu_si512(block + key / 2 * LANES, pair);
+            _mm512_storeu_si512(block + key / Number::PER_UNIT * LANES, unit);
         }
-    }
 }
 
 // Which of the 16 columns from `column` on are in [first, last).
@@ -121,7 +130,8 @@ inline __mmask16 between(int64_t column, int64_t first, int64_t last) {
 
 // Products of one query with keys into weights, not yet divided by their sum, which is returned. Of columns
 // [from, to) those in [first, last) are seen. `scale` makes powers of two of the products.
-inline float soften(const float* products, uint16_t* weights, float scale, int64_t first, int64_t last, int64_t from,
+template <class Number>
+inline float soften(const float* products, typename Number::Value* weights, float scale, int64_t first, int64_t last, int64_t from,
                     int64_t to) {
     __m512 greatest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     for (int64_t column = from; column < to; column += LANES)
@@ -132,79 +142,83 @@ inline float soften(const float* products, uint16_t* weights, float scale, int64
     for (int64_t column = from; column < to; column += LANES) {
         const __m512 product = _mm512_loadu_ps(products + column);
         const __m512 weight = _mm512_maskz_mov_ps(
-            between(column, first, last), power_of_two(_mm512_fmsub_ps(product, _mm512_set1_ps(scale), greatest)));
+            between(column, first, last), power_of_two<Number>(_mm512_fmsub_ps(product, _mm512_set1_ps(scale), greatest)));
         sum = _mm512_add_ps(sum, weight);
-        store_bfloat16(weights + column, 0xffff, weight);
+        store(weights + column, 0xffff, weight);
     }
     return _mm512_reduce_add_ps(sum);
 }
 
-template <int ROWS, int BLOCKS>
-inline void product_tile(const Attention& a, const uint16_t* queries, const Scratch& scratch, int64_t column,
-                       float* products) {
-    const int64_t units = a.head_dim / 2;
+template <class Number, int ROWS, int BLOCKS>
+inline void product_tile(const Attention<typename Number::Value>& a, const typename Number::Value* queries,
+                         Scratch<Number>& scratch, int64_t column) {
+    const int64_t units = a.head_dim / Number::PER_UNIT;
     __m512 sums[ROWS][BLOCKS];
-    multiply_anew<BFloat16, ROWS, BLOCKS>((const Unit*)queries, a.q.row_stride / 2, scratch.keys.data() + column * units,
-                                     units * LANES, units, sums);
+    multiply_anew<Number, ROWS, BLOCKS>((const Unit*)queries, a.q.row_stride / Number::PER_UNIT,
+                                        scratch.keys.data() + column * units, units * LANES, units, sums);
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 4
         for (int block = 0; block < BLOCKS; block++)
-            _mm512_storeu_ps(products + row * scratch.columns + column + block * LANES, sums[row][block]);
+            _mm512_storeu_ps(scratch.products.data() + row * scratch.columns + column + block * LANES, sums[row][block]);
 }
 
-template <int ROWS, int BLOCKS>
-inline void mix_tile(const Attention& a, const Scratch& scratch, int64_t from, int64_t to, int64_t column,
-                     const float* totals, uint16_t* out) {
+template <class Number, int ROWS, int BLOCKS>
+inline void mix_tile(const Attention<typename Number::Value>& a, const Scratch<Number>& scratch, int64_t from,
+                     int64_t to, int64_t column, const float* totals, typename Number::Value* out) {
+    constexpr int PER_UNIT = Number::PER_UNIT;
+    const Unit* values = scratch.values.data() + column / LANES * scratch.value_stride + from / PER_UNIT * LANES;
     __m512 sums[ROWS][BLOCKS];
-    multiply_anew<BFloat16, ROWS, BLOCKS>(
-        (const Unit*)(scratch.weights.data() + from), scratch.columns / 2,
-        scratch.values.data() + column / LANES * scratch.value_stride + from / 2 * LANES, scratch.value_stride,
-        (to - from) / 2, sums);
+    multiply_anew<Number, ROWS, BLOCKS>((const Unit*)(scratch.weights.data() + from), scratch.columns / PER_UNIT,
+                                        values, scratch.value_stride, (to - from) / PER_UNIT, sums);
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) {
         const __m512 share = _mm512_set1_ps(totals[row] > 0 ? 1 / totals[row] : 0);  // nothing seen: zero
 #pragma GCC unroll 4
         for (int block = 0; block < BLOCKS; block++)
-            store_bfloat16(out + row * a.heads * a.head_dim + column + block * LANES, 0xffff,
+            store(out + row * a.heads * a.head_dim + column + block * LANES, 0xffff,
                            _mm512_mul_ps(sums[row][block], share));
     }
 }
 
 // The queries in rows [row, row + ROWS) of a sequence, for one head.
-template <int ROWS>
-void attend_tile(const Attention& a, Scratch& scratch, const Sequence& sequence, int64_t row, int64_t head) {
-    const uint16_t* queries = a.q.at(head, sequence.first_row + row);
+template <class Number, int ROWS>
+void attend_tile(const Attention<typename Number::Value>& a, Scratch<Number>& scratch,
+                 const Sequence<typename Number::Value>& sequence, int64_t row, int64_t head) {
+    const auto* queries = a.q.at(head, sequence.first_row + row);
     const int64_t position = sequence.before() + row, keys = sequence.keys();
     const int64_t from = a.first_key(position) / (2 * LANES) * (2 * LANES);
     const int64_t to = std::max(from, round_up(a.last_key(position + ROWS - 1, keys), 2 * LANES));
     for (int64_t column = from; column < to; column += 2 * LANES)
-        product_tile<ROWS, 2>(a, queries, scratch, column, scratch.products.data());
+        product_tile<Number, ROWS, 2>(a, queries, scratch, column);
     const float scale = a.scale * 1.44269504f;  // of e in powers of two
     float totals[ROWS];
     for (int i = 0; i < ROWS; i++)
-        totals[i] = soften(scratch.products.data() + i * scratch.columns, scratch.weights.data() + i * scratch.columns,
-                           scale, a.first_key(position + i), a.last_key(position + i, keys), from, to);
-    uint16_t* out = a.out + ((sequence.first_row + row) * a.heads + head) * a.head_dim;
+        totals[i] = soften<Number>(scratch.products.data() + i * scratch.columns,
+                                   scratch.weights.data() + i * scratch.columns, scale, a.first_key(position + i),
+                                   a.last_key(position + i, keys), from, to);
+    auto* out = a.out + ((sequence.first_row + row) * a.heads + head) * a.head_dim;
     int64_t column = 0;
     for (; column + LANES < a.head_dim; column += 2 * LANES)
-        mix_tile<ROWS, 2>(a, scratch, from, to, column, totals, out);
-    if (column < a.head_dim) mix_tile<ROWS, 1>(a, scratch, from, to, column, totals, out);
+        mix_tile<Number, ROWS, 2>(a, scratch, from, to, column, totals, out);
+    if (column < a.head_dim) mix_tile<Number, ROWS, 1>(a, scratch, from, to, column, totals, out);
 }
 
-template <int ROWS>
-void attend_rows(int present, const Attention& a, Scratch& scratch, const Sequence& sequence, int64_t row,
-                 int64_t head) {
+template <class Number, int ROWS>
+void attend_rows(int present, const Attention<typename Number::Value>& a, Scratch<Number>& scratch,
+                 const Sequence<typename Number::Value>& sequence, int64_t row, int64_t head) {
     if constexpr (ROWS > 1) {
         if (present < ROWS) {
-            attend_rows<ROWS - 1>(present, a, scratch, sequence, row, head);
+            attend_rows<Number, ROWS - 1>(present, a, scratch, sequence, row, head);
             return;
         }
     }
-    attend_tile<ROWS>(a, scratch, sequence, row, head);
+    attend_tile<Number, ROWS>(a, scratch, sequence, row, head);
 }
 
-void attend_sequence(const Attention& a, Scratch& scratch, const Sequence& sequence, int64_t key_head) {
+template <class Number>
+void attend_sequence(const Attention<typename Number::Value>& a, Scratch<Number>& scratch,
+                     const Sequence<typename Number::Value>& sequence, int64_t key_head) {
     scratch.fit(sequence.keys(), a.head_dim);
     pack_keys(a, sequence, key_head, scratch);
     pack_values(a, sequence, key_head, scratch);
@@ -213,8 +227,28 @@ void attend_sequence(const Attention& a, Scratch& scratch, const Sequence& seque
     for (int64_t head = key_head * repeats; head < (key_head + 1) * repeats; head++)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t row = queries * tile / tiles, stop = queries * (tile + 1) / tiles;
-            attend_rows<TILE_ROWS>((int)(stop - row), a, scratch, sequence, row, head);
+            attend_rows<Number, TILE_ROWS>((int)(stop - row), a, scratch, sequence, row, head);
         }
+}
+
+// `sequences` is [count][4] and `prefixes` [prefix_count][7], as told below.
+template <class Number>
+void attend(const Attention<typename Number::Value>& a, const int64_t* sequences, int64_t count,
+            const int64_t* prefixes, int64_t prefix_count) {
+    using Value = typename Number::Value;
+    std::vector<Prefix<Value>> before;
+    for (const int64_t* at = prefixes; at < prefixes + 7 * prefix_count; at += 7)
+        before.push_back({{(const Value*)at[0], at[2], at[3]}, {(const Value*)at[1], at[4], at[5]}, at[6]});
+#pragma omp parallel
+    {
+        Scratch<Number> scratch;
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < count * a.key_heads; task++) {
+            const int64_t* at = sequences + task / a.key_heads * 4;
+            const Sequence<Value> sequence{at[0], at[1], at[2], at[3] < 0 ? nullptr : &before[at[3]]};
+            attend_sequence(a, scratch, sequence, task % a.key_heads);
+        }
+    }
 }
 
 }  // namespace maxsimd
@@ -222,39 +256,34 @@ void attend_sequence(const Attention& a, Scratch& scratch, const Sequence& seque
 #pragma GCC visibility push(default)
 extern "C" {
 
-// q [heads][rows][head_dim], k and v [key_heads][rows][head_dim], bfloat16 with strides in elements (of heads and
-// of rows, six numbers, rows' even); head_dim a multiple of 16. `sequences` is [count][4]: first row, how many of
-// its queries to compute from there, how many keys of its own they may see, and which prefix stands before these,
-// or -1. `prefixes` is [n][7]: the addresses of keys and values, their strides as above, and their length. Writes
-// out [rows][heads][head_dim].
-void maxsimd_attention(const void* q, const void* k, const void* v, const int64_t* strides, int64_t heads,
+// q [heads][rows][head_dim], k and v [key_heads][rows][head_dim], float32 if `kind` is 0 or bfloat16 if it is 1, with
+// strides in elements (of heads and of rows, six numbers, those of bfloat16 rows even); head_dim a multiple of 16.
+// `sequences` is [count][4]: first row, how many of its queries to compute from there, how many keys of its own they
+// may see, and which prefix stands before these, or -1. `prefixes` is [n][7]: the addresses of keys and values, their
+// strides as above, and their length. Writes out [rows][heads][head_dim].
+void maxsimd_attention(int kind, const void* q, const void* k, const void* v, const int64_t* strides, int64_t heads,
                        int64_t key_heads, int64_t head_dim, const int64_t* sequences, int64_t count,
                        const int64_t* prefixes, int64_t prefix_count, int causal, int64_t window, float scale,
                        void* out) {
     using namespace maxsimd;
-    const Attention attention{{(const uint16_t*)q, strides[0], strides[1]},
-                              {(const uint16_t*)k, strides[2], strides[3]},
-                              {(const uint16_t*)v, strides[4], strides[5]},
-                              heads,
-                              key_heads,
-                              head_dim,
-                              causal != 0,
-                              window,
-                              scale,
-                              (uint16_t*)out};
-    std::vector<Prefix> before;
-    for (const int64_t* at = prefixes; at < prefixes + 7 * prefix_count; at += 7)
-        before.push_back({{(const uint16_t*)at[0], at[2], at[3]}, {(const uint16_t*)at[1], at[4], at[5]}, at[6]});
-#pragma omp parallel
-    {
-        Scratch scratch;
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < count * key_heads; task++) {
-            const int64_t* at = sequences + task / key_heads * 4;
-            const Sequence sequence{at[0], at[1], at[2], at[3] < 0 ? nullptr : &before[at[3]]};
-            attend_sequence(attention, scratch, sequence, task % key_heads);
-        }
-    }
+    const auto compute = [&](auto number) {
+        using Value = typename decltype(number)::Value;
+        const Attention<Value> attention{{(const Value*)q, strides[0], strides[1]},
+                                         {(const Value*)k, strides[2], strides[3]},
+                                         {(const Value*)v, strides[4], strides[5]},
+                                         heads,
+                                         key_heads,
+                                         head_dim,
+                                         causal != 0,
+                                         window,
+                                         scale,
+                                         (Value*)out};
+        attend<decltype(number)>(attention, sequences, count, prefixes, prefix_count);
+    };
+    if (kind == 0)
+        compute(Float32{});
+    else
+        compute(BFloat16{});
 }
 }
 #pragma GCC visibility pop

@@ -11,14 +11,18 @@
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
+#include <type_traits>
 
 namespace maxsimd {
 
 using Unit = uint32_t;
 constexpr int LANES = 16;
 
+// Each kind of number says how many of them a unit holds, and what the kernels read and write for it.
 struct Float32 {
+    using Value = float;
     using Sum = __m512;
+    static constexpr int PER_UNIT = 1;
     static Sum zero() { return _mm512_setzero_ps(); }
     static Sum add(Sum sum, __m512i row, __m512i columns) {
         return _mm512_fmadd_ps(_mm512_castsi512_ps(row), _mm512_castsi512_ps(columns), sum);
@@ -26,7 +30,9 @@ struct Float32 {
 };
 
 struct BFloat16 {
+    using Value = uint16_t;
     using Sum = __m512;
+    static constexpr int PER_UNIT = 2;
     static Sum zero() { return _mm512_setzero_ps(); }
     static Sum add(Sum sum, __m512i row, __m512i columns) {
         asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(row), "v"(columns));
@@ -34,9 +40,11 @@ struct BFloat16 {
     }
 };
 
-// Rows unsigned, columns signed.
+// Rows unsigned, columns signed; what is read and written is bfloat16.
 struct Int8 {
+    using Value = uint16_t;
     using Sum = __m512i;
+    static constexpr int PER_UNIT = 4;
     static Sum zero() { return _mm512_setzero_si512(); }
     static Sum add(Sum sum, __m512i row, __m512i columns) {
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(row), "v"(columns));
@@ -64,15 +72,21 @@ inline __attribute__((always_inline)) void multiply(const Unit* rows, int64_t st
     }
 }
 
+// What sums begin from.
+template <class Number, int ROWS, int BLOCKS>
+inline __attribute__((always_inline)) void clear(typename Number::Sum (&sums)[ROWS][BLOCKS]) {
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; block++) sums[row][block] = Number::zero();
+}
+
 // As above, from zero.
 template <class Number, int ROWS, int BLOCKS>
 inline __attribute__((always_inline)) void multiply_anew(const Unit* rows, int64_t stride, const Unit* packed,
                                                          int64_t block_stride, int64_t units,
                                                          typename Number::Sum (&sums)[ROWS][BLOCKS]) {
-#pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 4
-        for (int block = 0; block < BLOCKS; block++) sums[row][block] = Number::zero();
+    clear<Number, ROWS, BLOCKS>(sums);
     multiply<Number, ROWS, BLOCKS>(rows, stride, packed, block_stride, units, sums);
 }
 
@@ -81,11 +95,15 @@ inline __mmask16 first_lanes(int64_t left) {
     return left >= LANES ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
 }
 
-inline __m512 load_bfloat16(const uint16_t* from, __mmask16 mask) {
+inline __m512 load(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
+
+inline __m512 load(const uint16_t* from, __mmask16 mask) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
 }
 
-inline void store_bfloat16(uint16_t* to, __mmask16 mask, __m512 values) {
+inline void store(float* to, __mmask16 mask, __m512 values) { _mm512_mask_storeu_ps(to, mask, values); }
+
+inline void store(uint16_t* to, __mmask16 mask, __m512 values) {
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(values));
 }
 

@@ -17,12 +17,12 @@ from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
 from maxsimd.engine.packed import choice, graphs, varlen
 from maxsimd.engine.packed.attention import PackedAttention
+from maxsimd.engine.packed.execution import Packed, try_packed
 from maxsimd.engine.packed.graphs import GraphedRunner
 from maxsimd.engine.packed.grouped import GROUPED, attend_one_by_one
-from maxsimd.engine.packed.execution import Packed, try_packed
 from maxsimd.engine.packed.proof import step_of
-from maxsimd.engine.packed.samples import make_samples, random_sequences
 from maxsimd.engine.packed.runner import PackedRunner
+from maxsimd.engine.packed.samples import make_samples, random_sequences
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.maxsim import cpu, maxsim_cpu, maxsim_reference
 from maxsimd.pooling.methods import METHODS

@@ -1,0 +1,138 @@
+// What a linear layer is asked to do, and what it does behind its products: scales, bias and GELU, or residual and
+// layer norm. All of it looks at one row at a time.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "functions.h"
+#include "tile.h"
+
+namespace maxsimd {
+
+constexpr int PANEL = 2 * LANES;  // columns that are multiplied together, and a multiple of which are packed
+
+template <class Number>
+struct Linear {
+    using Value = typename Number::Value;
+    const Value* x;  // [rows], x_stride apart
+    int64_t x_stride, rows, inputs;
+    const Unit* weights;         // packed, see tile.h; filled up with zeros to whole panels
+    int64_t packed_units;        // of a column; filled up with zeros too
+    const float* weight_scales;  // [columns], int8 only
+    const int32_t* weight_sums;  // [columns], int8 only
+    const float* bias;           // [columns] or null
+    int64_t columns;
+    bool gelu;
+    Value* out;  // [rows][columns]
+
+    int64_t units() const { return (inputs + Number::PER_UNIT - 1) / Number::PER_UNIT; }
+    const Unit* block(int64_t column) const { return weights + column * packed_units; }
+    // So many panels' weights stay in the second-level cache while rows pass by.
+    int64_t cached_panels() const {
+        constexpr int64_t cached = 1 << 20;
+        return std::max<int64_t>(1, cached / (packed_units * PANEL * (int64_t)sizeof(Unit)));
+    }
+};
+
+// Weights that will be wanted soon, brought into the second-level cache a few lines at a time.
+class Ahead {
+  public:
+    // Part `part` of `parts` of the panel at a column.
+    template <class Number>
+    Ahead(const Linear<Number>& linear, int64_t column, int64_t part, int64_t parts) {
+        // While few rows pass by there is no time for it.
+        const int64_t lines = parts < 4 ? 0 : 2 * linear.packed_units;
+        next_ = linear.block(column) + lines * part / parts * LANES;
+        left_ = lines * (part + 1) / parts - lines * part / parts;
+    }
+    int64_t lines() const { return left_; }
+    void fetch(int64_t lines) {
+        for (const int64_t stop = std::max<int64_t>(0, left_ - lines); left_ > stop; left_--, next_ += LANES)
+            _mm_prefetch((const char*)next_, _MM_HINT_T1);
+    }
+
+  private:
+    const Unit* next_;
+    int64_t left_;
+};
+
+// Layer norm of a linear layer's output plus another input of the same shape.
+template <class Value>
+struct Norm {
+    const Value* residual;  // [rows], residual_stride apart; null for no norm
+    int64_t residual_stride;
+    const float *weight, *bias;  // [columns]
+    float epsilon;
+};
+
+// What becomes of the sums of sixteen columns.
+template <class Number>
+struct Edge {
+    __mmask16 mask;
+    __m512 bias;
+    Edge(const Linear<Number>& linear, int64_t column)
+        : mask(first_lanes(linear.columns - column)),
+          bias(linear.bias ? load(linear.bias + column, mask) : _mm512_setzero_ps()) {}
+    __m512 end(const Unit* sums, const float*, int64_t) const { return _mm512_add_ps(_mm512_loadu_ps(sums), bias); }
+};
+
+// Activations are unsigned bytes, 128 too large, which adds 128 times the sum of a column's weights.
+template <>
+struct Edge<Int8> {
+    __mmask16 mask;
+    __m512 bias, scales;
+    __m512i excess;
+    Edge(const Linear<Int8>& linear, int64_t column)
+        : mask(first_lanes(linear.columns - column)),
+          bias(linear.bias ? load(linear.bias + column, mask) : _mm512_setzero_ps()),
+          scales(load(linear.weight_scales + column, mask)),
+          excess(_mm512_slli_epi32(_mm512_maskz_loadu_epi32(mask, linear.weight_sums + column), 7)) {}
+    __m512 end(const Unit* sums, const float* row_scales, int64_t row) const {
+        const __m512 sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(sums), excess));
+        return _mm512_fmadd_ps(sum, _mm512_mul_ps(scales, _mm512_set1_ps(row_scales[row])), bias);
+    }
+};
+
+// Sums [count][PANEL] of rows into the output at `row` and `column`; int8 rows have scales.
+template <class Number>
+__attribute__((noinline)) void finish(const Linear<Number>& linear, const Unit* sums, const float* scales,
+                                      int64_t count, int64_t row, int64_t column) {
+    const Edge<Number> edges[] = {{linear, column}, {linear, column + LANES}};
+    for (int64_t i = 0; i < count; i++)
+#pragma GCC unroll 2
+        for (int block = 0; block < 2; block++) {
+            __m512 y = edges[block].end(sums + i * PANEL + block * LANES, scales, i);
+            if (linear.gelu) y = gelu<Number>(y);
+            store(linear.out + (row + i) * linear.columns + column + block * LANES, edges[block].mask, y);
+        }
+}
+
+// A row of the output, made norm(row + residual). `sums` has room for it.
+template <class Value>
+__attribute__((noinline)) void normalise(Value* row, const Value* residual, const Norm<Value>& norm,
+                                         int64_t columns, float* sums) {
+    __m512 total = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < columns; i += LANES) {
+        const __mmask16 mask = first_lanes(columns - i);
+        const __m512 sum = _mm512_add_ps(load(row + i, mask), load(residual + i, mask));
+        _mm512_storeu_ps(sums + i, sum);
+        total = _mm512_add_ps(total, sum);
+    }
+    const float mean = _mm512_reduce_add_ps(total) / columns;
+    for (int64_t i = 0; i < columns; i += LANES) {
+        const __m512 off = _mm512_maskz_sub_ps(first_lanes(columns - i), _mm512_loadu_ps(sums + i), _mm512_set1_ps(mean));
+        squares = _mm512_fmadd_ps(off, off, squares);
+    }
+    const float scale = 1 / std::sqrt(_mm512_reduce_add_ps(squares) / columns + norm.epsilon);
+    for (int64_t i = 0; i < columns; i += LANES) {
+        const __mmask16 mask = first_lanes(columns - i);
+        const __m512 off = _mm512_sub_ps(_mm512_loadu_ps(sums + i), _mm512_set1_ps(mean));
+        const __m512 y = _mm512_fmadd_ps(_mm512_mul_ps(off, _mm512_set1_ps(scale)), load(norm.weight + i, mask),
+                                         load(norm.bias + i, mask));
+        store(row + i, mask, y);
+    }
+}
+
+}  // namespace maxsimd
