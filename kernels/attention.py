@@ -37,7 +37,9 @@ def attention(
     dims = largest + -largest % _DIMS
     wide = _widened(out, dims)
     _attention(
-        *(_widened(x, dims) for x in (q, k, v)),
+        _widened(q, dims),
+        _widened(k, dims),
+        _widened(v, dims),
         sequences,
         [(_widened(keys, dims), _widened(values, dims)) for keys, values in prefixes],
         scale,
