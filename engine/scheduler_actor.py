@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-import math
 from dataclasses import dataclass
 from typing import cast
+
+import numpy as np
 
 from maxsimd.engine.actor import Actor, Mailbox
 from maxsimd.engine.errors import RequestFailedError
@@ -132,8 +133,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         open_request = self._open.get(request)
         if open_request is None:
             return
-        if isinstance(value, float) and not math.isfinite(value):
-            self._fail(request, "the model returned a score that is not a finite number")
+        if not np.isfinite(value).all():
+            self._fail(request, "the model returned a number that is not finite")
             return
         if open_request.values[index] is None:
             open_request.missing -= 1

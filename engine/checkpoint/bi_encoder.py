@@ -95,4 +95,4 @@ def _at_token_level(dense: Dense) -> Dense:
         module_input_name="token_embeddings",
     )
     copy.load_state_dict(dense.state_dict())
-    return copy
+    return copy.to(dense.linear.weight.device)

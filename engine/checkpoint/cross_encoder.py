@@ -6,7 +6,6 @@ import torch
 from sentence_transformers import CrossEncoder
 
 from maxsimd.engine.checkpoint.backbone import is_causal
-from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ClassifierHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
 from maxsimd.engine.checkpoint.reference import ClassifierReference
@@ -24,7 +23,6 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
     if len(list(encoder)) > 1:
         names = ", ".join(type(module).__name__ for module in list(encoder)[1:])
         raise ModelLoadError(f"{path!r} has modules after its classifier that are not supported: {names}")
-    refuse_modules_not_finite(path, list(encoder)[1:])
     backbone = model.base_model
     causal = is_causal(backbone)
     pooling = "last" if causal else getattr(model.config, "classifier_pooling", "cls")

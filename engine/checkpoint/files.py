@@ -95,4 +95,7 @@ def refuse_missing_tokenizer(model: str, revision: str | None, files: Checkpoint
 
 def _read_json(model: str, name: str, revision: str | None) -> Any:
     path = find_file(model, name, revision)
-    return json.loads(path.read_text(encoding="utf-8")) if path else None
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path else None
+    except ValueError as error:
+        raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}") from error

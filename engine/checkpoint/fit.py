@@ -26,12 +26,15 @@ UNUSED_HEADS = frozenset(
         "lm_head",
         "lm_loss",
         "lm_predictions",
+        "logits_proj",
         "mask_predictions",
         "mlm_head",
         "pooler",
+        "pre_classifier",
         "predictions",
         "qa_outputs",
         "score",
+        "sequence_summary",
         "sop_classifier",
         "vocab_layer_norm",
         "vocab_projector",
@@ -58,7 +61,10 @@ def refusing_misfits(path: str, read_apart: frozenset[str] = frozenset()) -> Ite
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = load(cls, *arguments, **options)
         _refuse_misfit(path, model, info, read_apart)
-        refuse_not_finite(path, model.state_dict().items())
+        # Each tensor once, however many names it has.
+        named = model.state_dict().items()
+        tensors = {(tensor.data_ptr(), tensor.shape): (name, tensor) for name, tensor in named}
+        refuse_not_finite(path, tensors.values())
         return model
 
     PreTrainedModel.from_pretrained = classmethod(checked)

@@ -99,7 +99,7 @@ def load_language_model(
         model, tokenizer, words, activation, pairs = _read_bare(path, files.architecture, template, options)
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(words)]
     head = TokenLogitsHead(model, words, names)
-    reference = WordLogitsReference(model, tokenizer, words)
+    reference = WordLogitsReference(model, tokenizer, head.output)
     return {
         "backbone": model.base_model,
         "tokenizer": tokenizer,

@@ -1,5 +1,6 @@
 """Loads a checkpoint of any supported kind into a `LoadedModel`."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,12 +37,22 @@ from maxsimd.engine.errors import ModelLoadError
 _READ_APART = {"HF_ColBERT": frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
 
 
+# Loading changes what the whole process shares for a while (transformers' log, how checkpoints are read, the
+# number of threads), so models are loaded and prepared one after the other.
+LOADING = threading.RLock()
+
+
 def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
     """Finds, reads and places the model that the configuration names.
 
     The heads are float32; the backbone keeps the precision of its file, which the caller may change.
     Raises ModelLoadError when there is no such model or it is of no supported kind.
     """
+    with LOADING:
+        return _load(config, device)
+
+
+def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
     path = config.model if config.model is not None else embedded_model_path()
     files = read_files(path, config.revision)
     score_type = _score_type(config, files)

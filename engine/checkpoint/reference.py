@@ -31,16 +31,19 @@ class ClassifierReference:
 
 
 class WordLogitsReference:
-    """A language model's logit of the first of one or two words, minus that of the second: [1, 1]."""
+    """A language model's logit of the first of one or two words, minus that of the second: [1, 1]. The model
+    runs with `output` in the place of its output layer: that layer's rows of the words alone, in float32."""
 
-    def __init__(self, model: Any, tokenizer: Any, words: ListOf[int]) -> None:
+    def __init__(self, model: Any, tokenizer: Any, output: torch.nn.Linear) -> None:
+        model.set_output_embeddings(output)
         self._model = model
         self._tokenizer = tokenizer
-        self._words = list(words)
 
     def __call__(self, sequence: Sequence) -> torch.Tensor:
-        inputs = inputs_of(sequence, self._tokenizer, self._model)
-        logits: torch.Tensor = self._model(**inputs, logits_to_keep=1).logits[0, -1, self._words]  # [words]
+        inputs: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, self._model))
+        if declares(self._model, "logits_to_keep"):
+            inputs["logits_to_keep"] = 1
+        logits: torch.Tensor = self._model(**inputs).logits[0, -1]  # [words]
         return (logits[:1] - logits[1:].sum()).float()[None]
 
 

@@ -1,5 +1,6 @@
 """Numbers beside those that are expected: how far off they are, and how far they may be."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        return self.difference <= self.tolerance
+        return self.difference <= self.tolerance < math.inf
 
     def __str__(self) -> str:
         return f"{self.sequences} sequences, largest difference {self.difference:.1e} of {self.largest:.3g}"

@@ -13,9 +13,11 @@ from maxsimd.engine.packed import last_layer
 from maxsimd.engine.packed.attention import NAME, Attention, PackedAttention, register
 from maxsimd.engine.packed.comparison import Comparison
 from maxsimd.engine.packed.last_layer import FirstRowsOnly
+from maxsimd.engine.packed.layout import Layout
 from maxsimd.engine.packed.own_forward import OwnForwardRunner, finished
 from maxsimd.engine.packed.padded import PaddedRunner
 from maxsimd.engine.packed.proof import compare, compare_in_parts, pooler_for
+from maxsimd.engine.packed.rules import why_not_packed, why_one_by_one
 from maxsimd.engine.packed.runner import ModelRunner, PackedRunner
 from maxsimd.engine.packed.samples import Sample
 
@@ -60,8 +62,11 @@ def choose_execution(
     """The fastest execution that is proven on the samples, for a backbone in float32.
 
     Leaves the backbone as that execution needs it."""
-    if _chooses_keys(model.backbone):
-        return _one_by_one("it attends to a choice of keys, in which ties are broken by how a step is padded")
+    if len({len(sample.sequence) for sample in samples}) < 2:
+        return _one_by_one("too few random texts of different lengths could be run to prove anything else")
+    alone = why_one_by_one(model)
+    if alone is not None:
+        return _one_by_one(alone)
     pooler = _take_off_pooler(model.backbone, samples[0])
     reason = "packing is off"
     if packing_allowed:
@@ -98,6 +103,7 @@ def try_packed(
         if counted.calls == 0:
             # Such a model might still tell sequences apart by their positions, at the cost of a full mask.
             mismatch = "its attention cannot be replaced"
+        mismatch = mismatch or why_not_packed(model, counted.windows)
     except Exception as error:
         mismatch = f"packed attention failed: {error}"
     if mismatch is not None:
@@ -133,22 +139,26 @@ def _one_by_one(reason: str) -> OneByOne:
     return OneByOne(reason)
 
 
-def _chooses_keys(backbone: Any) -> bool:
-    """Whether a model attends to the keys that an index of its own ranks highest, as DeepSeek's sparse
-    attention does. Random texts may well not show a tie."""
-    return any(getattr(backbone.config, name, None) for name in ("index_topk", "index_topk_blocks"))
-
-
 class _Counted:
-    """An attention function that knows how often it was called."""
+    """An attention function that knows how often it was called, and with which windows."""
 
     def __init__(self, attention: Attention) -> None:
         self._attention = attention
         self.calls = 0
+        self.windows: set[int | None] = set()
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: Layout,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
         self.calls += 1
-        return self._attention(*arguments)
+        self.windows.add(window)
+        return self._attention(q, k, v, layout, scale, window)
 
 
 def _try_padded(model: LoadedModel, device: torch.device, samples: Sequence[Sample]) -> Comparison | str:

@@ -1,31 +1,31 @@
 """Makes a loaded model ready to run on its device: precision, proof of packing, weight layout."""
 
 import logging
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, Task
+from maxsimd.engine.checkpoint.load import LOADING
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.packed.attention import PackedAttention
 from maxsimd.engine.packed.choice import choose_attention
 from maxsimd.engine.packed.compiled import is_compiled_supported
 from maxsimd.engine.packed.execution import (
-    Execution,
     OneByOne,
     Packed,
     choose_execution,
     make_runner,
     tasks_for,
 )
+from maxsimd.engine.packed.findings import Finding, findings_of
 from maxsimd.engine.packed.graphs import with_graphs
 from maxsimd.engine.packed.grouped import GROUPED
-from maxsimd.engine.packed.proof import compare, compare_bits, pooler_for, step_of
+from maxsimd.engine.packed.proof import step_of
 from maxsimd.engine.packed.runner import ModelRunner, PackedRunner
 from maxsimd.engine.packed.sample_layers import sample_layers
 from maxsimd.engine.packed.samples import Sample, make_samples
@@ -33,20 +33,6 @@ from maxsimd.engine.packed.threads import one_thread
 from maxsimd.engine.packed.weights import lay_out_weights, why_not_replaced
 
 log = logging.getLogger(__name__)
-
-# Beyond this share of the largest number, a lower precision is worth a warning.
-_FAR = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that was compared at load, and what came of it."""
-
-    subject: str
-    result: str
-
-    def __str__(self) -> str:
-        return f"{self.subject}: {self.result}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,12 +84,26 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
 
     Raises ModelLoadError where int8 weights are asked for and cannot be multiplied here, and for a model that
     cannot be run or whose results are not finite."""
+    with LOADING:
+        try:
+            return _prepare(model, config, device)
+        except ModelLoadError:
+            raise
+        except Exception as error:
+            precision = _shown(choose_dtype(config.dtype, device))
+            raise ModelLoadError(
+                f"{model.name!r} cannot be run in {precision}: {type(error).__name__}: {error}; try another "
+                "--dtype, or --kernels torch"
+            ) from error
+
+
+def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> PreparedModel:
     dtype = choose_dtype(config.dtype, device)
     compiled = config.kernels == "auto" and is_compiled_supported(device, dtype)
     _refuse_quantization(config, compiled and dtype is torch.bfloat16)
     attention = choose_attention(config.attention, model, device, dtype, compiled)
     started = time.perf_counter()
-    with one_thread(), _samples(model) as samples:
+    with one_thread(), _samples(model) as (samples, layers):
         in_float32 = _in_float32(attention)
         execution = choose_execution(model, device, in_float32, samples, config.packing == "auto")
         mismatch = None
@@ -122,13 +122,12 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
     else:
         log.warning("linear layers are left as they are, which is slower: %s", mismatch)
     runner = make_runner(execution, model, device, attention)
+    with layers(model.backbone):
+        findings = findings_of(model, execution, dtype, runner, samples)
     if isinstance(runner, PackedRunner) and config.cuda_graphs == "auto":
         sequences = [sample.sequence for sample in samples]
         steps = [step_of(sequences), step_of(sequences[:1])]
         runner = with_graphs(runner, attention, model.causal, device, steps)
-    findings = _findings(model, execution, dtype, runner, samples)
-    for finding in findings:
-        log.info("checked %s", finding)
     is_packed = isinstance(execution, Packed)
     return PreparedModel(
         runner,
@@ -151,10 +150,14 @@ def _refuse_quantization(config: EngineConfig, possible: bool) -> None:
         )
 
 
+# Which of its layers a backbone has for a while: a sample of them, or all.
+_Layers = Callable[[torch.nn.Module], AbstractContextManager[object]]
+
+
 @contextmanager
-def _samples(model: LoadedModel) -> Iterator[tuple[Sample, ...]]:
-    """The model's samples, and for the time of comparing with them its backbone in float32 with a sample of
-    its layers; with all of them where the model's own library cannot do with fewer."""
+def _samples(model: LoadedModel) -> Iterator[tuple[tuple[Sample, ...], _Layers]]:
+    """The model's samples, and for the time of comparing with them its backbone in float32 with the layers
+    that the samples come from: a few, or all of them where the model's own library cannot do with fewer."""
     with sample_layers(model.backbone):
         model.backbone.float()
         try:
@@ -162,10 +165,10 @@ def _samples(model: LoadedModel) -> Iterator[tuple[Sample, ...]]:
         except ModelLoadError:
             samples = ()
         if samples:
-            yield samples
+            yield samples, sample_layers
             return
     model.backbone.float()
-    yield make_samples(model)
+    yield make_samples(model), nullcontext
 
 
 def _one_by_one(
@@ -195,44 +198,6 @@ def _one_by_one(
         seconds,
         0,
     )
-
-
-def _findings(
-    model: LoadedModel,
-    execution: Execution,
-    dtype: torch.dtype,
-    runner: ModelRunner,
-    samples: Sequence[Sample],
-) -> tuple[Finding, ...]:
-    """What was compared before, and what the model as it stands now gives for the samples.
-
-    Raises ModelLoadError where that is not finite."""
-    assert not isinstance(execution, OneByOne)
-    name = "packed" if isinstance(execution, Packed) else "padded"
-    own = f"as the model's own library one by one: {execution.comparison}"
-    findings = [Finding(f"{name}, in float32", own)]
-    pooler = pooler_for(model.tasks)
-    with sample_layers(model.backbone):
-        rounded = compare(runner, pooler, samples)
-        bits = compare_bits(runner, pooler, samples)
-    if not math.isfinite(rounded.difference):
-        raise ModelLoadError(
-            f"{model.name!r} gives numbers that are not finite in {_shown(dtype)}; try another --dtype"
-        )
-    if dtype is torch.float32 and not rounded.agrees:
-        raise ModelLoadError(
-            f"{model.name!r} is not run right by the kernels of this machine; try --kernels torch: {rounded}"
-        )
-    if rounded.difference > _FAR * rounded.largest:
-        log.warning("in %s results are far from those in float32: %s", _shown(dtype), rounded)
-    findings.append(Finding(f"as it is run, in {_shown(dtype)}", f"beside float32: {rounded}"))
-    if bits.difference == 0:
-        findings.append(
-            Finding("alone and together", f"the same to the last bit: {bits.sequences} sequences")
-        )
-    else:
-        findings.append(Finding("alone and together", f"the same but for rounding: {bits}"))
-    return tuple(findings)
 
 
 def _in_float32(attention: PackedAttention) -> PackedAttention:

@@ -1,0 +1,69 @@
+"""Models whose sequences must not share a pass, or not without padding, for what their configs say. Random
+texts as short as the proof's would not show it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from maxsimd.engine.checkpoint import LoadedModel
+
+# Attention that packed execution carries out, by the names that configs have for kinds of layers.
+_PACKABLE = frozenset({"full_attention", "sliding_attention"})
+# Rotary positions whose frequencies follow from the longest sequence of a pass.
+_BY_LENGTH = frozenset({"longrope", "dynamic"})
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def why_one_by_one(model: LoadedModel) -> str | None:
+    """Why the sequences of a model must not share a pass at all, or None."""
+    config = _config(model)
+    if any(getattr(config, name, None) for name in ("index_topk", "index_topk_blocks")):
+        return "it attends to a choice of keys, in which ties are broken by how a step is padded"
+    for rope in _ropes(config):
+        if rope.get("rope_type", rope.get("type")) not in _BY_LENGTH:
+            continue
+        said = (rope.get(_ORIGINAL), getattr(config, _ORIGINAL, None))
+        most: int = next((number for number in said if number), getattr(config, "max_position_embeddings", 0))
+        if model.max_tokens > most:
+            return (
+                f"a sequence of more than {most} tokens changes the positions of all in its pass; "
+                f"with --max-model-len {most} there is none"
+            )
+    return None
+
+
+def why_not_packed(model: LoadedModel, windows: set[int | None]) -> str | None:
+    """Why a model cannot be packed though short sequences may not show it, or None. `windows` are those that
+    its layers have asked for."""
+    config = _config(model)
+    others = set(getattr(config, "layer_types", None) or ()) - _PACKABLE
+    if others:
+        return f"it has layers of other kinds: {', '.join(sorted(map(str, others)))}"
+    chunk = getattr(config, "attention_chunk_size", None)
+    if isinstance(chunk, int) and chunk < model.max_tokens:
+        return f"it attends within chunks of {chunk} tokens"
+    window = window_of(config)
+    if window is not None and window < model.max_tokens and window not in windows:
+        return f"its layers do not ask for the window of {window} tokens that it is to have"
+    return None
+
+
+def window_of(config: Any) -> int | None:
+    """The window that some layers of a model attend through, if its config names one."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "sliding_attention" not in kinds:
+        return None
+    window = getattr(config, "sliding_window", None) or getattr(config, "local_attention", None)
+    return window if isinstance(window, int) else None
+
+
+def _config(model: LoadedModel) -> Any:
+    backbone: Any = model.backbone
+    return backbone.config.get_text_config()
+
+
+def _ropes(config: Any) -> Iterator[dict[str, Any]]:
+    """What a config says of rotary positions: once, or for each kind of layer."""
+    for said in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+        if isinstance(said, dict):
+            yield said
+            yield from (part for part in said.values() if isinstance(part, dict))

@@ -1,0 +1,114 @@
+"""Models that treat long sequences otherwise than short ones, which a proof with short texts would not show."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, Llama4TextConfig, LlamaConfig, MistralConfig
+
+from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+from maxsimd.engine.checkpoint import load_model
+from tests.checkpoints import language_models
+from tests.checkpoints.architectures import randomise, save_tokenizer
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _longrope(size: int) -> Any:
+    """As Phi-3 and MiniCPM have it: other frequencies for all once one sequence is longer than 64 tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    return LlamaConfig(vocab_size=size, rope_parameters=rope, **_SIZES)
+
+
+def _chunked(size: int) -> Any:
+    """As Llama 4 has it: attention within chunks, which its mask alone says."""
+    more = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 128}
+    return Llama4TextConfig(vocab_size=size, attention_chunk_size=64, **more, **_SIZES)
+
+
+def _windowed(size: int) -> Any:
+    """As Mistral has it, with a window that is told to attention."""
+    return MistralConfig(vocab_size=size, sliding_window=48, **_SIZES)
+
+
+CASES: list[tuple[str, str, Callable[[int], Any], str]] = [
+    ("longrope", "llama", _longrope, "one by one"),
+    ("chunks", "llama4_text", _chunked, "padded"),
+    ("window", "mistral", _windowed, "packed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config_of", "execution"),
+    [case[1:] for case in CASES],
+    ids=[case[0] for case in CASES],
+)
+async def test_a_short_text_beside_a_long_one_is_embedded_as_alone(
+    kind: str, config_of: Callable[[int], Any], execution: str, tmp_path: Path
+) -> None:
+    model = AutoModel.from_config(config_of(save_tokenizer(kind, tmp_path)))
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    texts = ["a short text", "word after word " * 60, "another one, of some more words " * 3]
+    alone = SentenceTransformer(str(tmp_path), device="cpu")
+    expected = np.stack([alone.encode(text) for text in texts])
+    async with Engine(EngineConfig(model=str(tmp_path), dtype="float32", score_type="bi-encoder")) as engine:
+        assert engine.on_device.prepared.execution == execution, engine.on_device.prepared.not_packed
+        ours = (await engine.embed(texts)).embeddings
+    assert alone.tokenizer([texts[1]])["input_ids"][0][100:], "one must be long, or this test shows nothing"
+    np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+
+
+async def test_a_reranker_in_bfloat16_with_an_output_layer_of_its_own_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = language_models.qwen3_reranker(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.1)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    async with Engine(EngineConfig(model=folder)) as engine:
+        assert engine.on_device.prepared.execution == "packed"
+        assert len((await engine.score("q", ["one", "two"])).scores) == 2
+
+
+async def test_checkpoints_are_checked_also_when_two_are_loaded_at_a_time(tmp_path: Path) -> None:
+    from tests.checkpoints import cross_encoders
+
+    good, bad = cross_encoders.bert(tmp_path / "good"), cross_encoders.bert(tmp_path / "bad")
+    settings = Path(bad) / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"num_hidden_layers": 4}))
+
+    def load(path: str) -> str:
+        try:
+            return type(load_model(EngineConfig(model=path), torch.device("cpu")).backbone).__name__
+        except ModelLoadError as error:
+            return str(error)
+
+    loaded = await asyncio.gather(*(asyncio.to_thread(load, path) for path in [good, bad] * 4))
+    assert loaded[::2] == ["BertModel"] * 4
+    assert all("missing: bert.encoder.layer.3" in message for message in loaded[1::2])
