@@ -55,6 +55,8 @@ def fused(head: Head, products: torch.dtype, results: torch.dtype) -> Head:
     dense, after = inner.modules[0], inner.modules[1:]
     if dense.use_residual or not isinstance(dense.activation_function, torch.nn.Identity):
         return head
+    if type(dense.linear) is not torch.nn.Linear:  # laid out for the CPU's kernels
+        return head
     if len(after) > 1 or not all(isinstance(module, Normalize) for module in after):
         return head
     if columns is not None and after and not normalized:

@@ -1,4 +1,4 @@
-"""Models that treat long sequences otherwise than short ones, which a proof with short texts would not show."""
+"""Models that treat long sequences otherwise than short ones, which a proof with short texts cannot show."""
 
 import asyncio
 import json

@@ -13,7 +13,7 @@ from tests.unit.interpreted import run_interpreted
 pytest.importorskip("triton")
 
 PLAIN = EngineConfig(dtype="float32", attention="torch", maxsim="torch", kernels="torch")
-TRITON = EngineConfig(dtype="float32", attention="triton", maxsim="triton")
+TRITON = EngineConfig(dtype="float32", attention="triton", maxsim="triton", kernels="torch")
 
 
 def compare_late_interaction(path: str) -> None:
