@@ -131,8 +131,8 @@ inline __mmask16 between(int64_t column, int64_t first, int64_t last) {
 // Products of one query with keys into weights, not yet divided by their sum, which is returned. Of columns
 // [from, to) those in [first, last) are seen. `scale` makes powers of two of the products.
 template <class Number>
-inline float soften(const float* products, typename Number::Value* weights, float scale, int64_t first, int64_t last, int64_t from,
-                    int64_t to) {
+inline float soften(const float* products, typename Number::Value* weights, float scale, int64_t first,
+                    int64_t last, int64_t from, int64_t to) {
     __m512 greatest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     for (int64_t column = from; column < to; column += LANES)
         greatest = _mm512_mask_max_ps(greatest, between(column, first, last), greatest,
@@ -141,8 +141,8 @@ inline float soften(const float* products, typename Number::Value* weights, floa
     __m512 sum = _mm512_setzero_ps();
     for (int64_t column = from; column < to; column += LANES) {
         const __m512 product = _mm512_loadu_ps(products + column);
-        const __m512 weight = _mm512_maskz_mov_ps(
-            between(column, first, last), power_of_two<Number>(_mm512_fmsub_ps(product, _mm512_set1_ps(scale), greatest)));
+        const __m512 power = _mm512_fmsub_ps(product, _mm512_set1_ps(scale), greatest);
+        const __m512 weight = _mm512_maskz_mov_ps(between(column, first, last), power_of_two<Number>(power));
         sum = _mm512_add_ps(sum, weight);
         store(weights + column, 0xffff, weight);
     }
@@ -153,6 +153,7 @@ template <class Number, int ROWS, int BLOCKS>
 inline void product_tile(const Attention<typename Number::Value>& a, const typename Number::Value* queries,
                          Scratch<Number>& scratch, int64_t column) {
     const int64_t units = a.head_dim / Number::PER_UNIT;
+    float* products = scratch.products.data() + column;
     __m512 sums[ROWS][BLOCKS];
     multiply_anew<Number, ROWS, BLOCKS>((const Unit*)queries, a.q.row_stride / Number::PER_UNIT,
                                         scratch.keys.data() + column * units, units * LANES, units, sums);
@@ -160,7 +161,7 @@ inline void product_tile(const Attention<typename Number::Value>& a, const typen
     for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 4
         for (int block = 0; block < BLOCKS; block++)
-            _mm512_storeu_ps(scratch.products.data() + row * scratch.columns + column + block * LANES, sums[row][block]);
+            _mm512_storeu_ps(products + row * scratch.columns + block * LANES, sums[row][block]);
 }
 
 template <class Number, int ROWS, int BLOCKS>

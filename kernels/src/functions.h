@@ -52,8 +52,8 @@ inline __m512 gelu<Float32>(__m512 x) {
     const __m512 a = _mm512_min_ps(_mm512_set1_ps(12), _mm512_abs_ps(x));
     const __m512 one = _mm512_set1_ps(1);
     const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(a, _mm512_set1_ps(0.3f), one));
-    constexpr float half_in_powers_of_two = -0.72134752f;
-    const __m512 falling = power_of_two<Float32>(_mm512_mul_ps(_mm512_mul_ps(a, a), _mm512_set1_ps(half_in_powers_of_two)));
+    const __m512 minus_half = _mm512_set1_ps(-0.72134752f);  // of e in powers of two
+    const __m512 falling = power_of_two<Float32>(_mm512_mul_ps(_mm512_mul_ps(a, a), minus_half));
     const __m512 share = _mm512_mul_ps(_mm512_mul_ps(t, polynomial(t, fit)), falling);
     return _mm512_fnmadd_ps(a, share, _mm512_max_ps(_mm512_setzero_ps(), x));
 }

@@ -40,7 +40,8 @@ class Vectors {
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t row = count_ * tile / tiles, stop = count_ * (tile + 1) / tiles;
             for (int64_t column = first; column < last; column += PANEL) {
-                multiply_rows<TILE_ROWS>((int)(stop - row), row, column, {linear_, next + column - first, tile, tiles});
+                const Ahead ahead(linear_, next + column - first, tile, tiles);
+                multiply_rows<TILE_ROWS>((int)(stop - row), row, column, ahead);
                 finish(linear_, sums_, rows_.scales(row), stop - row, first_ + row, column);
             }
         }
@@ -92,7 +93,7 @@ void run_by(const Linear<Number>& linear, const Norm<typename Number::Value>& no
 #pragma omp parallel
     {
         Way way(linear, most);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
         for (int64_t task = 0; task < blocks * splits; task++) {
             const int64_t block = task / splits, split = task % splits;
             const int64_t first = linear.rows * block / blocks;
@@ -105,6 +106,7 @@ void run_by(const Linear<Number>& linear, const Norm<typename Number::Value>& no
         }
         if (norm.residual) {
             std::vector<float> sums(round_up(linear.columns, LANES));
+#pragma omp barrier
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < linear.rows; row++)
                 normalise(linear.out + row * linear.columns, norm.residual + row * norm.residual_stride, norm,

@@ -122,7 +122,8 @@ __attribute__((noinline)) void normalise(Value* row, const Value* residual, cons
     }
     const float mean = _mm512_reduce_add_ps(total) / columns;
     for (int64_t i = 0; i < columns; i += LANES) {
-        const __m512 off = _mm512_maskz_sub_ps(first_lanes(columns - i), _mm512_loadu_ps(sums + i), _mm512_set1_ps(mean));
+        const __mmask16 mask = first_lanes(columns - i);
+        const __m512 off = _mm512_maskz_sub_ps(mask, _mm512_loadu_ps(sums + i), _mm512_set1_ps(mean));
         squares = _mm512_fmadd_ps(off, off, squares);
     }
     const float scale = 1 / std::sqrt(_mm512_reduce_add_ps(squares) / columns + norm.epsilon);
