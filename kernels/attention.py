@@ -33,6 +33,8 @@ def attention(
     head_dim] stand before these, or -1. A causal query sees the keys up to its own; with a window, only those
     less than so many positions away. Writes these queries' rows of `out` [rows, heads, head_dim], zero where
     no key is seen."""
+    if {tensor.dtype for tensor in (k, v, out, *(part for pair in prefixes for part in pair))} != {q.dtype}:
+        raise TypeError(f"queries are {q.dtype}, and keys, values and output must be too")
     largest = max(q.shape[-1], v.shape[-1])
     dims = largest + -largest % _DIMS
     wide = _widened(out, dims)
