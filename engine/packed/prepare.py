@@ -23,6 +23,7 @@ from maxsimd.engine.packed.execution import (
     tasks_for,
 )
 from maxsimd.engine.packed.findings import Finding, findings_of
+from maxsimd.engine.packed.float32 import in_float32
 from maxsimd.engine.packed.graphs import with_graphs
 from maxsimd.engine.packed.grouped import GROUPED
 from maxsimd.engine.packed.proof import step_of
@@ -104,11 +105,11 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     attention = choose_attention(config.attention, model, device, dtype, compiled)
     started = time.perf_counter()
     with one_thread(), _samples(model) as (samples, layers):
-        in_float32 = _in_float32(attention)
-        execution = choose_execution(model, device, in_float32, samples, config.packing == "auto")
+        stand_in = _that_knows_float32(attention)
+        execution = choose_execution(model, device, stand_in, samples, config.packing == "auto")
         mismatch = None
         if not isinstance(execution, OneByOne) and device.type == "cpu":
-            runner = make_runner(execution, model, device, in_float32)
+            runner = make_runner(execution, model, device, stand_in)
             mismatch = why_not_replaced(model, runner, samples, compiled)
     proof_seconds = time.perf_counter() - started
     if isinstance(execution, OneByOne):
@@ -158,8 +159,7 @@ _Layers = Callable[[torch.nn.Module], AbstractContextManager[object]]
 def _samples(model: LoadedModel) -> Iterator[tuple[tuple[Sample, ...], _Layers]]:
     """The model's samples, and for the time of comparing with them its backbone in float32 with the layers
     that the samples come from: a few, or all of them where the model's own library cannot do with fewer."""
-    with sample_layers(model.backbone):
-        model.backbone.float()
+    with sample_layers(model.backbone), in_float32(model.backbone):
         try:
             samples = make_samples(model)
         except ModelLoadError:
@@ -200,7 +200,7 @@ def _one_by_one(
     )
 
 
-def _in_float32(attention: PackedAttention) -> PackedAttention:
+def _that_knows_float32(attention: PackedAttention) -> PackedAttention:
     """What stands in for an attention that knows no float32: with it layout, positions and masks are
     proven."""
     if attention.knows_float32:

@@ -15,6 +15,7 @@ from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.packed import attention, last_layer, linear, varlen
 from maxsimd.engine.packed.carry import Carry
 from maxsimd.engine.packed.execution import Packed, try_packed
+from maxsimd.engine.packed.float32 import in_float32
 from maxsimd.engine.packed.grouped import GROUPED, attend_first_rows, attend_grouped, attend_one_by_one
 from maxsimd.engine.packed.layout import (
     GROUP_COST_ROWS,
@@ -304,3 +305,15 @@ def test_padded_batches_hold_every_sequence_once_and_little_padding(lengths: lis
         rows = len(batch) * max(lengths[place] for place in batch)
         padding = rows - sum(lengths[place] for place in batch)
         assert rows <= SMALL_BATCH or padding <= PADDING * rows
+
+
+def test_large_tables_are_not_converted_for_a_proof_and_small_ones_are() -> None:
+    large, small = torch.nn.Embedding(70_000, 64), torch.nn.Embedding(10, 64)
+    backbone = torch.nn.ModuleList([large, small, torch.nn.Linear(64, 4)]).bfloat16()
+    ids = torch.tensor([0, 3, 9])
+    expected = large(ids).float()
+    with in_float32(backbone):
+        assert large.weight.dtype is torch.bfloat16
+        assert small.weight.dtype is torch.float32
+        assert torch.equal(large(ids), expected)
+    assert large(ids).dtype is torch.bfloat16
