@@ -1,5 +1,5 @@
-"""A backbone in float32 for a while: all but its large tables, whose rows are widened as they are taken, because
-to convert a whole vocabulary takes longer than all that is proven with it."""
+"""A backbone in float32 for a while: all but its large tables, whose rows are widened as they are taken,
+because to convert a whole vocabulary takes longer than all that is proven with it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +23,14 @@ def in_float32(backbone: nn.Module) -> Iterator[None]:
     }
     for module in backbone.modules():
         if module not in tables:
-            module._apply(
-                lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, recurse=False
-            )
+            module._apply(_widened, recurse=False)
     hooks = [table.register_forward_hook(lambda table, ids, rows: rows.float()) for table in tables]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
