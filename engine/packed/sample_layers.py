@@ -1,7 +1,7 @@
 """A backbone with few of its layers for a while: one of each kind, and the last.
 
-The layers of a model differ in their weights and perhaps in kind, so what is proven of these is so of all, in
-a fraction of the time and memory."""
+The layers of a model differ in their weights and perhaps in kind, so what is proven of these is taken to be
+so of all, in a fraction of the time and memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
