@@ -7,11 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import DynamicCache
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
-from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.packed import prepare
+from maxsimd.engine.packed.attention import NAME, register
+from maxsimd.engine.packed.grouped import GROUPED
+from maxsimd.engine.packed.padded import PaddedRunner
+from maxsimd.engine.packed.proof import step_of
+from maxsimd.engine.packed.runner import PackedRunner
 from maxsimd.engine.packed.sample_layers import sample_layers
+from maxsimd.engine.packed.samples import random_sequences
+from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints.architectures import Architecture, build
 
 CPU = torch.device("cpu")
 
@@ -117,3 +127,65 @@ async def test_an_instruction_fills_the_place_that_a_query_prompt_has_for_it(qwe
         written = await engine.score("why", ["because"])
     assert told.scores == pytest.approx(written.scores, abs=1e-6)
     assert told.scores != pytest.approx(plain.scores, abs=1e-4)
+
+
+def test_weights_that_are_quantised_by_others_are_refused_by_the_methods_name(cross_encoder: Path) -> None:
+    _change(cross_encoder, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ModelLoadError, match="quantised by gptq"):
+        load_model(EngineConfig(model=str(cross_encoder)), CPU)
+
+
+def test_settings_that_are_not_json_are_refused_by_the_files_name(cross_encoder: Path) -> None:
+    (cross_encoder / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"config\.json .* is not JSON"):
+        load_model(EngineConfig(model=str(cross_encoder)), CPU)
+
+
+def test_a_tokeniser_without_words_is_refused(cross_encoder: Path) -> None:
+    tokenizer = json.loads((cross_encoder / "tokenizer.json").read_text())
+    specials = {token["content"]: i for i, token in enumerate(tokenizer["added_tokens"])}
+    tokenizer["model"]["vocab"] = specials
+    for i, token in enumerate(tokenizer["added_tokens"]):
+        token["id"] = i
+    (cross_encoder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    model = load_model(EngineConfig(model=str(cross_encoder)), CPU)
+    with pytest.raises(ModelLoadError, match="knows no words"):
+        prepare(model, EngineConfig(dtype="float32"), CPU)
+
+
+def test_a_bigbird_reads_no_further_than_where_its_attention_would_change(tmp_path: Path) -> None:
+    """Beyond, what it makes of a text depends on the texts before it."""
+    folder = build(Architecture("bi-encoder", "big_bird"), tmp_path)
+    _change(Path(folder), block_size=4, num_random_blocks=1, attention_type="block_sparse")
+    assert load_model(EngineConfig(model=folder), CPU).max_tokens == 7 * 4
+
+
+def test_a_reformer_whose_first_text_would_decide_for_all_is_refused(tmp_path: Path) -> None:
+    folder = build(Architecture("bi-encoder", "reformer"), tmp_path)
+    _change(Path(folder), num_buckets=None)
+    with pytest.raises(ModelLoadError, match="num_buckets"):
+        load_model(EngineConfig(model=folder), CPU)
+
+
+def test_no_second_cache_of_keys_and_values_is_built(
+    qwen3_embedding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for packed steps nor for padded ones."""
+    model = load_model(EngineConfig(model=qwen3_embedding), CPU)
+
+    def forbidden(*arguments: object, **options: object) -> None:
+        raise AssertionError("a cache was built")
+
+    monkeypatch.setattr(DynamicCache, "update", forbidden)
+    step = step_of(random_sequences(model, "embed"))
+    for runner in (PackedRunner, PaddedRunner):
+        assert len(_states(runner, model, step)) >= step.num_tokens
+
+
+def _states(runner: type[PackedRunner] | type[PaddedRunner], model: LoadedModel, step: Step) -> torch.Tensor:
+    if runner is PaddedRunner:
+        model.backbone.set_attn_implementation("sdpa")
+        return PaddedRunner(model, CPU).forward(step)[0]
+    register()
+    model.backbone.set_attn_implementation(NAME)
+    return PackedRunner(model, CPU, GROUPED).forward(step)[0]
