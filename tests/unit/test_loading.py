@@ -20,7 +20,7 @@ from maxsimd.engine.packed.runner import PackedRunner
 from maxsimd.engine.packed.sample_layers import sample_layers
 from maxsimd.engine.packed.samples import random_sequences
 from maxsimd.scheduler import Step
-from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.architectures import Architecture, build
 
 CPU = torch.device("cpu")
@@ -167,17 +167,15 @@ def test_a_reformer_whose_first_text_would_decide_for_all_is_refused(tmp_path: P
         load_model(EngineConfig(model=folder), CPU)
 
 
-def test_no_second_cache_of_keys_and_values_is_built(
-    qwen3_embedding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_second_cache_of_keys_and_values_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for packed steps nor for padded ones."""
-    model = load_model(EngineConfig(model=qwen3_embedding), CPU)
+    model = load_model(EngineConfig(model=language_models.qwen3_reranker(tmp_path)), CPU)
 
     def forbidden(*arguments: object, **options: object) -> None:
         raise AssertionError("a cache was built")
 
     monkeypatch.setattr(DynamicCache, "update", forbidden)
-    step = step_of(random_sequences(model, "embed"))
+    step = step_of(random_sequences(model, "classify"))
     for runner in (PackedRunner, PaddedRunner):
         assert len(_states(runner, model, step)) >= step.num_tokens
 
