@@ -13,11 +13,8 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.packed.comparison import comparison
-from maxsimd.engine.packed.rules import window_of
+from maxsimd.engine.packed.rules import LONGEST_WINDOW, window_of
 from maxsimd.scheduler import Role, Sequence
-
-# A window longer than this is not reached beyond.
-_LONGEST_WINDOW = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +92,7 @@ def _special_readings(model: LoadedModel, task: str, sequences: list[Sequence]) 
 
 def _beyond_window(backbone: Any) -> int:
     window = window_of(backbone.config.get_text_config())
-    return 2 * window + 3 if window is not None and window <= _LONGEST_WINDOW else 23
+    return 2 * window + 3 if window is not None and window <= LONGEST_WINDOW else 23
 
 
 def _random_ids(model: LoadedModel, count: int, random: np.random.Generator) -> NDArray[np.int32]:

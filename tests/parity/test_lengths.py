@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers import AutoModel, Llama4TextConfig, LlamaConfig, MistralConfig
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.packed.rules import why_not_packed
 from tests.checkpoints import language_models
 from tests.checkpoints.architectures import randomise, save_tokenizer
 
@@ -112,3 +114,10 @@ async def test_checkpoints_are_checked_also_when_two_are_loaded_at_a_time(tmp_pa
     loaded = await asyncio.gather(*(asyncio.to_thread(load, path) for path in [good, bad] * 4))
     assert loaded[::2] == ["BertModel"] * 4
     assert all("missing: bert.encoder.layer.3" in message for message in loaded[1::2])
+
+
+def test_a_long_window_that_no_layer_asks_for_is_no_reason_to_trust_short_texts() -> None:
+    config = MistralConfig(vocab_size=100, sliding_window=2000, **_SIZES)
+    model: Any = SimpleNamespace(backbone=SimpleNamespace(config=config), max_tokens=4096)
+    assert "window of 2000" in (why_not_packed(model, {None}) or "")
+    assert why_not_packed(model, {None, 2000}) is None
