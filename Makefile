@@ -26,15 +26,16 @@ test-gpu:
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=typings $(BIN)/mypy -p maxsimd.scheduler -p maxsimd.kernels -p maxsimd.pooling -p maxsimd.engine -p maxsimd.api -p maxsimd.bench
+	MYPYPATH=tests/typings $(BIN)/mypy -p maxsimd
+	PYTHONPATH=tests/typings $(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.demo
 	$(BIN)/maxsimd bench engine --dataset docstrings --num-requests 100
 
 bench-gpu:
-	$(GPU_PYTHON) -m maxsimd.api.cli bench kernels --out bench/results
-	$(GPU_PYTHON) -m maxsimd.api.cli bench allpool
-	$(GPU_PYTHON) -m maxsimd.api.cli bench gpu --out bench/results
+	$(GPU_PYTHON) -m maxsimd bench kernels --out bench/results
+	$(GPU_PYTHON) -m maxsimd bench allpool
+	$(GPU_PYTHON) -m maxsimd bench gpu --out bench/results
 
 clean:
 	rm -rf $(VENV) build *.egg-info

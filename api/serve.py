@@ -14,7 +14,7 @@ from maxsimd.api.app import build_app
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.state import STATE
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
-from maxsimd.engine.on_device import OnDevice
+from maxsimd.engine.device.load import OnDevice
 
 log = logging.getLogger("maxsimd.serve")
 

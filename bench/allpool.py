@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from maxsimd.bench.timing import medians
-from maxsimd.engine.packed import choose_device
+from maxsimd.engine.execution import choose_device
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.methods import AllPool
 from maxsimd.scheduler import Chunk, Role, Sequence

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from maxsimd.bench.report import write_json
-from maxsimd.pooling.maxsim import choose_maxsim, maxsim_reference
+from maxsimd.engine.scoring.maxsim import choose_maxsim, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
 
 PEER = "maxsim-cpu float32"
@@ -48,7 +48,7 @@ def time_maxsim(documents: int, dim: int, rounds: int) -> dict[str, Any]:
 
     contenders = {"maxsimd bfloat16": ours(torch.bfloat16), "maxsimd float32": ours(torch.float32)}
     try:
-        peer: Any = importlib.import_module("maxsim_cpu")
+        peer: Any = importlib.import_module("maxsim_tiled")
     except ImportError:
         pass
     else:

@@ -1,35 +1,40 @@
 """The running system: the engine, its actors, checkpoints, packed execution, pre- and post-processing.
 
-The public face is here; nothing of HTTP is.
+The public face is here; nothing of HTTP is. Each name is imported when it is first asked for, so that its
+modules (`maxsimd.engine.config` above all) can be imported without torch.
 """
 
-from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.engine import Engine
-from maxsimd.engine.errors import (
-    EngineDeadError,
-    EngineNotReadyError,
-    EngineRunningError,
-    InvalidRequestError,
-    MaxsimdError,
-    ModelLoadError,
-    QueueFullError,
-    RequestFailedError,
-    RequestTimeoutError,
-)
-from maxsimd.engine.requests import (
-    CUT_LONG,
-    WINDOW_LONG,
-    ClassifyResult,
-    EmbedResult,
-    Progress,
-    RankedDocument,
-    RerankResult,
-    ScoreResult,
-    TokenEmbedResult,
-    Truncation,
-    Usage,
-)
-from maxsimd.engine.sync import SyncEngine
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from maxsimd.engine.config import EngineConfig
+    from maxsimd.engine.engine import Engine
+    from maxsimd.engine.errors import (
+        EngineDeadError,
+        EngineNotReadyError,
+        EngineRunningError,
+        InvalidRequestError,
+        MaxsimdError,
+        ModelLoadError,
+        QueueFullError,
+        RequestFailedError,
+        RequestTimeoutError,
+    )
+    from maxsimd.engine.requests import (
+        CUT_LONG,
+        WINDOW_LONG,
+        ClassifyResult,
+        EmbedResult,
+        Progress,
+        RankedDocument,
+        RerankResult,
+        ScoreResult,
+        TokenEmbedResult,
+        Truncation,
+        Usage,
+    )
+    from maxsimd.engine.sync import SyncEngine
 
 __all__ = [
     "CUT_LONG",
@@ -56,3 +61,17 @@ __all__ = [
     "Truncation",
     "Usage",
 ]
+
+
+_HOME = {"Engine": "engine", "EngineConfig": "config", "SyncEngine": "sync"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'maxsimd.engine' has no attribute {name!r}")
+    home = _HOME.get(name) or ("errors" if name.endswith("Error") else "requests")
+    return getattr(import_module(f"maxsimd.engine.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

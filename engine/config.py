@@ -56,9 +56,9 @@ class EngineConfig:
     kernels: Literal["auto", "torch"] = option(
         "auto", "auto runs our compiled kernels where the CPU has AVX-512; torch leaves all to torch."
     )
-    maxsim: Literal["auto", "torch", "cpu", "compiled", "triton"] = option(
+    maxsim: Literal["auto", "reference", "tiled", "avx512", "triton"] = option(
         "auto",
-        "MaxSim backend: triton on a GPU, compiled or else cpu elsewhere; torch is the plain reference.",
+        "MaxSim: triton on a GPU; avx512, else tiled (plain torch) on a CPU; reference is slow and plain.",
     )
     attention: Literal["auto", "varlen", "flash", "triton", "torch"] = option(
         "auto",

@@ -13,18 +13,18 @@ import numpy as np
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device import DeviceThread
+from maxsimd.engine.device.load import OnDevice, load_on_device
+from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.errors import (
     EngineDeadError,
     EngineNotReadyError,
     EngineRunningError,
     InvalidRequestError,
 )
-from maxsimd.engine.messages import Value
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.on_device import OnDevice, load_on_device
 from maxsimd.engine.postprocess import activate, rank, shorten
 from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     CUT_LONG,
     REFUSE_LONG,
@@ -39,9 +39,9 @@ from maxsimd.engine.requests import (
     ScoreResult,
     TokenEmbedResult,
     Truncation,
+    Value,
 )
-from maxsimd.engine.running import Running
-from maxsimd.engine.tokenization import TextTokenizer
+from maxsimd.engine.runtime import Running
 from maxsimd.engine.validation import as_inputs, as_texts, check_dimensions, pair_up
 
 T = TypeVar("T")

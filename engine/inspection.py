@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from maxsimd.engine.budget import default_budget
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
 from maxsimd.engine.config import EngineConfig, ScoreType
-from maxsimd.engine.packed import PreparedModel, choose_device, prepare
+from maxsimd.engine.device.budget import default_budget
+from maxsimd.engine.execution import PreparedModel, choose_device, prepare
 from maxsimd.engine.preprocess import check_room
-from maxsimd.engine.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
 
 _SCORED_BY = {
     "maxsim": "MaxSim, the sum over query tokens of their best match",

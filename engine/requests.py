@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 InputType = Literal["query", "document"]
 
+# The result of one sequence or pair: a score, or an embedding, float32 [tokens, dim] or [1, dim].
+Value: TypeAlias = float | NDArray[np.float32]
+
 # Called on the event loop with how many of a request's values are there so far, and how many there will be.
 Progress: TypeAlias = Callable[[int, int], None]
 

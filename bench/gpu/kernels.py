@@ -10,8 +10,8 @@ import torch
 
 from maxsimd.bench.gpu.limits import copy_bandwidth, product_peak
 from maxsimd.bench.timing import Run, medians
-from maxsimd.engine.packed.layout import Group, Layout
-from maxsimd.kernels import gpu
+from maxsimd.engine.execution.layout import Group, Layout
+from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.pooling.ragged import Ragged
 
 Figures = dict[str, Any]
@@ -118,8 +118,8 @@ def _maxsim_contenders(shape: MaxSimShape, device: torch.device) -> tuple[dict[s
         torch.tensor(bounds, dtype=torch.int32, device=device)
         for bounds in (documents.offsets, (0, shape.query))
     )
-    if gpu.runs_on(device):
-        from maxsimd.kernels.gpu.maxsim import maxsim
+    if triton_ops.runs_on(device):
+        from maxsimd.engine.ops.triton.maxsim import maxsim
 
         first, every = torch.zeros_like(offsets[:-1]), torch.arange(shape.documents, device=device).int()
         contenders[OURS] = lambda: maxsim(
@@ -136,8 +136,8 @@ def _maxsim_contenders(shape: MaxSimShape, device: torch.device) -> tuple[dict[s
 
 
 def _attention_contenders(shape: AttentionShape, device: torch.device) -> tuple[dict[str, Run], int]:
-    from maxsimd.engine.packed.choice import candidates
-    from maxsimd.engine.packed.grouped import attend_one_by_one
+    from maxsimd.engine.execution.attention.select import candidates
+    from maxsimd.engine.execution.attention.torch_grouped import attend_one_by_one
 
     draw = np.random.default_rng(0)
     lengths = draw.integers(shape.tokens // 2, shape.tokens * 3 // 2 + 1, shape.sequences).tolist()
@@ -169,8 +169,8 @@ def _projection_contenders(rows: int, width: int, dim: int, device: torch.device
         return torch.nn.functional.normalize((hidden[kept] @ weight.T).float(), dim=-1).bfloat16()
 
     contenders: dict[str, Run] = {"torch": plain}
-    if gpu.runs_on(device):
-        from maxsimd.kernels.gpu.projection import project
+    if triton_ops.runs_on(device):
+        from maxsimd.engine.ops.triton.projection import project
 
         contenders[OURS] = lambda: project(hidden, kept, weight, None, True, 1e-12, torch.bfloat16)
     return contenders

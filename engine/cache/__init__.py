@@ -4,8 +4,7 @@ Kept by content, in memory and, if asked for, on disk; safe to use from any thre
 """
 
 from maxsimd.engine.cache.arriving import About, Arriving
-from maxsimd.engine.cache.cache import EmbeddingCache
 from maxsimd.engine.cache.entry import CachedEmbedding, Precision
-from maxsimd.engine.cache.open import open_cache
+from maxsimd.engine.cache.store import EmbeddingCache
 
-__all__ = ["About", "Arriving", "CachedEmbedding", "EmbeddingCache", "Precision", "open_cache"]
+__all__ = ["About", "Arriving", "CachedEmbedding", "EmbeddingCache", "Precision"]

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from maxsimd import kernels
 from maxsimd.engine.cache.entry import Precision
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tensors
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.ops import cpu as kernels
 from maxsimd.pooling.methods import Head
 
 # What a config says that changes no hidden state: names, and where the checkpoint lay. `architecture` is an

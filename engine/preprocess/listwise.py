@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import ListwiseRules
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.messages import Value
 from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs
 from maxsimd.engine.preprocess.prepared import Combine, Prepared
-from maxsimd.engine.requests import ScoreRequest
-from maxsimd.engine.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.requests import ScoreRequest, Value
 from maxsimd.scheduler import Role
 from maxsimd.scheduler import Sequence as TokenSequence
 from maxsimd.scheduler.sequence import TokenIds

@@ -6,8 +6,8 @@ from typing import Generic
 from numpy.typing import NDArray
 
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.tokenization import IdType, Side, cut
 from maxsimd.engine.requests import Truncation
-from maxsimd.engine.tokenization import IdType, Side, cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,8 +10,8 @@ from maxsimd.engine.checkpoint.score_template import Frame, ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs, too_long
 from maxsimd.engine.preprocess.prepared import Prepared, best_of
+from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
 from maxsimd.engine.requests import ScoreRequest
-from maxsimd.engine.tokenization import TextTokenizer, cut, longest_first
 from maxsimd.scheduler import Role, Sequence
 from maxsimd.scheduler.sequence import TokenIds
 

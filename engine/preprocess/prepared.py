@@ -7,8 +7,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.engine.messages import KeptDocument, Value
-from maxsimd.engine.requests import Usage
+from maxsimd.engine.requests import Usage, Value
+from maxsimd.engine.scoring.documents import KeptDocument
 from maxsimd.scheduler import Role
 from maxsimd.scheduler import Sequence as TokenSequence
 

@@ -13,9 +13,9 @@ from maxsimd.engine.preprocess.long_inputs import LongInputs
 from maxsimd.engine.preprocess.pairs import pairs
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.texts import TextBuilder
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.two_stage import two_stages
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
-from maxsimd.engine.tokenization import TextTokenizer
 from maxsimd.scheduler import Role, Sequence
 
 _ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}

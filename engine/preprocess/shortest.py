@@ -6,7 +6,7 @@ Asked at start, so that a budget or a length that is too small is refused there 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.preprocess.listwise import listwise_prompt
-from maxsimd.engine.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
 
 # A text of one token, or of hardly more.
 _TEXT = "a"

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs, no_room
-from maxsimd.engine.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.scheduler.sequence import TokenIds
 
 

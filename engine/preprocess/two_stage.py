@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from maxsimd.engine.messages import KeptDocument
 from maxsimd.engine.preprocess.documents import Document, DocumentReader
 from maxsimd.engine.preprocess.prepared import Prepared, best_of
 from maxsimd.engine.preprocess.texts import Parts, TextBuilder
 from maxsimd.engine.requests import ScoreRequest
+from maxsimd.engine.scoring.documents import KeptDocument
 from maxsimd.scheduler import Role, Sequence
 
 

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
-from maxsimd.engine.packed.graphs import GraphedRunner
+from maxsimd.engine.execution.cuda_graphs import GraphedRunner
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.parity.families import FAMILIES, Family
 
@@ -94,5 +94,5 @@ async def test_small_steps_are_replayed_and_score_the_same(tmp_path: Path, pairs
 
 async def test_a_gpu_without_triton_scores_the_same(tmp_path: Path, pairs: list[Pair]) -> None:
     config = EngineConfig(model=late_interaction.stanford(tmp_path / "model"), device="cuda", dtype="float32")
-    ours = await _score(replace(config, maxsim="cpu", attention="torch"), pairs[:40])
+    ours = await _score(replace(config, maxsim="tiled", attention="torch"), pairs[:40])
     np.testing.assert_allclose(ours, await _score(config, pairs[:40]), atol=1e-3)

@@ -7,8 +7,8 @@ import torch
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.packed import choice
-from maxsimd.pooling.maxsim import maxsim_cpu, maxsim_reference
+from maxsimd.engine.execution.attention import select as choice
+from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from tests.checkpoints import cross_encoders
 from tests.unit.kernel_checks import CHECKS, on
 from tests.unit.test_maxsim import random_ragged
@@ -38,5 +38,5 @@ def test_maxsim_in_plain_torch_equals_the_reference() -> None:
     """The way of a GPU without Triton."""
     queries, documents = random_ragged([5, 33], 64, 1), random_ragged([70, 0, 1, 300], 64, 2)
     pairs = [(q, d) for q in range(2) for d in range(4)]
-    ours = maxsim_cpu(on(queries, "cuda"), on(documents, "cuda"), pairs)
+    ours = maxsim_tiled(on(queries, "cuda"), on(documents, "cuda"), pairs)
     torch.testing.assert_close(ours.cpu(), maxsim_reference(queries, documents, pairs), atol=1e-4, rtol=1e-4)

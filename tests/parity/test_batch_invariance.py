@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from maxsimd import kernels
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, Truncation
 from maxsimd.engine.checkpoint.heads import ClassifierHead
+from maxsimd.engine.ops import cpu as kernels
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 
 pytestmark = pytest.mark.skipif(

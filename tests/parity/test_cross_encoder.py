@@ -12,7 +12,7 @@ from sentence_transformers.base.modules import Transformer
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
-from maxsimd.engine.packed import choice
+from maxsimd.engine.execution.attention import select as choice
 
 CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder"]
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from maxsimd import kernels
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.inspection import inspect_model
+from maxsimd.engine.ops import cpu as kernels
 
 needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
 

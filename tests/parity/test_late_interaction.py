@@ -83,7 +83,7 @@ async def test_an_expanded_query_has_the_fixed_length_that_its_checkpoint_says(s
     assert short.embeddings[0].shape == long.embeddings[0].shape == (32, 32)
 
 
-@pytest.mark.parametrize("maxsim", ["torch", "cpu"])
+@pytest.mark.parametrize("maxsim", ["reference", "tiled"])
 async def test_maxsim_backends_agree(stanford_colbert: str, pairs: list[Pair], maxsim: str) -> None:
     documents = [pair.document for pair in pairs[:40]]
     results = []

@@ -15,7 +15,7 @@ from transformers import AutoModel, Llama4TextConfig, LlamaConfig, MistralConfig
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.packed.rules import why_not_packed
+from maxsimd.engine.execution.selfcheck.rules import why_not_packed
 from tests.checkpoints import language_models
 from tests.checkpoints.architectures import randomise, save_tokenizer
 

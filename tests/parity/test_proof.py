@@ -15,11 +15,12 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint import cross_encoder, heads, load_model
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
-from maxsimd.engine.packed import execution, padded
-from maxsimd.engine.packed.comparison import comparison, largest
-from maxsimd.engine.packed.grouped import GROUPED
-from maxsimd.engine.packed.runner import PackedRunner
-from maxsimd.engine.packed.samples import make_samples
+from maxsimd.engine.execution import modes as execution
+from maxsimd.engine.execution import padded_runner as padded
+from maxsimd.engine.execution.attention.torch_grouped import GROUPED
+from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.selfcheck.comparison import comparison, largest
+from maxsimd.engine.execution.selfcheck.samples import make_samples
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.parity import references
 

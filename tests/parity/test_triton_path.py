@@ -12,7 +12,7 @@ from tests.unit.interpreted import run_interpreted
 
 pytest.importorskip("triton")
 
-PLAIN = EngineConfig(dtype="float32", attention="torch", maxsim="torch", kernels="torch")
+PLAIN = EngineConfig(dtype="float32", attention="torch", maxsim="reference", kernels="torch")
 TRITON = EngineConfig(dtype="float32", attention="triton", maxsim="triton", kernels="torch")
 
 

@@ -9,7 +9,7 @@ from maxsimd.api.app import build_app
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.state import STATE
 from maxsimd.engine import Engine, EngineDeadError
-from maxsimd.engine.runner_actor import RunnerActor
+from maxsimd.engine.actors.runner import RunnerActor
 
 
 @pytest.fixture

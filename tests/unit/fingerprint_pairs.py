@@ -186,7 +186,7 @@ PAIRS = [
     option("stored precision", "bert", cache_precision="int8"),
     option("quantization", "bert", quantization="int8"),
     option("kernels", "bert", kernels="torch"),
-    machine("kernels", "maxsimd.kernels.is_available", lambda: False),
+    machine("kernels", "maxsimd.engine.ops.cpu.is_available", lambda: False),
     option("attention", "bert", attention="torch"),
     option("packing", "bert", packing="off"),
     option("fused head", "colbert", maxsim="triton"),

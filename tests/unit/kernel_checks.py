@@ -7,10 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.engine.packed.carry import Carry
-from maxsimd.engine.packed.grouped import attend_chunk, attend_groups_after_prefix, attend_one_by_one
-from maxsimd.engine.packed.layout import Layout, SharedGroup
-from maxsimd.pooling.maxsim import maxsim_reference
+from maxsimd.engine.execution.attention.torch_grouped import (
+    attend_chunk,
+    attend_groups_after_prefix,
+    attend_one_by_one,
+)
+from maxsimd.engine.execution.layout import Layout, SharedGroup
+from maxsimd.engine.execution.prefill_kv import Carry
+from maxsimd.engine.scoring.maxsim import maxsim_reference
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.test_maxsim import problems, random_ragged
 from tests.unit.test_packed import RAGGED, attention_problems, make_step
@@ -30,7 +34,7 @@ def on(items: Ragged, device: str) -> Ragged:
 
 
 def check_maxsim(device: str) -> None:
-    from maxsimd.pooling.maxsim.triton import maxsim_triton
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
 
     @settings(max_examples=40, deadline=None)
     @given(problems(), st.sampled_from([1, 2, 7]), st.sampled_from(DTYPES))
@@ -69,8 +73,12 @@ def check_maxsim(device: str) -> None:
 
 
 def check_attention(device: str) -> None:
-    from maxsimd.engine.packed.layout import lay_out
-    from maxsimd.engine.packed.triton import attend_after_prefix_triton, attend_chunk_triton, attend_triton
+    from maxsimd.engine.execution.attention.triton_kernel import (
+        attend_after_prefix_triton,
+        attend_chunk_triton,
+        attend_triton,
+    )
+    from maxsimd.engine.execution.layout import lay_out
 
     def heads(count: int, rows: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
         """As models hand them on: a view [heads, rows, dim] of rows in which heads stand side by side."""
@@ -138,7 +146,7 @@ def check_attention(device: str) -> None:
 
 
 def check_projection(device: str) -> None:
-    from maxsimd.kernels.gpu.projection import project
+    from maxsimd.engine.ops.triton.projection import project
 
     @settings(max_examples=40, deadline=None)
     @given(

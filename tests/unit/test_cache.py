@@ -18,11 +18,11 @@ from scipy.stats import kendalltau
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
 from maxsimd.engine.cache.arriving import Arriving
-from maxsimd.engine.cache.cache import EmbeddingCache
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.entry import CachedEmbedding, Precision, rounded
 from maxsimd.engine.cache.memory import MemoryStore
-from maxsimd.engine.document_scorer import DocumentScorer
+from maxsimd.engine.cache.store import EmbeddingCache
+from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.pooling.ragged import Ragged
 
 MIB = 1024 * 1024

@@ -25,9 +25,9 @@ from maxsimd.engine import (
     RequestTimeoutError,
     Truncation,
 )
-from maxsimd.engine.runner_actor import RunnerActor
+from maxsimd.engine.actors.runner import RunnerActor
+from maxsimd.engine.scoring.query_store import QueryRegistry
 from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.pooling.registry import QueryRegistry
 from maxsimd.scheduler import Step
 from tests.waiting import until
 

@@ -13,9 +13,10 @@ import torch
 
 from maxsimd.bench.datasets import Pair as Texts
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
-from maxsimd.engine.cache import CachedEmbedding, open_cache
+from maxsimd.engine.cache import CachedEmbedding
 from maxsimd.engine.cache.fingerprint import ingredients
 from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.device.open_cache import open_cache
 from tests.unit.fingerprint_pairs import (
     BUILDERS,
     OF_NO_CONCERN,
@@ -80,7 +81,7 @@ def test_where_one_ingredient_differs_nothing_cached_is_found(
     pair: Pair, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that it makes a difference on any processor to do without them.
-    monkeypatch.setattr("maxsimd.kernels.is_available", lambda: True)
+    monkeypatch.setattr("maxsimd.engine.ops.cpu.is_available", lambda: True)
     one = usual(pair.checkpoint, folder)
     if pair.options_of_both:
         one = start(built(pair.checkpoint, folder), **pair.options_of_both)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.kernels import gpu
+from maxsimd.engine.ops import triton as triton_ops
 from tests.unit.interpreted import run_interpreted
 from tests.unit.kernel_checks import CHECKS
 
@@ -60,14 +60,14 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Tables are asked for as a GPU of this capability would."""
     found: int = request.param
     for module in ("maxsim", "attention", "projection"):
-        monkeypatch.setattr(f"maxsimd.kernels.gpu.{module}.generation", lambda device: found // 10)
+        monkeypatch.setattr(f"maxsimd.engine.ops.triton.{module}.generation", lambda device: found // 10)
     return found
 
 
 @pytest.mark.parametrize("query", [32, 1024])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "i8"])
 def test_maxsim_compiles(dtype: str, query: int, capability: int) -> None:
-    from maxsimd.kernels.gpu import maxsim
+    from maxsimd.engine.ops.triton import maxsim
 
     tiles = maxsim.tiles_for(torch.device("cpu"), 128, BYTES.get(dtype, 2), query)
     types = {"queries": "*bf16" if dtype == "i8" else POINTERS[dtype], "documents": POINTERS[dtype]}
@@ -82,7 +82,7 @@ def test_maxsim_compiles(dtype: str, query: int, capability: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_attention_compiles(dtype: str, head_dim: int, capability: int) -> None:
-    from maxsimd.kernels.gpu import attention
+    from maxsimd.engine.ops.triton import attention
 
     tiles = attention.tiles_for(torch.device("cpu"), head_dim, BYTES[dtype])
     types = dict.fromkeys(("q", "k", "v", "prefix_k", "prefix_v", "out"), POINTERS[dtype])
@@ -99,7 +99,7 @@ def test_attention_compiles(dtype: str, head_dim: int, capability: int) -> None:
 @pytest.mark.parametrize("dim", [128, 1024])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_projection_compiles(dtype: str, dim: int, capability: int) -> None:
-    from maxsimd.kernels.gpu import projection
+    from maxsimd.engine.ops.triton import projection
 
     tiles = projection.tiles_for(torch.device("cpu"), dim, BYTES[dtype])
     types = {"hidden": POINTERS[dtype], "weight": POINTERS[dtype], "out": POINTERS[dtype]}
@@ -111,7 +111,7 @@ def test_projection_compiles(dtype: str, dim: int, capability: int) -> None:
 
 
 def test_documents_are_cut_into_parts_only_where_the_device_would_be_idle() -> None:
-    from maxsimd.kernels.gpu.maxsim import TILES, parts_to_fill
+    from maxsimd.engine.ops.triton.maxsim import TILES, parts_to_fill
 
     tiles = TILES[9][0]
     assert parts_to_fill(132, 10_000, 180, tiles) == 1
@@ -127,7 +127,7 @@ def test_documents_are_cut_into_parts_only_where_the_device_would_be_idle() -> N
 def test_blocks_cover_every_query_once_with_the_heaviest_first(
     sequences: list[tuple[int, int]], queries: int
 ) -> None:
-    from maxsimd.kernels.gpu.attention import blocks_of
+    from maxsimd.engine.ops.triton.attention import blocks_of
 
     table, row = [], 0
     for length, earlier in sequences:
@@ -149,6 +149,6 @@ def test_blocks_cover_every_query_once_with_the_heaviest_first(
 
 
 def test_kernels_run_on_a_cpu_only_when_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not gpu.runs_on(torch.device("cpu"))
-    monkeypatch.setattr("maxsimd.kernels.gpu.launch.INTERPRETED", True)
-    assert gpu.runs_on(torch.device("cpu"))
+    assert not triton_ops.runs_on(torch.device("cpu"))
+    monkeypatch.setattr("maxsimd.engine.ops.triton.launch.INTERPRETED", True)
+    assert triton_ops.runs_on(torch.device("cpu"))

@@ -11,20 +11,23 @@ import torch
 from sentence_transformers.base.modules import Dense, Normalize
 from transformers import BertConfig
 
-from maxsimd.engine import EngineConfig, ModelLoadError, warmup
-from maxsimd.engine.budget import bytes_a_token, tokens_that_fit
+from maxsimd.engine import EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
-from maxsimd.engine.packed import choice, graphs, varlen
-from maxsimd.engine.packed.attention import PackedAttention
-from maxsimd.engine.packed.execution import Packed, try_packed
-from maxsimd.engine.packed.graphs import GraphedRunner
-from maxsimd.engine.packed.grouped import GROUPED, attend_one_by_one
-from maxsimd.engine.packed.proof import step_of
-from maxsimd.engine.packed.runner import PackedRunner
-from maxsimd.engine.packed.samples import make_samples, random_sequences
+from maxsimd.engine.device import warmup
+from maxsimd.engine.device.budget import bytes_a_token, tokens_that_fit
+from maxsimd.engine.execution import cuda_graphs as graphs
+from maxsimd.engine.execution.attention import select as choice
+from maxsimd.engine.execution.attention import varlen
+from maxsimd.engine.execution.attention.base import PackedAttention
+from maxsimd.engine.execution.attention.torch_grouped import GROUPED, attend_one_by_one
+from maxsimd.engine.execution.cuda_graphs import GraphedRunner
+from maxsimd.engine.execution.modes import Packed, try_packed
+from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.selfcheck.proof import step_of
+from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
+from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled, tiled
 from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.pooling.maxsim import cpu, maxsim_cpu, maxsim_reference
 from maxsimd.pooling.methods import METHODS
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import Chunk, Role, Sequence, Step
@@ -197,9 +200,9 @@ def test_a_maxsim_that_is_wrong_or_fails_is_replaced(caplog: pytest.LogCaptureFi
         return maxsim_reference(*arguments) / 2
 
     with caplog.at_level(logging.WARNING, logger="maxsimd"):
-        assert warmup.checked_maxsim("triton", halved, 16, CPU, torch.bfloat16)[0] == "cpu"
+        assert warmup.checked_maxsim("triton", halved, 16, CPU, torch.bfloat16)[0] == "tiled"
     assert "MaxSim by triton is not used: its scores differ" in caplog.text
-    assert warmup.checked_maxsim("other", maxsim_cpu, 16, CPU, torch.float32) == ("other", maxsim_cpu)
+    assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
 
 
 def test_a_model_is_warmed_up_by_what_it_will_run(model: LoadedModel) -> None:
@@ -213,7 +216,7 @@ def test_maxima_on_a_device_equal_those_on_the_cpu() -> None:
     blocks = np.array([2, 1, 4])
     similarities = torch.randn(7, 5)
     expected = torch.stack([part.amax(dim=0) for part in similarities.split(blocks.tolist())])
-    assert torch.equal(cpu.maxima_by_torch(similarities, blocks), expected)
+    assert torch.equal(tiled.maxima_by_torch(similarities, blocks), expected)
 
 
 def _heads() -> list[tuple[Any, bool]]:
@@ -239,7 +242,7 @@ def _heads() -> list[tuple[Any, bool]]:
 
 
 def check_fused_heads() -> None:
-    from maxsimd.engine.fused_head import FusedProjection, fused
+    from maxsimd.engine.device.fused_head import FusedProjection, fused
 
     hidden, rows = torch.randn(30, 24), np.array([0, 3, 29, 3])
     for head, possible in _heads():

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertOutput
 
-from maxsimd import kernels
-from maxsimd.engine.packed import linear as layers
-from maxsimd.kernels.linear import (
+from maxsimd.engine.execution import linear as layers
+from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.ops.cpu.linear import (
     Norm,
     Weights,
     linear,
@@ -24,7 +24,7 @@ from maxsimd.kernels.linear import (
     pack_int8,
     use_amx,
 )
-from maxsimd.pooling.maxsim import maxsim_compiled, maxsim_reference
+from maxsimd.engine.scoring.maxsim import maxsim_avx512, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.test_maxsim import problems
 
@@ -44,7 +44,7 @@ def test_the_kernels_are_built_where_they_can_run() -> None:
 def test_maxsim_in_float32_equals_the_reference(
     problem: tuple[Ragged, Ragged, list[tuple[int, int]]],
 ) -> None:
-    torch.testing.assert_close(maxsim_compiled(*problem), maxsim_reference(*problem), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(maxsim_avx512(*problem), maxsim_reference(*problem), atol=1e-5, rtol=1e-5)
 
 
 @needs_kernels
@@ -56,7 +56,7 @@ def test_maxsim_in_bfloat16_equals_the_reference_on_rounded_embeddings(
     queries, documents, pairs = problem
     queries = Ragged(queries.values.bfloat16(), queries.offsets)
     documents = Ragged(documents.values.bfloat16(), documents.offsets)
-    scores, exact = (maxsim(queries, documents, pairs) for maxsim in (maxsim_compiled, maxsim_reference))
+    scores, exact = (maxsim(queries, documents, pairs) for maxsim in (maxsim_avx512, maxsim_reference))
     # A dimension of an odd number goes another way, whose products are rounded to bfloat16.
     atol = 1e-4 if documents.values.shape[1] % 2 == 0 else 0.2
     torch.testing.assert_close(scores, exact, atol=atol, rtol=1e-3)

@@ -5,21 +5,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.engine.packed.carry import Carry
-from maxsimd.engine.packed.compiled import (
+from maxsimd.engine.execution.attention.cpu_kernel import (
     attend_after_prefix_compiled,
     attend_chunk_compiled,
     attend_compiled,
     attend_first_rows_compiled,
     compiled_attention,
 )
-from maxsimd.engine.packed.grouped import (
+from maxsimd.engine.execution.attention.torch_grouped import (
     attend_chunk,
     attend_first_rows,
     attend_groups_after_prefix,
     attend_one_by_one,
 )
-from maxsimd.engine.packed.layout import Layout, SharedGroup, lay_out
+from maxsimd.engine.execution.layout import Layout, SharedGroup, lay_out
+from maxsimd.engine.execution.prefill_kv import Carry
 from tests.unit.test_kernels import needs_kernels
 from tests.unit.test_packed import attention_problems, make_step
 

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.engine.packed.carry import Carry
-from maxsimd.engine.packed.compiled import (
+from maxsimd.engine.execution.attention.cpu_kernel import (
     attend_after_prefix_compiled,
     attend_chunk_compiled,
     attend_compiled,
     attend_first_rows_compiled,
 )
-from maxsimd.engine.packed.layout import Group, Layout, SharedGroup
-from maxsimd.kernels.linear import (
+from maxsimd.engine.execution.layout import Group, Layout, SharedGroup
+from maxsimd.engine.execution.prefill_kv import Carry
+from maxsimd.engine.ops.cpu.linear import (
     Norm,
     Weights,
     linear,

@@ -11,14 +11,14 @@ from transformers import DynamicCache
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import LoadedModel, load_model
-from maxsimd.engine.packed import prepare
-from maxsimd.engine.packed.attention import NAME, register
-from maxsimd.engine.packed.grouped import GROUPED
-from maxsimd.engine.packed.padded import PaddedRunner
-from maxsimd.engine.packed.proof import step_of
-from maxsimd.engine.packed.runner import PackedRunner
-from maxsimd.engine.packed.sample_layers import sample_layers
-from maxsimd.engine.packed.samples import random_sequences
+from maxsimd.engine.execution import prepare
+from maxsimd.engine.execution.attention.base import NAME, register
+from maxsimd.engine.execution.attention.torch_grouped import GROUPED
+from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.padded_runner import PaddedRunner
+from maxsimd.engine.execution.selfcheck.proof import step_of
+from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
+from maxsimd.engine.execution.selfcheck.samples import random_sequences
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.architectures import Architecture, build

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentence_transformers.util import maxsim as sentence_transformers_maxsim
 
-from maxsimd import kernels
-from maxsimd.pooling.maxsim import choose_maxsim, cpu, maxsim_cpu, maxsim_reference
+from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.scoring.maxsim import choose_maxsim, maxsim_reference, maxsim_tiled, tiled
+from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.similarity import score_pairs
 
 
 def random_ragged(lengths: list[int], dim: int, seed: int) -> Ragged:
@@ -29,7 +29,7 @@ def problems(draw: st.DrawFn) -> tuple[Ragged, Ragged, list[tuple[int, int]]]:
 
 @given(problems())
 def test_the_cpu_backend_equals_the_reference(problem: tuple[Ragged, Ragged, list[tuple[int, int]]]) -> None:
-    torch.testing.assert_close(maxsim_cpu(*problem), maxsim_reference(*problem), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(maxsim_tiled(*problem), maxsim_reference(*problem), atol=1e-5, rtol=1e-5)
 
 
 def test_the_reference_equals_sentence_transformers() -> None:
@@ -41,24 +41,24 @@ def test_the_reference_equals_sentence_transformers() -> None:
 
 def test_a_document_without_tokens_ranks_below_all_others() -> None:
     queries, documents = random_ragged([4], 8, 1), random_ragged([0, 3], 8, 2)
-    empty, other = maxsim_cpu(queries, documents, [(0, 0), (0, 1)]).tolist()
+    empty, other = maxsim_tiled(queries, documents, [(0, 0), (0, 1)]).tolist()
     assert empty < -1e8 < other
 
 
 def test_auto_is_the_best_that_runs_on_a_cpu_and_triton_is_refused_there() -> None:
     cpu_device = torch.device("cpu")
-    assert choose_maxsim("auto", cpu_device)[0] == ("compiled" if kernels.is_available() else "cpu")
-    assert choose_maxsim("auto", cpu_device, compiled_allowed=False)[0] == "cpu"
-    assert choose_maxsim("torch", cpu_device)[0] == "torch"
+    assert choose_maxsim("auto", cpu_device)[0] == ("avx512" if kernels.is_available() else "tiled")
+    assert choose_maxsim("auto", cpu_device, compiled_allowed=False)[0] == "tiled"
+    assert choose_maxsim("reference", cpu_device)[0] == "reference"
     with pytest.raises(ValueError, match="cannot run on this cpu"):
         choose_maxsim("triton", cpu_device)
 
 
 def test_a_backend_that_was_not_built_is_refused_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "is_available", lambda: False)
-    assert choose_maxsim("auto", torch.device("cpu"))[0] == "cpu"
-    with pytest.raises(ValueError, match="'compiled' cannot run"):
-        choose_maxsim("compiled", torch.device("cpu"))
+    assert choose_maxsim("auto", torch.device("cpu"))[0] == "tiled"
+    with pytest.raises(ValueError, match="'avx512' cannot run"):
+        choose_maxsim("avx512", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot", "meanmaxsim"])
@@ -84,7 +84,7 @@ def test_bfloat16_products_are_close_to_the_reference(
 ) -> None:
     queries, documents, pairs = problem
     rounded = Ragged(documents.values.bfloat16(), documents.offsets)
-    scores, exact = maxsim_cpu(queries, rounded, pairs), maxsim_reference(queries, documents, pairs)
+    scores, exact = maxsim_tiled(queries, rounded, pairs), maxsim_reference(queries, documents, pairs)
     torch.testing.assert_close(scores, exact, atol=2e-2, rtol=1e-2)
 
 
@@ -93,4 +93,4 @@ def test_bfloat16_products_are_close_to_the_reference(
 def test_a_product_in_pieces_is_the_product(rows: int, columns: int) -> None:
     values = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows)).bfloat16()
     query = torch.randn(8, columns, generator=torch.Generator().manual_seed(columns)).bfloat16()
-    torch.testing.assert_close(cpu._product(values, query), values @ query, atol=0.1, rtol=0.02)
+    torch.testing.assert_close(tiled._product(values, query), values @ query, atol=0.1, rtol=0.02)

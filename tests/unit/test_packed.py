@@ -12,12 +12,16 @@ from transformers.activations import ACT2FN
 
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.packed import attention, last_layer, linear, varlen
-from maxsimd.engine.packed.carry import Carry
-from maxsimd.engine.packed.execution import Packed, try_packed
-from maxsimd.engine.packed.float32 import in_float32
-from maxsimd.engine.packed.grouped import GROUPED, attend_first_rows, attend_grouped, attend_one_by_one
-from maxsimd.engine.packed.layout import (
+from maxsimd.engine.execution import first_token_gate, linear
+from maxsimd.engine.execution.attention import base as attention
+from maxsimd.engine.execution.attention import varlen
+from maxsimd.engine.execution.attention.torch_grouped import (
+    GROUPED,
+    attend_first_rows,
+    attend_grouped,
+    attend_one_by_one,
+)
+from maxsimd.engine.execution.layout import (
     GROUP_COST_ROWS,
     Arrangement,
     group_by_length,
@@ -25,9 +29,12 @@ from maxsimd.engine.packed.layout import (
     lay_out,
     round_length,
 )
-from maxsimd.engine.packed.padded import PADDING, SMALL_BATCH, by_length
-from maxsimd.engine.packed.runner import PackedRunner
-from maxsimd.engine.packed.samples import make_samples
+from maxsimd.engine.execution.modes import Packed, try_packed
+from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.padded_runner import PADDING, SMALL_BATCH, by_length
+from maxsimd.engine.execution.prefill_kv import Carry
+from maxsimd.engine.execution.selfcheck.float32 import in_float32
+from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.scheduler import Chunk, Role, Sequence, Step
 
 RAGGED = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
@@ -261,7 +268,7 @@ def test_the_last_layer_of_a_cross_encoder_runs_for_its_first_rows_alone(
     hidden, cursor = PackedRunner(model, device, GROUPED, gate).forward(step)
     assert len(hidden) == len(cursor.chunks) == 3
     gate.rows = None
-    last_layer.remove(model.backbone, gate)
+    first_token_gate.remove(model.backbone, gate)
     full, full_cursor = PackedRunner(model, device, GROUPED).forward(step)
     torch.testing.assert_close(
         hidden[list(cursor.starts)], full[list(full_cursor.starts)], atol=1e-5, rtol=1e-5

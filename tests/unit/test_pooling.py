@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maxsimd.engine.scoring.query_store import QueryRegistry
 from maxsimd.pooling import methods
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
-from maxsimd.pooling.registry import QueryRegistry
 from maxsimd.scheduler import Chunk, Role, Sequence
 
 HIDDEN = 8

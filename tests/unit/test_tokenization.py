@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.tokenization import TextTokenizer, cut, longest_first
+from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
 
 
 def _word_tokenizer() -> Tokenizer:

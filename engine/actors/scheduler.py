@@ -1,0 +1,169 @@
+"""The actor that owns the queue and every waiting request. Lives on the caller's event loop."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from maxsimd.engine.actors.actor import Actor, Mailbox
+from maxsimd.engine.actors.messages import (
+    Admit,
+    Attach,
+    Cancel,
+    Release,
+    RunnerMessage,
+    SchedulerMessage,
+    StepReport,
+)
+from maxsimd.engine.errors import RequestFailedError
+from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.requests import Progress, Value
+from maxsimd.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request whose values are not all there yet."""
+
+    values: list[Value | None]
+    missing: int
+    future: asyncio.Future[list[Value]]
+    progress: Progress | None
+
+
+class SchedulerActor(Actor[SchedulerMessage]):
+    """Owns the `Scheduler` and the open requests; keeps up to `steps_in_flight` steps on the device.
+
+    Other parts may read `waiting_tokens` and `tokens_per_second`; all else goes by message.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox[SchedulerMessage],
+        scheduler: Scheduler,
+        runner: Mailbox[RunnerMessage],
+        steps_in_flight: int,
+        metrics: EngineMetrics,
+    ) -> None:
+        super().__init__(mailbox)
+        self._scheduler = scheduler
+        self._runner = runner
+        self._steps_in_flight = steps_in_flight
+        self._metrics = metrics
+        self._open: dict[int, _Open] = {}
+        self._in_flight: dict[int, int] = {}
+        self.tokens_per_second = 0.0
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._scheduler.waiting_tokens
+
+    async def receive(self, message: SchedulerMessage) -> None:
+        match message:
+            case Admit():
+                self._admit(message)
+            case Cancel():
+                self._end(message.request)
+            case StepReport():
+                self._account(message)
+        self._dispatch()
+        self._metrics.queue_tokens.set(self._scheduler.waiting_tokens)
+        self._metrics.queue_sequences.set(self._scheduler.waiting_sequences)
+
+    def _admit(self, message: Admit) -> None:
+        if message.values.done():  # cancelled before it got here
+            return
+        try:
+            self._scheduler.admit(message.request, message.sequences, message.priority)
+        except ValueError as error:
+            # No request should get here with a sequence that no step can hold; if one does, it alone fails.
+            log.exception("request %d cannot be run", message.request)
+            message.values.set_exception(RequestFailedError(f"this request cannot be run: {error}"))
+            return
+        self._open[message.request] = _Open(
+            [None] * message.results, message.results, message.values, message.progress
+        )
+        if message.kept:
+            self._runner.post(Attach(message.kept))
+
+    def _end(self, request: int) -> None:
+        """Forgets a request that was cancelled or has failed, here and on the device."""
+        if self._open.pop(request, None) is None:
+            return
+        self._scheduler.cancel(request)
+        self._runner.post(Release(request))
+
+    def _dispatch(self) -> None:
+        while len(self._in_flight) < self._steps_in_flight:
+            step = self._scheduler.schedule()
+            if step is None:
+                return
+            self._in_flight[step.id] = len(step.chunks)
+            self._metrics.step_tokens.observe(step.num_tokens)
+            self._metrics.step_sequences.observe(len(step.chunks))
+            self._runner.post(step)
+
+    def _account(self, report: StepReport) -> None:
+        self._in_flight[report.step_id] -= report.chunks
+        if self._in_flight[report.step_id] <= 0:
+            del self._in_flight[report.step_id]
+        self._metrics.tokens.inc(report.tokens)
+        self._metrics.step_seconds.observe(report.seconds)
+        if report.tokens and report.seconds > 0:
+            rate = report.tokens / report.seconds
+            self.tokens_per_second = (
+                0.8 * self.tokens_per_second + 0.2 * rate if self.tokens_per_second else rate
+            )
+        if report.out_of_memory:
+            log.warning("the device ran out of memory; steps are smaller for a while")
+            self._scheduler.reduce_budget()
+        for failure in report.failures:
+            self._fail(failure.request, failure.reason)
+        for result in report.results:
+            self._store(result.request, result.index, result.value)
+        for request in dict.fromkeys(result.request for result in report.results):
+            self._resolve(request)
+
+    def _store(self, request: int, index: int, value: Value) -> None:
+        open_request = self._open.get(request)
+        if open_request is None:
+            return
+        if not np.isfinite(value).all():
+            self._fail(request, "the model returned a number that is not finite")
+            return
+        if open_request.values[index] is None:
+            open_request.missing -= 1
+        open_request.values[index] = value
+
+    def _resolve(self, request: int) -> None:
+        """Tells the caller how far a request has come, and ends it once all of its values are there."""
+        open_request = self._open.get(request)
+        if open_request is None:
+            return
+        total = len(open_request.values)
+        if open_request.progress is not None and not open_request.future.done():
+            try:
+                open_request.progress(total - open_request.missing, total)
+            except (Exception, asyncio.CancelledError) as error:
+                # It is the caller's own code: what it raises is this call's failure and nobody else's.
+                self._fail(request, f"the progress callback failed: {error!r}", error)
+                return
+        if open_request.missing == 0:
+            del self._open[request]
+            if not open_request.future.done():
+                open_request.future.set_result(cast("list[Value]", open_request.values))
+
+    def _fail(self, request: int, reason: str, cause: BaseException | None = None) -> None:
+        open_request = self._open.get(request)
+        if open_request is None:
+            return
+        log.error("request %d failed: %s", request, reason)
+        if not open_request.future.done():
+            error = RequestFailedError(reason)
+            error.__cause__ = cause
+            open_request.future.set_exception(error)
+        self._end(request)

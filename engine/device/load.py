@@ -1,0 +1,82 @@
+"""Loads a model and makes it ready on its device; called on the device thread."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.allocators import settle_allocators
+from maxsimd.engine.device.open_cache import open_cache
+from maxsimd.engine.device.thread_priority import give_way
+from maxsimd.engine.device.warmup import checked_maxsim, warm_up
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
+from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
+from maxsimd.pooling.dispatch import DispatchPooler
+from maxsimd.pooling.methods import METHODS
+
+# How much longer a start may take so that what was kept before it is in memory.
+_WARMING_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnDevice:
+    """The model as it stands ready on its device."""
+
+    model: LoadedModel
+    prepared: PreparedModel
+    pooler: DispatchPooler
+    device: torch.device
+    maxsim_name: str
+    maxsim: MaxSim
+    cache: EmbeddingCache | None
+
+
+def load_on_device(config: EngineConfig) -> OnDevice:
+    """Loads and prepares the model; to be called on the device thread. Raises ModelLoadError."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device)
+    if device.type == "cpu":
+        settle_allocators()
+        give_way()
+    try:
+        maxsim_name, maxsim = choose_maxsim(config.maxsim, device, config.kernels == "auto")
+    except ValueError as error:
+        raise ModelLoadError(str(error)) from error
+    model = load_model(config, device)
+    cache = open_cache(config, model, choose_dtype(config.dtype, device))
+    prepared = prepare(model, config, device)
+    if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto":
+        dim = model.tasks[model.score_task].dim
+        maxsim_name, maxsim = checked_maxsim(maxsim_name, maxsim, dim, device, prepared.dtype)
+    # Embeddings leave a fused head as they are kept and scored; int8 is rounded from float32.
+    as_int8 = cache is not None and cache.precision == "int8"
+    results = torch.float32 if as_int8 else prepared.dtype
+    pooler = _pooler(model, prepared, results if maxsim_name == "triton" else None)
+    if device.type == "cuda":
+        warm_up(model, prepared.runner, pooler)
+    if cache is not None:
+        cache.wait_until_warm(_WARMING_SECONDS)
+    return OnDevice(_without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache)
+
+
+def _without_references(model: LoadedModel) -> LoadedModel:
+    """The model without what it was proven against, so that weights which only that needs are let go."""
+    return replace(model, tasks={name: replace(task, reference=None) for name, task in model.tasks.items()})
+
+
+def _pooler(model: LoadedModel, prepared: PreparedModel, results: torch.dtype | None) -> DispatchPooler:
+    """The pooling of a model's tasks; with `results`, heads for all tokens are one kernel that writes
+    these."""
+    methods = {}
+    for name, task in prepared.tasks.items():
+        head = task.head
+        if task.pooling == "all" and results is not None:
+            from maxsimd.engine.device.fused_head import fused
+
+            head = fused(head, prepared.dtype, results)
+        methods[name] = METHODS[task.pooling](head)
+    return DispatchPooler(methods, model.token_pooling)

@@ -1,0 +1,83 @@
+"""The device thread: the only thread that touches the model and its tensors.
+
+It runs an event loop of its own, on which the model runner, pooling and scoring live.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from maxsimd.engine.actors.actor import Actor, Mailbox
+from maxsimd.engine.actors.messages import SchedulerMessage
+from maxsimd.engine.actors.pooling import PoolingActor
+from maxsimd.engine.actors.runner import RunnerActor
+from maxsimd.engine.actors.scoring import ScoringActor
+from maxsimd.engine.device.load import OnDevice
+from maxsimd.engine.scoring.document_scorer import DocumentScorer
+
+T = TypeVar("T")
+
+
+class DeviceThread:
+    """A thread with an event loop; coroutines are handed to it and awaited from elsewhere."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="maxsimd-device", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine on the device thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Runs a plain function on the device thread and waits for it."""
+
+        async def run() -> T:
+            return function()
+
+        return await asyncio.wrap_future(self.run(run()))
+
+    def close(self) -> None:
+        """Cancels what still runs there and joins the thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.get_loop().run_forever()
+
+
+class DeviceActors:
+    """The actors of the device's loop, wired to each other; `mailbox` is the door to them."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_device: OnDevice,
+        scheduler: Mailbox[SchedulerMessage],
+    ) -> None:
+        model = on_device.model
+        scorer = DocumentScorer(
+            model.similarity,
+            on_device.maxsim,
+            on_device.maxsim_name == "triton",
+            on_device.device,
+            on_device.prepared.dtype,
+            on_device.cache,
+        )
+        scoring = ScoringActor(Mailbox(loop), scorer, len(model.labels), scheduler)
+        pooling = PoolingActor(Mailbox(loop), on_device.pooler, scoring.mailbox)
+        runner = RunnerActor(
+            Mailbox(loop), on_device.prepared.runner, pooling.mailbox, scheduler, on_device.cache
+        )
+        self.mailbox = runner.mailbox
+        self._actors: list[Actor[Any]] = [runner, pooling, scoring]
+
+    async def run(self) -> None:
+        """Runs until cancelled; raises when an actor dies."""
+        async with asyncio.TaskGroup() as group:
+            for actor in self._actors:
+                group.create_task(actor.run())

@@ -1,0 +1,1 @@
+"""Attention over packed sequences: one interface, a backend a file, and the choice among them."""

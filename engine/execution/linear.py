@@ -1,0 +1,178 @@
+"""Linear layers for the CPU: weights laid out once, what follows them fused in.
+
+Plain `nn.Linear` reorders its weight in every call and writes what GELU or a layer norm reads again. And what
+it gives for a row depends in the last bits on how many rows there are; with our own kernels it does not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import GELUActivation
+
+from maxsimd.engine.ops.cpu.linear import (
+    Norm,
+    Weights,
+    linear,
+    linear_norm,
+    pack_bfloat16,
+    pack_float32,
+    pack_int8,
+)
+
+Pack = Callable[[torch.Tensor], Weights]
+
+# A feed-forward's first linear layer and the activation that follows it, by attribute name.
+_FUSABLE = {"dense": "intermediate_act_fn", "lin1": "activation"}
+
+
+class CompiledLinear(nn.Module):
+    """Stands in for an `nn.Linear` in inference, and for the GELU behind it when `gelu` is set, with our own
+    kernels. With int8 weights, activations are rounded to int8 too, row by row.
+
+    Models that ask for the precision or the shape of the `weight` are answered by one without contents."""
+
+    def __init__(self, layer: nn.Linear, gelu: bool, pack: Pack) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight = torch.empty_like(layer.weight, device="meta", requires_grad=False)
+        self._weights = pack(layer.weight.detach())
+        self._bias = layer.bias.detach().float() if layer.bias is not None else None
+        self._gelu = gelu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._weights, self._bias, self._gelu)
+
+
+class CompiledOutput(nn.Module):
+    """Stands in for what ends both halves of a BERT layer: a linear layer, the sum with the half's input, and
+    a layer norm."""
+
+    def __init__(self, output: Any, pack: Pack) -> None:
+        super().__init__()
+        dense, norm = output.dense, output.LayerNorm
+        self._weights = pack(dense.weight.detach())
+        self._bias = dense.bias.detach().float() if dense.bias is not None else None
+        self._norm = Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps)
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        return linear_norm(hidden_states, input_tensor, self._weights, self._bias, self._norm)
+
+
+class PrepackedLinear(nn.Module):
+    """Likewise, with oneDNN's kernels and bfloat16 weights."""
+
+    def __init__(self, layer: nn.Linear, gelu: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+        self._bias = layer.bias.detach() if layer.bias is not None else None
+        self._activation = "gelu" if gelu else "none"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self._bias, self._activation, [], "none"
+        )
+        return out
+
+
+def is_prepacked_supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN's layers can be used: its bfloat16 products on a CPU that has them."""
+    return device.type == "cpu" and dtype is torch.bfloat16 and torch.backends.mkldnn.is_available()
+
+
+def compile_float32(module: nn.Module) -> int:
+    """Puts our kernels in the place of every float32 layer within a module that they can stand in for: a
+    backbone, or what a head is made of; returns how many weights that is."""
+    return _compile(module, pack_float32, lambda layer: layer.weight.dtype is torch.float32)
+
+
+def compile_bfloat16(backbone: nn.Module) -> int:
+    """Likewise for every layer of a backbone that runs in bfloat16, with weights in bfloat16."""
+    return _compile(backbone, pack_bfloat16)
+
+
+def compile_int8(backbone: nn.Module) -> int:
+    """Likewise with int8 weights."""
+    return _compile(backbone, pack_int8)
+
+
+def prepack(backbone: nn.Module) -> int:
+    """Replaces every `nn.Linear` by one that oneDNN has packed; returns how many weights that is."""
+    return _replace(backbone, PrepackedLinear)
+
+
+def hide(module: nn.Module) -> int:
+    """Puts layers that do the same, and show nothing of themselves, in the place of every `nn.Linear`:
+    whoever does with these does with any that stand in for it."""
+    return _replace(module, lambda layer, gelu: _Hidden(layer, gelu))
+
+
+class _Hidden(nn.Module):
+    def __init__(self, layer: nn.Linear, gelu: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._layer = (layer,)  # out of the module tree
+        self._gelu = gelu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._layer[0](x)
+        return nn.functional.gelu(out) if self._gelu else out
+
+
+def _compile(backbone: nn.Module, pack: Pack, fits: Callable[[nn.Linear], bool] = lambda layer: True) -> int:
+    replaced = 0
+    for parent in list(backbone.modules()):
+        child: Any
+        for name, child in list(parent.named_children()):
+            if _is_output(child) and fits(child.dense):
+                replaced += child.dense.weight.numel()
+                setattr(parent, name, CompiledOutput(child, pack))
+    return replaced + _replace(backbone, lambda layer, gelu: CompiledLinear(layer, gelu, pack), fits)
+
+
+def _replace(
+    backbone: nn.Module,
+    stand_in: Callable[[nn.Linear, bool], nn.Module],
+    fits: Callable[[nn.Linear], bool] = lambda layer: True,
+) -> int:
+    replaced = 0
+    for parent in list(backbone.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or not fits(child):
+                continue
+            activation: Any = getattr(parent, _FUSABLE.get(name, ""), None)
+            gelu = _is_exact_gelu(activation)
+            setattr(parent, name, stand_in(child, gelu))
+            if gelu:
+                setattr(parent, _FUSABLE[name], nn.Identity())
+            replaced += child.weight.numel()
+    return replaced
+
+
+def _is_output(module: Any) -> bool:
+    """Whether a module is made of what ends the halves of a BERT layer, and does with it what they do."""
+    children = dict(module.named_children())
+    if children.keys() != {"dense", "LayerNorm", "dropout"} or not type(module).__name__.endswith("Output"):
+        return False
+    dense, norm = module.dense, module.LayerNorm
+    if (
+        type(dense) is not nn.Linear
+        or type(norm) is not nn.LayerNorm
+        or norm.weight is None
+        or norm.bias is None
+    ):
+        return False
+    x = torch.linspace(-1, 1, dense.in_features, dtype=dense.weight.dtype)[None]
+    residual = torch.linspace(2, -1, dense.out_features, dtype=dense.weight.dtype)[None]
+    try:
+        with torch.inference_mode():
+            return torch.equal(module(x, residual), norm(dense(x) + residual))
+    except (TypeError, RuntimeError):
+        return False  # it takes something else
+
+
+def _is_exact_gelu(activation: Any) -> bool:
+    if isinstance(activation, nn.GELU):
+        return activation.approximate == "none"
+    return isinstance(activation, GELUActivation) and activation.act is nn.functional.gelu

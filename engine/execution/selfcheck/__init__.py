@@ -1,0 +1,1 @@
+"""The check at load: does the packed model give what the plain one gives, on random sequences?"""

@@ -1,0 +1,80 @@
+"""What was compared at load, in words: for the log, the model card and `inspect --check`."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution.modes import Packed, Padded
+from maxsimd.engine.execution.packed_runner import ModelRunner
+from maxsimd.engine.execution.selfcheck.comparison import Comparison
+from maxsimd.engine.execution.selfcheck.proof import compare, compare_bits, compare_in_parts, pooler_for
+from maxsimd.engine.execution.selfcheck.samples import Sample
+
+log = logging.getLogger(__name__)
+
+# How far the numbers of a lower precision may be from those of float32, as a share of the largest: beyond the
+# one a warning says so, beyond the other they are taken to be wrong.
+_FAR, _WRONG = 0.15, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that was compared at load, and what came of it."""
+
+    subject: str
+    result: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.result}"
+
+
+def findings_of(
+    model: LoadedModel,
+    execution: Packed | Padded,
+    dtype: torch.dtype,
+    runner: ModelRunner,
+    samples: Sequence[Sample],
+) -> tuple[Finding, ...]:
+    """What was compared in float32, and what the model as it stands now gives for the samples.
+
+    Raises ModelLoadError where that is not finite, or wrong."""
+    precision = str(dtype).removeprefix("torch.")
+    name = "packed" if isinstance(execution, Packed) else "padded"
+    own = f"as the model's own library one by one: {execution.comparison}"
+    findings = [Finding(f"{name}, in float32", own)]
+    pooler = pooler_for(model.tasks)
+    whole = compare(runner, pooler, samples)
+    _refuse_wrong(model.name, whole, dtype, precision)
+    findings.append(Finding(f"as it is run, in {precision}", f"beside float32: {whole}"))
+    if runner.chunked:
+        longest = max(samples, key=lambda sample: len(sample.sequence))
+        parts = compare_in_parts(runner, pooler, longest)
+        _refuse_wrong(model.name, parts, dtype, precision)
+        findings.append(Finding("in chunks and behind a prefix", f"beside float32: {parts}"))
+    bits = compare_bits(runner, pooler, samples)
+    same = f"the same to the last bit: {bits.sequences} sequences"
+    but_for_rounding = f"the same but for rounding: {bits}"
+    findings.append(Finding("alone and together", same if bits.difference == 0 else but_for_rounding))
+    for finding in findings:
+        log.info("checked %s", finding)
+    return tuple(findings)
+
+
+def _refuse_wrong(name: str, found: Comparison, dtype: torch.dtype, precision: str) -> None:
+    if not math.isfinite(found.difference):
+        raise ModelLoadError(
+            f"{name!r} gives numbers that are not finite in {precision}; try another --dtype"
+        )
+    far = found.difference / (found.largest or 1.0)
+    if far > _WRONG or (dtype is torch.float32 and not found.agrees):
+        raise ModelLoadError(
+            f"{name!r} is not run right in {precision} by the kernels of this machine; try --kernels torch "
+            f"or another --dtype: {found}"
+        )
+    if far > _FAR:
+        log.warning("in %s results are far from those in float32: %s", precision, found)

@@ -1,0 +1,103 @@
+"""The proof, at load, that the engine's way of running a model gives what the model's own library gives: from
+token ids to logits or embeddings, pooling and head included.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from maxsimd.engine.checkpoint import Task
+from maxsimd.engine.execution.packed_runner import ModelRunner
+from maxsimd.engine.execution.selfcheck.comparison import Comparison, comparison, largest
+from maxsimd.engine.execution.selfcheck.samples import Sample
+from maxsimd.engine.execution.selfcheck.threads import one_thread
+from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.dispatch import DispatchPooler
+from maxsimd.pooling.methods import METHODS
+from maxsimd.scheduler import Chunk, Role, Step
+from maxsimd.scheduler import Sequence as TokenSequence
+
+# How far float32 rounding moves hidden states, as a share of the largest. Some heads leave little of large
+# states, so that this is most of what they make.
+_ROUNDING = 1e-6
+
+
+def pooler_for(tasks: Mapping[str, Task]) -> DispatchPooler:
+    """The pooling of some tasks, as in serving but for merging of tokens."""
+    return DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in tasks.items()})
+
+
+def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
+    """Runs all samples in one step and compares their items: the comparison of the task that is furthest
+    off."""
+    hidden, cursor = runner.forward(step_of(sample.sequence for sample in samples))
+    items, moved = (_items(pooler, rows, cursor) for rows in (hidden, _rounded_otherwise(hidden)))
+    comparisons = []
+    for task in dict.fromkeys(sample.sequence.task for sample in samples):
+        of_task = [sample for sample in samples if sample.sequence.task == task]
+        keys = [sample.sequence.key for sample in of_task]
+        rounding = largest(moved[key] - items[key] for key in keys)
+        comparisons.append(
+            comparison([items[key] for key in keys], [sample.expected for sample in of_task], rounding)
+        )
+    worst = max(comparisons, key=lambda one: (not one.agrees, one.difference / (one.tolerance or 1)))
+    return replace(worst, sequences=len(samples))
+
+
+def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample) -> Comparison:
+    """Runs a sample in two chunks, and compares its item; if it is a pair, also after a prefix that is run by
+    itself."""
+    sequence = sample.sequence
+    middle = len(sequence) // 2
+    types = None if sequence.type_ids is None else sequence.type_ids[:middle]
+    prefix = TokenSequence(-1, 0, 0, Role.PREFIX, "", sequence.token_ids[:middle], types, uses=1)
+    after = replace(sequence, prefix=prefix.key, shared=middle)
+    runs = [
+        [Step(0, (Chunk(sequence, 0, middle),)), Step(1, (Chunk(sequence, middle, len(sequence)),))],
+    ]
+    if sequence.task == "classify":
+        runs.append([Step(2, (Chunk(prefix, 0, middle), Chunk(after, middle, len(after))))])
+    found = []
+    for steps in runs:
+        items: dict[int, torch.Tensor] = {}
+        for step in steps:
+            items |= _items(pooler, *runner.forward(step))
+        found.append(items[sequence.key])
+        for key in (sequence.key, prefix.key):
+            runner.free(key)
+            pooler.free(key)
+    whole = _items(pooler, *runner.forward(step_of([sequence])))[sequence.key]
+    rounding = float((whole - sample.expected).abs().max())
+    return comparison(found, [sample.expected] * len(found), rounding)
+
+
+def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
+    """The samples' items from one step against each one's from a step of its own, on one thread: the
+    difference is 0 where a sequence's item depends on itself alone, to the last bit."""
+    sequences = [sample.sequence for sample in samples]
+    together = _items(pooler, *runner.forward(step_of(sequences)))
+    with one_thread():
+        alone = [
+            _items(pooler, *runner.forward(step_of([sequence])))[sequence.key].float()
+            for sequence in sequences
+        ]
+    return comparison([together[sequence.key].float() for sequence in sequences], alone, 0.0, share=0.0)
+
+
+def step_of(sequences: Iterable[TokenSequence]) -> Step:
+    """One step with these sequences whole."""
+    return Step(0, tuple(Chunk(sequence, 0, len(sequence)) for sequence in sequences))
+
+
+def _rounded_otherwise(hidden: torch.Tensor) -> torch.Tensor:
+    """Hidden states [rows, hidden] moved at random by as much as float32 rounding moves each row."""
+    random = torch.Generator().manual_seed(0)
+    noise = torch.randn(hidden.shape, generator=random).to(hidden.device, hidden.dtype)
+    return hidden + noise * (_ROUNDING * hidden.abs().amax(dim=-1, keepdim=True))
+
+
+@torch.inference_mode()
+def _items(pooler: DispatchPooler, hidden: torch.Tensor, cursor: PoolingCursor) -> dict[int, torch.Tensor]:
+    """The items [n, dim] of the sequences that are finished, by their keys."""
+    return {sequence.key: item for pooled in pooler.pool(hidden, cursor) for sequence, item in pooled}

@@ -1,0 +1,126 @@
+"""Samples: random sequences like those that a model will be given, with what its own library makes of
+each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint.heads import after_reference
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution.selfcheck.comparison import comparison
+from maxsimd.engine.execution.selfcheck.rules import LONGEST_WINDOW, window_of
+from maxsimd.scheduler import Role, Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A sequence and its item [n, dim], float32, from the reference of its task."""
+
+    sequence: Sequence
+    expected: torch.Tensor
+
+
+@torch.inference_mode()
+def make_samples(model: LoadedModel) -> tuple[Sample, ...]:
+    """Samples for every task of a model in float32.
+
+    Leaves out sequences that the model's own library fails on. Raises ModelLoadError where it fails on all of
+    a task, or makes numbers of them that are not finite."""
+    samples: list[Sample] = []
+    for name, task in model.tasks.items():
+        assert task.reference is not None
+        finish = after_reference(task.head)
+        failure = "it makes numbers that are not finite"
+        before = len(samples)
+        for sequence in random_sequences(model, name):
+            try:
+                expected = finish(task.reference(sequence)).clone()
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+                continue
+            if bool(expected.isfinite().all()):
+                key = len(samples)
+                samples.append(Sample(replace(sequence, key=key, index=key), expected))
+        if len(samples) == before:
+            raise ModelLoadError(f"{model.name!r} cannot be run on any of some random texts: {failure}")
+        first = samples[before]
+        again = finish(task.reference(first.sequence))
+        if not comparison([again], [first.expected], rounding=0.0).agrees:
+            raise ModelLoadError(f"{model.name!r} gives another result for a text that it was given before")
+    return tuple(samples)
+
+
+def random_sequences(model: LoadedModel, task: str) -> list[Sequence]:
+    """Random sequences for a task: texts or pairs of them as the tokeniser puts them together, or plain token
+    ids where a template does. Some are longer than the model's window, if it has one."""
+    random = np.random.default_rng(0)
+    beyond = _beyond_window(model.backbone)
+    lengths = [(5, 8), (1, 1), (3, 14), (9, beyond)]
+    plain = model.listwise is not None or model.pairs.template is not None
+    sequences = []
+    for first, second in lengths:
+        if plain:
+            ids = _random_ids(model, first + second, random)
+            sequences.append(_sequence(model, task, ids, np.zeros_like(ids)))
+        elif model.score_task == "classify":
+            sequences.append(_encoded(model, task, _text(model, first, random), _text(model, second, random)))
+        else:
+            sequences.append(_encoded(model, task, _text(model, second, random)))
+    if task == "classify" and not plain:
+        sequences.append(_encoded(model, task, _text(model, 6, random)))
+    return [*sequences, *_special_readings(model, task, sequences)]
+
+
+def _special_readings(model: LoadedModel, task: str, sequences: list[Sequence]) -> Iterator[Sequence]:
+    """The sequences as a checkpoint's rules have them read beside the plain way: with tokens at the end that
+    none attends to (query expansion), and with a prompt that is left out of pooling."""
+    expansion = model.query.expansion
+    if task == "token_embed" and expansion is not None and not expansion.attended:
+        for attended in (3, len(sequences[-1]) - 4):
+            # Far behind the attended tokens some see no token at all through a window.
+            yield replace(sequences[-1], attended=max(1, attended))
+    if task == "embed" and not model.document.pool_prompt:
+        longest = sequences[-1]
+        if len(longest) > 4:
+            yield replace(longest, kept=np.arange(4, len(longest)))
+
+
+def _beyond_window(backbone: Any) -> int:
+    window = window_of(backbone.config.get_text_config())
+    return 2 * window + 3 if window is not None and window <= LONGEST_WINDOW else 23
+
+
+def _random_ids(model: LoadedModel, count: int, random: np.random.Generator) -> NDArray[np.int32]:
+    """Token ids of the vocabulary but for special ones."""
+    size = int(model.tokenizer.backend_tokenizer.get_vocab_size())
+    rows = getattr(model.backbone.config, "vocab_size", None)
+    size = min(size, rows) if isinstance(rows, int) else size
+    usable = np.setdiff1d(
+        np.arange(size, dtype=np.int32), np.array(model.tokenizer.all_special_ids, dtype=np.int32)
+    )
+    if len(usable) == 0:
+        raise ModelLoadError(f"the tokeniser of {model.name!r} knows no words, only special tokens")
+    return random.choice(usable, count)
+
+
+def _text(model: LoadedModel, tokens: int, random: np.random.Generator) -> str:
+    return str(model.tokenizer.decode(_random_ids(model, tokens, random).tolist()))
+
+
+def _encoded(model: LoadedModel, task: str, *texts: str) -> Sequence:
+    encoded = model.tokenizer(*texts)
+    ids = np.array(encoded["input_ids"], dtype=np.int32)
+    types = encoded.get("token_type_ids")
+    return _sequence(
+        model, task, ids, np.zeros_like(ids) if types is None else np.array(types, dtype=np.int32)
+    )
+
+
+def _sequence(model: LoadedModel, task: str, ids: NDArray[np.int32], types: NDArray[np.int32]) -> Sequence:
+    most = model.max_tokens
+    return Sequence(0, 0, 0, Role.TEXT, task, ids[:most], types[:most])

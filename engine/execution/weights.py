@@ -1,0 +1,70 @@
+"""Weights of linear layers, laid out for the kernels that multiply them, where a model is shown to do with
+layers that stand in for its own: some models read their layers' weights instead of calling them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint.heads import modules_of
+from maxsimd.engine.execution import linear
+from maxsimd.engine.execution.packed_runner import ModelRunner
+from maxsimd.engine.execution.selfcheck.proof import compare, pooler_for
+from maxsimd.engine.execution.selfcheck.samples import Sample
+
+
+def why_not_replaced(
+    model: LoadedModel, runner: ModelRunner, samples: Sequence[Sample], compiled: bool
+) -> str | None:
+    """None where the model, in float32, gives what is expected of the samples with other layers in the place
+    of its linear ones, else a description of the mismatch. Leaves the layers as they were."""
+    replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide
+    roots = [model.backbone, *_head_modules(model)]
+    try:
+        with _restored(roots):
+            for root in roots:
+                replace(root)
+            comparison = compare(runner, pooler_for(model.tasks), samples)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if comparison.agrees else f"results differ: {comparison}"
+
+
+def lay_out_weights(
+    model: LoadedModel, device: torch.device, dtype: torch.dtype, quantization: str, compiled: bool
+) -> int:
+    """Replaces the linear layers of backbone and heads; returns how many weights are int8."""
+    if not compiled:
+        if linear.is_prepacked_supported(device, dtype):
+            linear.prepack(model.backbone)
+        return 0
+    for module in _head_modules(model):
+        linear.compile_float32(module)
+    if quantization == "int8":
+        return linear.compile_int8(model.backbone)
+    if dtype is torch.float32:
+        linear.compile_float32(model.backbone)
+    else:
+        linear.compile_bfloat16(model.backbone)
+    return 0
+
+
+def _head_modules(model: LoadedModel) -> list[nn.Module]:
+    return [module for task in model.tasks.values() for module in modules_of(task.head)]
+
+
+@contextmanager
+def _restored(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Gives all modules at the end what they had: whatever was put in the place of an attribute meanwhile."""
+    before = [
+        (module, dict(vars(module)), dict(module._modules)) for root in roots for module in root.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, children in before:
+            vars(module).update(attributes)
+            module._modules.clear()
+            module._modules.update(children)

@@ -1,0 +1,139 @@
+"""Linear layers, compiled, and what follows them: float32 with weights in float32, bfloat16 with weights in
+bfloat16 or int8.
+
+What comes out for a row is the same to the last bit whatever other rows there are, and however many threads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT32, INT8, kernels
+
+LANES = 16  # columns of a packed block, and units to a multiple of which a column is filled up
+PANEL = 32  # columns to a multiple of which a layer is filled up
+INT8_MAX = 127
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """The weights [columns, inputs] of a layer, packed, and the precision of its inputs and outputs. With
+    int8 each column has a scale and the sum of its weights, which takes away the offset of the unsigned
+    activations."""
+
+    packed: torch.Tensor  # int32 [columns / 16, units, 16], filled up with zeros
+    inputs: int
+    columns: int
+    dtype: torch.dtype
+    scales: torch.Tensor | None = None  # float32 [columns]
+    sums: torch.Tensor | None = None  # int32 [columns]
+
+    @property
+    def kind(self) -> int:
+        if self.scales is not None:
+            return INT8
+        return FLOAT32 if self.dtype is torch.float32 else BFLOAT16
+
+
+def pack_float32(weight: torch.Tensor) -> Weights:
+    """Packs [columns, inputs] for float32 inputs."""
+    columns, inputs = weight.shape
+    return Weights(_pack(weight.float()), inputs, columns, torch.float32)
+
+
+def pack_bfloat16(weight: torch.Tensor) -> Weights:
+    """Packs [columns, inputs] for bfloat16 inputs."""
+    columns, inputs = weight.shape
+    return Weights(_pack(weight.to(torch.bfloat16)), inputs, columns, torch.bfloat16)
+
+
+def pack_int8(weight: torch.Tensor) -> Weights:
+    """Rounds [columns, inputs] to int8, symmetrically, each column with its own scale, and packs it for
+    bfloat16 inputs."""
+    columns, inputs = weight.shape
+    scales = weight.float().abs().amax(dim=1) / INT8_MAX
+    # A column of zeros has the scale 0, and any number will do to divide by.
+    rounded = (weight.float() / scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
+    sums = rounded.sum(dim=1, dtype=torch.int32)
+    return Weights(_pack(rounded), inputs, columns, torch.bfloat16, scales, sums)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """A layer norm: float32 weight and bias [columns], and epsilon."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    epsilon: float
+
+
+def linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, gelu: bool = False) -> torch.Tensor:
+    """`x @ weight.T + bias`, through GELU (exact form) if asked: [..., inputs] -> [..., columns], x being of
+    the precision that the weights were packed for, and the bias float32.
+
+    With int8 weights, each row of x is rounded to int8 with a scale of its own."""
+    return _linear(x, weights, bias, gelu, (None, 0, None, None, 0.0))
+
+
+def linear_norm(
+    x: torch.Tensor, residual: torch.Tensor, weights: Weights, bias: torch.Tensor | None, norm: Norm
+) -> torch.Tensor:
+    """`norm(linear(x) + residual)`, where residual is [..., columns] with the rows and the precision of x."""
+    rows = _as_rows(residual, weights.columns, weights.dtype)
+    added = (rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon)
+    return _linear(x, weights, bias, False, added)
+
+
+def use_amx(wanted: bool) -> bool:
+    """Whether products of bfloat16 and int8 go through AMX tiles where the processor has them, as they do
+    unless told otherwise; returns whether they do now. For tests of the way without."""
+    return bool(kernels().maxsimd_use_amx(wanted))
+
+
+def _linear(
+    x: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None,
+    gelu: bool,
+    norm: tuple[int | None, int, int | None, int | None, float],
+) -> torch.Tensor:
+    rows = _as_rows(x, weights.inputs, weights.dtype)
+    out = torch.empty(len(rows), weights.columns, dtype=weights.dtype)
+    kernels().maxsimd_linear(
+        weights.kind,
+        rows.data_ptr(),
+        rows.stride(0),
+        len(rows),
+        weights.inputs,
+        weights.packed.data_ptr(),
+        weights.packed.shape[1],
+        None if weights.scales is None else weights.scales.data_ptr(),
+        None if weights.sums is None else weights.sums.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        weights.columns,
+        gelu,
+        *norm,
+        out.data_ptr(),
+    )
+    return out.view(*x.shape[:-1], weights.columns)
+
+
+def _as_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """x as [rows, columns], each row in one piece."""
+    if x.dtype is not dtype:
+        raise TypeError(f"a layer whose weights were packed for {dtype} was given {x.dtype}")
+    rows = x.reshape(-1, columns)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    """Weights [columns, inputs] in units of 32 bits, filled up with zeros to whole tiles, as blocks of 16
+    columns: int32 [blocks, units, 16]."""
+    columns, inputs = weight.shape
+    per_unit = 4 // weight.element_size()
+    filled = torch.nn.functional.pad(weight, (0, -inputs % (LANES * per_unit), 0, -columns % PANEL))
+    units = filled.contiguous().view(torch.int32)  # [columns, units]
+    columns, count = units.shape
+    packed = torch.empty(columns // LANES, count, LANES, dtype=torch.int32)
+    kernels().maxsimd_pack(units.data_ptr(), columns, count, packed.data_ptr())
+    return packed

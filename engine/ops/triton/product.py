@@ -1,0 +1,18 @@
+"""The matrix product of two tiles, as all kernels take it."""
+
+import triton
+import triton.language as tl
+
+from maxsimd.engine.ops.triton.launch import INTERPRETED
+
+# The interpreter takes bfloat16 for integers of 16 bits when it multiplies.
+_WIDEN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def add_product(total, a, b):  # type: ignore[no-untyped-def]
+    """`total + a @ b`, with float32 sums [m, n] of products of [m, k] and [k, n] in their own precision,
+    float32 included."""
+    if _WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")

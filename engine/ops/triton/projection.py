@@ -1,0 +1,143 @@
+"""Token embeddings from hidden states in one Triton kernel: gather, projection and L2 normalisation.
+
+What leaves it is what is scored and kept; the hidden states of tokens that are left out are never read.
+Source of the head: ColBERT, Khattab & Zaharia 2020 (arXiv 2004.12832), section 3.2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from maxsimd.engine.ops.triton.launch import generation, next_power_of_two
+from maxsimd.engine.ops.triton.product import add_product
+
+# A row's dimensions stay in the registers of one program until its length is known.
+LARGEST_DIM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a program is cut up: rows, hidden dimensions at a time, its warps and how many loads are on their
+    way."""
+
+    rows: int
+    hidden: int
+    warps: int
+    stages: int
+
+
+# By dimensions, in 16 bits, for generations with 164 KiB of shared memory and more.
+_TILES = {
+    128: Tiles(128, 64, 8, 3),
+    256: Tiles(64, 64, 8, 2),
+    512: Tiles(32, 32, 8, 2),
+    1024: Tiles(16, 32, 8, 1),
+}
+# For others, and for float32.
+_SMALL_TILES = {
+    128: Tiles(64, 32, 4, 2),
+    256: Tiles(32, 32, 4, 2),
+    512: Tiles(16, 32, 8, 1),
+    1024: Tiles(16, 16, 8, 1),
+}
+
+
+@triton.jit(do_not_specialize=("count",))  # type: ignore[untyped-decorator]
+def projection_kernel(  # type: ignore[no-untyped-def]
+    hidden,  # [rows, width]
+    rows,  # int64 [count]
+    weight,  # [dim, width]
+    bias,  # float32 [dim]
+    out,  # [count, dim]
+    count,
+    width,
+    dim,
+    hidden_row,
+    weight_row,
+    epsilon,
+    BIASED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Program i: BLOCK_ROWS of the gathered rows, with all their dimensions."""
+    place = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    there = place < count
+    row = tl.load(rows + place, mask=there, other=0)[:, None]
+    outputs = tl.arange(0, BLOCK_DIM)
+    in_dim = outputs < dim
+    total = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    for first in range(0, width, BLOCK_HIDDEN):
+        columns = first + tl.arange(0, BLOCK_HIDDEN)
+        in_width = (columns < width)[None, :]
+        x = tl.load(hidden + row * hidden_row + columns[None, :], mask=there[:, None] & in_width, other=0.0)
+        w = tl.load(
+            weight + outputs[:, None] * weight_row + columns[None, :],
+            mask=in_dim[:, None] & in_width,
+            other=0.0,
+        )
+        total = add_product(total, x, tl.trans(w))
+    if BIASED:
+        total += tl.load(bias + outputs, mask=in_dim, other=0.0)[None, :]
+    if NORMALIZED:
+        length = tl.sqrt(tl.sum(total * total, axis=1))
+        total = total / tl.maximum(length, epsilon)[:, None]
+    at = place[:, None].to(tl.int64) * dim + outputs[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=there[:, None] & in_dim[None, :])
+
+
+def is_supported(dim: int) -> bool:
+    """Whether embeddings of so many dimensions can be made."""
+    return dim <= LARGEST_DIM
+
+
+def tiles_for(device: torch.device, dim: int, itemsize: int) -> Tiles:
+    """The tiles for a device, embeddings of so many dimensions, and products of so many bytes a number."""
+    tiles = _TILES if generation(device) >= 9 and itemsize == 2 else _SMALL_TILES
+    return tiles[max(128, next_power_of_two(dim))]
+
+
+def project(
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    normalized: bool,
+    epsilon: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`hidden[rows] @ weight.T + bias`, each row divided by its length (at least `epsilon`) where
+    `normalized`.
+
+    `hidden` is [n, width], `rows` int64 [count], `weight` [dim, width] in the precision of `hidden`, `bias`
+    float32 [dim]; the result is `dtype` [count, dim]. Sums and lengths are float32."""
+    dim, width = weight.shape
+    out = torch.empty(len(rows), dim, dtype=dtype, device=hidden.device)
+    if len(rows) == 0:
+        return out
+    tiles = tiles_for(hidden.device, dim, hidden.itemsize)
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    projection_kernel[(triton.cdiv(len(rows), tiles.rows),)](
+        hidden,
+        rows,
+        weight,
+        weight if bias is None else bias,
+        out,
+        len(rows),
+        width,
+        dim,
+        hidden.stride(0),
+        weight.stride(0),
+        epsilon,
+        BIASED=bias is not None,
+        NORMALIZED=normalized,
+        BLOCK_ROWS=tiles.rows,
+        BLOCK_HIDDEN=tiles.hidden,
+        BLOCK_DIM=next_power_of_two(dim),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out

@@ -1,0 +1,192 @@
+"""Everything that exists only while an engine runs: threads, actors and the one who watches over them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+
+from maxsimd.engine.actors.actor import Mailbox
+from maxsimd.engine.actors.messages import Admit, Cancel, SchedulerMessage
+from maxsimd.engine.actors.scheduler import SchedulerActor
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.budget import default_budget
+from maxsimd.engine.device.load import OnDevice
+from maxsimd.engine.device.thread import DeviceActors, DeviceThread
+from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTimeoutError
+from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.preprocess import Prepared, Preprocessor, check_room
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.requests import Progress, Value
+from maxsimd.scheduler import Scheduler, StepLimits
+
+log = logging.getLogger(__name__)
+
+
+class Running:
+    """Everything that exists only while an engine runs; complete when made.
+
+    Raises ModelLoadError where not even the shortest sequence of some kind can be run."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        metrics: EngineMetrics,
+        device: DeviceThread,
+        on_device: OnDevice,
+        died: Callable[[str], None],
+    ) -> None:
+        model, prepared = on_device.model, on_device.prepared
+        budget = config.max_batch_tokens
+        if budget is None:
+            budget = default_budget(model, on_device.device, prepared.dtype, prepared.runner.chunked)
+        self.tokenizer = TextTokenizer(model.tokenizer)
+        check_room(model, self.tokenizer, budget, prepared.runner.chunked)
+        self.on_device = on_device
+        self._metrics = metrics
+        metrics.watch(on_device.cache)
+        self._max_queued_tokens = config.max_queued_tokens
+        self.keys: Iterator[int] = count()
+        self._owners: Iterator[int] = count()
+        self._inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="maxsimd-pool")
+        self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
+        self.preprocessor = Preprocessor(
+            model,
+            self.tokenizer,
+            self.max_tokens,
+            config.window_overlap,
+            on_device.cache,
+            prepared.runner.chunked and config.prefix_sharing == "auto",
+        )
+        limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked)
+        self._device = device
+        self._died = died
+        self._reason = "the engine was stopped"
+        self._awaited: set[asyncio.Future[list[Value]]] = set()
+        loop = asyncio.get_running_loop()
+        mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
+        actors = DeviceActors(device.loop, on_device, mailbox)
+        self.scheduler = SchedulerActor(
+            mailbox, Scheduler(limits), actors.mailbox, config.steps_in_flight, metrics
+        )
+        self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
+
+    async def run(
+        self,
+        prepare: Callable[[int], Prepared],
+        priority: int,
+        timeout: float | None,
+        progress: Progress | None,
+    ) -> tuple[Prepared, list[Value]]:
+        """Prepares a request in the thread pool, queues it and waits for its values.
+
+        `progress` is called on this loop whenever some have come. Raises QueueFullError and
+        RequestTimeoutError; when it is cancelled, so is its work."""
+        with self._inside_as_owner() as owner:
+            try:
+                async with asyncio.timeout(timeout):
+                    return await self._prepare_and_wait(owner, prepare, priority, progress)
+            except TimeoutError:
+                self._abandon(owner)
+                raise RequestTimeoutError(
+                    f"not done within {timeout} seconds; allow more time or send fewer documents"
+                ) from None
+            except asyncio.CancelledError:
+                self._abandon(owner)
+                raise
+
+    async def close(self, grace: float | None) -> None:
+        """Waits until all requests are done, for at most `grace` seconds, and frees everything."""
+        try:
+            async with asyncio.timeout(grace):
+                await self._empty.wait()
+        except TimeoutError:
+            log.warning("stopping with %d requests unfinished after %s seconds", self._inside, grace)
+        self._supervisor.cancel()
+        await asyncio.gather(self._supervisor, return_exceptions=True)
+        await asyncio.to_thread(self._device.close)
+        self._metrics.watch(None)
+        if self.on_device.cache is not None:
+            self.on_device.cache.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _prepare_and_wait(
+        self, owner: int, prepare: Callable[[int], Prepared], priority: int, progress: Progress | None
+    ) -> tuple[Prepared, list[Value]]:
+        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(self.pool, prepare, owner)
+        self._metrics.preprocess_seconds.observe(time.perf_counter() - started)
+        self._check_room(prepared.tokens)
+        future = self._future()
+        self.scheduler.mailbox.post(
+            Admit(owner, prepared.sequences, prepared.kept, prepared.results, priority, future, progress)
+        )
+        return prepared, await future
+
+    def _abandon(self, owner: int) -> None:
+        self._metrics.cancelled.inc()
+        self.scheduler.mailbox.post(Cancel(owner))
+
+    def _check_room(self, tokens: int) -> None:
+        waiting, most = self.scheduler.waiting_tokens, self._max_queued_tokens
+        if waiting and waiting + tokens > most:
+            rate = self.scheduler.tokens_per_second or 1000.0
+            raise QueueFullError(
+                f"{waiting} tokens wait already and this request has {tokens}, more than the queue's {most} "
+                "together; try again later",
+                retry_after=min(60.0, max(1.0, waiting / rate)),
+            )
+
+    @contextmanager
+    def _inside_as_owner(self) -> Iterator[int]:
+        """Covers a request from its arrival to its result, and gives it a number of its own."""
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield next(self._owners)
+        finally:
+            self._inside -= 1
+            if self._inside == 0:
+                self._empty.set()
+
+    def _future(self) -> asyncio.Future[list[Value]]:
+        """A future for one request's values; it fails when the engine dies before they are there.
+
+        Raises EngineDeadError when it has died already."""
+        if self._supervisor.done():
+            raise EngineDeadError(self._reason)
+        future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
+        self._awaited.add(future)
+        future.add_done_callback(self._awaited.discard)
+        return future
+
+    async def _supervise(self, actors: DeviceActors) -> None:
+        """Runs the actors of both loops; when one dies, all do, and every waiting caller is told."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.scheduler.run())
+                group.create_task(self._run_on_device(actors))
+        except* Exception as errors:
+            cause = _first_cause(errors)
+            self._reason = f"the engine has died: {cause!r}"
+            log.critical("%s", self._reason, exc_info=cause)
+            self._died(self._reason)
+        finally:
+            for future in list(self._awaited):
+                if not future.done():
+                    future.set_exception(EngineDeadError(self._reason))
+
+    async def _run_on_device(self, actors: DeviceActors) -> None:
+        await asyncio.wrap_future(self._device.run(actors.run()))
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

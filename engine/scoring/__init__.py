@@ -1,0 +1,1 @@
+"""Embeddings to scores: similarity, MaxSim, and what queries and windows of a request wait for."""

@@ -1,0 +1,44 @@
+"""MaxSim over packed ragged embeddings, in several backends with one signature.
+
+`reference` says what is right; the others must agree with it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from maxsimd.engine.ops import triton as triton_ops
+from maxsimd.engine.scoring.maxsim import avx512
+from maxsimd.engine.scoring.maxsim.avx512 import maxsim_avx512
+from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
+from maxsimd.engine.scoring.maxsim.tiled import maxsim_tiled
+from maxsimd.pooling.ragged import Ragged
+
+# (queries, documents, pairs of (query index, document index)) -> float32 scores [pairs]
+MaxSim = Callable[[Ragged, Ragged, Sequence[tuple[int, int]]], torch.Tensor]
+
+__all__ = ["MaxSim", "choose_maxsim", "maxsim_avx512", "maxsim_reference", "maxsim_tiled"]
+
+
+def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True) -> tuple[str, MaxSim]:
+    """The backend for a name (auto, reference, tiled, avx512, triton), and the name it goes by.
+
+    `auto` is Triton on a CUDA device that has it, elsewhere the AVX-512 kernel where it is allowed and runs,
+    else `tiled`, which is plain torch and runs on any device. Raises ValueError where the named
+    backend cannot run on the device.
+    """
+    if name == "reference":
+        return "reference", maxsim_reference
+    if avx512.runs_on(device) and (name == "avx512" or (name == "auto" and compiled_allowed)):
+        return "avx512", maxsim_avx512
+    if name == "tiled" or (name == "auto" and device.type != "cuda"):
+        return "tiled", maxsim_tiled
+    if name != "avx512" and triton_ops.runs_on(device):
+        from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+        return "triton", maxsim_triton
+    if name == "auto":
+        return "tiled", maxsim_tiled
+    raise ValueError(
+        f"the MaxSim backend {name!r} cannot run on this {device.type}; use --maxsim auto, tiled or reference"
+    )

@@ -1,0 +1,39 @@
+"""MaxSim by the compiled kernel, where it can be; what it does not know goes the plain CPU's way."""
+
+from collections.abc import Sequence
+
+import torch
+
+from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.ops.cpu.maxsim import is_supported, maxsim
+from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
+from maxsimd.engine.scoring.maxsim.tiled import maxsim_tiled
+from maxsimd.pooling.ragged import Ragged
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel was built and this machine can run it."""
+    return device.type == "cpu" and kernels.is_available()
+
+
+def maxsim_avx512(queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """As `maxsim_reference`, with products in the documents' precision, maxima and sums in float32."""
+    dtype, dim = documents.values.dtype, documents.values.shape[1]
+    if not is_supported(dtype, dim):
+        return maxsim_tiled(queries, documents, pairs)
+    # Pairs of one query stand together, so that it is packed once.
+    order = sorted(range(len(pairs)), key=lambda i: pairs[i][0])
+    sorted_pairs = [pairs[i] for i in order]
+    scores = maxsim(
+        queries.values.to(dtype),
+        queries.offsets,
+        documents.values,
+        documents.offsets,
+        sorted_pairs,
+        EMPTY_DOCUMENT_SCORE,
+    )
+    if sorted_pairs == list(pairs):
+        return scores
+    in_order = torch.empty_like(scores)
+    in_order[torch.tensor(order)] = scores
+    return in_order

@@ -1,9 +1,0 @@
-"""Compiled kernels for CPUs with AVX-512: MaxSim, linear layers and attention, as C++ in `src/`.
-
-Each module here wraps one of them for torch tensors. They are optional: `is_available` says whether they were
-built and this processor can run them, and whoever calls them has a way to do without.
-"""
-
-from maxsimd.kernels.library import is_available
-
-__all__ = ["is_available"]

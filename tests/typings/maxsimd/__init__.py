@@ -1,0 +1,1 @@
+../../../api/package/__init__.py

@@ -1,0 +1,1 @@
+../../../api/package/__main__.py
