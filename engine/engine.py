@@ -42,6 +42,7 @@ from maxsimd.engine.requests import (
     Value,
 )
 from maxsimd.engine.runtime import Running
+from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.validation import as_inputs, as_texts, check_dimensions, pair_up
 
 T = TypeVar("T")
@@ -118,6 +119,10 @@ class Engine:
     @property
     def is_healthy(self) -> bool:
         return self._running is not None and self.death is None
+
+    def stats(self) -> EngineStats:
+        """What the engine holds at the moment: queue, queries, caches of cut sequences."""
+        return self._require().stats()
 
     @property
     def model(self) -> LoadedModel:

@@ -20,6 +20,7 @@ from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, check_room
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import Progress, Value
+from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Scheduler, StepLimits
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Running:
         self._awaited: set[asyncio.Future[list[Value]]] = set()
         loop = asyncio.get_running_loop()
         mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
-        actors = DeviceActors(device.loop, on_device, mailbox)
+        actors = self._actors = DeviceActors(device.loop, on_device, mailbox)
         self.scheduler = SchedulerActor(
             mailbox, Scheduler(limits), actors.mailbox, config.steps_in_flight, metrics
         )
@@ -100,6 +101,17 @@ class Running:
                 self._abandon(owner)
                 raise
 
+    def stats(self) -> EngineStats:
+        """What the engine holds at the moment."""
+        return EngineStats(
+            requests=self._inside,
+            open_requests=self.scheduler.open_requests,
+            waiting_tokens=self.scheduler.waiting_tokens,
+            waiting_sequences=self.scheduler.waiting_sequences,
+            steps_in_flight=self.scheduler.in_flight,
+            device=self._actors.stats(),
+        )
+
     async def close(self, grace: float | None) -> None:
         """Waits until all requests are done, for at most `grace` seconds, and frees everything."""
         try:
@@ -122,10 +134,20 @@ class Running:
         loop = asyncio.get_running_loop()
         prepared = await loop.run_in_executor(self.pool, prepare, owner)
         self._metrics.preprocess_seconds.observe(time.perf_counter() - started)
-        self._check_room(prepared.tokens)
+        self._check_room(prepared.work)
         future = self._future()
-        self.scheduler.mailbox.post(
-            Admit(owner, prepared.sequences, prepared.kept, prepared.results, priority, future, progress)
+        self.scheduler.post(
+            Admit(
+                request_id=owner,
+                sequences=prepared.sequences,
+                cached=prepared.cached,
+                num_tokens=prepared.work,
+                num_results=prepared.results,
+                priority=priority,
+                tenant="",
+                values=future,
+                progress=progress,
+            )
         )
         return prepared, await future
 

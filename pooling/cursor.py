@@ -30,16 +30,16 @@ class PoolingCursor:
         picked = [i for i, chunk in enumerate(self.chunks) if wanted(chunk)]
         return PoolingCursor(tuple(self.chunks[i] for i in picked), tuple(self.starts[i] for i in picked))
 
-    def kept_rows(self) -> tuple[NDArray[np.int64], list[int]]:
+    def pooled_rows(self) -> tuple[NDArray[np.int64], list[int]]:
         """The rows of the tokens that take part in pooling, and how many each chunk has."""
         rows = []
         for chunk, start in zip(self.chunks, self.starts, strict=True):
-            kept = chunk.sequence.kept
-            if kept is None:
+            pooled = chunk.sequence.tokens.pooled_positions
+            if pooled is None:
                 rows.append(np.arange(start, start + len(chunk)))
             else:
-                low, high = np.searchsorted(kept, (chunk.start, chunk.stop))
-                rows.append(kept[low:high] + (start - chunk.start))
+                low, high = np.searchsorted(pooled, (chunk.start, chunk.stop))
+                rows.append(pooled[low:high] + (start - chunk.start))
         if not rows:
             return np.empty(0, dtype=np.int64), []
         return np.concatenate(rows), [len(part) for part in rows]

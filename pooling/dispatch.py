@@ -45,8 +45,8 @@ class DispatchPooler:
         pooled = []
         # A prefix is there for its keys and values alone.
         cursor = cursor.select(lambda chunk: not chunk.is_prefix)
-        for task in dict.fromkeys(chunk.sequence.task for chunk in cursor.chunks):
-            group = cursor.select(lambda chunk, task=task: chunk.sequence.task == task)  # type: ignore[misc]
+        for task in dict.fromkeys(chunk.sequence.payload.task for chunk in cursor.chunks):
+            group = cursor.select(lambda chunk, task=task: chunk.sequence.payload.task == task)  # type: ignore[misc]
             items = self._methods[task].pool(hidden, group)
             sequences = tuple(chunk.sequence for chunk in group.chunks if chunk.is_last)
             if self._token_pooling is not None and task == TOKENS:
@@ -55,12 +55,12 @@ class DispatchPooler:
                 pooled.append(Pooled(task, sequences, items))
         return pooled
 
-    def free(self, key: int) -> None:
+    def free(self, sequence_id: int) -> None:
         """Forgets the state of a sequence that finished, failed or was cancelled."""
         for method in self._methods.values():
-            method.free(key)
+            method.free(sequence_id)
 
     @property
-    def held(self) -> int:
+    def num_states(self) -> int:
         """How many unfinished sequences have state in any method."""
-        return sum(method.held for method in self._methods.values())
+        return sum(method.num_states for method in self._methods.values())

@@ -52,20 +52,20 @@ class PoolingMethod(ABC):
         """
 
     @abstractmethod
-    def free(self, key: int) -> None:
+    def free(self, sequence_id: int) -> None:
         """Forgets the state of a sequence, if there is any."""
 
     @property
     @abstractmethod
-    def held(self) -> int:
+    def num_states(self) -> int:
         """How many unfinished sequences have state here."""
 
 
 class AllPool(PoolingMethod):
-    """Every kept token's row, already projected: [tokens, dim] a sequence.
+    """The row of every token that is pooled, already projected: [tokens, dim] a sequence.
 
     The head is applied to the whole step's rows, on a CPU so many at a time that they stay in its cache; the
-    chunks of one sequence are kept projected.
+    chunks of one sequence are held projected.
     """
 
     def __init__(self, head: Head) -> None:
@@ -73,20 +73,20 @@ class AllPool(PoolingMethod):
         self._chunks: dict[int, dict[int, torch.Tensor]] = {}
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
-        rows, lengths = cursor.kept_rows()
+        rows, lengths = cursor.pooled_rows()
         projected = Ragged.from_lengths(self._project(hidden, rows), lengths)
         if all(chunk.is_whole for chunk in cursor.chunks):
             return projected
         finished = []
         for chunk, part in zip(cursor.chunks, projected, strict=True):
-            key = chunk.sequence.key
+            sequence_id = chunk.sequence.sequence_id
             if not chunk.is_last:
-                # A clone, so that the step's whole tensor is not kept alive by one chunk of it.
-                self._chunks.setdefault(key, {})[chunk.start] = part.clone()
+                # A clone, so that one chunk does not hold the step's whole tensor alive.
+                self._chunks.setdefault(sequence_id, {})[chunk.start] = part.clone()
             elif chunk.is_first:
                 finished.append(part)
             else:
-                earlier = self._chunks[key]
+                earlier = self._chunks[sequence_id]
                 finished.append(torch.cat([earlier[start] for start in sorted(earlier)] + [part]))
         return Ragged.from_items(finished) if finished else Ragged(projected.values[:0], (0,))
 
@@ -99,11 +99,11 @@ class AllPool(PoolingMethod):
             [self.head(take_rows(hidden, rows[first : first + TILE])) for first in range(0, len(rows), TILE)]
         )
 
-    def free(self, key: int) -> None:
-        self._chunks.pop(key, None)
+    def free(self, sequence_id: int) -> None:
+        self._chunks.pop(sequence_id, None)
 
     @property
-    def held(self) -> int:
+    def num_states(self) -> int:
         return len(self._chunks)
 
 
@@ -129,22 +129,22 @@ class ClsPool(_OneRowPool):
         rows = take_rows(hidden, np.array([row for _, row in first], dtype=np.int64))
         if len(first) == len(cursor.chunks) and all(chunk.is_last for chunk, _ in first):
             return self._finish(rows)
-        here = {chunk.sequence.key: row for (chunk, _), row in zip(first, rows, strict=True)}
+        here = {chunk.sequence.sequence_id: row for (chunk, _), row in zip(first, rows, strict=True)}
         finished = []
         for chunk in cursor.chunks:
-            key = chunk.sequence.key
+            sequence_id = chunk.sequence.sequence_id
             if not chunk.is_last:
                 if chunk.is_first:
-                    self._first_rows[key] = here[key].clone()
+                    self._first_rows[sequence_id] = here[sequence_id].clone()
             else:
-                finished.append(here[key] if chunk.is_first else self._first_rows[key])
+                finished.append(here[sequence_id] if chunk.is_first else self._first_rows[sequence_id])
         return self._finish(torch.stack(finished) if finished else rows[:0])
 
-    def free(self, key: int) -> None:
-        self._first_rows.pop(key, None)
+    def free(self, sequence_id: int) -> None:
+        self._first_rows.pop(sequence_id, None)
 
     @property
-    def held(self) -> int:
+    def num_states(self) -> int:
         return len(self._first_rows)
 
 
@@ -159,16 +159,16 @@ class LastPool(_OneRowPool):
         ]
         return self._finish(take_rows(hidden, np.array(rows, dtype=np.int64)))
 
-    def free(self, key: int) -> None:
+    def free(self, sequence_id: int) -> None:
         pass
 
     @property
-    def held(self) -> int:
+    def num_states(self) -> int:
         return 0
 
 
 class MeanPool(_OneRowPool):
-    """The mean of the kept tokens' rows, summed in float32: [1, dim] a sequence.
+    """The mean of the rows that are pooled, summed in float32: [1, dim] a sequence.
 
     Between chunks it keeps the running sum of each, by the token at which the chunk began.
     """
@@ -178,18 +178,18 @@ class MeanPool(_OneRowPool):
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
-        rows, lengths = cursor.kept_rows()
+        rows, lengths = cursor.pooled_rows()
         owner = np.repeat(np.arange(len(lengths)), lengths)
         sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device)
         weighted = self._weighted(take_rows(hidden, rows), rows, owner, cursor)
         sums.index_add_(0, to_device(owner, hidden.device), weighted)
         finished, totals = [], []
         for i, chunk in enumerate(cursor.chunks):
-            key = chunk.sequence.key
+            sequence_id = chunk.sequence.sequence_id
             if not chunk.is_last:
-                self._sums.setdefault(key, {})[chunk.start] = sums[i].clone()
+                self._sums.setdefault(sequence_id, {})[chunk.start] = sums[i].clone()
                 continue
-            earlier = self._sums.get(key)
+            earlier = self._sums.get(sequence_id)
             if earlier:
                 sums[i] += torch.stack(list(earlier.values())).sum(0)
             finished.append(i)
@@ -198,11 +198,11 @@ class MeanPool(_OneRowPool):
             sums = sums.index_select(0, to_device(np.array(finished, dtype=np.int64), sums.device))
         return self._finish(sums / to_device(np.array(totals, dtype=np.float32), sums.device)[:, None])
 
-    def free(self, key: int) -> None:
-        self._sums.pop(key, None)
+    def free(self, sequence_id: int) -> None:
+        self._sums.pop(sequence_id, None)
 
     @property
-    def held(self) -> int:
+    def num_states(self) -> int:
         return len(self._sums)
 
     def _weighted(
@@ -212,16 +212,17 @@ class MeanPool(_OneRowPool):
         owner: NDArray[np.int64],
         cursor: PoolingCursor,
     ) -> torch.Tensor:
-        """The kept rows' values, each times its weight; row i is `rows[i]` of chunk `owner[i]`."""
+        """The values of the pooled rows, each times its weight; row i is `rows[i]` of chunk `owner[i]`."""
         return values
 
     def _total(self, sequence: Sequence) -> float:
         """The sum of a whole sequence's weights."""
-        return len(sequence) if sequence.kept is None else len(sequence.kept)
+        pooled = sequence.tokens.pooled_positions
+        return len(sequence) if pooled is None else len(pooled)
 
 
 class WeightedMeanPool(MeanPool):
-    """The mean of the kept tokens' rows, each weighted by its position, counted from 1.
+    """The mean of the rows that are pooled, each weighted by its position, counted from 1.
 
     Source: SGPT, Muennighoff 2022 (arXiv 2202.08904)."""
 
@@ -237,8 +238,8 @@ class WeightedMeanPool(MeanPool):
         return values * to_device(positions, values.device)[:, None]
 
     def _total(self, sequence: Sequence) -> float:
-        kept = np.arange(len(sequence)) if sequence.kept is None else sequence.kept
-        return float((kept + 1).sum())
+        pooled = sequence.tokens.pooled_positions
+        return float(((np.arange(len(sequence)) if pooled is None else pooled) + 1).sum())
 
 
 METHODS: dict[str, type[PoolingMethod]] = {

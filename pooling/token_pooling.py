@@ -21,11 +21,11 @@ class TokenPooling:
 
     def pool(self, items: Ragged, sequences: tuple[Sequence, ...]) -> Ragged:
         """Items [tokens, dim] of these sequences, those in the roles with fewer rows."""
-        if not any(sequence.role in self.roles for sequence in sequences):
+        if not any(sequence.payload.role in self.roles for sequence in sequences):
             return items
         return Ragged.from_items(
             [
-                self.method.pool_one(item) if sequence.role in self.roles else item
+                self.method.pool_one(item) if sequence.payload.role in self.roles else item
                 for sequence, item in zip(sequences, items, strict=True)
             ]
         )

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from maxsimd.scheduler.sequence import Chunk, Sequence, Step
+from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 from maxsimd.scheduler.waiting import WaitingRequest
 
 
@@ -42,11 +42,17 @@ class Scheduler:
         self._steps = 0
         self._budget_divisor = 1
         self._reduced_steps = 0
+        self._cached: list[CachedBatch] = []
+        self._queries: set[int] = set()
 
     @property
     def waiting_tokens(self) -> int:
         partial = len(self._partial[0]) - self._partial[1] if self._partial else 0
-        return partial + sum(request.tokens for request in self._requests.values())
+        return (
+            partial
+            + sum(request.tokens for request in self._requests.values())
+            + sum(b.price for b in self._cached)
+        )
 
     @property
     def waiting_sequences(self) -> int:
@@ -56,24 +62,35 @@ class Scheduler:
         """Whether a sequence of that many tokens can ever be scheduled."""
         return self.limits.chunked or sequence_tokens <= self.limits.tokens
 
-    def admit(self, request: int, sequences: Iterable[Sequence], priority: int = 0) -> None:
+    def admit(
+        self,
+        request: int,
+        sequences: Iterable[Sequence],
+        cached: Iterable[CachedBatch] = (),
+        priority: int = 0,
+        tenant: str = "",
+    ) -> None:
         """Takes a request's sequences into the queue. A lower `priority` means a larger share, by
         powers of two. Raises ValueError for a sequence that can never fit a step."""
         sequences = list(sequences)
         for sequence in sequences:
-            if not self.fits(sequence.to_run):
-                raise ValueError(f"{sequence.to_run} tokens do not fit a step of {self.limits.tokens}")
+            if not self.fits(sequence.num_new_tokens):
+                raise ValueError(
+                    f"{sequence.num_new_tokens} tokens do not fit a step of {self.limits.tokens}"
+                )
         if request not in self._requests:
             weight = 2.0 ** -max(-8, min(8, priority))
             self._requests[request] = WaitingRequest(request, weight)
             self._rotation.append(request)
         self._requests[request].add(sequences)
+        self._cached += cached
 
     def cancel(self, request: int) -> None:
         """Forgets everything of a request that no step has taken, also the rest of a partial prefill."""
+        self._cached = [b for b in self._cached if b.request_id != request]
         if self._requests.pop(request, None) is not None:
             self._rotation.remove(request)
-        if self._partial is not None and self._partial[0].request == request:
+        if self._partial is not None and self._partial[0].request_id == request:
             self._partial = None
 
     def reduce_budget(self, steps: int = 100) -> None:
@@ -93,12 +110,15 @@ class Scheduler:
             self._cut_to_fill(filling)
         elif not filling.chunks:
             self._run_oversized(filling)
-        if not filling.chunks:
+        self._queries |= {c.sequence.sequence_id for c in filling.chunks if c.is_last}
+        ready = tuple(b for b in self._cached if b.waits_for in self._queries)
+        self._cached = [b for b in self._cached if b not in ready]
+        if not filling.chunks and not ready:
             return None
         self._rotation.rotate(-1)
         self._forget_empty_requests()
         self._steps += 1
-        return Step(self._steps, tuple(filling.chunks))
+        return Step(self._steps, tuple(filling.chunks), ready)
 
     def _current_budget(self) -> int:
         if self._reduced_steps == 0:
@@ -122,8 +142,8 @@ class Scheduler:
         self._partial = (sequence, stop)
         if stop == len(sequence):
             self._partial = None
-            if sequence.request in self._requests:
-                self._requests[sequence.request].release(sequence)
+            if sequence.request_id in self._requests:
+                self._requests[sequence.request_id].release(sequence)
 
     def _give_turns(self, filling: "_Filling") -> None:
         active = [self._requests[request] for request in self._rotation if self._requests[request].count]
@@ -145,8 +165,8 @@ class Scheduler:
         sequence = request.take(filling.room)
         if sequence is None:
             return False
-        request.deficit -= sequence.to_run
-        filling.add(Chunk(sequence, sequence.shared, len(sequence)))
+        request.deficit -= sequence.num_new_tokens
+        filling.add(Chunk(sequence, sequence.shared_prefix_len, len(sequence)))
         return True
 
     def _cut_to_fill(self, filling: "_Filling") -> None:
@@ -161,9 +181,9 @@ class Scheduler:
             request = self._requests[key]
             longest = request.take_longest()
             if longest is not None:
-                request.deficit -= longest.to_run
-                stop = min(len(longest), longest.shared + filling.room)
-                filling.add(Chunk(longest, longest.shared, stop))
+                request.deficit -= longest.num_new_tokens
+                stop = min(len(longest), longest.shared_prefix_len + filling.room)
+                filling.add(Chunk(longest, longest.shared_prefix_len, stop))
                 self._note_progress(longest, stop)
                 return
 

@@ -5,102 +5,105 @@ from dataclasses import dataclass
 
 import torch
 
+from maxsimd.engine.actors.actor import Question
 from maxsimd.engine.requests import Progress, Value
-from maxsimd.engine.scoring.documents import Failure, KeptDocument, KnownSequence
+from maxsimd.engine.scoring.documents import SkippedSequence
+from maxsimd.engine.scoring.outcome import Releases, RequestFailure, Result, StepOutcome
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.scheduler import Sequence, Step
+from maxsimd.scheduler import CachedBatch, Sequence, Step
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Admit:
-    """Engine to scheduler: run these sequences, score the documents that are kept, and resolve `values` with
-    `results` values by index. `progress` is told how many of them are there, as they come."""
+    """Engine to scheduler: run these sequences, score the cached documents, and resolve `values` with
+    `num_results` values by index. `progress` is called with how many of them are there, as they come.
 
-    request: int
+    `num_tokens` is the work in all, cached documents at their price; `tenant` and `priority` say whose share
+    of the device it uses."""
+
+    request_id: int
     sequences: list[Sequence]
-    kept: list[KeptDocument]
-    results: int
+    cached: list[CachedBatch]
+    num_tokens: int
+    num_results: int
     priority: int
+    tenant: str
     values: asyncio.Future[list[Value]]
     progress: Progress | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Attach:
-    """Scheduler to model runner to pooling to scoring: score these as soon as their queries are there."""
-
-    documents: list[KeptDocument]
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """Engine to scheduler: nobody waits for this request any more."""
 
-    request: int
+    request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Scheduler to model runner: this request has ended, let go of all that it left on the device."""
+    """Scheduler to runner: this request has ended, forget all that it left on the device."""
 
-    request: int
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Model runner to pooling to scoring: the same, with the keys of the sequences that were cut short."""
-
-    request: int
-    keys: frozenset[int]
+    request_id: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hidden:
-    """Model runner to pooling: the hidden states of a step that was begun at `started` (perf_counter). The
-    step's sequences in `known` were not run: their embeddings are kept, or come with the step."""
+class Pool(Question[list[Pooled]]):
+    """Runner to pooling: pool the hidden states of a step."""
 
-    step: Step
-    known: list[KnownSequence]
     states: torch.Tensor
     cursor: PoolingCursor
-    started: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PooledStep:
-    """Pooling to scoring: what a step finished, and its sequences that were not run."""
-
-    step: Step
-    known: list[KnownSequence]
-    tokens: int
-    pooled: list[Pooled]
-    started: float
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """The value of one sequence or pair of a request."""
+class FreeSequences:
+    """Runner to pooling: forget the state of these cut sequences, by their ids."""
 
-    request: int
-    index: int
-    value: Value
+    sequence_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Score(Question[StepOutcome]):
+    """Runner to scoring: score what a step finished, its sequences that were not run, and its cached
+    documents."""
+
+    pooled: list[Pooled]
+    skipped: list[SkippedSequence]
+    cached: tuple[CachedBatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Runner to scoring: a step is delivered, release what it has used up."""
+
+    releases: Releases
+
+
+@dataclass(frozen=True, slots=True)
+class DropRequest:
+    """Runner to scoring: this request has ended, forget its queries and windows."""
+
+    request_id: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepReport:
-    """The device's actors to the scheduler: what became of some or all chunks of a step."""
+    """Runner to scheduler: what became of `num_parts` chunks and cached batches of a step.
+
+    `num_tokens` were run and documents of the price `cached_price` (tokens) were scored from the cache in
+    `seconds`."""
 
     step_id: int
-    chunks: int
-    tokens: int
-    results: list[Result]
-    failures: list[Failure]
-    seconds: float
+    num_parts: int
+    num_tokens: int = 0
+    cached_price: int = 0
+    seconds: float = 0.0
+    results: tuple[Result, ...] = ()
+    failures: tuple[RequestFailure, ...] = ()
     out_of_memory: bool = False
 
 
 SchedulerMessage = Admit | Cancel | StepReport
-RunnerMessage = Step | Release | Attach
-PoolingMessage = Hidden | Free | Attach
-ScoringMessage = PooledStep | Free | Attach
+RunnerMessage = Step | Release
+PoolingMessage = Pool | FreeSequences
+ScoringMessage = Score | Commit | DropRequest

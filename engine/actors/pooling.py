@@ -3,36 +3,23 @@
 import torch
 
 from maxsimd.engine.actors.actor import Actor, Mailbox
-from maxsimd.engine.actors.messages import Attach, Free, PooledStep, PoolingMessage, ScoringMessage
-from maxsimd.pooling.dispatch import DispatchPooler
+from maxsimd.engine.actors.messages import Pool, PoolingMessage
+from maxsimd.pooling.dispatch import DispatchPooler, Pooled
 
 
 class PoolingActor(Actor[PoolingMessage]):
-    """Owns the `DispatchPooler`, and so the state of sequences that are cut between steps."""
+    """Owns the `DispatchPooler`, and so the state of sequences that are cut between steps.
 
-    def __init__(
-        self,
-        mailbox: Mailbox[PoolingMessage],
-        pooler: DispatchPooler,
-        scoring: Mailbox[ScoringMessage],
-    ) -> None:
+    Pooling a step again, when a later stage has failed, overwrites the same state."""
+
+    def __init__(self, mailbox: Mailbox[PoolingMessage], pooler: DispatchPooler) -> None:
         super().__init__(mailbox)
         self._pooler = pooler
-        self._scoring = scoring
 
-    async def receive(self, message: PoolingMessage) -> None:
-        if isinstance(message, Attach):
-            await self._scoring.ask(message)
-            return
-        if isinstance(message, Free):
-            for key in message.keys:
-                self._pooler.free(key)
-            await self._scoring.ask(message)
-            return
-        with torch.inference_mode():
-            pooled = self._pooler.pool(message.states, message.cursor)
-        tokens = sum(len(chunk) for chunk in message.cursor.chunks)
-        await self._scoring.ask(PooledStep(message.step, message.known, tokens, pooled, message.started))
-        for chunk in message.cursor.chunks:
-            if chunk.is_last and not chunk.is_first:
-                self._pooler.free(chunk.sequence.key)
+    async def receive(self, message: PoolingMessage) -> list[Pooled] | None:
+        if isinstance(message, Pool):
+            with torch.inference_mode():
+                return self._pooler.pool(message.states, message.cursor)
+        for sequence_id in message.sequence_ids:
+            self._pooler.free(sequence_id)
+        return None

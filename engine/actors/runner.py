@@ -1,36 +1,49 @@
-"""The actor that runs the model. Lives on the device thread's event loop."""
+"""The actor that runs steps. Lives on the device thread's event loop.
 
+A step is a transaction, and the runner owns it: forward, pooling and scoring are attempts, without effect
+beyond what they return (state is overwritten by key, so that a second attempt does no harm). Then results are
+delivered; then one commit releases queries, windows, prefixes, and keys and values together.
+"""
+
+import asyncio
 import logging
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from maxsimd.engine.actors.actor import Actor, Mailbox
+from maxsimd.engine.actors.cut_sequences import CutSequences
 from maxsimd.engine.actors.messages import (
-    Attach,
-    Free,
-    Hidden,
+    Commit,
+    DropRequest,
+    FreeSequences,
+    Pool,
     PoolingMessage,
     Release,
     RunnerMessage,
     SchedulerMessage,
+    Score,
+    ScoringMessage,
     StepReport,
 )
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.execution import ModelRunner
-from maxsimd.engine.scoring.documents import Failure, KnownSequence
-from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.scheduler import Step
+from maxsimd.engine.scoring.documents import CacheHit, Duplicate, SkippedSequence
+from maxsimd.engine.scoring.outcome import Arrival, RequestFailure, Result, StepOutcome
+from maxsimd.pooling.dispatch import Pooled
+from maxsimd.scheduler import Chunk, Step
 
 log = logging.getLogger(__name__)
 
 
 class RunnerActor(Actor[RunnerMessage]):
-    """Owns the model and the policy for steps that fail.
+    """Owns the model, the transaction of each step, and the policy for steps that fail.
 
-    A step flows through pooling and scoring before the next one is run. Whatever fails on the way fails the
-    step, which is then tried again in halves, until the sequence that breaks it stands alone; only that
-    one's request fails.
+    A step that fails on the way to delivery is tried again in halves, until the sequence that breaks it
+    stands alone; only that sequence's request fails. An error of the device itself, and whatever fails in
+    delivery or commit, ends the engine.
     """
 
     def __init__(
@@ -38,112 +51,158 @@ class RunnerActor(Actor[RunnerMessage]):
         mailbox: Mailbox[RunnerMessage],
         runner: ModelRunner,
         pooling: Mailbox[PoolingMessage],
+        scoring: Mailbox[ScoringMessage],
         scheduler: Mailbox[SchedulerMessage],
         cache: EmbeddingCache | None,
     ) -> None:
         super().__init__(mailbox)
         self._runner = runner
-        self._cache = cache
         self._pooling = pooling
+        self._scoring = scoring
         self._scheduler = scheduler
-        self._cut_sequences: dict[int, set[int]] = {}
-        self._prefix_uses: dict[int, int] = {}
+        self._cache = cache
+        self._deliveries: asyncio.TaskGroup | None = None
+        self.cut_sequences = CutSequences()
+
+    async def run(self) -> None:
+        """Reads messages until cancelled; raises when a message or a delivery fails."""
+        async with asyncio.TaskGroup() as self._deliveries:
+            await super().run()
 
     async def receive(self, message: RunnerMessage) -> None:
-        if isinstance(message, Attach):
-            await self._pooling.ask(message)
-            return
         if isinstance(message, Release):
-            keys = frozenset(self._cut_sequences.pop(message.request, ()))
-            for key in keys:
-                self._runner.free(key)
-                self._prefix_uses.pop(key, None)
-            await self._pooling.ask(Free(message.request, keys))
+            self._free(self.cut_sequences.drop_request(message.request_id))
+            self._scoring.tell(DropRequest(message.request_id))
             return
-        for chunk in message.chunks:
-            if chunk.is_prefix:
-                self._prefix_uses.setdefault(chunk.sequence.key, chunk.sequence.uses)
-            if chunk.is_prefix or not chunk.is_whole:
-                self._cut_sequences.setdefault(chunk.sequence.request, set()).add(chunk.sequence.key)
+        self.cut_sequences.note(message)
         await self._run(message)
 
     async def _run(self, step: Step) -> None:
-        started = time.perf_counter()
         try:
-            new, known = self._without_known(step)
-            if new.chunks:
-                states, cursor = self._runner.forward(new)
-            else:
-                states, cursor = torch.empty(0, 0), PoolingCursor((), ())
-            await self._pooling.ask(Hidden(step, known, states, cursor, started))
+            attempt = await self._attempt(step)
+            arrival = attempt.outcome.arrival
+            results = attempt.outcome.results() if arrival is None else None
         except Exception as error:
+            if is_device_error(error):
+                raise
             await self._recover(step, error)
-        else:
-            self._free_finished(step)
+            return
+        if arrival is None:
+            self._finish(attempt, results or [])
+            return
+        # The next step may start meanwhile; this one's results follow when they have arrived.
+        assert self._deliveries is not None
+        self._deliveries.create_task(self._finish_later(attempt, arrival))
 
-    def _without_known(self, step: Step) -> tuple[Step, list[KnownSequence]]:
-        """The step without sequences whose embeddings are kept by now, or come with an equal sequence before
-        them, and these sequences: equal documents that waited together are run once."""
-        if self._cache is None or not any(chunk.sequence.cache_key for chunk in step.chunks):
-            return step, []
-        new, known = [], []
+    async def _attempt(self, step: Step) -> "_Attempt":
+        """Runs, pools and scores a step. What it changes, a second attempt overwrites."""
+        started = time.perf_counter()
+        chunks, skipped = self._split_cached(step)
+        pooled: list[Pooled] = []
+        if chunks:
+            states, cursor = self._runner.forward(Step(step.step_id, chunks))
+            pooled = await self._pooling.ask(Pool(states, cursor))
+        outcome = await self._scoring.ask(Score(pooled, skipped, step.cached))
+        return _Attempt(step, sum(map(len, chunks)), started, outcome)
+
+    async def _finish_later(self, attempt: "_Attempt", arrival: Arrival) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, arrival.synchronize)
+        self._finish(attempt, attempt.outcome.results())
+
+    def _finish(self, attempt: "_Attempt", results: list[Result]) -> None:
+        """Delivers a step's results, then commits it. Nothing in here may fail; if it does, the engine ends.
+
+        New embeddings can be found in the cache from then on; a thread of the cache's own writes them."""
+        step, outcome = attempt.step, attempt.outcome
+        self._stage(outcome)
+        self._scheduler.post(
+            StepReport(
+                step.step_id,
+                step.num_parts,
+                attempt.num_tokens,
+                sum(batch.price for batch in step.cached),
+                time.perf_counter() - attempt.started,
+                tuple(results),
+                outcome.failures,
+            )
+        )
+        self._free(self.cut_sequences.finish(step))
+        self._scoring.tell(Commit(outcome.releases))
+
+    def _stage(self, outcome: StepOutcome) -> None:
+        """Hands new embeddings to the cache, whose failures fail no request."""
+        if self._cache is None:
+            return
+        for embeddings in outcome.new_embeddings:
+            try:
+                self._cache.stage(embeddings)
+            except Exception:
+                log.exception("embeddings of %d documents are not cached", len(embeddings))
+
+    def _free(self, sequence_ids: frozenset[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._runner.free(sequence_id)
+        self._pooling.tell(FreeSequences(sequence_ids))
+
+    def _split_cached(self, step: Step) -> tuple[tuple[Chunk, ...], list[SkippedSequence]]:
+        """Splits off documents that are cached by now or that duplicate an earlier document of this step."""
+        if self._cache is None:
+            return step.chunks, []
+        to_run: list[Chunk] = []
+        skipped: list[SkippedSequence] = []
         coming: set[bytes] = set()
         for chunk in step.chunks:
-            key = chunk.sequence.cache_key
-            if key is None or not chunk.is_whole or chunk.sequence.windows > 1:
-                new.append(chunk)
+            document = chunk.sequence.payload.document
+            key = None if document is None or document.window is not None else document.cache_key
+            if key is None or not chunk.is_whole:
+                to_run.append(chunk)
             elif key in coming:
-                known.append(KnownSequence(chunk.sequence, None))
+                skipped.append(Duplicate(chunk.sequence))
             elif (entry := self._cache.get(key)) is not None:
-                known.append(KnownSequence(chunk.sequence, entry))
+                skipped.append(CacheHit(chunk.sequence, entry))
             else:
                 coming.add(key)
-                new.append(chunk)
-        return Step(step.id, tuple(new)), known
+                to_run.append(chunk)
+        return tuple(to_run), skipped
 
     async def _recover(self, step: Step, error: Exception) -> None:
         out_of_memory = _is_out_of_memory(error)
         if out_of_memory:
             torch.cuda.empty_cache()
-            self._report(step, chunks=0, out_of_memory=True)
-        if len(step.chunks) > 1:
-            log.warning("a step of %d sequences failed and is tried in halves: %s", len(step.chunks), error)
+            self._scheduler.post(StepReport(step.step_id, 0, out_of_memory=True))
+        if step.num_parts > 1:
+            log.warning("a step of %d parts failed and is tried in halves: %s", step.num_parts, error)
             for half in step.halves():
                 await self._run(half)
             return
-        log.exception("a sequence of %d tokens cannot be run", step.num_tokens, exc_info=error)
-        request = step.chunks[0].sequence.request
+        log.exception("a step of one part (%d tokens) cannot be run", step.num_tokens, exc_info=error)
+        part: Any = step.chunks[0].sequence if step.chunks else step.cached[0]
         reason = (
             "the device has not enough memory for this input" if out_of_memory else "the model failed on it"
         )
-        self._report(step, chunks=1, failures=[Failure(request, reason)])
+        failure = RequestFailure(part.request_id, reason)
+        self._scheduler.post(StepReport(step.step_id, 1, failures=(failure,)))
 
-    def _report(
-        self, step: Step, chunks: int, failures: list[Failure] | None = None, out_of_memory: bool = False
-    ) -> None:
-        self._scheduler.post(StepReport(step.id, chunks, 0, [], failures or [], 0.0, out_of_memory))
 
-    def _free_finished(self, step: Step) -> None:
-        for chunk in step.chunks:
-            if chunk.is_last and not chunk.is_first and not chunk.is_prefix:
-                self._free(chunk.sequence.request, chunk.sequence.key)
-                if chunk.sequence.prefix is not None:
-                    self._count_use(chunk.sequence.request, chunk.sequence.prefix)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attempt:
+    """An attempt that succeeded, begun at `started` (perf_counter) with `num_tokens` run."""
 
-    def _count_use(self, request: int, prefix: int) -> None:
-        """Counts a sequence as done with its prefix, which goes after the last."""
-        left = self._prefix_uses.get(prefix, 0) - 1
-        self._prefix_uses[prefix] = left
-        if left <= 0:
-            del self._prefix_uses[prefix]
-            self._free(request, prefix)
+    step: Step
+    num_tokens: int
+    started: float
+    outcome: StepOutcome
 
-    def _free(self, request: int, key: int) -> None:
-        self._runner.free(key)
-        keys = self._cut_sequences.get(request, set())
-        keys.discard(key)
-        if not keys:
-            self._cut_sequences.pop(request, None)
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether the device itself has failed (an illegal address, a lost GPU): nothing will run on it again.
+
+    torch says so by a class of its own, or in words: "CUDA error: ..."."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and "CUDA error" in str(error)
+    )
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -10,7 +10,6 @@ import numpy as np
 from maxsimd.engine.actors.actor import Actor, Mailbox
 from maxsimd.engine.actors.messages import (
     Admit,
-    Attach,
     Cancel,
     Release,
     RunnerMessage,
@@ -20,6 +19,7 @@ from maxsimd.engine.actors.messages import (
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import Progress, Value
+from maxsimd.engine.scoring.outcome import Result
 from maxsimd.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request whose values are not all there yet."""
+    """A request of which values are missing."""
 
     values: list[Value | None]
     missing: int
@@ -38,7 +38,7 @@ class _Open:
 class SchedulerActor(Actor[SchedulerMessage]):
     """Owns the `Scheduler` and the open requests; keeps up to `steps_in_flight` steps on the device.
 
-    Other parts may read `waiting_tokens` and `tokens_per_second`; all else goes by message.
+    Other parts may read its properties and `tokens_per_second`; all else goes by message.
     """
 
     def __init__(
@@ -56,18 +56,39 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._metrics = metrics
         self._open: dict[int, _Open] = {}
         self._in_flight: dict[int, int] = {}
+        self._posted_tokens = 0
         self.tokens_per_second = 0.0
 
     @property
     def waiting_tokens(self) -> int:
-        return self._scheduler.waiting_tokens
+        """Tokens that wait for a step, those of posted requests included; cached documents at their price."""
+        return self._scheduler.waiting_tokens + self._posted_tokens
+
+    @property
+    def waiting_sequences(self) -> int:
+        return self._scheduler.waiting_sequences
+
+    @property
+    def open_requests(self) -> int:
+        """Requests of which values are missing."""
+        return len(self._open)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps on the device."""
+        return len(self._in_flight)
+
+    def post(self, message: Admit) -> None:
+        """Posts a request, whose tokens count as waiting at once. For senders on this actor's loop."""
+        self._posted_tokens += message.num_tokens
+        self.mailbox.tell(message)
 
     async def receive(self, message: SchedulerMessage) -> None:
         match message:
             case Admit():
                 self._admit(message)
             case Cancel():
-                self._end(message.request)
+                self._end(message.request_id)
             case StepReport():
                 self._account(message)
         self._dispatch()
@@ -75,46 +96,47 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._metrics.queue_sequences.set(self._scheduler.waiting_sequences)
 
     def _admit(self, message: Admit) -> None:
+        self._posted_tokens -= message.num_tokens
         if message.values.done():  # cancelled before it got here
             return
         try:
-            self._scheduler.admit(message.request, message.sequences, message.priority)
+            self._scheduler.admit(
+                message.request_id, message.sequences, message.cached, message.priority, message.tenant
+            )
         except ValueError as error:
             # No request should get here with a sequence that no step can hold; if one does, it alone fails.
-            log.exception("request %d cannot be run", message.request)
+            log.exception("request %d cannot be run", message.request_id)
             message.values.set_exception(RequestFailedError(f"this request cannot be run: {error}"))
             return
-        self._open[message.request] = _Open(
-            [None] * message.results, message.results, message.values, message.progress
-        )
-        if message.kept:
-            self._runner.post(Attach(message.kept))
+        missing = message.num_results
+        self._open[message.request_id] = _Open([None] * missing, missing, message.values, message.progress)
 
-    def _end(self, request: int) -> None:
+    def _end(self, request_id: int) -> None:
         """Forgets a request that was cancelled or has failed, here and on the device."""
-        if self._open.pop(request, None) is None:
+        if self._open.pop(request_id, None) is None:
             return
-        self._scheduler.cancel(request)
-        self._runner.post(Release(request))
+        self._scheduler.cancel(request_id)
+        self._runner.post(Release(request_id))
 
     def _dispatch(self) -> None:
         while len(self._in_flight) < self._steps_in_flight:
             step = self._scheduler.schedule()
             if step is None:
                 return
-            self._in_flight[step.id] = len(step.chunks)
+            self._in_flight[step.step_id] = step.num_parts
             self._metrics.step_tokens.observe(step.num_tokens)
             self._metrics.step_sequences.observe(len(step.chunks))
             self._runner.post(step)
 
     def _account(self, report: StepReport) -> None:
-        self._in_flight[report.step_id] -= report.chunks
+        self._in_flight[report.step_id] -= report.num_parts
         if self._in_flight[report.step_id] <= 0:
             del self._in_flight[report.step_id]
-        self._metrics.tokens.inc(report.tokens)
+        self._metrics.tokens.inc(report.num_tokens)
         self._metrics.step_seconds.observe(report.seconds)
-        if report.tokens and report.seconds > 0:
-            rate = report.tokens / report.seconds
+        work = report.num_tokens + report.cached_price
+        if work and report.seconds > 0:
+            rate = work / report.seconds
             self.tokens_per_second = (
                 0.8 * self.tokens_per_second + 0.2 * rate if self.tokens_per_second else rate
             )
@@ -122,26 +144,26 @@ class SchedulerActor(Actor[SchedulerMessage]):
             log.warning("the device ran out of memory; steps are smaller for a while")
             self._scheduler.reduce_budget()
         for failure in report.failures:
-            self._fail(failure.request, failure.reason)
+            self._fail(failure.request_id, failure.reason)
         for result in report.results:
-            self._store(result.request, result.index, result.value)
-        for request in dict.fromkeys(result.request for result in report.results):
-            self._resolve(request)
+            self._store(result)
+        for request_id in dict.fromkeys(result.slot.request_id for result in report.results):
+            self._resolve(request_id)
 
-    def _store(self, request: int, index: int, value: Value) -> None:
-        open_request = self._open.get(request)
+    def _store(self, result: Result) -> None:
+        open_request = self._open.get(result.slot.request_id)
         if open_request is None:
             return
-        if not np.isfinite(value).all():
-            self._fail(request, "the model returned a number that is not finite")
+        if not np.isfinite(result.value).all():
+            self._fail(result.slot.request_id, "the model returned a number that is not finite")
             return
-        if open_request.values[index] is None:
+        if open_request.values[result.slot.index] is None:
             open_request.missing -= 1
-        open_request.values[index] = value
+        open_request.values[result.slot.index] = result.value
 
-    def _resolve(self, request: int) -> None:
-        """Tells the caller how far a request has come, and ends it once all of its values are there."""
-        open_request = self._open.get(request)
+    def _resolve(self, request_id: int) -> None:
+        """Reports a request's progress to the caller, and ends it once no value is missing."""
+        open_request = self._open.get(request_id)
         if open_request is None:
             return
         total = len(open_request.values)
@@ -150,20 +172,20 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 open_request.progress(total - open_request.missing, total)
             except (Exception, asyncio.CancelledError) as error:
                 # It is the caller's own code: what it raises is this call's failure and nobody else's.
-                self._fail(request, f"the progress callback failed: {error!r}", error)
+                self._fail(request_id, f"the progress callback failed: {error!r}", error)
                 return
         if open_request.missing == 0:
-            del self._open[request]
+            del self._open[request_id]
             if not open_request.future.done():
                 open_request.future.set_result(cast("list[Value]", open_request.values))
 
-    def _fail(self, request: int, reason: str, cause: BaseException | None = None) -> None:
-        open_request = self._open.get(request)
+    def _fail(self, request_id: int, reason: str, cause: BaseException | None = None) -> None:
+        open_request = self._open.get(request_id)
         if open_request is None:
             return
-        log.error("request %d failed: %s", request, reason)
+        log.error("request %d failed: %s", request_id, reason)
         if not open_request.future.done():
             error = RequestFailedError(reason)
             error.__cause__ = cause
             open_request.future.set_exception(error)
-        self._end(request)
+        self._end(request_id)

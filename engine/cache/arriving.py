@@ -9,7 +9,7 @@ from maxsimd.pooling.transfer import to_host
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is kept beside an embedding: its key, the tokens that were run for it, and whether it was cut."""
+    """What is cached beside an embedding: its key, the tokens that were run, and whether it was cut."""
 
     key: bytes
     tokens: int
@@ -17,20 +17,30 @@ class About:
 
 
 class Arriving:
-    """A step's new embeddings, copied to the host in one go; `entries` may be asked for when the work that
-    was launched before is done."""
+    """A step's new embeddings, copied to the host in one go; they may be read once the work that was launched
+    before is done."""
 
-    def __init__(self, abouts: list[About], kept: Ragged) -> None:
+    def __init__(self, abouts: list[About], embeddings: Ragged) -> None:
         self._abouts = abouts
-        scales = None if kept.scales is None else to_host(kept.scales)
-        self._on_host = Ragged(to_host(kept.values), kept.offsets, scales)
+        scales = None if embeddings.scales is None else to_host(embeddings.scales)
+        self._on_host = Ragged(to_host(embeddings.values), embeddings.offsets, scales)
 
-    def entries(self) -> list[tuple[bytes, CachedEmbedding]]:
-        """Each embedding by itself: clones, so that none keeps the whole step's alive."""
-        host = self._on_host
-        scales = [None] * len(host) if host.scales is None else host.scales.split(host.lengths)
-        return [
-            (about.key, CachedEmbedding(rows.clone(), None if scale is None else scale.clone(), about.tokens,
-                                        about.truncated))
-            for about, rows, scale in zip(self._abouts, host, scales, strict=True)
-        ]  # fmt: skip
+    def __len__(self) -> int:
+        return len(self._abouts)
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [about.key for about in self._abouts]
+
+    @property
+    def nbytes(self) -> int:
+        scales = self._on_host.scales
+        return self._on_host.values.nbytes + (0 if scales is None else scales.nbytes)
+
+    def entry(self, index: int) -> CachedEmbedding:
+        """One embedding: a clone, so that it does not hold the whole step's alive."""
+        host, about = self._on_host, self._abouts[index]
+        scales = None
+        if host.scales is not None:
+            scales = host.scales[host.offsets[index] : host.offsets[index + 1]].clone()
+        return CachedEmbedding(host[index].clone(), scales, about.tokens, about.truncated)

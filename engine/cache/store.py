@@ -4,19 +4,24 @@ import hashlib
 import threading
 from collections.abc import Iterable
 
+from maxsimd.engine.cache.arriving import Arriving
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.entry import CachedEmbedding, Precision, rounded
 from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.writer import CacheWriter
 from maxsimd.pooling.ragged import Ragged
+
+# Staged embeddings may take this many bytes until they are written.
+STAGED_BYTES = 256 * 1024 * 1024
 
 
 class EmbeddingCache:
     """Embeddings of documents by the digest of all that they depend on. Thread-safe.
 
-    What was kept on disk last is read into memory beside whatever else a start does.
+    What was written to disk last is read into memory beside whatever else a start does.
 
-    `fingerprint` stands for the model and its options; `precision` is what embeddings are kept in, and, so
-    that a document scores alike whether it was there or not, what new ones are rounded to before use."""
+    `fingerprint` is the digest of the model and its options; `precision` is what embeddings are cached in,
+    and, so that a hit and a miss score identically, what new ones are rounded to before use."""
 
     def __init__(
         self, fingerprint: bytes, precision: Precision, memory: MemoryStore, disk: DiskStore | None
@@ -29,6 +34,7 @@ class EmbeddingCache:
         self.hits = 0
         self.misses = 0
         self._enough = threading.Event()
+        self._writer = CacheWriter(self.put, STAGED_BYTES)
         self._warming: threading.Thread | None = None
         if disk is not None:
             self._warming = threading.Thread(
@@ -45,8 +51,9 @@ class EmbeddingCache:
         return digest.digest()
 
     def get(self, key: bytes) -> CachedEmbedding | None:
-        """An entry from memory or disk; counted as neither hit nor miss."""
-        entry = self._memory.get(key)
+        """An entry from memory, from among those that are still to be written, or from disk; counted as
+        neither hit nor miss."""
+        entry = self._memory.get(key) or self._writer.get(key)
         if entry is None and self._disk is not None:
             entry = self._disk.get(key)
             if entry is not None:
@@ -54,26 +61,36 @@ class EmbeddingCache:
         return entry
 
     def count(self, hits: int, misses: int) -> None:
-        """Counts documents that were there and that were not."""
+        """Counts documents whose embeddings were cached and were not."""
         with self._lock:
             self.hits += hits
             self.misses += misses
 
     def rounded(self, items: Ragged) -> Ragged:
-        """Embeddings as they would be kept, on the device that they are on."""
+        """Embeddings in the cache's precision, on the device that they are on."""
         values, scales = rounded(items.values.detach(), self.precision)
         return Ragged(values, items.offsets, scales)
 
+    def stage(self, embeddings: Arriving) -> None:
+        """Makes new embeddings findable at once; a thread writes them to memory and disk, as far as it keeps
+        up with them."""
+        self._writer.stage(embeddings)
+
     def put(self, entries: Iterable[tuple[bytes, CachedEmbedding]]) -> None:
-        """Keeps entries in memory and on disk."""
-        kept = list(entries)
-        for key, entry in kept:
+        """Writes entries to memory and disk."""
+        written = list(entries)
+        for key, entry in written:
             self._memory.put(key, entry)
-        if kept and self._disk is not None:
-            self._disk.put(kept)
+        if written and self._disk is not None:
+            self._disk.put(written)
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Waits until all staged embeddings are written, for at most that long; says whether they are."""
+        return self._writer.flush(seconds)
 
     def drop(self, key: bytes) -> None:
         """Forgets an entry."""
+        self._writer.drop(key)
         self._memory.drop(key)
         if self._disk is not None:
             self._disk.drop(key)
@@ -84,13 +101,17 @@ class EmbeddingCache:
             self._warming.join(seconds)
 
     def clear(self) -> None:
+        """Forgets all entries, also those that are still to be written."""
         self._stop_warming()
+        self._writer.clear()
         self._memory.clear()
         if self._disk is not None:
             self._disk.clear()
 
     def close(self) -> None:
+        """Writes what is staged and closes the disk."""
         self._stop_warming()
+        self._writer.close()
         if self._disk is not None:
             self._disk.close()
 
@@ -113,6 +134,11 @@ class EmbeddingCache:
         self._enough.set()
         if self._warming is not None:
             self._warming.join()
+
+    @property
+    def num_staged(self) -> int:
+        """How many embeddings are still to be written."""
+        return self._writer.num_staged
 
     @property
     def entries(self) -> int:

@@ -62,8 +62,8 @@ class ModulesReference:
         # The modules behind the transformer need the mask, whether or not the model takes it.
         if "attention_mask" not in features:
             features["attention_mask"] = torch.ones_like(features["input_ids"])
-        if sequence.kept is not None:
-            features["prompt_length"] = torch.tensor(int(sequence.kept[0]))
+        if sequence.tokens.pooled_positions is not None:
+            features["prompt_length"] = torch.tensor(int(sequence.tokens.pooled_positions[0]))
         for module in self._modules:
             features = module(features)
         rows: torch.Tensor = features[self._feature].float()
@@ -88,12 +88,13 @@ def inputs_of(sequence: Sequence, tokenizer: Any, model: Any) -> dict[str, torch
     """A sequence as the library would hand it to a model: int64 [1, tokens] each, those that the tokeniser
     makes and the model takes."""
     device = next(model.parameters()).device
-    ids = torch.from_numpy(sequence.token_ids).long()[None]
+    ids = torch.from_numpy(sequence.tokens.ids).long()[None]
     inputs = {"input_ids": ids}
     if takes(model, "attention_mask"):
-        inputs["attention_mask"] = (torch.arange(len(sequence)) < sequence.attended).long()[None]
-    if sequence.type_ids is not None and takes_type_ids(model, tokenizer):
-        inputs["token_type_ids"] = torch.from_numpy(sequence.type_ids).long()[None]
+        attended = torch.arange(len(sequence)) < sequence.tokens.num_attended
+        inputs["attention_mask"] = attended.long()[None]
+    if sequence.tokens.type_ids is not None and takes_type_ids(model, tokenizer):
+        inputs["token_type_ids"] = torch.from_numpy(sequence.tokens.type_ids).long()[None]
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 

@@ -16,6 +16,7 @@ from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.actors.scoring import ScoringActor
 from maxsimd.engine.device.load import OnDevice
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
+from maxsimd.engine.stats import DeviceStats
 
 T = TypeVar("T")
 
@@ -63,18 +64,38 @@ class DeviceActors:
         scorer = DocumentScorer(
             model.similarity,
             on_device.maxsim,
-            on_device.maxsim_name == "triton",
             on_device.device,
             on_device.prepared.dtype,
+            takes_int8=on_device.maxsim_name == "triton",
+            cache=on_device.cache,
+        )
+        scoring = ScoringActor(Mailbox(loop), scorer, len(model.labels))
+        pooling = PoolingActor(Mailbox(loop), on_device.pooler)
+        runner = RunnerActor(
+            Mailbox(loop),
+            on_device.prepared.runner,
+            pooling.mailbox,
+            scoring.mailbox,
+            scheduler,
             on_device.cache,
         )
-        scoring = ScoringActor(Mailbox(loop), scorer, len(model.labels), scheduler)
-        pooling = PoolingActor(Mailbox(loop), on_device.pooler, scoring.mailbox)
-        runner = RunnerActor(
-            Mailbox(loop), on_device.prepared.runner, pooling.mailbox, scheduler, on_device.cache
-        )
         self.mailbox = runner.mailbox
+        self._on_device = on_device
+        self._scorer = scorer
+        self._cut_sequences = runner.cut_sequences
         self._actors: list[Actor[Any]] = [runner, pooling, scoring]
+
+    def stats(self) -> DeviceStats:
+        """What the actors hold. May be read from any thread."""
+        cache = self._on_device.cache
+        return DeviceStats(
+            queries=len(self._scorer.queries),
+            documents=len(self._scorer.windows),
+            cut_sequences=len(self._cut_sequences),
+            prefill_kv=self._on_device.prepared.runner.num_prefill_kv,
+            pooling_states=self._on_device.pooler.num_states,
+            staged_embeddings=0 if cache is None else cache.num_staged,
+        )
 
     async def run(self) -> None:
         """Runs until cancelled; raises when an actor dies."""

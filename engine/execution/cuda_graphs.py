@@ -58,12 +58,12 @@ class GraphedRunner:
         # A copy: what comes next is written to the same place.
         return hidden[: len(batch.input_ids)].clone(), batch.cursor
 
-    def free(self, key: int) -> None:
-        self._inner.free(key)
+    def free(self, sequence_id: int) -> None:
+        self._inner.free(sequence_id)
 
     @property
-    def held(self) -> int:
-        return self._inner.held
+    def num_prefill_kv(self) -> int:
+        return self._inner.num_prefill_kv
 
     @torch.inference_mode()
     def capture_all(self, step: Step) -> None:

@@ -168,15 +168,15 @@ def lay_out(
     starts: list[int] = []
     row = 0
     for members, length in _in_groups(whole, arrangement.groups_whole):
-        keys = tuple(chunk.sequence.attended for chunk in members)
+        keys = tuple(chunk.sequence.tokens.num_attended for chunk in members)
         groups.append(Group(row, len(members), length, keys))
         for chunk in members:
             placed.append(chunk)
             starts.append(row)
             row += length
-    for prefix in dict.fromkeys(chunk.sequence.prefix for chunk in after):
+    for prefix in dict.fromkeys(chunk.sequence.prefix_id for chunk in after):
         assert prefix is not None
-        of_prefix = [chunk for chunk in after if chunk.sequence.prefix == prefix]
+        of_prefix = [chunk for chunk in after if chunk.sequence.prefix_id == prefix]
         for members, length in _in_groups(of_prefix, arrangement.groups_shared):
             shared.append(SharedGroup(row, len(members), length, carries[prefix]))
             for chunk in members:
@@ -184,7 +184,7 @@ def lay_out(
                 starts.append(row)
                 row += length
     for chunk in cut:
-        carried.append((chunk, slice(row, row + len(chunk)), carries[chunk.sequence.key]))
+        carried.append((chunk, slice(row, row + len(chunk)), carries[chunk.sequence.sequence_id]))
         placed.append(chunk)
         starts.append(row)
         row += len(chunk)
@@ -195,10 +195,10 @@ def lay_out(
     type_ids = np.zeros(row, dtype=np.int64)
     for chunk, start in zip(placed, starts, strict=True):
         rows, part = slice(start, start + len(chunk)), slice(chunk.start, chunk.stop)
-        input_ids[rows] = chunk.sequence.token_ids[part]
+        input_ids[rows] = chunk.sequence.tokens.ids[part]
         position_ids[rows] = np.arange(chunk.start, chunk.stop) + position_offset
-        if chunk.sequence.type_ids is not None:
-            type_ids[rows] = chunk.sequence.type_ids[part]
+        if chunk.sequence.tokens.type_ids is not None:
+            type_ids[rows] = chunk.sequence.tokens.type_ids[part]
     return PackedBatch(
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),

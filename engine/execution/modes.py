@@ -218,7 +218,7 @@ def _take_off_pooler(backbone: Any, sample: Sample) -> torch.nn.Module | None:
         return None
     backbone.pooler = None
     device = next(backbone.parameters()).device
-    ids = torch.from_numpy(sample.sequence.token_ids).long()[None].to(device)
+    ids = torch.from_numpy(sample.sequence.tokens.ids).long()[None].to(device)
     try:
         with torch.inference_mode():
             backbone(input_ids=ids)

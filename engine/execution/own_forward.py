@@ -24,12 +24,16 @@ class OwnForwardRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        items = [self._references[chunk.sequence.task](chunk.sequence) for chunk in step.chunks]
+        items = [self._references[chunk.sequence.payload.task](chunk.sequence) for chunk in step.chunks]
         starts = (0, *accumulate(len(item) for item in items[:-1]))
         return torch.cat(items), PoolingCursor(step.chunks, starts)
 
-    def free(self, key: int) -> None:
-        """Nothing is kept between steps."""
+    def free(self, sequence_id: int) -> None:
+        """Nothing stays between steps."""
+
+    @property
+    def num_prefill_kv(self) -> int:
+        return 0
 
 
 def finished(task: Task) -> Task:

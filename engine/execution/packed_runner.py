@@ -29,8 +29,13 @@ class ModelRunner(Protocol):
         Running the same step again gives the same result, so that it may be retried."""
         ...
 
-    def free(self, key: int) -> None:
-        """Forgets what is kept of a sequence between its chunks."""
+    def free(self, sequence_id: int) -> None:
+        """Forgets the keys and values of a cut sequence, if there are any."""
+        ...
+
+    @property
+    def num_prefill_kv(self) -> int:
+        """How many sequences have keys and values on the device."""
         ...
 
 
@@ -61,9 +66,9 @@ class PackedRunner:
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
         for chunk in sorted(step.chunks, key=lambda chunk: not chunk.is_prefix):
             if chunk.is_prefix or not (chunk.is_whole or chunk.is_all_after_prefix):
-                prefix = chunk.sequence.prefix
+                prefix = chunk.sequence.prefix_id
                 of_prefix = None if prefix is None else self._carries[prefix]
-                self._carries.setdefault(chunk.sequence.key, Carry(of_prefix))
+                self._carries.setdefault(chunk.sequence.sequence_id, Carry(of_prefix))
         batch = self.lay_out(step)
         cursor = batch.cursor
         if self._gate is not None:
@@ -102,10 +107,9 @@ class PackedRunner:
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
-    def free(self, key: int) -> None:
-        self._carries.pop(key, None)
+    def free(self, sequence_id: int) -> None:
+        self._carries.pop(sequence_id, None)
 
     @property
-    def held(self) -> int:
-        """How many sequences have keys and values here."""
+    def num_prefill_kv(self) -> int:
         return len(self._carries)

@@ -44,8 +44,12 @@ class PaddedRunner:
             row += len(hidden[-1])
         return torch.cat(hidden), PoolingCursor(tuple(chunks), tuple(starts))
 
-    def free(self, key: int) -> None:
-        """Nothing is kept between steps."""
+    def free(self, sequence_id: int) -> None:
+        """Nothing stays between steps."""
+
+    @property
+    def num_prefill_kv(self) -> int:
+        return 0
 
     def _run(self, chunks: list[Chunk]) -> torch.Tensor:
         n, longest = len(chunks), max(len(chunk) for chunk in chunks)
@@ -55,10 +59,10 @@ class PaddedRunner:
         type_ids = np.zeros((n, longest), dtype=np.int64)
         for i, chunk in enumerate(chunks):
             sequence = chunk.sequence
-            input_ids[i, : len(sequence)] = sequence.token_ids
-            attention_mask[i, : sequence.attended] = 1
-            if sequence.type_ids is not None:
-                type_ids[i, : len(sequence)] = sequence.type_ids
+            input_ids[i, : len(sequence)] = sequence.tokens.ids
+            attention_mask[i, : sequence.tokens.num_attended] = 1
+            if sequence.tokens.type_ids is not None:
+                type_ids[i, : len(sequence)] = sequence.tokens.type_ids
         inputs = {"input_ids": input_ids}
         if takes(self._backbone, "attention_mask"):
             inputs["attention_mask"] = attention_mask

@@ -1,42 +1,43 @@
-"""The documents of a two-stage request: each one once, as its embedding if it is kept, else as sequences."""
+"""The documents of a two-stage request: each one once, as its embedding if it is cached, else as windows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.preprocess.long_inputs import LongInputs
-from maxsimd.engine.preprocess.texts import Parts, TextBuilder
+from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder
 from maxsimd.engine.requests import CacheMode, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """One document to be scored against one query: `kept`, or `windows` to be run and kept under `cache_key`.
+    """One document to be scored against one query: `cached`, or `windows` to be run and then cached under
+    `cache_key`.
 
-    `query` is the place of its query among the request's."""
+    `query` is the index of its query in the request."""
 
     query: int
-    kept: CachedEmbedding | None
-    windows: list[Parts]
+    cached: CachedEmbedding | None
+    windows: list[BuiltText]
     cache_key: bytes | None
     truncated: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """The different documents of a request; `place_of[i]` is where its document i stands among them."""
+    """The different documents of a request; document i of the request is `different[position_of[i]]`."""
 
     different: list[Document]
-    place_of: list[int]
+    position_of: list[int]
 
     @property
     def truncated(self) -> int:
         """How many of the request's documents were cut."""
-        return sum(self.different[place].truncated for place in self.place_of)
+        return sum(self.different[position].truncated for position in self.position_of)
 
 
 class DocumentReader:
-    """Finds kept embeddings and builds sequences for the rest. `cache` is None where none is in use."""
+    """Finds cached embeddings and builds windows for the rest. `cache` is None where none is in use."""
 
     def __init__(self, builder: TextBuilder, long_inputs: LongInputs, cache: EmbeddingCache | None) -> None:
         self._builder = builder
@@ -44,32 +45,32 @@ class DocumentReader:
         self._cache = cache
 
     def read(self, request: ScoreRequest) -> Documents:
-        """Raises InvalidRequestError for a document that is too long, by its place in the request."""
-        places: dict[tuple[int, str], int] = {}
+        """Raises InvalidRequestError for a document that is too long, by its index in the request."""
+        positions: dict[tuple[int, str], int] = {}
         firsts: list[int] = []
-        place_of = []
+        position_of = []
         for i, text in enumerate(request.documents):
             pair = (request.query_of(i), text)
-            if pair not in places:
-                places[pair] = len(firsts)
+            if pair not in positions:
+                positions[pair] = len(firsts)
                 firsts.append(i)
-            place_of.append(places[pair])
+            position_of.append(positions[pair])
         texts = [request.documents[i] for i in firsts]
         keys = [self._keys_of(text) for text in texts]
-        kept = self._find(keys, request.cache)
-        missing = [i for i, entry in enumerate(kept) if entry is None]
+        cached = self._find(keys, request.cache)
+        missing = [i for i, entry in enumerate(cached) if entry is None]
         encoded = dict(zip(missing, self._builder.encode(tuple(texts[i] for i in missing)), strict=True))
         documents = []
         for i, first in enumerate(firsts):
-            query, entry = request.query_of(first), kept[i]
+            query, entry = request.query_of(first), cached[i]
             if entry is not None:
                 documents.append(Document(query, entry, [], None, entry.truncated))
                 continue
             windows = self._builder.windows(encoded[i], first)
             truncated = any(parts.truncated for parts in windows)
-            as_it_is = not truncated and len(windows) == 1 and self._is_plain(len(windows[0].token_ids))
+            as_it_is = not truncated and len(windows) == 1 and self._is_plain(len(windows[0].tokens))
             documents.append(Document(query, None, windows, _chosen(keys[i], as_it_is), truncated))
-        return Documents(documents, place_of)
+        return Documents(documents, position_of)
 
     def _keys_of(self, text: str) -> "_Keys | None":
         cache = self._cache
@@ -110,8 +111,8 @@ class DocumentReader:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """A document that fits, or of which as much is read as the checkpoint says, is kept `as_it_is`, whatever
-    is asked for those that do not; others `as_asked`."""
+    """A document that fits, or that is read to the checkpoint's own length, is cached `as_it_is`, whatever
+    the request says of those that do not fit; others are cached `as_asked`."""
 
     as_it_is: bytes
     as_asked: bytes

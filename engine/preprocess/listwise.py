@@ -16,9 +16,9 @@ from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs
 from maxsimd.engine.preprocess.prepared import Combine, Prepared
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import ScoreRequest, Value
-from maxsimd.scheduler import Role
+from maxsimd.scheduler import ResultSlot, Tokens
 from maxsimd.scheduler import Sequence as TokenSequence
-from maxsimd.scheduler.sequence import TokenIds
+from maxsimd.scheduler.payload import TokenIds
 
 _SYSTEM = (
     "<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the passages based "
@@ -59,10 +59,8 @@ def listwise(
     markers = [tokenizer.token_id(rules.document_marker), tokenizer.token_id(rules.query_marker)]
     sequences = []
     for i, ids in enumerate(passes):
-        kept = np.flatnonzero(np.isin(ids, markers))
-        sequences.append(
-            TokenSequence(next(keys), owner, i, Role.TEXT, "rank", ids, np.zeros_like(ids), kept=kept)
-        )
+        tokens = Tokens(ids, np.zeros_like(ids), pooled_positions=np.flatnonzero(np.isin(ids, markers)))
+        sequences.append(TokenSequence.text(next(keys), ResultSlot(owner, i), "rank", tokens))
     return Prepared(sequences, len(sequences), truncated, _merge(passes_of_lists))
 
 

@@ -12,8 +12,8 @@ from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs, too_long
 from maxsimd.engine.preprocess.prepared import Prepared, best_of
 from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
 from maxsimd.engine.requests import ScoreRequest
-from maxsimd.scheduler import Role, Sequence
-from maxsimd.scheduler.sequence import TokenIds
+from maxsimd.scheduler import ResultSlot, Sequence, Tokens
+from maxsimd.scheduler.payload import TokenIds
 
 # Fewer tokens are run again rather than shared.
 SHORTEST_PREFIX = 8
@@ -70,24 +70,12 @@ def _sequences(read: list[_Read], owner: int, keys: Iterator[int], share_prefixe
     prefix_of: dict[int, Sequence] = {}
     for members in users.values():
         ids, types = (part[: shared[members[0]]] for part in windows[members[0]])
-        prefix = Sequence(next(keys), owner, -1, Role.PREFIX, "", ids, types, uses=len(members))
+        prefix = Sequence.prefix(next(keys), owner, Tokens(ids, types), num_consumers=len(members))
         sequences.append(prefix)
         prefix_of |= dict.fromkeys(members, prefix)
     for i, (ids, types) in enumerate(windows):
-        split = prefix_of.get(i)
-        sequences.append(
-            Sequence(
-                next(keys),
-                owner,
-                i,
-                Role.PAIR,
-                "classify",
-                ids,
-                types,
-                prefix=None if split is None else split.key,
-                shared=0 if split is None else len(split),
-            )
-        )
+        slot = ResultSlot(owner, i)
+        sequences.append(Sequence.pair(next(keys), slot, Tokens(ids, types), prefix_of.get(i)))
     return sequences
 
 

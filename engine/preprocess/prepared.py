@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.engine.requests import Usage, Value
-from maxsimd.engine.scoring.documents import KeptDocument
-from maxsimd.scheduler import Role
+from maxsimd.scheduler import CachedBatch
 from maxsimd.scheduler import Sequence as TokenSequence
 
 # From the values of a request's sequences, by index, to one score a document, float32.
@@ -21,24 +20,26 @@ def one_each(values: list[Value]) -> NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
 
 
-def best_of(windows: Sequence[int], place_of: Sequence[int] | None = None) -> Combine:
-    """The best of each document's windows; `windows` says how many each document has, and `place_of` for each
-    of the request's documents which of these it is."""
+def best_of(windows: Sequence[int], position_of: Sequence[int] | None = None) -> Combine:
+    """The best of each document's windows; `windows` says how many each of the different documents has, and
+    `position_of` for each document of the request which of these it is (None where all differ)."""
     starts = np.concatenate([[0], np.cumsum(windows)[:-1]]).astype(np.int64)
-    places = None if place_of is None or len(set(place_of)) == len(place_of) else np.array(place_of)
+    inverse = None
+    if position_of is not None and len(set(position_of)) < len(position_of):
+        inverse = np.array(position_of)
 
     def combine(values: list[Value]) -> NDArray[np.float32]:
         scores = one_each(values)
         if len(starts) < len(scores):
             scores = np.maximum.reduceat(scores, starts)
-        return scores if places is None else scores[places]
+        return scores if inverse is None else scores[inverse]
 
     return combine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """The sequences of a request, queries first, and the documents that need not be run.
+    """The sequences of a request, queries first, and the documents whose embeddings are cached.
 
     These end in `results` values, out of which `combine` makes the scores of a score request. `truncated`
     counts the inputs that were cut."""
@@ -47,16 +48,22 @@ class Prepared:
     results: int
     truncated: int
     combine: Combine = one_each
-    kept: list[KeptDocument] = field(default_factory=list)
+    cached: list[CachedBatch] = field(default_factory=list)
 
     @property
-    def tokens(self) -> int:
+    def num_new_tokens(self) -> int:
         """Tokens to be run."""
-        return sum(sequence.to_run for sequence in self.sequences)
+        return sum(sequence.num_new_tokens for sequence in self.sequences)
+
+    @property
+    def work(self) -> int:
+        """Tokens to be run, and cached documents at their price in tokens."""
+        return self.num_new_tokens + sum(batch.price for batch in self.cached)
 
 
 def usage_of(prepared: Prepared) -> Usage:
     """What a request used, in tokens."""
-    whole = sum(len(sequence) for sequence in prepared.sequences if sequence.role is not Role.PREFIX)
-    whole += sum(document.embedding.tokens for document in prepared.kept)
-    return Usage(whole, whole - prepared.tokens, len(prepared.kept))
+    whole = sum(len(sequence) for sequence in prepared.sequences if not sequence.is_prefix)
+    documents = [document for batch in prepared.cached for document in batch.documents]
+    whole += sum(document.embedding.tokens for document in documents)
+    return Usage(whole, whole - prepared.num_new_tokens, len(documents))

@@ -16,7 +16,7 @@ from maxsimd.engine.preprocess.texts import TextBuilder
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.two_stage import two_stages
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
-from maxsimd.scheduler import Role, Sequence
+from maxsimd.scheduler import ResultSlot, Role, Sequence
 
 _ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
 
@@ -85,17 +85,7 @@ class Preprocessor:
             parts = builder.build(next(texts), i) if isinstance(text, str) else builder.given(text, i)
             truncated += parts.truncated
             sequences.append(
-                Sequence(
-                    next(keys),
-                    owner,
-                    i,
-                    role,
-                    request.task,
-                    parts.token_ids,
-                    parts.type_ids,
-                    parts.attended,
-                    parts.kept,
-                )
+                Sequence.text(next(keys), ResultSlot(owner, i), request.task, parts.tokens, role)
             )
         return Prepared(sequences, len(sequences), truncated)
 

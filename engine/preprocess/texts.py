@@ -4,24 +4,20 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs, no_room
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
-from maxsimd.scheduler.sequence import TokenIds
+from maxsimd.scheduler import Tokens
+from maxsimd.scheduler.payload import TokenIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
-    """What a sequence is made of: ids, types, how many tokens may be attended to, and the pooled rows; and
-    whether its text was `truncated`."""
+class BuiltText:
+    """The tokens of a text's sequence, and whether the text was `truncated`."""
 
-    token_ids: TokenIds
-    type_ids: TokenIds
-    attended: int
-    kept: NDArray[np.int64] | None
+    tokens: Tokens
     truncated: bool
 
 
@@ -62,14 +58,14 @@ class TextBuilder:
         prompt = self._rules.prompt
         return self._tokenizer.encode([prompt + text for text in texts] if prompt else texts, self._param)
 
-    def build(self, text: TokenIds, index: int) -> Parts:
+    def build(self, text: TokenIds, index: int) -> BuiltText:
         """One text's sequence, cut if it must be and may be."""
         around = self._template.special_tokens
         own = None if self.own_length is None else max(0, self.own_length - around)
         fitted = self._long.fit(text, self._room, around, self._param, index, own, self._most)
         return self._filled(fitted, index)
 
-    def windows(self, text: TokenIds, index: int) -> list[Parts]:
+    def windows(self, text: TokenIds, index: int) -> list[BuiltText]:
         """One document's sequences: one, or its windows, each behind the role's prompt."""
         if not self._long.uses_windows:
             return [self.build(text, index)]
@@ -86,7 +82,7 @@ class TextBuilder:
             for window in windows
         ]
 
-    def given(self, tokens: tuple[int, ...], index: int) -> Parts:
+    def given(self, tokens: tuple[int, ...], index: int) -> BuiltText:
         """The sequence of token ids that the caller made, special tokens included."""
         ids = np.array(tokens, dtype=np.int64)
         size = self._tokenizer.vocabulary_size
@@ -109,14 +105,14 @@ class TextBuilder:
         prompt = self._rules.prompt
         return len(self._tokenizer.encode([prompt], self._param)[0]) if prompt else 0
 
-    def _filled(self, fitted: Fitted[np.int32], index: int) -> Parts:
+    def _filled(self, fitted: Fitted[np.int32], index: int) -> BuiltText:
         ids, types = self._template.fill(fitted.tokens)
         if len(ids) == 0:
             raise InvalidRequestError(f"{self._param}[{index}] has no tokens; leave it out", self._param)
         prompt_rows = len(self._template.ids[0]) + self._prompt_tokens
         return self._completed(ids, types, fitted.truncated, prompt_rows)
 
-    def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_rows: int) -> Parts:
+    def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_rows: int) -> BuiltText:
         """Adds what the checkpoint's rules for the role ask for: expansion, and tokens left out."""
         attended = len(ids)
         expansion = self._rules.expansion
@@ -130,5 +126,5 @@ class TextBuilder:
             skipped[:prompt_rows] = True
         if self._rules.skipped_ids is not None:
             skipped |= np.isin(ids, self._rules.skipped_ids)
-        kept = np.flatnonzero(~skipped) if skipped.any() else None
-        return Parts(ids, types, attended, kept, truncated)
+        pooled = np.flatnonzero(~skipped) if skipped.any() else None
+        return BuiltText(Tokens(ids, types, attended, pooled), truncated)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.scheduler.sequence import TokenIds
+from maxsimd.scheduler.payload import TokenIds
 
 Side = Literal["left", "right"]
 IdType = TypeVar("IdType", np.int32, np.int64)

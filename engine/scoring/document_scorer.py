@@ -1,58 +1,65 @@
-"""Scoring documents against queries on the device: those just pooled, those read through windows once they
-are complete, and those whose embeddings were kept."""
+"""Scores documents against queries on the device: documents just pooled, documents read through windows once
+they are complete, and documents whose embeddings are cached."""
 
-from collections.abc import Iterator
+from collections import Counter
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 
 from maxsimd.engine.cache import About, Arriving, CachedEmbedding, EmbeddingCache
-from maxsimd.engine.scoring.documents import Failure, KeptDocument, KnownSequence
+from maxsimd.engine.scoring.documents import CacheHit, Duplicate, SkippedSequence
 from maxsimd.engine.scoring.maxsim import MaxSim
-from maxsimd.engine.scoring.query_store import QueryRegistry
+from maxsimd.engine.scoring.outcome import Output, Releases, RequestFailure
+from maxsimd.engine.scoring.query_store import QueryStore
 from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, score_pairs
-from maxsimd.engine.scoring.window_store import WindowRegistry
+from maxsimd.engine.scoring.window_store import WindowStore
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.transfer import to_device
-from maxsimd.scheduler import Sequence
-
-# Kept embeddings are scored in parts of as many rows.
-ROWS_TOGETHER = 16_384
+from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence
 
 
-class Place(Protocol):
-    """What a value is for: `index` among the values of `request`."""
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The query that a document is scored against, where its score goes, and as how many consumers of the
+    query it counts."""
+
+    query_id: int
+    slot: ResultSlot
+    consumers: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class ScoredDocuments:
+    """What one call of `DocumentScorer.score` makes; complete when it returns."""
+
+    outputs: list[Output] = field(default_factory=list)
+    failures: list[RequestFailure] = field(default_factory=list)
+    new_embeddings: list[Arriving] = field(default_factory=list)
+    consumers: Counter[int] = field(default_factory=Counter)
+    complete: set[int] = field(default_factory=set)
 
     @property
-    def request(self) -> int: ...
-    @property
-    def index(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scored:
-    """Scores [n] on the device, each for a place."""
-
-    places: list[Place]
-    scores: torch.Tensor
+    def releases(self) -> Releases:
+        return Releases(dict(self.consumers), frozenset(self.complete))
 
 
 class DocumentScorer:
-    """Owns the queries whose documents are still to come, unfinished documents, and kept documents whose
-    queries are still to come. Documents are compared on `device` in the precision `dtype`, or as int8 where
-    they are kept so and `maxsim` takes that. Used by the scoring actor alone."""
+    """Owns the queries whose documents are still to come, and documents of which windows are missing.
+
+    Documents are compared on `device` in the precision `dtype`, or as int8 where they are cached so and
+    `takes_int8` says that `maxsim` reads it. Used by the scoring actor alone."""
 
     def __init__(
         self,
         similarity: str,
         maxsim: MaxSim,
-        takes_int8: bool,
         device: torch.device,
         dtype: torch.dtype,
-        cache: EmbeddingCache | None,
+        *,
+        takes_int8: bool = False,
+        cache: EmbeddingCache | None = None,
     ) -> None:
         self._similarity = similarity
         self._maxsim = maxsim
@@ -60,89 +67,117 @@ class DocumentScorer:
         self.device = device
         self._dtype = dtype
         self._cache = cache
-        self._queries = QueryRegistry()
-        self._windows = WindowRegistry()
-        self._attached: dict[int, list[KeptDocument]] = {}
-        # What the last call of `score` is done with, should its step not be tried again.
-        self._used: list[tuple[int, int]] = []
-        self._complete_documents: list[int] = []
-        self._scored_attached: list[int] = []
-        self._arriving: list[Arriving] = []
-
-    def attach(self, documents: list[KeptDocument]) -> None:
-        """Takes kept documents, to be scored when their queries are there."""
-        for document in documents:
-            self._attached.setdefault(document.query, []).append(document)
-
-    def drop_request(self, request: int) -> None:
-        """Lets go of all that belongs to a request that has ended."""
-        self._queries.drop_request(request)
-        self._windows.drop_request(request)
-        ended = [query for query, kept in self._attached.items() if kept[0].request == request]
-        for query in ended:
-            del self._attached[query]
+        self.queries = QueryStore()
+        self.windows = WindowStore()
 
     def score(
-        self, pooled: list[Pooled], known: list[KnownSequence], failures: list[Failure]
-    ) -> list[Scored]:
-        """Scores of all documents that a step completes: one batch a task, whatever requests they are of.
+        self, pooled: ListOf[Pooled], skipped: ListOf[SkippedSequence], cached: ListOf[CachedBatch]
+    ) -> ScoredDocuments:
+        """Scores all documents that a step completes: one batch a task, whatever requests they belong to.
 
-        Calling it twice for the same step has the effect of calling it once; `settle` comes after."""
-        self._used, self._complete_documents, self._scored_attached, self._arriving = [], [], [], []
-        scored: list[Scored] = []
-        fresh: dict[bytes, torch.Tensor] = {}
+        Stores the step's queries and windows by their ids, so that calling it again for the same step does no
+        harm; releases nothing, which `commit` does once the scores are delivered."""
+        made = ScoredDocuments()
+        new_rows: dict[bytes, torch.Tensor] = {}
         for task in pooled:
-            for sequence, item in task:
-                if sequence.uses:
-                    self._queries.put(sequence, item)
-                    scored += self._score_attached(sequence.key, failures)
-            documents, items = self._complete(task)
-            if documents:
-                for part, kept in self._keep(documents, items, fresh):
-                    scored += self._against_queries(part, kept, failures)
-                self._complete_documents += [
-                    document.document for document in documents if document.document is not None
-                ]
-        equal = [one.sequence for one in known if one.embedding is None]
-        if equal:
-            rows = Ragged.from_items([fresh[_key(sequence)] for sequence in equal])
-            scored += self._against_queries(equal, rows, failures)
-        entries = [(one.sequence, one.embedding) for one in known if one.embedding is not None]
-        if entries:
-            sequences, kept_rows = [sequence for sequence, _ in entries], [entry for _, entry in entries]
-            scored += self._against_queries(sequences, self._side_by_side(kept_rows), failures)
-        return scored
+            self._store_queries(task)
+            documents, items = self._complete_documents(task, made)
+            for part, rows in self._quantise_and_stage_for_cache(documents, items, new_rows, made):
+                self._against_queries([_target(document) for document in part], rows, made)
+        self._score_skipped(skipped, new_rows, made)
+        for batch in cached:
+            targets = [_Target(batch.waits_for, document.slot) for document in batch.documents]
+            rows = self._end_to_end([document.embedding for document in batch.documents])
+            self._against_queries(targets, rows, made)
+        return made
 
-    def settle(self) -> list[Arriving]:
-        """Lets go of what the last call of `score` is done with, because its results are on their way.
-        Returns its new embeddings, which are to be kept when they have arrived."""
-        for query, uses in self._used:
-            self._queries.release(query, uses)
-        for document in self._complete_documents:
-            self._windows.release(document)
-        for query in self._scored_attached:
-            self._attached.pop(query, None)
-        return self._arriving
+    def commit(self, releases: Releases) -> None:
+        """Releases the queries and the complete documents that a delivered step has used up."""
+        for query_id, consumers in releases.queries.items():
+            self.queries.release(query_id, consumers)
+        for document_id in releases.documents:
+            self.windows.release(document_id)
 
-    def keep(self, arrived: list[Arriving]) -> None:
-        """Puts new embeddings that have arrived on the host into the cache."""
-        for new in arrived:
-            assert self._cache is not None
-            self._cache.put(new.entries())
+    def drop_request(self, request_id: int) -> None:
+        """Forgets all that belongs to a request that has ended."""
+        self.queries.drop_request(request_id)
+        self.windows.drop_request(request_id)
 
-    def _score_attached(self, query: int, failures: list[Failure]) -> list[Scored]:
-        documents = self._attached.get(query)
-        if documents is None:
+    def _store_queries(self, pooled: Pooled) -> None:
+        for sequence, item in pooled:
+            if sequence.num_consumers:
+                self.queries.put(sequence, item)
+
+    def _complete_documents(self, pooled: Pooled, made: ScoredDocuments) -> tuple[list[Sequence], Ragged]:
+        """The documents that are complete with this step, and their embeddings. A document that is read
+        through windows is complete when its last window is there."""
+        payloads = [sequence.payload.document for sequence in pooled.sequences]
+        if all(document is not None and document.window is None for document in payloads):
+            return list(pooled.sequences), pooled.items
+        documents, items = [], []
+        for (sequence, item), document in zip(pooled, payloads, strict=True):
+            if document is None:
+                continue
+            whole: torch.Tensor | None = item
+            if document.window is not None:
+                whole = self.windows.put(sequence, document.window, item)
+            if whole is not None:
+                documents.append(sequence)
+                items.append(whole)
+                if document.window is not None:
+                    made.complete.add(document.window.document_id)
+        return documents, Ragged.from_items(items) if items else pooled.items
+
+    def _quantise_and_stage_for_cache(
+        self,
+        documents: list[Sequence],
+        items: Ragged,
+        new_rows: dict[bytes, torch.Tensor],
+        made: ScoredDocuments,
+    ) -> list[tuple[list[Sequence], Ragged]]:
+        """Starts copying new embeddings to the host for the cache.
+
+        Returns the rows to score with: cacheable documents in the cache's precision (so that a hit and a miss
+        score identically), others unchanged."""
+        if not documents:
             return []
-        self._scored_attached.append(query)
-        scored = []
-        for part in _in_parts(documents):
-            entries = [document.embedding for document in part]
-            scored += self._against_queries(part, self._side_by_side(entries), failures)
-        return scored
+        cacheable = [i for i, document in enumerate(documents) if _cache_key(document) is not None]
+        if self._cache is None or not cacheable:
+            return [(documents, items)]
+        parts = []
+        if len(cacheable) < len(documents):
+            others = [i for i, document in enumerate(documents) if _cache_key(document) is None]
+            parts.append(([documents[i] for i in others], Ragged.from_items([items[i] for i in others])))
+            items = Ragged.from_items([items[i] for i in cacheable])
+            documents = [documents[i] for i in cacheable]
+        rounded = self._cache.rounded(items)
+        made.new_embeddings.append(Arriving([self._about(document) for document in documents], rounded))
+        decoded = rounded.decoded(self._dtype)
+        for document, rows in zip(documents, decoded, strict=True):
+            new_rows[_required_key(document)] = rows
+        return [*parts, (documents, rounded if self._takes_int8 else decoded)]
 
-    def _side_by_side(self, entries: list[CachedEmbedding]) -> Ragged:
-        """Kept embeddings end to end on the device. They travel as they are kept."""
+    def _about(self, sequence: Sequence) -> About:
+        document = _document(sequence)
+        tokens = len(sequence)
+        if document.window is not None:
+            tokens = self.windows.tokens(document.window.document_id)
+        return About(_required_key(sequence), tokens, document.truncated)
+
+    def _score_skipped(
+        self, skipped: ListOf[SkippedSequence], new_rows: dict[bytes, torch.Tensor], made: ScoredDocuments
+    ) -> None:
+        duplicates = [one.sequence for one in skipped if isinstance(one, Duplicate)]
+        if duplicates:
+            rows = Ragged.from_items([new_rows[_required_key(sequence)] for sequence in duplicates])
+            self._against_queries([_target(sequence) for sequence in duplicates], rows, made)
+        hits = [one for one in skipped if isinstance(one, CacheHit)]
+        if hits:
+            rows = self._end_to_end([hit.embedding for hit in hits])
+            self._against_queries([_target(hit.sequence) for hit in hits], rows, made)
+
+    def _end_to_end(self, entries: ListOf[CachedEmbedding]) -> Ragged:
+        """Cached embeddings end to end on the device. They travel in the cache's precision."""
         rows = Ragged.from_items([entry.rows for entry in entries])
         scales = [entry.scales for entry in entries if entry.scales is not None]
         return Ragged(
@@ -151,91 +186,50 @@ class DocumentScorer:
             to_device(torch.cat(scales), self.device) if scales else None,
         )
 
-    def _complete(self, pooled: Pooled) -> tuple[list[Sequence], Ragged]:
-        """The documents that are complete with this step, and their embeddings; one that is read through
-        windows is when its last one is there."""
-        if all(sequence.query is not None and sequence.document is None for sequence in pooled.sequences):
-            return list(pooled.sequences), pooled.items
-        documents, items = [], []
-        for sequence, item in pooled:
-            if sequence.query is None:
-                continue
-            whole = item if sequence.document is None else self._windows.put(sequence, item)
-            if whole is not None:
-                documents.append(sequence)
-                items.append(whole)
-        return documents, Ragged.from_items(items) if items else pooled.items
-
-    def _keep(
-        self, documents: list[Sequence], items: Ragged, fresh: dict[bytes, torch.Tensor]
-    ) -> list[tuple[list[Sequence], Ragged]]:
-        """Lets the embeddings of documents that are to be kept begin their way, and gives back what documents
-        score with: those, as they are kept, so that a document scores alike whether it was there or not; and
-        the others as they are."""
-        kept = [i for i, document in enumerate(documents) if document.cache_key is not None]
-        if self._cache is None or not kept:
-            return [(documents, items)]
-        parts = []
-        if len(kept) < len(documents):
-            others = [i for i, document in enumerate(documents) if document.cache_key is None]
-            parts.append(([documents[i] for i in others], Ragged.from_items([items[i] for i in others])))
-            items = Ragged.from_items([items[i] for i in kept])
-            documents = [documents[i] for i in kept]
-        rounded = self._cache.rounded(items)
-        self._arriving.append(Arriving([self._about(document) for document in documents], rounded))
-        decoded = rounded.decoded(self._dtype)
-        fresh.update((_key(document), rows) for document, rows in zip(documents, decoded, strict=True))
-        return [*parts, (documents, rounded if self._takes_int8 else decoded)]
-
-    def _about(self, document: Sequence) -> About:
-        tokens = len(document) if document.document is None else self._windows.tokens(document.document)
-        return About(_key(document), tokens, document.truncated)
-
-    def _against_queries(
-        self, documents: ListOf[Sequence | KeptDocument], items: Ragged, failures: list[Failure]
-    ) -> list[Scored]:
-        places: dict[int, int] = {}
+    def _against_queries(self, targets: list[_Target], items: Ragged, made: ScoredDocuments) -> None:
+        """Scores item i for target i; fails the requests whose queries are no longer stored."""
+        position: dict[int, int] = {}
         embeddings: list[torch.Tensor] = []
         pairs: list[tuple[int, int]] = []
-        scored: list[Place] = []
-        for i, document in enumerate(documents):
-            query = document.query
-            assert query is not None
-            if query not in places:
+        slots: list[ResultSlot] = []
+        for i, target in enumerate(targets):
+            query_id = target.query_id
+            if query_id not in position:
                 try:
-                    embeddings.append(self._queries.get(query))
+                    embeddings.append(self.queries.get(query_id))
                 except KeyError:
-                    failures.append(Failure(document.request, "the query's embedding is gone"))
+                    reason = "the query's embedding is no longer stored"
+                    made.failures.append(RequestFailure(target.slot.request_id, reason))
                     continue
-                places[query] = len(embeddings) - 1
-            pairs.append((places[query], i))
-            scored.append(document)
+                position[query_id] = len(embeddings) - 1
+            pairs.append((position[query_id], i))
+            slots.append(target.slot)
+            made.consumers[query_id] += target.consumers
         if not pairs:
-            return []
+            return
         if items.scales is None or not self._takes_int8:
             items = items.decoded(self._dtype)
         scores = score_pairs(self._similarity, Ragged.from_items(embeddings), items, pairs, self._maxsim)
-        for document in documents:
-            if document.query in places:
-                uses = document.windows if isinstance(document, Sequence) else 1
-                self._used.append((document.query, uses))
-        return [Scored(scored, scores)]
+        one_each = Ragged(scores[:, None], tuple(range(len(slots) + 1)))
+        made.outputs.append(Output(tuple(slots), one_each, scalar=True))
 
 
-def _in_parts(documents: list[KeptDocument]) -> Iterator[list[KeptDocument]]:
-    """Documents with at most so many rows together that putting them side by side takes no new memory."""
-    part: list[KeptDocument] = []
-    rows = 0
-    for document in documents:
-        length = len(document.embedding.rows)
-        if part and rows + length > ROWS_TOGETHER:
-            yield part
-            part, rows = [], 0
-        part.append(document)
-        rows += length
-    yield part
+def _target(sequence: Sequence) -> _Target:
+    document = _document(sequence)
+    assert sequence.payload.slot is not None
+    return _Target(document.query_id, sequence.payload.slot, document.num_windows)
 
 
-def _key(sequence: Sequence) -> bytes:
-    assert sequence.cache_key is not None
-    return sequence.cache_key
+def _document(sequence: Sequence) -> DocumentPayload:
+    assert sequence.payload.document is not None
+    return sequence.payload.document
+
+
+def _cache_key(sequence: Sequence) -> bytes | None:
+    return _document(sequence).cache_key
+
+
+def _required_key(sequence: Sequence) -> bytes:
+    key = _cache_key(sequence)
+    assert key is not None
+    return key

@@ -1,33 +1,34 @@
-"""What scoring is given beside new embeddings, documents that were not run; and what it could not score."""
+"""What scoring is given beside new embeddings: documents that need not be run."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from maxsimd.engine.cache.entry import CachedEmbedding
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import ResultSlot, Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptDocument:
-    """A document that need not be run: what is kept of it, to be scored against the query with the key
-    `query` and delivered as value `index` of its request."""
+class CachedDocument:
+    """A document whose embedding was cached when its request came; one of a `CachedBatch`, which names the
+    query."""
 
-    request: int
-    index: int
-    query: int
+    slot: ResultSlot
     embedding: CachedEmbedding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KnownSequence:
-    """A sequence of a step that was not run: its embedding is kept, or, if None, comes with an equal one."""
+class CacheHit:
+    """A sequence of a step that is not run, because its embedding has been cached since its request came."""
 
     sequence: Sequence
-    embedding: CachedEmbedding | None
+    embedding: CachedEmbedding
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A request that cannot be completed, and why."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Duplicate:
+    """A sequence of a step that is not run, because an equal document comes before it in the step."""
 
-    request: int
-    reason: str
+    sequence: Sequence
+
+
+SkippedSequence: TypeAlias = CacheHit | Duplicate

@@ -2,10 +2,10 @@
 
 import torch
 
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import Sequence, Window
 
 
-class WindowRegistry:
+class WindowStore:
     """Holds each window's token embeddings until its document is complete.
 
     Putting a window twice has the effect of putting it once, so that a step may be retried."""
@@ -18,29 +18,29 @@ class WindowRegistry:
     def __len__(self) -> int:
         return len(self._held)
 
-    def put(self, sequence: Sequence, embedding: torch.Tensor) -> torch.Tensor | None:
+    def put(self, sequence: Sequence, window: Window, embedding: torch.Tensor) -> torch.Tensor | None:
         """The embeddings of the whole document [tokens, dim] once its last window is there, else None."""
-        assert sequence.document is not None
-        windows = self._held.setdefault(sequence.document, {})
-        self._requests[sequence.document] = sequence.request
-        self._tokens.setdefault(sequence.document, {})[sequence.key] = len(sequence)
-        # A clone, so that one window does not keep the whole step's tensor alive.
-        windows[sequence.key] = embedding.clone()
-        if len(windows) < sequence.windows:
+        document = self._held.setdefault(window.document_id, {})
+        self._requests[window.document_id] = sequence.request_id
+        self._tokens.setdefault(window.document_id, {})[sequence.sequence_id] = len(sequence)
+        # A clone, so that one window does not hold the whole step's tensor alive.
+        document[sequence.sequence_id] = embedding.clone()
+        if len(document) < window.num_windows:
             return None
-        return torch.cat([windows[key] for key in sorted(windows)])
+        return torch.cat([document[sequence_id] for sequence_id in sorted(document)])
 
-    def tokens(self, document: int) -> int:
-        """How many tokens the windows of a document have that are here."""
-        return sum(self._tokens[document].values())
+    def tokens(self, document_id: int) -> int:
+        """How many tokens the windows of a document have that have arrived."""
+        return sum(self._tokens[document_id].values())
 
-    def release(self, document: int) -> None:
-        """Lets go of a document that has been scored."""
-        self._held.pop(document, None)
-        self._requests.pop(document, None)
-        self._tokens.pop(document, None)
+    def release(self, document_id: int) -> None:
+        """Forgets a document that has been scored."""
+        self._held.pop(document_id, None)
+        self._requests.pop(document_id, None)
+        self._tokens.pop(document_id, None)
 
-    def drop_request(self, request: int) -> None:
-        """Lets go of all windows of a request that has ended."""
-        for document in [key for key, owner in self._requests.items() if owner == request]:
-            self.release(document)
+    def drop_request(self, request_id: int) -> None:
+        """Forgets all windows of a request that has ended."""
+        owned = [document for document, owner in self._requests.items() if owner == request_id]
+        for document_id in owned:
+            self.release(document_id)

@@ -61,4 +61,4 @@ async def test_nothing_is_kept_after_the_sequences_are_done(qwen3_embedding: str
     async with Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=16)) as engine:
         await engine.embed(texts)
         # The last one's result is there just before its keys and values go.
-        await until(lambda: engine.on_device.prepared.runner.held == 0)
+        await until(lambda: engine.stats().device.prefill_kv == 0)

@@ -43,7 +43,7 @@ async def _run(
     async with Engine(config) as engine:
         result = await engine.score(QUERY, documents, truncation=CUT_LONG, use_activation=False)
         # The last pair's results are there just before its prefix goes.
-        await until(lambda: engine.on_device.prepared.runner.held == 0)
+        await until(lambda: engine.stats().device.prefill_kv == 0)
         return np.array(result.scores), result.usage.cached_tokens
 
 
@@ -94,7 +94,7 @@ async def test_a_request_that_is_cancelled_leaves_no_prefix_behind(
             await asyncio.gather(task, return_exceptions=True)
         await engine.score("a", ["b", "c"])
         # The last pair's results are there just before its prefix goes.
-        await until(lambda: engine.on_device.prepared.runner.held == 0)
+        await until(lambda: engine.stats().device.prefill_kv == 0)
 
 
 async def test_windows_share_their_prefix_too(checkpoint: str, documents: list[str]) -> None:
@@ -154,7 +154,7 @@ async def test_a_lone_pair_scores_as_in_a_crowd_and_has_nothing_cached(
             assert alone.usage.cached_tokens == 0, "its prefix was run for it"
             tokens += alone.usage.prompt_tokens
         assert crowd.usage.prompt_tokens == tokens
-        await until(lambda: engine.on_device.prepared.runner.held == 0)
+        await until(lambda: engine.stats().device.prefill_kv == 0)
 
 
 async def test_equal_queries_of_pairs_share_their_prefix(checkpoint: str, documents: list[str]) -> None:

@@ -30,7 +30,7 @@ from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled, tiled
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.scheduler import Chunk, Role, Sequence, Step
+from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
 from tests.checkpoints import cross_encoders
 from tests.unit.interpreted import run_interpreted
 from tests.unit.test_packed import RAGGED, plain_varlen
@@ -61,7 +61,7 @@ def steps_of(lengths: list[list[int]], vocabulary: int) -> list[Step]:
         chunks = []
         for key, length in enumerate(of_step):
             ids = random.integers(0, vocabulary, length).astype(np.int32)
-            chunks.append(Chunk(Sequence(key, 0, key, Role.TEXT, "all", ids), 0, length))
+            chunks.append(Chunk(Sequence.text(key, ResultSlot(0, key), "all", Tokens(ids)), 0, length))
         steps.append(Step(number, tuple(chunks)))
     return steps
 
@@ -208,7 +208,7 @@ def test_a_maxsim_that_is_wrong_or_fails_is_replaced(caplog: pytest.LogCaptureFi
 def test_a_model_is_warmed_up_by_what_it_will_run(model: LoadedModel) -> None:
     pooler = DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()})
     warmup.warm_up(model, PackedRunner(model, CPU, GROUPED), pooler)
-    assert pooler.held == 0
+    assert pooler.num_states == 0
 
 
 def test_maxima_on_a_device_equal_those_on_the_cpu() -> None:

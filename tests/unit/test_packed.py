@@ -35,7 +35,7 @@ from maxsimd.engine.execution.padded_runner import PADDING, SMALL_BATCH, by_leng
 from maxsimd.engine.execution.prefill_kv import Carry
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
 from maxsimd.engine.execution.selfcheck.samples import make_samples
-from maxsimd.scheduler import Chunk, Role, Sequence, Step
+from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
 
 RAGGED = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
 
@@ -45,7 +45,9 @@ def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
     for key, length in enumerate(lengths):
         ids = np.arange(1, length + 1, dtype=np.int32) + 100 * key
         seen = attended[key] if attended else length
-        chunks.append(Chunk(Sequence(key, 0, key, Role.TEXT, "all", ids, attended=seen), 0, length))
+        chunks.append(
+            Chunk(Sequence.text(key, ResultSlot(0, key), "all", Tokens(ids, attended_len=seen)), 0, length)
+        )
     return Step(0, tuple(chunks))
 
 
@@ -74,7 +76,7 @@ def test_the_cursor_finds_every_token_where_the_layout_put_it(
     batch = lay_out(make_step(lengths), {}, causal=False, arrangement=arrangement, position_offset=offset)
     for chunk, start in zip(batch.cursor.chunks, batch.cursor.starts, strict=True):
         rows = slice(start, start + len(chunk))
-        assert batch.input_ids[rows].tolist() == chunk.sequence.token_ids.tolist()
+        assert batch.input_ids[rows].tolist() == chunk.sequence.tokens.ids.tolist()
         assert batch.position_ids[rows].tolist() == list(range(offset, offset + len(chunk)))
     if not grouped:
         assert len(batch.input_ids) == sum(lengths)

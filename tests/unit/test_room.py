@@ -9,7 +9,7 @@ import pytest
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError, RequestFailedError, Truncation
 from maxsimd.engine.preprocess import Prepared
-from maxsimd.scheduler import Role, Sequence
+from maxsimd.scheduler import ResultSlot, Sequence, Tokens
 from tests.checkpoints import bi_encoders, language_models
 
 
@@ -85,7 +85,7 @@ async def test_a_sequence_that_no_step_can_hold_fails_its_request_alone() -> Non
 
     def too_long(owner: int) -> Prepared:
         ids = np.full(100, 5, dtype=np.int32)
-        return Prepared([Sequence(next(keys), owner, 0, Role.TEXT, "embed", ids)], 1, 0)
+        return Prepared([Sequence.text(next(keys), ResultSlot(owner, 0), "embed", Tokens(ids))], 1, 0)
 
     keys = count(1_000_000)
     async with Engine(EngineConfig(max_batch_tokens=64)) as engine:

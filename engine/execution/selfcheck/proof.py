@@ -15,7 +15,7 @@ from maxsimd.engine.execution.selfcheck.threads import one_thread
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
-from maxsimd.scheduler import Chunk, Role, Step
+from maxsimd.scheduler import Chunk, Step, Tokens
 from maxsimd.scheduler import Sequence as TokenSequence
 
 # How far float32 rounding moves hidden states, as a share of the largest. Some heads leave little of large
@@ -34,9 +34,9 @@ def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sampl
     hidden, cursor = runner.forward(step_of(sample.sequence for sample in samples))
     items, moved = (_items(pooler, rows, cursor) for rows in (hidden, _rounded_otherwise(hidden)))
     comparisons = []
-    for task in dict.fromkeys(sample.sequence.task for sample in samples):
-        of_task = [sample for sample in samples if sample.sequence.task == task]
-        keys = [sample.sequence.key for sample in of_task]
+    for task in dict.fromkeys(sample.sequence.payload.task for sample in samples):
+        of_task = [sample for sample in samples if sample.sequence.payload.task == task]
+        keys = [sample.sequence.sequence_id for sample in of_task]
         rounding = largest(moved[key] - items[key] for key in keys)
         comparisons.append(
             comparison([items[key] for key in keys], [sample.expected for sample in of_task], rounding)
@@ -50,24 +50,24 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample
     itself."""
     sequence = sample.sequence
     middle = len(sequence) // 2
-    types = None if sequence.type_ids is None else sequence.type_ids[:middle]
-    prefix = TokenSequence(-1, 0, 0, Role.PREFIX, "", sequence.token_ids[:middle], types, uses=1)
-    after = replace(sequence, prefix=prefix.key, shared=middle)
+    types = None if sequence.tokens.type_ids is None else sequence.tokens.type_ids[:middle]
+    prefix = TokenSequence.prefix(-1, 0, Tokens(sequence.tokens.ids[:middle], types), num_consumers=1)
+    after = replace(sequence, waits_for=prefix.sequence_id, shared_prefix_len=middle)
     runs = [
         [Step(0, (Chunk(sequence, 0, middle),)), Step(1, (Chunk(sequence, middle, len(sequence)),))],
     ]
-    if sequence.task == "classify":
+    if sequence.payload.task == "classify":
         runs.append([Step(2, (Chunk(prefix, 0, middle), Chunk(after, middle, len(after))))])
     found = []
     for steps in runs:
         items: dict[int, torch.Tensor] = {}
         for step in steps:
             items |= _items(pooler, *runner.forward(step))
-        found.append(items[sequence.key])
-        for key in (sequence.key, prefix.key):
+        found.append(items[sequence.sequence_id])
+        for key in (sequence.sequence_id, prefix.sequence_id):
             runner.free(key)
             pooler.free(key)
-    whole = _items(pooler, *runner.forward(step_of([sequence])))[sequence.key]
+    whole = _items(pooler, *runner.forward(step_of([sequence])))[sequence.sequence_id]
     rounding = float((whole - sample.expected).abs().max())
     return comparison(found, [sample.expected] * len(found), rounding)
 
@@ -79,10 +79,12 @@ def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[
     together = _items(pooler, *runner.forward(step_of(sequences)))
     with one_thread():
         alone = [
-            _items(pooler, *runner.forward(step_of([sequence])))[sequence.key].float()
+            _items(pooler, *runner.forward(step_of([sequence])))[sequence.sequence_id].float()
             for sequence in sequences
         ]
-    return comparison([together[sequence.key].float() for sequence in sequences], alone, 0.0, share=0.0)
+    return comparison(
+        [together[sequence.sequence_id].float() for sequence in sequences], alone, 0.0, share=0.0
+    )
 
 
 def step_of(sequences: Iterable[TokenSequence]) -> Step:
@@ -100,4 +102,4 @@ def _rounded_otherwise(hidden: torch.Tensor) -> torch.Tensor:
 @torch.inference_mode()
 def _items(pooler: DispatchPooler, hidden: torch.Tensor, cursor: PoolingCursor) -> dict[int, torch.Tensor]:
     """The items [n, dim] of the sequences that are finished, by their keys."""
-    return {sequence.key: item for pooled in pooler.pool(hidden, cursor) for sequence, item in pooled}
+    return {sequence.sequence_id: item for pooled in pooler.pool(hidden, cursor) for sequence, item in pooled}

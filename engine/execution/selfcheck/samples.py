@@ -14,7 +14,7 @@ from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.selfcheck.comparison import comparison
 from maxsimd.engine.execution.selfcheck.rules import LONGEST_WINDOW, window_of
-from maxsimd.scheduler import Role, Sequence
+from maxsimd.scheduler import ResultSlot, Sequence, Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +44,9 @@ def make_samples(model: LoadedModel) -> tuple[Sample, ...]:
                 failure = f"{type(error).__name__}: {error}"
                 continue
             if bool(expected.isfinite().all()):
-                key = len(samples)
-                samples.append(Sample(replace(sequence, key=key, index=key), expected))
+                number = len(samples)
+                numbered = Sequence.text(number, ResultSlot(0, number), name, sequence.tokens)
+                samples.append(Sample(numbered, expected))
         if len(samples) == before:
             raise ModelLoadError(f"{model.name!r} cannot be run on any of some random texts: {failure}")
         first = samples[before]
@@ -83,11 +84,11 @@ def _special_readings(model: LoadedModel, task: str, sequences: list[Sequence]) 
     if task == "token_embed" and expansion is not None and not expansion.attended:
         for attended in (3, len(sequences[-1]) - 4):
             # Far behind the attended tokens some see no token at all through a window.
-            yield replace(sequences[-1], attended=max(1, attended))
+            yield _of_task(task, replace(sequences[-1].tokens, attended_len=max(1, attended)))
     if task == "embed" and not model.document.pool_prompt:
         longest = sequences[-1]
         if len(longest) > 4:
-            yield replace(longest, kept=np.arange(4, len(longest)))
+            yield _of_task(task, replace(longest.tokens, pooled_positions=np.arange(4, len(longest))))
 
 
 def _beyond_window(backbone: Any) -> int:
@@ -123,4 +124,8 @@ def _encoded(model: LoadedModel, task: str, *texts: str) -> Sequence:
 
 def _sequence(model: LoadedModel, task: str, ids: NDArray[np.int32], types: NDArray[np.int32]) -> Sequence:
     most = model.max_tokens
-    return Sequence(0, 0, 0, Role.TEXT, task, ids[:most], types[:most])
+    return _of_task(task, Tokens(ids[:most], types[:most]))
+
+
+def _of_task(task: str, tokens: Tokens) -> Sequence:
+    return Sequence.text(0, ResultSlot(0, 0), task, tokens)
