@@ -35,6 +35,7 @@ from maxsimd.engine.requests import (
     InputType,
     Progress,
     RerankResult,
+    RunOptions,
     ScoreRequest,
     ScoreResult,
     TokenEmbedResult,
@@ -56,9 +57,10 @@ class Engine:
     All methods raise InvalidRequestError for requests that make no sense, QueueFullError when too much
     waits already, RequestTimeoutError when `timeout` (seconds) passes, RequestFailedError when the model
     fails on this very request, EngineNotReadyError outside of the context and EngineDeadError when the
-    engine has died. Cancelling a call cancels its work. A lower `priority` gets a larger share. `progress` is
-    called on the event loop with how many of a call's values are there so far and how many there will be: one
-    or more a document, text or pass; it must not block, and if it raises, the call fails.
+    engine has died. Cancelling a call cancels its work. Tenants share the device evenly, however many requests
+    each has, and a lower `priority` gets a larger share. `progress` is called on the event loop with how many
+    of a call's values have come and how many there will be (one or more a document, text or pass); it must
+    not block, and if it raises, the call fails.
     """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
@@ -153,6 +155,7 @@ class Engine:
         instruction: str | None = None,
         cache: CacheMode = "use",
         priority: int = 0,
+        tenant: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> ScoreResult:
@@ -178,7 +181,7 @@ class Engine:
             instruction=instruction,
             cache=cache,
         )
-        prepared, values = await self._pairs(request, priority, timeout, progress)
+        prepared, values = await self._pairs(request, RunOptions(priority, tenant, timeout, progress))
         scores = prepared.combine(values)
         if model.score_task == "classify" and use_activation:
             scores = activate(scores[:, None], model.activation)[:, 0]
@@ -195,6 +198,7 @@ class Engine:
         instruction: str | None = None,
         cache: CacheMode = "use",
         priority: int = 0,
+        tenant: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> RerankResult:
@@ -212,6 +216,7 @@ class Engine:
             instruction=instruction,
             cache=cache,
             priority=priority,
+            tenant=tenant,
             timeout=timeout,
             progress=progress,
         )
@@ -226,6 +231,7 @@ class Engine:
         dimensions: int | None = None,
         truncation: Truncation = REFUSE_LONG,
         priority: int = 0,
+        tenant: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> EmbedResult:
@@ -239,7 +245,9 @@ class Engine:
             prompt_name=prompt_name,
             truncation=truncation,
         )
-        prepared, values = await self._texts(request, dimensions, priority, timeout, progress)
+        prepared, values = await self._texts(
+            request, dimensions, RunOptions(priority, tenant, timeout, progress)
+        )
         embeddings = np.concatenate([np.asarray(value) for value in values])
         normalised = self.model.tasks["embed"].normalised
         return EmbedResult(shorten(embeddings, dimensions, normalised), usage_of(prepared))
@@ -253,6 +261,7 @@ class Engine:
         dimensions: int | None = None,
         truncation: Truncation = REFUSE_LONG,
         priority: int = 0,
+        tenant: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> TokenEmbedResult:
@@ -264,7 +273,9 @@ class Engine:
             prompt_name=prompt_name,
             truncation=truncation,
         )
-        prepared, values = await self._texts(request, dimensions, priority, timeout, progress)
+        prepared, values = await self._texts(
+            request, dimensions, RunOptions(priority, tenant, timeout, progress)
+        )
         normalised = self.model.tasks["token_embed"].normalised
         matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values]
         return TokenEmbedResult(matrices, usage_of(prepared))
@@ -277,6 +288,7 @@ class Engine:
         truncation: Truncation = REFUSE_LONG,
         use_activation: bool = True,
         priority: int = 0,
+        tenant: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> ClassifyResult:
@@ -284,13 +296,14 @@ class Engine:
 
         Of single texts, or of pairs with the `text_pairs` as their second texts."""
         self._check_task("classify")
+        options = RunOptions(priority, tenant, timeout, progress)
         if text_pairs is None:
             texts_alone = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=truncation)
-            prepared, values = await self._texts(texts_alone, None, priority, timeout, progress)
+            prepared, values = await self._texts(texts_alone, None, options)
         else:
             first, second = pair_up(cast("Texts", texts), text_pairs)
             pairs = ScoreRequest(queries=first, documents=second, truncation=truncation)
-            prepared, values = await self._pairs(pairs, priority, timeout, progress)
+            prepared, values = await self._pairs(pairs, options)
         scores = np.array(values, dtype=np.float32).reshape(len(values), -1)
         if use_activation:
             scores = activate(scores, self.model.probabilities)
@@ -321,34 +334,21 @@ class Engine:
             raise
 
     async def _texts(
-        self,
-        request: EmbedRequest,
-        dimensions: int | None,
-        priority: int,
-        timeout: float | None,
-        progress: Progress | None,
+        self, request: EmbedRequest, dimensions: int | None, options: RunOptions
     ) -> tuple[Prepared, list[Value]]:
         running = self._require()
         self._check_task(request.task)
         check_dimensions(dimensions, self.model.tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
         return await running.run(
-            lambda owner: running.preprocessor.embed(request, owner, running.keys),
-            priority,
-            timeout,
-            progress,
+            lambda owner: running.preprocessor.embed(request, owner, running.keys), options
         )
 
-    async def _pairs(
-        self, request: ScoreRequest, priority: int, timeout: float | None, progress: Progress | None
-    ) -> tuple[Prepared, list[Value]]:
+    async def _pairs(self, request: ScoreRequest, options: RunOptions) -> tuple[Prepared, list[Value]]:
         running = self._require()
         self.metrics.request_documents.observe(len(request.documents))
         return await running.run(
-            lambda owner: running.preprocessor.score(request, owner, running.keys),
-            priority,
-            timeout,
-            progress,
+            lambda owner: running.preprocessor.score(request, owner, running.keys), options
         )
 
     def _check_task(self, task: str) -> None:

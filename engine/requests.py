@@ -22,6 +22,17 @@ Progress: TypeAlias = Callable[[int, int], None]
 CacheMode = Literal["use", "bypass", "refresh"]
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a request is run: whose share of the device it uses (`tenant`; a lower `priority` gets a larger
+    share), within how many seconds (`timeout`), and who is called with its `progress`."""
+
+    priority: int = 0
+    tenant: str = ""
+    timeout: float | None = None
+    progress: Progress | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
     """What to do with inputs that are too long for the model. The length that a checkpoint itself sets for

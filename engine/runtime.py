@@ -1,4 +1,4 @@
-"""Everything that exists only while an engine runs: threads, actors and the one who watches over them."""
+"""Everything that exists only while an engine runs: threads, actors and their supervisor."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTimeou
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, check_room
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
-from maxsimd.engine.requests import Progress, Value
+from maxsimd.engine.requests import RunOptions, Value
 from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Scheduler, StepLimits
 
@@ -80,22 +80,20 @@ class Running:
     async def run(
         self,
         prepare: Callable[[int], Prepared],
-        priority: int,
-        timeout: float | None,
-        progress: Progress | None,
+        options: RunOptions,
     ) -> tuple[Prepared, list[Value]]:
         """Prepares a request in the thread pool, queues it and waits for its values.
 
-        `progress` is called on this loop whenever some have come. Raises QueueFullError and
+        `options.progress` is called on this loop whenever some have come. Raises QueueFullError and
         RequestTimeoutError; when it is cancelled, so is its work."""
         with self._inside_as_owner() as owner:
             try:
-                async with asyncio.timeout(timeout):
-                    return await self._prepare_and_wait(owner, prepare, priority, progress)
+                async with asyncio.timeout(options.timeout):
+                    return await self._prepare_and_wait(owner, prepare, options)
             except TimeoutError:
                 self._abandon(owner)
                 raise RequestTimeoutError(
-                    f"not done within {timeout} seconds; allow more time or send fewer documents"
+                    f"not done within {options.timeout} seconds; allow more time or send fewer documents"
                 ) from None
             except asyncio.CancelledError:
                 self._abandon(owner)
@@ -128,7 +126,7 @@ class Running:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     async def _prepare_and_wait(
-        self, owner: int, prepare: Callable[[int], Prepared], priority: int, progress: Progress | None
+        self, owner: int, prepare: Callable[[int], Prepared], options: RunOptions
     ) -> tuple[Prepared, list[Value]]:
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
@@ -143,10 +141,10 @@ class Running:
                 cached=prepared.cached,
                 num_tokens=prepared.work,
                 num_results=prepared.results,
-                priority=priority,
-                tenant="",
+                priority=options.priority,
+                tenant=options.tenant,
                 values=future,
-                progress=progress,
+                progress=options.progress,
             )
         )
         return prepared, await future

@@ -1,6 +1,7 @@
-"""Waiting for what other threads do."""
+"""Waiting for what other threads and processes do."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 
@@ -9,3 +10,12 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """The same without an event loop."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the condition did not come true")
+        time.sleep(0.01)

@@ -9,6 +9,7 @@ import pytest
 
 from maxsimd.bench.datasets import Pair
 from tests.server.conftest import Server, StartServer
+from tests.waiting import wait_for
 
 
 def rerank(server: Server, documents: list[str], **options: Any) -> Any:
@@ -34,7 +35,7 @@ def test_a_second_request_is_answered_from_the_cache(start_server: StartServer, 
     np.testing.assert_allclose(scores(first), scores(second), atol=1e-3)
     assert server.metric("maxsimd_cache_hits_total") == 40
     assert server.metric("maxsimd_cache_misses_total") == 40
-    assert server.metric("maxsimd_cache_entries") == 40
+    wait_for(lambda: server.metric("maxsimd_cache_entries") == 40)
     assert server.metric("maxsimd_cache_memory_bytes") > 100_000
 
     bypassed = rerank(server, documents, cache="bypass")

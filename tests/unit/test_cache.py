@@ -17,12 +17,10 @@ from scipy.stats import kendalltau
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
-from maxsimd.engine.cache.arriving import Arriving
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.entry import CachedEmbedding, Precision, rounded
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.store import EmbeddingCache
-from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.pooling.ragged import Ragged
 
 MIB = 1024 * 1024
@@ -241,6 +239,7 @@ async def test_refresh_encodes_again_and_bypass_keeps_nothing(documents: list[st
         ran = engine.metrics.tokens._value.get()
         await _scores(engine, documents[:5], cache="refresh")
         assert engine.metrics.tokens._value.get() - ran > 100
+        assert cache.flush(60)
         assert cache.entries == 5
 
 
@@ -296,27 +295,6 @@ async def test_an_error_names_the_document_by_its_place_in_the_request() -> None
     async with Engine(EngineConfig(dtype="float32")) as engine:
         with pytest.raises(InvalidRequestError, match=r"documents\[3\]"):
             await engine.score("why", ["a", "a", "a", "word " * 500])
-
-
-async def test_a_step_that_is_tried_again_scores_kept_documents_once(
-    documents: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first try fails after scoring; what was attached must still be there for the second."""
-    async with Engine(EngineConfig(dtype="float32")) as engine:
-        expected = await _scores(engine, documents[:20])
-        original, failures = DocumentScorer.settle, [1]
-
-        def settle(scorer: DocumentScorer) -> list[Arriving]:
-            if failures and failures.pop():
-                raise RuntimeError("no such luck")
-            return original(scorer)
-
-        monkeypatch.setattr(DocumentScorer, "settle", settle)
-        half_new = await engine.score(
-            "how is a file read", [*documents[:20], "one that is new", "and another"], truncation=CUT_LONG
-        )
-        np.testing.assert_allclose(half_new.scores[:20], expected, atol=1e-4)
-        assert half_new.usage.cached_documents == 20
 
 
 def test_what_was_kept_last_is_in_memory_again_after_a_restart(tmp_path: Path) -> None:
