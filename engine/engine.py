@@ -57,10 +57,10 @@ class Engine:
     All methods raise InvalidRequestError for requests that make no sense, QueueFullError when too much
     waits already, RequestTimeoutError when `timeout` (seconds) passes, RequestFailedError when the model
     fails on this very request, EngineNotReadyError outside of the context and EngineDeadError when the
-    engine has died. Cancelling a call cancels its work. Tenants share the device evenly, however many requests
-    each has, and a lower `priority` gets a larger share. `progress` is called on the event loop with how many
-    of a call's values have come and how many there will be (one or more a document, text or pass); it must
-    not block, and if it raises, the call fails.
+    engine has died. Cancelling a call cancels its work. Tenants share the device evenly, however many
+    requests each has, and a lower `priority` gets a larger share. `progress` is called on the event loop with
+    how many of a call's values have come and how many there will be (one or more a document, text or pass);
+    it must not block, and if it raises, the call fails.
     """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
