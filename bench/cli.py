@@ -126,6 +126,22 @@ def bench_cache(documents: int, rounds: int, json_file: str | None, **values: An
     publish(settings, asyncio.run(measure_cache(config, documents, rounds)), json_file)
 
 
+@bench.command("crowd")
+@click.argument("model", required=False)
+@options_from(EngineConfig, exclude=frozenset({"model"}))
+@click.option("--requests", type=int, default=20, show_default=True, help="Requests in the crowd.")
+@click.option("--documents", type=int, default=2000, show_default=True, help="Cached documents in each.")
+@click.option("--rounds", type=int, default=7, show_default=True, help="Rounds; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_crowd(requests: int, documents: int, rounds: int, json_file: str | None, **values: Any) -> None:
+    """A one-line request alone, and behind a crowd of requests whose documents are all cached."""
+    config = config_from(EngineConfig, values)
+    from maxsimd.bench.crowd import measure_crowd
+
+    settings = {"model": config.model, "score_type": config.score_type}
+    publish(settings, asyncio.run(measure_crowd(config, requests, documents, rounds)), json_file)
+
+
 @bench.command("scaling")
 @click.argument("model", required=False)
 @click.option(
