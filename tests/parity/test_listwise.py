@@ -1,7 +1,5 @@
 """Listwise models score as their paper says, however many documents there are."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
@@ -11,12 +9,13 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError
 from maxsimd.engine.checkpoint import ListwiseRules
 from maxsimd.engine.preprocess.listwise import in_blocks
 from tests.checkpoints import language_models
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity import references
 
 
 @pytest.fixture(scope="module")
-def checkpoint(folder: Path) -> str:
-    return language_models.jina_reranker_v3(folder / "jina-reranker-v3")
+def checkpoint(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(language_models.jina_reranker_v3)
 
 
 async def _score(checkpoint: str, query: str, documents: list[str], **settings: object) -> np.ndarray:

@@ -8,6 +8,8 @@ import pytest
 
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from tests.checkpoints import cross_encoders
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.interpreted import run_interpreted
 
 pytest.importorskip("triton")
@@ -53,7 +55,5 @@ def test_late_interaction(stanford_colbert: str) -> None:
     run_interpreted(compare_late_interaction, stanford_colbert)
 
 
-def test_a_causal_cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from tests.checkpoints.cross_encoders import qwen3
-
-    run_interpreted(compare_cross_encoder, qwen3(tmp_path_factory.mktemp("qwen3")))
+def test_a_causal_cross_encoder(checkpoints: SharedCheckpoints) -> None:
+    run_interpreted(compare_cross_encoder, checkpoints(cross_encoders.qwen3))

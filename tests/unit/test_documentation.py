@@ -28,7 +28,7 @@ def test_the_command_line_knows_every_option_of_the_table() -> None:
 
 def test_every_command_of_the_readme_exists() -> None:
     runner = CliRunner()
-    for command in sorted(set(re.findall(r"maxsimd ((?:bench )?[a-z]+)", README))):
+    for command in sorted(set(re.findall(r"(?<!from )maxsimd ((?:bench )?[a-z]+)", README))):
         result = runner.invoke(main, [*command.split(), "--help"])
         assert result.exit_code == 0, command
 
