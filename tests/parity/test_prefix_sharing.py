@@ -86,8 +86,10 @@ async def test_a_request_that_is_cancelled_leaves_no_prefix_behind(
     checkpoint: str, documents: list[str]
 ) -> None:
     async with Engine(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=200)) as engine:
-        for delay in (0.005, 0.02, 0.05):
+        runner = engine.on_device.prepared.runner
+        for delay in (0, 0.005, 0.05):
             task = asyncio.create_task(engine.score(QUERY, documents, truncation=CUT_LONG))
+            await until(lambda: runner.held > 0)
             await asyncio.sleep(delay)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -98,14 +100,17 @@ async def test_a_request_that_is_cancelled_leaves_no_prefix_behind(
 
 async def test_windows_share_their_prefix_too(checkpoint: str, documents: list[str]) -> None:
     long = [" ".join(documents[i : i + 8]) for i in range(0, 40, 8)]
-    scores = []
+    results = []
     for sharing in ("auto", "off"):
         config = EngineConfig(
             model=checkpoint, dtype="float32", prefix_sharing=sharing, max_model_len=400, window_overlap=10
         )
         async with Engine(config) as engine:
-            scores.append((await engine.score(QUERY, long, truncation=WINDOW_LONG)).scores)
-    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5, rtol=1e-5)
+            results.append(await engine.score(QUERY, long, truncation=WINDOW_LONG))
+    shared, apart = results
+    np.testing.assert_allclose(shared.scores, apart.scores, atol=1e-5, rtol=1e-5)
+    assert shared.usage.cached_tokens > 8 * len(long)
+    assert apart.usage.cached_tokens == 0
 
 
 def _paths(
