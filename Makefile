@@ -8,17 +8,26 @@ PORT ?= 8000
 # An environment with a CUDA build of torch, where maxsimd and its extra `dev` are installed.
 GPU_PYTHON ?= python3
 
-.PHONY: serve test test-all test-gpu lint bench bench-gpu clean
+# As many processes as `make test` and `make test-all` run their tests in; each takes its share of the cores.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
+
+.PHONY: serve test test-fast test-all test-gpu lint bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
 
-test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not exhaustive"
+# Pure logic, and one test each of the engine and the server: under a minute.
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -m fast
 
-# Every architecture that transformers has, every damage to every family, every precision: minutes more.
+# What must pass before a change is merged: minutes.
+test: $(VENV)/.dev
+	$(PYTEST) -m "not exhaustive"
+
+# Every architecture that transformers has, every damage to every family, every precision: up to an hour.
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu

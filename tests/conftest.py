@@ -1,19 +1,54 @@
-"""What all tests share: checkpoints that are built once, and real text."""
+"""What all tests share: the order in which they run, checkpoints, engines and real text."""
 
-import os
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-
 import pytest
+import pytest_asyncio
+import torch
 from hypothesis import settings
 
 from maxsimd.bench.datasets import Pair, docstring_pairs
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints.shared import SharedCheckpoints, shared_checkpoints
+from tests.engines import Engines
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
+
+# Files of pure logic, whose tests are all part of `make test-fast`. Others join them one by one, by the mark.
+FAST = (
+    "unit/test_documentation.py",
+    "unit/test_maxsim.py",
+    "unit/test_pooling.py",
+    "unit/test_scheduler*.py",
+    "unit/test_shared_checkpoints.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is fast, and puts the tests of a file that are about one family side by side: they share its
+    engines."""
+    for item in items:
+        if any(item.path.match(pattern) for pattern in FAST):
+            item.add_marker(pytest.mark.fast)
+    files = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
+    families = {family: i for i, family in enumerate(dict.fromkeys(map(_family, items)))}
+    items.sort(key=lambda item: (files[item.path], families[_family(item)]))
+
+
+def _family(item: pytest.Item) -> object:
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("family")
+
+
+@pytest.fixture(autouse=True)
+def same_number_of_threads() -> Iterator[None]:
+    """An engine with a number of threads of its own sets torch's for the whole process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -22,41 +57,55 @@ def pairs() -> list[Pair]:
     return docstring_pairs()[:200]
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines() -> AsyncIterator[Engines]:
+    """Engines that the tests of a module share, which must run on the module's event loop."""
+    async with Engines() as engines:
+        yield engines
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> SharedCheckpoints:
+    """What builds a checkpoint, to its path: built once a run, and not to be changed."""
+    return shared_checkpoints(tmp_path_factory)
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For checkpoints that a test builds for itself."""
     return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="session")
-def bert_cross_encoder(folder: Path) -> str:
-    return cross_encoders.bert(folder / "bert-ce")
+def bert_cross_encoder(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(cross_encoders.bert)
 
 
 @pytest.fixture(scope="session")
-def three_label_classifier(folder: Path) -> str:
-    return cross_encoders.bert(folder / "bert-3", labels=3)
+def three_label_classifier(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(partial(cross_encoders.bert, labels=3))
 
 
 @pytest.fixture(scope="session")
-def xlm_roberta_cross_encoder(folder: Path) -> str:
-    return cross_encoders.xlm_roberta(folder / "xlmr-ce")
+def xlm_roberta_cross_encoder(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(cross_encoders.xlm_roberta)
 
 
 @pytest.fixture(scope="session")
-def stanford_colbert(folder: Path) -> str:
-    return late_interaction.stanford(folder / "stanford")
+def stanford_colbert(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(late_interaction.stanford)
 
 
 @pytest.fixture(scope="session")
-def stanford_colbert_attending(folder: Path) -> str:
-    return late_interaction.stanford(folder / "stanford-attend", attend=True)
+def stanford_colbert_attending(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(partial(late_interaction.stanford, attend=True))
 
 
 @pytest.fixture(scope="session")
-def native_multi_vector(folder: Path) -> str:
-    return late_interaction.native(folder / "native")
+def native_multi_vector(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(late_interaction.native)
 
 
 @pytest.fixture(scope="session")
-def qwen3_embedding(folder: Path) -> str:
-    return bi_encoders.qwen3(folder / "qwen3")
+def qwen3_embedding(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(bi_encoders.qwen3)

@@ -2,11 +2,13 @@
 checkpoint. Run `python -m tests.parity.models_page` after a change."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.inspection import inspect_model, show
 from tests.checkpoints import cross_encoders, language_models
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.families import FAMILIES, LISTWISE, Family
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -47,17 +49,16 @@ It loads a model and prints what would be done with it. Of the default model, in
 """
 
 
-def page(folder: Path) -> str:
-    """The whole page; checkpoints are built in `folder`."""
+def page(checkpoints: SharedCheckpoints) -> str:
+    """The whole page."""
     rows = "\n".join(_row(family) for family in [*FAMILIES, LISTWISE])
     default = show(inspect_model(EngineConfig(dtype="float32", device="cpu")))
     parts = [f"{_INTRODUCTION}{rows}\n{_INSPECTION}```\n{default}\n```\n\nOf the tests' checkpoints:\n"]
-    for i, family in enumerate([*FAMILIES, LISTWISE]):
-        path = family.build(folder / str(i))
-        parts.append(_section(family.name, path, **family.settings))
-    classifier = cross_encoders.bert(folder / "classifier", labels=3)
+    for family in [*FAMILIES, LISTWISE]:
+        parts.append(_section(family.name, checkpoints(family.build), **family.settings))
+    classifier = checkpoints(partial(cross_encoders.bert, labels=3))
     parts.append(_section("a classifier with three labels", classifier))
-    shortened = language_models.mxbai_rerank_v2(folder / "template")
+    shortened = checkpoints(language_models.mxbai_rerank_v2)
     template = "{{ query }} {{ document }}"
     parts.append(_section("mxbai-rerank-v2 with --score-template", shortened, score_template=template))
     return "\n".join(parts)
@@ -80,4 +81,4 @@ def _row(family: Family) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        PAGE.write_text(page(Path(folder)), encoding="utf-8")
+        PAGE.write_text(page(SharedCheckpoints(Path(folder))), encoding="utf-8")

@@ -1,6 +1,7 @@
 """What the scores must be, from the library that each model card uses, or from the card itself, plainly."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Model
 Scores = NDArray[np.float32]
 
 
+@lru_cache(maxsize=2)
+def loaded(kind: type[Any], path: str) -> Any:
+    """A model of sentence-transformers, kept for the next tests that ask about the same checkpoint."""
+    return kind(path, device="cpu")
+
+
 def cross_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-    model = CrossEncoder(path, device="cpu")
+    model = loaded(CrossEncoder, path)
     texts = list(zip(queries, documents, strict=True))
     # One by one: padding on the left moves positions, whose float32 angles then round differently.
     return np.asarray(model.predict(texts, show_progress_bar=False, batch_size=1))
 
 
 def bi_encoder(path: str, queries: Sequence[str], documents: Sequence[str], **prompts: str) -> Scores:
-    model = SentenceTransformer(path, device="cpu", prompts=prompts or None)
+    model = loaded(SentenceTransformer, path)
+    if prompts:
+        model = SentenceTransformer(path, device="cpu", prompts=prompts)
     first, second = model.encode_query(list(queries)), model.encode_document(list(documents))
     return model.similarity_pairwise(first, second).numpy()
 
@@ -37,7 +46,7 @@ def embeddings(model: Any, texts: Sequence[str], role: str, prompt: str | None =
 
 
 def multi_vector(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-    return _maxsim(MultiVectorEncoder(path, device="cpu"), queries, documents)
+    return _maxsim(loaded(MultiVectorEncoder, path), queries, documents)
 
 
 def plain_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
@@ -47,7 +56,7 @@ def plain_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -
 
 def token_states(path: str) -> MultiVectorEncoder:
     """A bi-encoder's token states, normalised, without projection."""
-    transformer = SentenceTransformer(path, device="cpu")[0]
+    transformer = loaded(SentenceTransformer, path)[0]
     modules = [transformer, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
     return MultiVectorEncoder(modules=modules, device="cpu")
 

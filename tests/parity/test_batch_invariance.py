@@ -16,6 +16,7 @@ from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, Truncati
 from maxsimd.engine.checkpoint.heads import ClassifierHead
 from maxsimd.engine.ops import cpu as kernels
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
+from tests.checkpoints.shared import SharedCheckpoints
 
 pytestmark = pytest.mark.skipif(
     not kernels.is_available(), reason="this processor cannot run the kernels that keep bits"
@@ -33,12 +34,6 @@ BUILDERS: dict[str, Callable[[Path], str]] = {
     "bi-encoder": bi_encoders.bge,
 }
 READINGS = {"whole": CUT_LONG, "windows": WINDOW_LONG}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("invariance")
-    return {kind: build(folder / kind) for kind, build in BUILDERS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +87,15 @@ async def _what_changes_bits(
 
 
 async def _among_others(engine: Engine, documents: list[str], reading: Truncation) -> np.ndarray:
-    """The scores while 30 other requests are served."""
+    """The scores while 30 other requests are served, whose documents are run and not found in the cache."""
     others = [
         asyncio.create_task(
-            engine.score(f"another question, {i}", (documents * 8)[i : i + 1 + i % 7], truncation=CUT_LONG)
+            engine.score(
+                f"another question, {i}",
+                documents[i % len(documents) :][: 1 + i % 7],
+                truncation=CUT_LONG,
+                cache="bypass",
+            )
         )
         for i in range(30)
     ]
@@ -119,9 +119,9 @@ _SURROUNDINGS = [
 @pytest.mark.parametrize(("precision", "reading"), _SURROUNDINGS)
 @pytest.mark.parametrize("kind", BUILDERS)
 async def test_a_pairs_score_depends_on_the_pair_alone(
-    kind: str, precision: str, reading: str, checkpoints: dict[str, str], documents: list[str]
+    kind: str, precision: str, reading: str, checkpoints: SharedCheckpoints, documents: list[str]
 ) -> None:
-    config = {"model": checkpoints[kind], **PRECISIONS[precision]}
+    config = {"model": checkpoints(BUILDERS[kind]), **PRECISIONS[precision]}
     assert await _what_changes_bits(config, documents, READINGS[reading], (None, 600, 4096)) == []
 
 
@@ -133,14 +133,14 @@ async def test_the_default_model_keeps_bits(precision: str, documents: list[str]
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 async def test_a_causal_reranker_keeps_bits_through_chunks_and_shared_prefixes(
-    precision: str, documents: list[str], tmp_path: Path
+    precision: str, documents: list[str], checkpoints: SharedCheckpoints
 ) -> None:
-    config = {"model": language_models.qwen3_reranker(tmp_path / "model"), **PRECISIONS[precision]}
+    config = {"model": checkpoints(language_models.qwen3_reranker), **PRECISIONS[precision]}
     assert await _what_changes_bits(config, documents[:60], CUT_LONG, (None, 61, 300)) == []
 
 
 async def test_the_test_notices_a_head_that_depends_on_the_number_of_rows(
-    checkpoints: dict[str, str], documents: list[str], monkeypatch: pytest.MonkeyPatch
+    checkpoints: SharedCheckpoints, documents: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = ClassifierHead.__call__
 
@@ -148,5 +148,5 @@ async def test_the_test_notices_a_head_that_depends_on_the_number_of_rows(
         return original(head, rows) * (1 + 1e-6 * len(rows))
 
     monkeypatch.setattr(ClassifierHead, "__call__", dependent)
-    config = {"model": checkpoints["cross-encoder"], "dtype": "float32"}
+    config = {"model": checkpoints(BUILDERS["cross-encoder"]), "dtype": "float32"}
     assert await _what_changes_bits(config, documents[:20], CUT_LONG, (None, 600, 4096)) != []

@@ -13,6 +13,10 @@ from sentence_transformers.base.modules import Transformer
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
 from maxsimd.engine.execution.attention import select as choice
+from tests.engines import Engines
+from tests.parity.references import loaded
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder"]
 
@@ -22,48 +26,44 @@ def checkpoint(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(request.param))
 
 
-async def _score(config: EngineConfig, pairs: list[Pair], **options: bool) -> np.ndarray:
-    async with Engine(config) as engine:
-        result = await engine.score(
-            [pair.query for pair in pairs], [pair.document for pair in pairs], truncation=CUT_LONG, **options
-        )
-    return np.array(result.scores)
-
-
 def _reference(checkpoint: str, pairs: list[Pair], **options: object) -> np.ndarray:
-    model = CrossEncoder(checkpoint, device="cpu")
+    model = loaded(CrossEncoder, checkpoint)
     texts = [(pair.query, pair.document) for pair in pairs]
     return np.asarray(model.predict(texts, show_progress_bar=False, **options))
 
 
-async def test_scores_equal_predict_in_float32(checkpoint: str, pairs: list[Pair]) -> None:
-    scores = await _score(EngineConfig(model=checkpoint, dtype="float32"), pairs)
+async def test_scores_equal_predict_in_float32(checkpoint: str, engines: Engines, pairs: list[Pair]) -> None:
+    scores = await engines.scores(EngineConfig(model=checkpoint, dtype="float32"), pairs)
     reference = _reference(checkpoint, pairs)
     assert reference.std() > 0.01, "the checkpoint must tell pairs apart, or this test shows nothing"
     np.testing.assert_allclose(scores, reference, atol=1e-5)
 
 
-async def test_logits_equal_predict_without_activation(checkpoint: str, pairs: list[Pair]) -> None:
-    scores = await _score(EngineConfig(model=checkpoint, dtype="float32"), pairs[:50], use_activation=False)
+async def test_logits_equal_predict_without_activation(
+    checkpoint: str, engines: Engines, pairs: list[Pair]
+) -> None:
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    queries, documents = [pair.query for pair in pairs[:50]], [pair.document for pair in pairs[:50]]
+    result = await engine.score(queries, documents, truncation=CUT_LONG, use_activation=False)
     reference = _reference(checkpoint, pairs[:50], activation_fn=torch.nn.Identity())
-    np.testing.assert_allclose(scores, reference, atol=1e-5)
+    np.testing.assert_allclose(result.scores, reference, atol=1e-5)
 
 
-async def test_padded_execution_equals_packed(checkpoint: str, pairs: list[Pair]) -> None:
-    packed = await _score(EngineConfig(model=checkpoint, dtype="float32"), pairs[:50])
-    padded = await _score(EngineConfig(model=checkpoint, dtype="float32", packing="off"), pairs[:50])
+async def test_padded_execution_equals_packed(checkpoint: str, engines: Engines, pairs: list[Pair]) -> None:
+    packed = await engines.scores(EngineConfig(model=checkpoint, dtype="float32"), pairs[:50])
+    padded = await engines.scores(EngineConfig(model=checkpoint, dtype="float32", packing="off"), pairs[:50])
     np.testing.assert_allclose(padded, packed, atol=1e-5)
 
 
-async def test_bfloat16_ranks_as_float32_does(checkpoint: str, pairs: list[Pair]) -> None:
-    exact = await _score(EngineConfig(model=checkpoint, dtype="float32"), pairs)
-    rounded = await _score(EngineConfig(model=checkpoint, dtype="bfloat16"), pairs)
+async def test_bfloat16_ranks_as_float32_does(checkpoint: str, engines: Engines, pairs: list[Pair]) -> None:
+    exact = await engines.scores(EngineConfig(model=checkpoint, dtype="float32"), pairs)
+    rounded = await engines.scores(EngineConfig(model=checkpoint, dtype="bfloat16"), pairs)
     assert spearmanr(exact, rounded).statistic >= 0.999
 
 
-async def test_cross_encoders_are_packed(checkpoint: str) -> None:
-    async with Engine(EngineConfig(model=checkpoint)) as engine:
-        assert engine.on_device.prepared.not_packed is None
+async def test_cross_encoders_are_packed(checkpoint: str, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=checkpoint))
+    assert engine.on_device.prepared.not_packed is None
 
 
 async def test_a_model_with_three_labels_classifies_but_does_not_score(three_label_classifier: str) -> None:

@@ -5,10 +5,12 @@ import pytest
 from scipy.stats import spearmanr
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError
+from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.inspection import inspect_model
 from maxsimd.engine.ops import cpu as kernels
+from tests.engines import Engines
 
+on_one_loop = pytest.mark.asyncio(loop_scope="module")
 needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
 
 CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder", "stanford_colbert", "qwen3_embedding"]
@@ -19,28 +21,25 @@ def model(request: pytest.FixtureRequest) -> str | None:
     return None if request.param is None else str(request.getfixturevalue(request.param))
 
 
-async def _score(config: EngineConfig, pairs: list[Pair]) -> np.ndarray:
-    async with Engine(config) as engine:
-        result = await engine.score(
-            [pair.query for pair in pairs], [pair.document for pair in pairs], truncation=CUT_LONG
-        )
-    return np.array(result.scores)
-
-
+@on_one_loop
 async def test_bfloat16_without_compiled_kernels_ranks_as_float32_does(
-    model: str | None, pairs: list[Pair]
+    model: str | None, engines: Engines, pairs: list[Pair]
 ) -> None:
-    exact = await _score(EngineConfig(model=model, dtype="float32"), pairs)
-    rounded = await _score(EngineConfig(model=model, dtype="bfloat16", kernels="torch"), pairs)
+    exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
+    rounded = await engines.scores(EngineConfig(model=model, dtype="bfloat16", kernels="torch"), pairs)
     assert spearmanr(exact, rounded).statistic >= 0.999
 
 
 @needs_kernels
-async def test_int8_ranks_nearly_as_float32_does(model: str | None, pairs: list[Pair]) -> None:
-    exact = await _score(EngineConfig(model=model, dtype="float32"), pairs)
-    rounded = await _score(EngineConfig(model=model, quantization="int8"), pairs)
+@on_one_loop
+async def test_int8_ranks_nearly_as_float32_does(
+    model: str | None, engines: Engines, pairs: list[Pair]
+) -> None:
+    exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
+    rounded = await engines.scores(EngineConfig(model=model, quantization="int8"), pairs)
     assert spearmanr(exact, rounded).statistic >= 0.98
-    assert not np.array_equal(rounded, await _score(EngineConfig(model=model), pairs)), "nothing was rounded"
+    usual = await engines.scores(EngineConfig(model=model), pairs)
+    assert not np.array_equal(rounded, usual), "nothing was rounded"
 
 
 @pytest.mark.parametrize("settings", [{"kernels": "torch"}, {"dtype": "float32"}])

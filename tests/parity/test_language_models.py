@@ -12,19 +12,20 @@ from sentence_transformers import CrossEncoder
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, ModelLoadError, Truncation
 from tests.checkpoints import language_models
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity import references
 
 VOCABULARY = 150_000
 
 
 @pytest.fixture(scope="module")
-def qwen3_reranker(folder: Path) -> str:
-    return language_models.qwen3_reranker(folder / "qwen3-reranker")
+def qwen3_reranker(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(language_models.qwen3_reranker)
 
 
 @pytest.fixture(scope="module")
-def zerank(folder: Path) -> str:
-    return language_models.zerank_2(folder / "zerank")
+def zerank(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(language_models.zerank_2)
 
 
 async def _score(
@@ -133,17 +134,15 @@ async def test_limits_for_queries_and_documents_count_tokens_of_the_texts(qwen3_
     np.testing.assert_allclose(cut, short, atol=1e-5)
 
 
-async def test_a_language_model_of_an_unknown_family_needs_a_template(qwen3_reranker: str) -> None:
-    config = Path(qwen3_reranker) / "config.json"
-    original = config.read_text()
-    renamed = json.loads(original) | {"architectures": ["Exaone4ForCausalLM"]}
-    try:
-        config.write_text(json.dumps(renamed))
-        with pytest.raises(ModelLoadError, match=r"Qwen/Qwen3-Reranker-0\.6B"):
-            async with Engine(EngineConfig(model=qwen3_reranker)):
-                pass
-    finally:
-        config.write_text(original)
+async def test_a_language_model_of_an_unknown_family_needs_a_template(
+    checkpoints: SharedCheckpoints, tmp_path: Path
+) -> None:
+    folder = checkpoints.copy(language_models.qwen3_reranker, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Exaone4ForCausalLM"]}))
+    with pytest.raises(ModelLoadError, match=r"Qwen/Qwen3-Reranker-0\.6B"):
+        async with Engine(EngineConfig(model=str(folder))):
+            pass
 
 
 _MEASURE = """

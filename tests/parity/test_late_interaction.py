@@ -3,21 +3,31 @@ markers, query expansion, lengths and skipped tokens."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
-from sentence_transformers import MultiVectorEncoder, SentenceTransformer
-from sentence_transformers.base.modules import Normalize
-from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 from tests.checkpoints import late_interaction
+from tests.engines import Engines
+from tests.parity import references
 
-CHECKPOINTS = ["stanford_colbert", "stanford_colbert_attending", "native_multi_vector", "minilm"]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# The embedded model is large for a test: `make test` has it in test_families, as "any encoder".
+CHECKPOINTS = [
+    "stanford_colbert",
+    "stanford_colbert_attending",
+    "native_multi_vector",
+    pytest.param("minilm", marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.fixture(params=CHECKPOINTS)
@@ -27,26 +37,29 @@ def checkpoint(request: pytest.FixtureRequest) -> str | None:
 
 def _reference(checkpoint: str | None) -> MultiVectorEncoder:
     if checkpoint is not None:
-        return MultiVectorEncoder(checkpoint, device="cpu")
+        return references.loaded(MultiVectorEncoder, checkpoint)
     # The embedded model has no projection: its token states are compared as they are, normalised.
-    transformer = SentenceTransformer(embedded_model_path(), device="cpu")[0]
-    modules = [transformer, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
-    return MultiVectorEncoder(modules=modules, device="cpu")
+    return references.token_states(embedded_model_path())
 
 
-async def test_scores_equal_maxsim_in_float32(checkpoint: str | None, pairs: list[Pair]) -> None:
+async def test_scores_equal_maxsim_in_float32(
+    checkpoint: str | None, engines: Engines, pairs: list[Pair]
+) -> None:
+    scores = await engines.scores(EngineConfig(model=checkpoint, dtype="float32"), pairs)
     queries, documents = [pair.query for pair in pairs], [pair.document for pair in pairs]
-    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
-        result = await engine.score(queries, documents, truncation=CUT_LONG)
     model = _reference(checkpoint)
     reference = model.similarity_pairwise(model.encode_query(queries), model.encode_document(documents))
-    np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-4)
+    np.testing.assert_allclose(scores, reference.numpy(), atol=1e-4)
 
 
-async def test_one_query_against_many_equals_maxsim(checkpoint: str | None, pairs: list[Pair]) -> None:
+async def test_one_query_against_many_equals_maxsim(
+    checkpoint: str | None, engines: Engines, pairs: list[Pair]
+) -> None:
     documents = [pair.document for pair in pairs[:80]]
-    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
-        result = await engine.score(pairs[3].query, documents, truncation=CUT_LONG)
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    await engine.clear_cache()
+    result = await engine.score(pairs[3].query, documents, truncation=CUT_LONG)
+    assert result.usage.cached_documents == 0
     model = _reference(checkpoint)
     reference = model.similarity(model.encode_query([pairs[3].query]), model.encode_document(documents))
     np.testing.assert_allclose(result.scores, reference[0].numpy(), atol=1e-4)
@@ -54,26 +67,25 @@ async def test_one_query_against_many_equals_maxsim(checkpoint: str | None, pair
 
 @pytest.mark.parametrize("input_type", ["query", "document"])
 async def test_token_embeddings_equal_encode(
-    checkpoint: str | None, pairs: list[Pair], input_type: str
+    checkpoint: str | None, engines: Engines, pairs: list[Pair], input_type: Any
 ) -> None:
     texts = [pair.query for pair in pairs[:30]] + ["What, then, is the point?!", "the"]
-    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
-        result = await engine.embed_tokens(texts, input_type=input_type, truncation=CUT_LONG)
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    result = await engine.embed_tokens(texts, input_type=input_type, truncation=CUT_LONG)
     model = _reference(checkpoint)
     encode = model.encode_query if input_type == "query" else model.encode_document
     for ours, reference in zip(result.embeddings, encode(texts), strict=True):
         np.testing.assert_allclose(ours, reference.numpy(), atol=1e-5)
 
 
-async def test_bfloat16_ranks_as_float32_does(checkpoint: str | None, pairs: list[Pair]) -> None:
-    scores = {}
-    for dtype in ("float32", "bfloat16"):
-        async with Engine(EngineConfig(model=checkpoint, dtype=dtype)) as engine:
-            result = await engine.score(
-                [pair.query for pair in pairs], [pair.document for pair in pairs], truncation=CUT_LONG
-            )
-        scores[dtype] = result.scores
-    assert spearmanr(scores["float32"], scores["bfloat16"]).statistic >= 0.999
+async def test_bfloat16_ranks_as_float32_does(
+    checkpoint: str | None, engines: Engines, pairs: list[Pair]
+) -> None:
+    exact, rounded = [
+        await engines.scores(EngineConfig(model=checkpoint, dtype=dtype), pairs)
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert spearmanr(exact, rounded).statistic >= 0.999
 
 
 async def test_an_expanded_query_has_the_fixed_length_that_its_checkpoint_says(stanford_colbert: str) -> None:
@@ -101,7 +113,7 @@ async def test_token_pooling_merges_the_tokens_of_documents_alone(
     async with Engine(config) as engine:
         result = await engine.score(queries, documents, truncation=CUT_LONG)
         vectors = await engine.embed_tokens(documents[:5], input_type="document", truncation=CUT_LONG)
-    model = MultiVectorEncoder(stanford_colbert, device="cpu")
+    model = references.loaded(MultiVectorEncoder, stanford_colbert)
     pooled = model.encode_document(documents, token_pooling=HierarchicalTokenPooling(2.0))
     reference = model.similarity_pairwise(model.encode_query(queries), pooled)
     np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-4)
@@ -116,7 +128,7 @@ async def test_dimensions_keep_the_first_columns_in_scores_and_vectors(
     async with Engine(EngineConfig(model=stanford_colbert, dtype="float32", dimensions=16)) as engine:
         scores = (await engine.score(pairs[0].query, documents, truncation=CUT_LONG)).scores
         vectors = (await engine.embed_tokens([pairs[0].query], input_type="query")).embeddings[0]
-    model = MultiVectorEncoder(stanford_colbert, device="cpu")
+    model = references.loaded(MultiVectorEncoder, stanford_colbert)
 
     def first(rows: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize(rows[:, :16], dim=-1)

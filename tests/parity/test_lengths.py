@@ -18,6 +18,7 @@ from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.selfcheck.rules import why_not_packed
 from tests.checkpoints import language_models
 from tests.checkpoints.architectures import randomise, save_tokenizer
+from tests.parity import references
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -85,7 +86,9 @@ async def test_a_short_text_beside_a_long_one_is_embedded_as_alone(
     np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
 
 
-async def test_a_reranker_in_bfloat16_with_an_output_layer_of_its_own_loads(tmp_path: Path) -> None:
+async def test_a_reranker_in_bfloat16_with_an_output_layer_of_its_own_scores_as_the_card_says(
+    tmp_path: Path,
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = language_models.qwen3_reranker(tmp_path)
@@ -95,7 +98,13 @@ async def test_a_reranker_in_bfloat16_with_an_output_layer_of_its_own_loads(tmp_
     model.to(torch.bfloat16).save_pretrained(folder)
     async with Engine(EngineConfig(model=folder)) as engine:
         assert engine.on_device.prepared.execution == "packed"
-        assert len((await engine.score("q", ["one", "two"])).scores) == 2
+        ours = (await engine.score("q", ["one", "two"])).scores
+    exact = references.qwen3_reranker(folder, ["q", "q"], ["one", "two"])
+    tied = references.qwen3_reranker(
+        language_models.qwen3_reranker(tmp_path / "tied"), ["q"] * 2, ["one", "two"]
+    )
+    assert np.abs(exact - tied).max() > 0.1, "the output layer must matter, or this test shows nothing"
+    np.testing.assert_allclose(ours, exact, atol=3e-2)
 
 
 async def test_checkpoints_are_checked_also_when_two_are_loaded_at_a_time(tmp_path: Path) -> None:

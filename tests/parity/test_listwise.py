@@ -1,7 +1,5 @@
 """Listwise models score as their paper says, however many documents there are."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
@@ -11,12 +9,13 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError
 from maxsimd.engine.checkpoint import ListwiseRules
 from maxsimd.engine.preprocess.listwise import in_blocks
 from tests.checkpoints import language_models
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity import references
 
 
 @pytest.fixture(scope="module")
-def checkpoint(folder: Path) -> str:
-    return language_models.jina_reranker_v3(folder / "jina-reranker-v3")
+def checkpoint(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(language_models.jina_reranker_v3)
 
 
 async def _score(checkpoint: str, query: str, documents: list[str], **settings: object) -> np.ndarray:
@@ -83,9 +82,18 @@ async def test_an_instruction_changes_the_scores_and_pairs_are_ranked_each_by_it
 
 async def test_documents_are_spread_over_more_passes_where_the_context_is_short(checkpoint: str) -> None:
     """Prompts around short documents can be more than what the packing rule counts."""
-    documents = [f"document {i}" for i in range(60)]
-    scores = await _score(checkpoint, "why", documents, dtype="float32", max_model_len=2600)
-    assert len(scores) == 60
+    documents = [f"document {i}" for i in range(120)]
+    results = []
+    for most in (None, 2600):
+        config = EngineConfig(model=checkpoint, dtype="float32", max_model_len=most)
+        async with Engine(config) as engine:
+            results.append(await engine.score("why", documents))
+    whole, spread = results
+    assert spread.usage.prompt_tokens > whole.usage.prompt_tokens > 2600, "each pass has a prompt of its own"
+    assert len(spread.scores) == 120
+    assert np.isfinite(spread.scores).all()
+    # Who else is in a pass makes a difference, but not one document for another.
+    assert np.corrcoef(spread.scores, whole.scores)[0, 1] > 0.5
 
 
 def test_a_pass_is_closed_when_it_is_full_or_the_context_might_be() -> None:

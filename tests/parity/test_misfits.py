@@ -1,7 +1,6 @@
 """A checkpoint that does not fit its model is refused by the name of what is wrong, whatever family it is
 of."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from maxsimd.engine import EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.checkpoint.files import VOCABULARIES
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.families import FAMILIES, LISTWISE, Family
 
 CPU = torch.device("cpu")
@@ -57,18 +57,10 @@ def _parametrize() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("family", families)
 
 
-@pytest.fixture(scope="module")
-def copy_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path]:
-    """A copy of a family's checkpoint, built once a family, that a test may damage."""
-    built: dict[str, str] = {}
-
-    def copy(family: Family) -> Path:
-        if family.name not in built:
-            built[family.name] = family.build(tmp_path_factory.mktemp("built") / "checkpoint")
-        # Others' names may be read relative to the checkpoint, so the copy lies where nothing else is.
-        return Path(shutil.copytree(built[family.name], tmp_path_factory.mktemp("copy") / "checkpoint"))
-
-    return copy
+@pytest.fixture
+def copy_of(checkpoints: SharedCheckpoints, tmp_path: Path) -> Callable[[Family], Path]:
+    """A copy of a family's checkpoint that a test may damage."""
+    return lambda family: checkpoints.copy(family.build, tmp_path / "copy" / "checkpoint")
 
 
 def _damage(file: Path, name: str, damage: Callable[[Tensors, str], None]) -> None:

@@ -2,18 +2,18 @@
 
 import json
 import re
-from pathlib import Path
 
 from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.models_page import PAGE, page
 
 
-def test_the_page_is_what_inspecting_every_checkpoint_says(folder: Path) -> None:
+def test_the_page_is_what_inspecting_every_checkpoint_says(checkpoints: SharedCheckpoints) -> None:
     written = PAGE.read_text(encoding="utf-8")
-    assert page(folder / "page") == written, "run: python -m tests.parity.models_page"
+    assert page(checkpoints) == written, "run: python -m tests.parity.models_page"
 
 
 def test_the_command_prints_what_the_page_shows() -> None:

@@ -13,6 +13,7 @@ from maxsimd.engine.preprocess.pairs import SHORTEST_PREFIX
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import Role
 from tests.checkpoints import cross_encoders, language_models
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity import references
 from tests.waiting import until
 
@@ -20,7 +21,7 @@ QUERY = "How is a file opened for reading, and what is returned when there is no
 
 
 @pytest.fixture(scope="module", params=["qwen3-reranker", "mxbai", "gemma", "llama", "qwen2"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+def checkpoint(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> str:
     builders = {
         "qwen3-reranker": language_models.qwen3_reranker,
         "mxbai": language_models.mxbai_rerank_v2,
@@ -28,7 +29,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         "llama": cross_encoders.llama,
         "qwen2": cross_encoders.qwen2,
     }
-    return builders[request.param](tmp_path_factory.mktemp(request.param))
+    return checkpoints(builders[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +61,8 @@ async def test_scores_with_and_without_sharing_are_equal(
     assert none == 0
 
 
-async def test_scores_equal_the_model_cards(
-    documents: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    checkpoint = language_models.qwen3_reranker(tmp_path_factory.mktemp("card"))
+async def test_scores_equal_the_model_cards(documents: list[str], checkpoints: SharedCheckpoints) -> None:
+    checkpoint = checkpoints(language_models.qwen3_reranker)
     async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
         result = await engine.score(QUERY, documents, truncation=CUT_LONG)
     reference = references.qwen3_reranker(checkpoint, [QUERY] * len(documents), documents)
@@ -87,8 +86,10 @@ async def test_a_request_that_is_cancelled_leaves_no_prefix_behind(
     checkpoint: str, documents: list[str]
 ) -> None:
     async with Engine(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=200)) as engine:
-        for delay in (0.005, 0.02, 0.05):
+        runner = engine.on_device.prepared.runner
+        for delay in (0, 0.005, 0.05):
             task = asyncio.create_task(engine.score(QUERY, documents, truncation=CUT_LONG))
+            await until(lambda: runner.held > 0)
             await asyncio.sleep(delay)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -99,14 +100,17 @@ async def test_a_request_that_is_cancelled_leaves_no_prefix_behind(
 
 async def test_windows_share_their_prefix_too(checkpoint: str, documents: list[str]) -> None:
     long = [" ".join(documents[i : i + 8]) for i in range(0, 40, 8)]
-    scores = []
+    results = []
     for sharing in ("auto", "off"):
         config = EngineConfig(
             model=checkpoint, dtype="float32", prefix_sharing=sharing, max_model_len=400, window_overlap=10
         )
         async with Engine(config) as engine:
-            scores.append((await engine.score(QUERY, long, truncation=WINDOW_LONG)).scores)
-    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5, rtol=1e-5)
+            results.append(await engine.score(QUERY, long, truncation=WINDOW_LONG))
+    shared, apart = results
+    np.testing.assert_allclose(shared.scores, apart.scores, atol=1e-5, rtol=1e-5)
+    assert shared.usage.cached_tokens > 8 * len(long)
+    assert apart.usage.cached_tokens == 0
 
 
 def _paths(

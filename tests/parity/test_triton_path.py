@@ -2,12 +2,15 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from tests.checkpoints import cross_encoders
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.interpreted import run_interpreted
 
 pytest.importorskip("triton")
@@ -16,17 +19,17 @@ PLAIN = EngineConfig(dtype="float32", attention="torch", maxsim="reference", ker
 TRITON = EngineConfig(dtype="float32", attention="triton", maxsim="triton", kernels="torch")
 
 
-def compare_late_interaction(path: str) -> None:
-    """Without a cache, with one, and with one in int8, whose rows are scored as they are."""
+def compare_late_interaction(path: str, cache_mb: str, precision: Any) -> None:
     documents = [pair.document[:150] for pair in docstring_pairs()[:8]]
-    for cache, precision in ((0, "auto"), (8, "float32"), (8, "int8")):
-        scores = {}
-        for name, config in (("plain", PLAIN), ("triton", TRITON)):
-            config = replace(config, model=path, cache_mb=cache, cache_precision=precision)
-            scores[name] = asyncio.run(_score_twice(config, documents))
-        np.testing.assert_allclose(
-            scores["triton"], scores["plain"], atol=1e-4 if precision != "int8" else 2e-3
+    plain, ours = (
+        asyncio.run(
+            _score_twice(
+                replace(config, model=path, cache_mb=int(cache_mb), cache_precision=precision), documents
+            )
         )
+        for config in (PLAIN, TRITON)
+    )
+    np.testing.assert_allclose(ours, plain, atol=1e-4 if precision != "int8" else 2e-3)
 
 
 def compare_cross_encoder(path: str) -> None:
@@ -49,11 +52,14 @@ async def _score_twice(config: EngineConfig, documents: list[str]) -> list[float
         return first.scores
 
 
-def test_late_interaction(stanford_colbert: str) -> None:
-    run_interpreted(compare_late_interaction, stanford_colbert)
+@pytest.mark.parametrize(
+    ("cache_mb", "precision"),
+    [("0", "auto"), pytest.param("8", "float32", marks=pytest.mark.exhaustive), ("8", "int8")],
+)
+def test_late_interaction(stanford_colbert: str, cache_mb: str, precision: str) -> None:
+    """Without a cache, with one, and with one in int8, whose rows are scored as they are."""
+    run_interpreted(compare_late_interaction, stanford_colbert, cache_mb, precision)
 
 
-def test_a_causal_cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from tests.checkpoints.cross_encoders import qwen3
-
-    run_interpreted(compare_cross_encoder, qwen3(tmp_path_factory.mktemp("qwen3")))
+def test_a_causal_cross_encoder(checkpoints: SharedCheckpoints) -> None:
+    run_interpreted(compare_cross_encoder, checkpoints(cross_encoders.qwen3))

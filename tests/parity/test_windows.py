@@ -88,7 +88,9 @@ async def test_windows_of_several_documents_and_queries_do_not_mix(long_document
             assert together[i] == pytest.approx(alone.scores[0], abs=1e-4)
 
 
-@pytest.mark.parametrize("score_type", ["late-interaction", "bi-encoder"])
+@pytest.mark.parametrize(
+    "score_type", ["late-interaction", pytest.param("bi-encoder", marks=pytest.mark.exhaustive)]
+)
 async def test_a_sentence_at_the_end_of_ten_thousand_words_is_found(
     pairs: list[Pair], score_type: str
 ) -> None:

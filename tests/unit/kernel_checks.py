@@ -72,52 +72,63 @@ def check_maxsim(device: str) -> None:
     assert maxsim_triton(queries, documents, []).shape == (0,)
 
 
+def _heads(count: int, rows: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """As models hand them on: a view [heads, rows, dim] of rows in which heads stand side by side."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, count, dim, generator=random).to(dtype).transpose(0, 1)
+
+
+def _on(device: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.to(device) for tensor in tensors]
+
+
+HEAD_DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
+PRECISIONS = st.sampled_from(DTYPES)
+
+
 def check_attention(device: str) -> None:
-    from maxsimd.engine.execution.attention.triton_kernel import (
-        attend_after_prefix_triton,
-        attend_chunk_triton,
-        attend_triton,
-    )
+    from maxsimd.engine.execution.attention.triton_kernel import attend_triton
     from maxsimd.engine.execution.layout import lay_out
 
-    def heads(count: int, rows: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-        """As models hand them on: a view [heads, rows, dim] of rows in which heads stand side by side."""
-        random = torch.Generator().manual_seed(seed)
-        return torch.randn(rows, count, dim, generator=random).to(dtype).transpose(0, 1)
-
-    def over(*states: torch.Tensor) -> list[torch.Tensor]:
-        return [state.to(device) for state in states]
-
-    dims = st.sampled_from([32, 64, 80, 128, 256, 24])
-    dtypes = st.sampled_from(DTYPES)
-
     @settings(max_examples=60, deadline=None)
-    @given(attention_problems(), dims, dtypes)
+    @given(attention_problems(), HEAD_DIMS, PRECISIONS)
     def whole(problem: tuple[Any, ...], dim: int, dtype: torch.dtype) -> None:
         lengths, attended, kv_heads, repeats, causal, window = problem
         step = make_step(lengths, attended)
         batch = lay_out(step, {}, causal=causal, arrangement=RAGGED, position_offset=0)
-        q = heads(kv_heads * repeats, sum(lengths), dim, dtype, 0)
-        k, v = (heads(kv_heads, sum(lengths), dim, dtype, seed) for seed in (1, 2))
-        ours = attend_triton(*over(q, k, v), batch.layout, dim**-0.5, window)
+        q = _heads(kv_heads * repeats, sum(lengths), dim, dtype, 0)
+        k, v = (_heads(kv_heads, sum(lengths), dim, dtype, seed) for seed in (1, 2))
+        ours = attend_triton(*_on(device, q, k, v), batch.layout, dim**-0.5, window)
         exact = attend_one_by_one(q.float(), k.float(), v.float(), batch.layout, dim**-0.5, window)
         close(ours, exact.nan_to_num(), dtype)
 
+    whole()
+
+
+def check_attention_of_chunks(device: str) -> None:
+    from maxsimd.engine.execution.attention.triton_kernel import attend_chunk_triton
+
     @settings(max_examples=25, deadline=None)
-    @given(st.integers(1, 70), st.integers(0, 90), dims, dtypes, st.none() | st.integers(2, 20))
+    @given(st.integers(1, 70), st.integers(0, 90), HEAD_DIMS, PRECISIONS, st.none() | st.integers(2, 20))
     def chunk(tokens: int, earlier: int, dim: int, dtype: torch.dtype, window: int | None) -> None:
-        q = heads(4, tokens, dim, dtype, 0)
-        k, v = (heads(2, earlier + tokens, dim, dtype, seed) for seed in (1, 2))
+        q = _heads(4, tokens, dim, dtype, 0)
+        k, v = (_heads(2, earlier + tokens, dim, dtype, seed) for seed in (1, 2))
         layout = Layout((), (), True)
-        ours = attend_chunk_triton(*over(q, k, v), layout, dim**-0.5, window)
+        ours = attend_chunk_triton(*_on(device, q, k, v), layout, dim**-0.5, window)
         close(ours, attend_chunk(q.float(), k.float(), v.float(), layout, dim**-0.5, window), dtype)
+
+    chunk()
+
+
+def check_attention_behind_prefixes(device: str) -> None:
+    from maxsimd.engine.execution.attention.triton_kernel import attend_after_prefix_triton
 
     @settings(max_examples=25, deadline=None)
     @given(
         st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=6),
         st.integers(1, 80),
-        dims,
-        dtypes,
+        HEAD_DIMS,
+        PRECISIONS,
         st.none() | st.integers(2, 60),
     )
     def after_prefix(
@@ -128,20 +139,18 @@ def check_attention(device: str) -> None:
         for length, which in sorted(sequences, key=lambda item: item[1]):
             groups.append(SharedGroup(row, 1, length, carries[which]))
             row += length
-        both = [[heads(2, shared + n, dim, dtype, seed + n) for seed in (3, 5)] for n in range(2)]
-        prefixes: Any = [tuple(over(*both[carries.index(group.prefix)])) for group in groups]
+        both = [[_heads(2, shared + n, dim, dtype, seed + n) for seed in (3, 5)] for n in range(2)]
+        prefixes: Any = [tuple(_on(device, *both[carries.index(group.prefix)])) for group in groups]
         wide: Any = [(keys.float().cpu(), values.float().cpu()) for keys, values in prefixes]
-        q = heads(4, row, dim, dtype, 0)
-        k, v = (heads(2, row, dim, dtype, seed) for seed in (1, 2))
+        q = _heads(4, row, dim, dtype, 0)
+        k, v = (_heads(2, row, dim, dtype, seed) for seed in (1, 2))
         layout = Layout((), (), True, None, tuple(groups))
         ours = torch.full((row, 4, dim), 9.0, dtype=dtype, device=device)
         exact = torch.empty(row, 4, dim)
-        attend_after_prefix_triton(*over(q, k, v), layout, prefixes, dim**-0.5, window, ours)
+        attend_after_prefix_triton(*_on(device, q, k, v), layout, prefixes, dim**-0.5, window, ours)
         attend_groups_after_prefix(q.float(), k.float(), v.float(), layout, wide, dim**-0.5, window, exact)
         close(ours, exact, dtype)
 
-    whole()
-    chunk()
     after_prefix()
 
 
@@ -183,4 +192,10 @@ def check_projection(device: str) -> None:
     assert (project(nothing, places, nothing, None, True, 1e-12, torch.float32) == 0).all()
 
 
-CHECKS = [check_maxsim, check_attention, check_projection]
+CHECKS = [
+    check_maxsim,
+    check_attention,
+    check_attention_of_chunks,
+    check_attention_behind_prefixes,
+    check_projection,
+]

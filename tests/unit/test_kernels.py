@@ -28,6 +28,7 @@ from maxsimd.engine.scoring.maxsim import maxsim_avx512, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.test_maxsim import problems
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
 
 

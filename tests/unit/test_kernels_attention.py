@@ -23,6 +23,7 @@ from maxsimd.engine.execution.prefill_kv import Carry
 from tests.unit.test_kernels import needs_kernels
 from tests.unit.test_packed import attention_problems, make_step
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 DTYPES = st.sampled_from(list(TOLERANCE))
 HEAD_DIMS = st.sampled_from([8, 16, 24, 32, 80, 128])  # also such as the kernel does not take as they are

@@ -29,6 +29,8 @@ from maxsimd.engine.ops.cpu.linear import (
 )
 from tests.unit.test_kernels import amx, needs_kernels
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 # float32, and bfloat16 and int8 with and without AMX tiles
 WAYS = [
     pytest.param(pack_float32, False, id="float32"),

@@ -1,5 +1,6 @@
 """Budgets and lengths that leave no room: refused at start, and never the engine's death."""
 
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,22 @@ async def test_a_budget_below_the_length_of_expanded_queries_is_refused_with_bot
 async def test_the_least_budget_that_is_not_refused_runs_every_kind_of_request(
     stanford_colbert: str, packing: str
 ) -> None:
-    config = EngineConfig(model=stanford_colbert, max_batch_tokens=32, packing=packing)
-    async with Engine(config) as engine:
-        assert len((await engine.score("a", ["b", "word " * 100], truncation=CUT_LONG)).scores) == 2
+    usual = EngineConfig(model=stanford_colbert, dtype="float32", packing=packing)
+    async with Engine(replace(usual, max_batch_tokens=32)) as engine, Engine(usual) as roomy:
+        documents, long = ["b", "word " * 100], Truncation(max_tokens=32)
+        exact = (await roomy.score("a", documents, truncation=long)).scores
+        ours = (await engine.score("a", documents, truncation=CUT_LONG)).scores
+        assert ours == pytest.approx(exact, abs=1e-4)
         # A query that the request cuts shorter is still filled up to the checkpoint's length.
-        assert (await engine.score("word " * 9, ["b"], truncation=Truncation(max_tokens=6))).scores
+        short = Truncation(max_tokens=6)
+        exact, ours = [
+            (await each.score("word " * 9, ["b"], truncation=short)).scores for each in (roomy, engine)
+        ]
+        assert ours == pytest.approx(exact, abs=1e-4)
         for input_type in (None, "query", "document"):
-            await engine.embed_tokens("word " * 100, input_type=input_type, truncation=CUT_LONG)
+            for each in (engine, roomy):
+                embedded = await each.embed_tokens("word " * 100, input_type=input_type, truncation=long)
+                assert embedded.usage.prompt_tokens == 32
         assert engine.is_healthy
 
 

@@ -18,7 +18,9 @@ FOLDERS = {*ROOMS, "tests", "docs"}
 
 
 def _files(room: str) -> list[Path]:
-    return sorted((ROOT / room).rglob("*.py"))
+    found = sorted((ROOT / room).rglob("*.py"))
+    assert found, f"there is no room {room}"
+    return found
 
 
 def _tracked() -> set[str]:

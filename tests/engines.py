@@ -1,0 +1,57 @@
+"""Engines that tests share, since most differ in what they ask and not in what they start."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+
+# More have been asked for: the one that was used least lately is stopped, so that few models are in memory.
+MOST = 4
+
+
+class Engines:
+    """Started engines by their configuration, each started once, on one event loop. Documents that one test
+    scores are cached for the next; where that matters a test empties the cache."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._running: OrderedDict[EngineConfig, Engine] = OrderedDict()
+        self._scores: dict[tuple[EngineConfig, tuple[Pair, ...]], NDArray[np.float32]] = {}
+
+    async def __call__(self, config: EngineConfig) -> Engine:
+        """The engine of this configuration, started if there is none."""
+        if config in self._running:
+            self._running.move_to_end(config)
+            return self._running[config]
+        while len(self._running) >= self._most:
+            _, oldest = self._running.popitem(last=False)
+            await oldest.stop()
+        engine = Engine(config)
+        await engine.start()
+        self._running[config] = engine
+        return engine
+
+    async def scores(self, config: EngineConfig, pairs: Sequence[Pair]) -> NDArray[np.float32]:
+        """The score of each pair, in one request. Tests that ask for the same scores share them too."""
+        asked = config, tuple(pairs)
+        if asked not in self._scores:
+            engine = await self(config)
+            queries, documents = [pair.query for pair in pairs], [pair.document for pair in pairs]
+            result = await engine.score(queries, documents, truncation=CUT_LONG)
+            self._scores[asked] = np.array(result.scores, dtype=np.float32)
+        return self._scores[asked]
+
+    async def __aenter__(self) -> "Engines":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._running:
+            _, engine = self._running.popitem()
+            await engine.stop()
