@@ -10,9 +10,8 @@ import time
 import uvloop
 from aiohttp import web
 
-from maxsimd.api.app import build_app
+from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.state import STATE
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.device.load import OnDevice
 

@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from maxsimd.api.app import build_app
+from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.state import STATE
 from maxsimd.engine import Engine, EngineDeadError
 from maxsimd.engine.actors.runner import RunnerActor
 
