@@ -82,6 +82,10 @@ def body_too_large() -> ApiError:
     return ApiError(413, "RequestTooLargeError", message)
 
 
+def body_not_unicode(reason: str) -> ApiError:
+    return ApiError(400, "BadRequestError", f"the body is not valid JSON: a string is not UTF-8 ({reason})")
+
+
 def unreadable_body() -> ApiError:
     message = "the body is not what its headers say; check Content-Encoding and Content-Length"
     return ApiError(400, "BadRequestError", message)

@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from maxsimd.api.answer import Answer
-from maxsimd.api.failures import body_too_large
+from maxsimd.api.failures import body_not_unicode, body_too_large
 from maxsimd.api.state import ServerState
 
 T = TypeVar("T")
@@ -67,6 +67,9 @@ async def _read(state: ServerState, body: Body) -> bytearray:
 
 
 async def _parse(state: ServerState, body: bytearray, kind: type[T]) -> T:
-    if len(body) > LARGE_BODY:
-        return await state.engine.in_thread(lambda: msgspec.json.decode(body, type=kind))
-    return msgspec.json.decode(body, type=kind)
+    try:
+        if len(body) > LARGE_BODY:
+            return await state.engine.in_thread(lambda: msgspec.json.decode(body, type=kind))
+        return msgspec.json.decode(body, type=kind)
+    except UnicodeDecodeError as error:
+        raise body_not_unicode(error.reason) from error
