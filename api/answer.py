@@ -4,8 +4,8 @@ import json
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -24,10 +24,10 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
 
-    def with_headers(self, **headers: str) -> Self:
+    def with_headers(self, **headers: str) -> "Answer":
         """The same answer with more headers; each `_` in a name becomes a `-`."""
         added = {name.replace("_", "-"): value for name, value in headers.items()}
-        return replace(self, headers={**self.headers, **added})
+        return Answer(self.status, {**self.headers, **added}, self.body)
 
 
 async def wire_answer(engine: Engine, response: Any, items: int = 0) -> Answer:

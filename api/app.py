@@ -22,8 +22,10 @@ STATE = web.AppKey("state", ServerState)
 
 def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     """The application around an engine, which need not be started yet."""
-    # aiohttp's router has no routes: a middleware also gets what no route would, such as `OPTIONS *`.
+    # One route takes all paths, and a middleware answers in its stead, as it also gets `OPTIONS *`.
+    # Without the route aiohttp would first make an error of its own for every request.
     app = web.Application(middlewares=[_answer])
+    app.router.add_route("*", "/{path:.*}", _unused)
     app[STATE] = ServerState(engine, config)
     app.cleanup_ctx.append(_watch_lag)
     return app
@@ -33,7 +35,6 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
 async def _answer(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answers in the router's stead; `handler` is what aiohttp would have called."""
     state = request.app[STATE]
     path = request.rel_url.path_safe
     answer = await handle(state, request.method, path, request.headers, _chunks(request))
@@ -41,6 +42,10 @@ async def _answer(
     if state.draining:
         response.force_close()
     return response
+
+
+async def _unused(request: web.Request) -> web.StreamResponse:
+    raise AssertionError("the middleware has answered")
 
 
 async def _chunks(request: web.Request) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""What probes are told: /health of a process that is to be left alone, /ready of one that takes work."""
+"""What probes read: /health says whether a process is to be left alone, /ready whether it takes work."""
 
 from collections.abc import AsyncIterator
 
