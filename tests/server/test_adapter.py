@@ -141,21 +141,22 @@ async def test_keys_are_compared_byte_by_byte(wire: Wire) -> None:
 
 
 async def test_a_draining_server_closes_the_connections_that_it_answers_on(wire: Wire) -> None:
-    async def answered(*lines: str) -> bytes:
-        reader, writer = await wire.send(*lines)
+    async def answered(patience: float) -> bytes:
+        """The head of an answer, or `open` where the connection is not closed after it."""
+        reader, writer = await wire.send("GET /health HTTP/1.1")
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
         await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]))
         stays_open = False
         try:
-            await asyncio.wait_for(reader.read(), 0.2)
+            await asyncio.wait_for(reader.read(), patience)
         except TimeoutError:
             stays_open = True
         writer.close()
         return b"open" if stays_open else head
 
-    assert await answered("GET /health HTTP/1.1") == b"open"
+    assert await answered(0.2) == b"open"
     wire.state.draining = True
-    assert b"Connection: close" in await answered("GET /health HTTP/1.1")
+    assert b"Connection: close" in await answered(10)
 
 
 @pytest.mark.parametrize("sent", ["all", "half"])

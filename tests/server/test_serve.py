@@ -129,7 +129,7 @@ async def test_a_drain_lasts_no_longer_than_the_grace_period(
         asked = time.perf_counter()
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(server.status, 20) == 0
-        assert 0.3 < time.perf_counter() - asked < 5
+        assert 0.3 < time.perf_counter() - asked < 15
         await asyncio.gather(heavy, return_exceptions=True)
     assert "some requests were still unfinished after 0 seconds" in caplog.text
 
