@@ -1,11 +1,12 @@
-"""What clients are told when something is wrong: one shape, a status an error class."""
+"""The answer to a request that fails: one shape for all errors, and a status for each class of them."""
 
 import math
 import re
+from collections.abc import Iterable
 
 import msgspec
-from aiohttp import web
 
+from maxsimd.api.answer import Answer
 from maxsimd.api.wire import ErrorBody, ErrorResponse
 from maxsimd.engine import (
     EngineDeadError,
@@ -18,7 +19,7 @@ from maxsimd.engine import (
 
 
 class ApiError(Exception):
-    """An error that has its own place on the wire."""
+    """An error with a status, a type and a message of its own on the wire."""
 
     def __init__(
         self, status: int, kind: str, message: str, param: str | None = None, retry_after: float | None = None
@@ -28,7 +29,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The wire's view of any exception. Unknown ones say nothing of their inside."""
+    """How any exception looks on the wire. Unexpected ones reveal nothing of the inside."""
     match error:
         case ApiError():
             return error
@@ -51,33 +52,43 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, "ServiceUnavailableError", message, retry_after=30)
         case RequestFailedError():
             return ApiError(500, "InternalServerError", str(error))
-        case web.HTTPRequestEntityTooLarge():
-            message = "the body is too large; send fewer documents at a time, or raise --max-body-mb"
-            return ApiError(413, "RequestTooLargeError", message)
-        case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(error.allowed_methods))
-            return ApiError(405, "MethodNotAllowedError", f"this route takes {allowed}")
-        case web.HTTPNotFound():
-            return ApiError(404, "NotFoundError", "there is no such route; see README for those there are")
-        case web.HTTPException():
-            return ApiError(error.status, "BadRequestError", error.reason)
         case _:
-            return ApiError(
-                500, "InternalServerError", "internal error; the log has it under this request's id"
-            )
+            message = "internal error; the log has it under this request's id"
+            return ApiError(500, "InternalServerError", message)
 
 
-def error_response(error: ApiError) -> web.Response:
-    headers = {}
+def error_answer(error: ApiError) -> Answer:
+    headers = {"Content-Type": "application/json"}
     if error.retry_after is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after))
     body = ErrorResponse(ErrorBody(str(error), error.kind, error.param, error.status))
-    return web.Response(
-        status=error.status,
-        body=msgspec.json.encode(body),
-        content_type="application/json",
-        headers=headers,
-    )
+    return Answer(error.status, headers, msgspec.json.encode(body))
+
+
+def no_such_route() -> ApiError:
+    return ApiError(404, "NotFoundError", "there is no such route; see README for those there are")
+
+
+def wrong_method(allowed: Iterable[str]) -> ApiError:
+    return ApiError(405, "MethodNotAllowedError", f"this route takes {', '.join(sorted(allowed))}")
+
+
+def no_valid_key() -> ApiError:
+    return ApiError(401, "AuthenticationError", "send a valid key as Authorization: Bearer KEY")
+
+
+def body_too_large() -> ApiError:
+    message = "the body is too large; send fewer documents at a time, or raise --max-body-mb"
+    return ApiError(413, "RequestTooLargeError", message)
+
+
+def body_not_unicode(reason: str) -> ApiError:
+    return ApiError(400, "BadRequestError", f"the body is not valid JSON: a string is not UTF-8 ({reason})")
+
+
+def unreadable_body() -> ApiError:
+    message = "the body is not what its headers say; check Content-Encoding and Content-Length"
+    return ApiError(400, "BadRequestError", message)
 
 
 def _describe(message: str) -> tuple[str, str | None]:
@@ -85,8 +96,8 @@ def _describe(message: str) -> tuple[str, str | None]:
     missing = re.search(r"missing required field `(\w+)`", message)
     if missing:
         return f"{missing[1]} is missing", missing[1]
-    text, _, place = message.partition(" - at ")
-    path = place.strip("`").removeprefix("$").removeprefix(".")
+    text, _, location = message.partition(" - at ")
+    path = location.strip("`").removeprefix("$").removeprefix(".")
     if not path:
         return f"the body is wrong: {text}", None
     return f"{path}: {text[0].lower()}{text[1:]}", re.split(r"[.\[]", path)[0]

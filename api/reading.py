@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from maxsimd.api.wire import Common, Content, Contents, LongDocuments, RerankRequest, ScoreRequest, Scoring
+from maxsimd.api.wire import (
+    Common,
+    Content,
+    Contents,
+    LongDocuments,
+    PredictRequest,
+    RerankRequest,
+    ScoreRequest,
+    Scoring,
+)
 from maxsimd.engine import InvalidRequestError, Truncation
 from maxsimd.engine.requests import InputType
 
@@ -36,35 +45,35 @@ def as_texts(contents: Contents, param: str, rank_fields: Sequence[str] | None =
     return [as_text(content, f"{param}[{i}]", param, rank_fields) for i, content in enumerate(contents)]
 
 
-def as_text(content: Content, place: str, param: str, rank_fields: Sequence[str] | None = None) -> str:
+def as_text(content: Content, where: str, param: str, rank_fields: Sequence[str] | None = None) -> str:
     """The text of a string, of {"text": ...}, of {"content": "..."} or content parts, or, with Cohere's
     `rank_fields`, those of the named fields that a record has, a line each."""
     if isinstance(content, str):
         return content
     if rank_fields:
-        return _record_text(content, rank_fields, place)
+        return _record_text(content, rank_fields, where)
     text = content.get("text", content.get("content"))
     if isinstance(text, list):
-        return "\n".join(_part_text(part, place, param) for part in text)
+        return "\n".join(_part_text(part, where, param) for part in text)
     if isinstance(text, str):
         return text
-    raise InvalidRequestError(f'{place} is an object without a "text" or "content" string', param)
+    raise InvalidRequestError(f'{where} is an object without a "text" or "content" string', param)
 
 
-def _record_text(record: dict[str, Any], rank_fields: Sequence[str], place: str) -> str:
+def _record_text(record: dict[str, Any], rank_fields: Sequence[str], where: str) -> str:
     lines = [f"{name}: {record[name]}" for name in rank_fields if record.get(name) is not None]
     if not lines:
         raise InvalidRequestError(
-            f"{place} has none of the fields that rank_fields names; name at least one that it has",
+            f"{where} has none of the fields that rank_fields names; name at least one that it has",
             "rank_fields",
         )
     return "\n".join(lines)
 
 
-def _part_text(part: Any, place: str, param: str) -> str:
+def _part_text(part: Any, where: str, param: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise InvalidRequestError(f"{place} has a content part that is not text; only text can be scored", param)
+    raise InvalidRequestError(f"{where} has a content part that is not text; only text can be scored", param)
 
 
 def truncation_of(request: Common, default: LongDocuments = "error") -> Truncation:
@@ -81,6 +90,18 @@ def truncation_of(request: Common, default: LongDocuments = "error") -> Truncati
         max_document_tokens=request.max_tokens_per_doc or None,
         windows=long_documents == "window",
         window_overlap=request.window_overlap,
+    )
+
+
+def tei_truncation_of(request: RerankRequest | PredictRequest, default: LongDocuments) -> Truncation:
+    """What a request says of over-long inputs in text-embeddings-inference's words; `default` where it says
+    nothing."""
+    cut = request.truncate if request.truncate is not None else default != "error"
+    side = (request.truncation_direction or "right").lower()
+    return Truncation(
+        max_tokens=-1 if cut else None,
+        side="left" if side == "left" else "right",
+        windows=request.truncate is None and default == "window",
     )
 
 

@@ -10,9 +10,8 @@ import time
 import uvloop
 from aiohttp import web
 
-from maxsimd.api.app import build_app
+from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.state import STATE
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.device.load import OnDevice
 
@@ -52,19 +51,13 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
         # second now and then.
         gc.collect()
         gc.freeze()
-        model = engine.model
         log.info(
-            "%s is ready on http://%s:%d after %.1f s: %s, %s%s, %s on %s%s",
-            model.name,
+            "%s is ready on http://%s:%d after %.1f s: %s",
+            engine.model.name,
             server_config.host,
             port,
             time.perf_counter() - started,
-            model.score_type.value,
-            str(engine.on_device.prepared.dtype).removeprefix("torch."),
-            " with int8 weights" if engine.on_device.prepared.quantized else "",
-            engine.on_device.prepared.execution,
-            engine.on_device.device,
-            _kernels(engine.on_device),
+            _how_it_runs(engine),
         )
         died = asyncio.create_task(engine.until_dead())
         asked = asyncio.create_task(stop.wait())
@@ -82,8 +75,17 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
         gc.unfreeze()
 
 
+def _how_it_runs(engine: Engine) -> str:
+    prepared = engine.on_device.prepared
+    precision = str(prepared.dtype).removeprefix("torch.")
+    if prepared.quantized:
+        precision += " with int8 weights"
+    where = f"{prepared.execution} on {engine.on_device.device}{_kernels(engine.on_device)}"
+    return f"{engine.model.score_type.value}, {precision}, {where}"
+
+
 def _kernels(on_device: OnDevice) -> str:
-    """By which kernels a GPU runs; on a CPU there is nothing to wonder about."""
+    """By which kernels a GPU runs; on a CPU there is no choice to report."""
     if on_device.device.type != "cuda":
         return ""
     return f", attention by {on_device.prepared.attention}, MaxSim by {on_device.maxsim_name}"

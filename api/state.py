@@ -1,35 +1,27 @@
-"""What all handlers share: the engine, the configuration, and a few ways to read and answer."""
+"""What all handlers share: the engine, the configuration, the keys, the metrics, and what is in flight."""
 
 import asyncio
-import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
-
-import msgspec
-from aiohttp import web
+from typing import Literal
 
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.failures import ApiError
+from maxsimd.api.keys import read_keys
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
 
-T = TypeVar("T")
 Phase = Literal["starting", "ok", "draining", "dead"]
-
-# Bodies and answers beyond these are parsed and built in the thread pool, so that the event loop goes on.
-LARGE_BODY = 64 * 1024
-LARGE_ANSWER = 500
 
 
 class ServerState:
-    """Lives as long as the application. `draining` refuses new work while old work is finished."""
+    """Lives as long as the server, which may start before its engine does. `draining` refuses new work while
+    work in flight is finished. Raises ValueError where the configuration's file of keys has none."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, keys: frozenset[str]) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
-        self.keys = keys
+        self.keys = read_keys(config)
         self.metrics = ServerMetrics(engine.metrics.registry)
         self.draining = False
         self._in_flight = 0
@@ -47,7 +39,7 @@ class ServerState:
 
     @property
     def phase(self) -> Phase:
-        """What the server is at; `ok` while it takes requests."""
+        """`ok` while the server takes requests; else why it does not."""
         if self.engine.death is not None:
             return "dead"
         if self.draining:
@@ -70,27 +62,16 @@ class ServerState:
         """Returns when no request is in flight."""
         await self._quiet.wait()
 
-    async def read(self, request: web.Request, kind: type[T]) -> T:
-        """The request's body as a wire type. Raises what `failures` knows how to answer."""
+    def check_ready(self) -> None:
+        """Refuses work that the server cannot take now."""
+        if self.engine.death is not None:
+            raise EngineDeadError(self.engine.death)
         if not self.is_ready:
-            if self.engine.death is not None:
-                raise EngineDeadError(self.engine.death)
             raise EngineNotReadyError("the server is starting or shutting down")
-        body = await request.read()
-        if len(body) > LARGE_BODY:
-            parsed = await self.engine.in_thread(lambda: msgspec.json.decode(body, type=kind))
-        else:
-            parsed = msgspec.json.decode(body, type=kind)
-        self._check_model(getattr(parsed, "model", None))
-        return parsed
 
-    async def answer(self, response: Any, items: int = 0) -> web.Response:
-        """A JSON response; `items` says how large it is."""
-        if items > LARGE_ANSWER:
-            body = await self.engine.in_thread(lambda: msgspec.json.encode(response))
-        else:
-            body = msgspec.json.encode(response)
-        return web.Response(body=body, content_type="application/json")
+    def check_model(self, name: str | None) -> None:
+        if name and name not in (self.model_name, self.engine.model.name):
+            raise ApiError(404, "NotFoundError", f"The model `{name}` does not exist.", "model")
 
     def check_count(self, count: int, param: str) -> None:
         most = self.config.max_documents
@@ -99,18 +80,3 @@ class ServerState:
                 f"{param} has {count} entries, but at most {most} are taken at a time; send them in parts"
             )
             raise ApiError(413, "RequestTooLargeError", message, param)
-
-    def _check_model(self, name: str | None) -> None:
-        if name and name not in (self.model_name, self.engine.model.name):
-            raise ApiError(404, "NotFoundError", f"The model `{name}` does not exist.", "model")
-
-
-STATE = web.AppKey("state", ServerState)
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def now() -> int:
-    return int(time.time())

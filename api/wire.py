@@ -1,7 +1,7 @@
 """The wire types: what clients send and what they get, as msgspec structs.
 
-Unknown fields are ignored, as clients send their own; known ones are checked here. What the fields mean
-together is worked out in `reading`.
+Unknown fields are ignored, as clients send their own; the fields of these types are checked here. What they
+mean together is worked out in `reading`.
 """
 
 from typing import Annotated, Any, Literal
@@ -65,7 +65,7 @@ class RerankRequest(Scoring, kw_only=True):
 
 
 class EmbeddingsRequest(Common, kw_only=True):
-    # A text, texts, token ids or lists of those; told apart in `reading`, with a message of its own.
+    # A text, texts, token ids or lists of those; distinguished in `reading`, with a message of its own.
     input: Any
     dimensions: Positive | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -105,7 +105,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class TokensDetails(msgspec.Struct):
-    """How many of the prompt's tokens were not run, and of how many documents embeddings were kept."""
+    """How many of the prompt's tokens were not run, and how many documents' embeddings were in the cache."""
 
     cached_tokens: int
     cached_documents: int

@@ -1,4 +1,4 @@
-"""The embedding cache over HTTP: what requests may ask of it, what they are told, and restarts."""
+"""The embedding cache over HTTP: what requests may ask of it, what answers say of it, and restarts."""
 
 from pathlib import Path
 from typing import Any

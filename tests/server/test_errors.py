@@ -59,7 +59,7 @@ BAD_REQUESTS: list[tuple[str, Any, str, str | None]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "message", "param"), BAD_REQUESTS)
-def test_a_bad_request_is_told_what_to_change(
+def test_the_answer_to_a_bad_request_says_what_to_change(
     server: Server, path: str, body: Any, message: str, param: str | None
 ) -> None:
     check(httpx.post(server.url + path, json=body), 400, message, param)

@@ -1,13 +1,12 @@
-"""What probes are told: /health of a process that is to be left alone, /ready of one that takes work."""
+"""What probes read: /health says whether a process is to be left alone, /ready whether it takes work."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from maxsimd.api.app import build_app
+from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.state import STATE
 from maxsimd.engine import Engine, EngineDeadError
 from maxsimd.engine.actors.runner import RunnerActor
 

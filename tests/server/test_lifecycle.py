@@ -12,7 +12,7 @@ from tests.server.conftest import Server, StartServer
 
 
 def different(text: str, number: int) -> list[str]:
-    """So many documents that are alike in length alone: equal ones would be encoded once."""
+    """As many documents as `number`, alike in length alone: equal ones would be encoded once."""
     return [f"{i} {text}" for i in range(number)]
 
 
@@ -23,7 +23,7 @@ LIGHT = {"query": "q", "documents": ["d"]}
 def _wait_for(condition: Any, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
+        assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.05)
 
 
@@ -110,7 +110,7 @@ def test_a_full_queue_answers_429_and_loses_nobody(start_server: StartServer) ->
     assert httpx.post(server.url + "/rerank", json=LIGHT).status_code == 200
 
 
-def test_a_small_request_is_not_kept_waiting_by_a_large_one(server: Server) -> None:
+def test_a_small_request_does_not_wait_for_a_large_one(server: Server) -> None:
     async def race() -> tuple[float, float]:
         async with httpx.AsyncClient(timeout=120) as client:
             started = time.perf_counter()

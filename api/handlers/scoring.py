@@ -1,26 +1,21 @@
 """The routes that score and rank: /score, /rerank and their variants."""
 
-from aiohttp import web
-
 from maxsimd.api import wire
+from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.handlers.route import post
 from maxsimd.api.reading import (
     as_text,
     documents_to_rank,
+    tei_truncation_of,
     texts_to_score,
     truncation_of,
     wants_activation,
 )
-from maxsimd.api.state import STATE, ServerState, new_id, now
-from maxsimd.engine import RerankResult, Truncation, Usage
-
-routes = web.RouteTableDef()
+from maxsimd.api.state import ServerState
+from maxsimd.engine import RerankResult, Truncation
 
 
-@routes.post("/score")
-@routes.post("/v1/score")
-async def score(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    body = await state.read(request, wire.ScoreRequest)
+async def score(state: ServerState, body: wire.ScoreRequest) -> Answer:
     queries, documents = texts_to_score(body)
     state.check_count(len(documents), "documents")
     state.check_count(len(queries), "queries")
@@ -36,15 +31,10 @@ async def score(request: web.Request) -> web.Response:
     )
     data = [wire.Score(i, score) for i, score in enumerate(result.scores)]
     response = wire.ScoreResponse(new_id("score"), now(), state.model_name, data, usage_of(result.usage))
-    return await state.answer(response, len(data))
+    return await wire_answer(state.engine, response, len(data))
 
 
-@routes.post("/rerank")
-@routes.post("/v1/rerank")
-@routes.post("/v2/rerank")
-async def rerank(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    body = await state.read(request, wire.RerankRequest)
+async def rerank(state: ServerState, body: wire.RerankRequest) -> Answer:
     if body.texts is not None:
         return await _rerank_texts(state, body, body.texts)
     documents = documents_to_rank(body)
@@ -62,18 +52,18 @@ async def rerank(request: web.Request) -> web.Response:
     response = wire.RerankResponse(
         new_id("rerank"), state.model_name, results, usage_of(result.usage), meta, warnings
     )
-    return await state.answer(response, len(results))
+    return await wire_answer(state.engine, response, len(results))
 
 
-async def _rerank_texts(state: ServerState, body: wire.RerankRequest, texts: list[str]) -> web.Response:
+async def _rerank_texts(state: ServerState, body: wire.RerankRequest, texts: list[str]) -> Answer:
     """text-embeddings-inference's rerank: `texts` in, a bare list out."""
-    truncation = tei_truncation(state, body.truncate, body.truncation_direction)
+    truncation = tei_truncation_of(body, state.config.long_documents)
     result = await _rank(state, body, texts, truncation)
     ranked = [
         wire.TeiRanked(ranked.index, ranked.score, ranked.document if body.return_text else None)
         for ranked in result.results
     ]
-    return await state.answer(ranked, len(ranked))
+    return await wire_answer(state.engine, ranked, len(ranked))
 
 
 async def _rank(
@@ -93,18 +83,7 @@ async def _rank(
     )
 
 
-def tei_truncation(state: ServerState, truncate: bool | None, direction: wire.Direction | None) -> Truncation:
-    """Truncation in text-embeddings-inference's words, the server's where the request says nothing."""
-    cut = truncate if truncate is not None else state.config.long_documents != "error"
-    windows = truncate is None and state.config.long_documents == "window"
-    side = (direction or "right").lower()
-    return Truncation(
-        max_tokens=-1 if cut else None, side="left" if side == "left" else "right", windows=windows
-    )
-
-
-def usage_of(usage: Usage) -> wire.Usage:
-    details = None
-    if usage.cached_tokens:
-        details = wire.TokensDetails(usage.cached_tokens, usage.cached_documents)
-    return wire.Usage(usage.prompt_tokens, usage.prompt_tokens, details)
+ROUTES = (
+    *(post(path, wire.ScoreRequest, score) for path in ("/score", "/v1/score")),
+    *(post(path, wire.RerankRequest, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+)

@@ -4,22 +4,17 @@ import base64
 from typing import Any
 
 import numpy as np
-from aiohttp import web
 from numpy.typing import NDArray
 
 from maxsimd.api import wire
+from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.handlers.route import post
 from maxsimd.api.reading import as_inputs, input_type_of, truncation_of
-from maxsimd.api.scoring import usage_of
-from maxsimd.api.state import STATE, ServerState, new_id, now
+from maxsimd.api.state import ServerState
 from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, TokenEmbedResult
 
-routes = web.RouteTableDef()
 
-
-@routes.post("/v1/embeddings")
-async def embeddings(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    body = await state.read(request, wire.EmbeddingsRequest)
+async def embeddings(state: ServerState, body: wire.EmbeddingsRequest) -> Answer:
     inputs = as_inputs(body.input)
     state.check_count(len(inputs), "input")
     result = await state.engine.embed(
@@ -39,13 +34,10 @@ async def embeddings(request: web.Request) -> web.Response:
         ]
         return wire.EmbeddingsResponse(new_id("embd"), now(), state.model_name, data, usage_of(result.usage))
 
-    return await state.answer(await state.engine.in_thread(build), result.embeddings.size)
+    return await wire_answer(state.engine, await state.engine.in_thread(build), result.embeddings.size)
 
 
-@routes.post("/pooling")
-async def pooling(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    body = await state.read(request, wire.PoolingRequest)
+async def pooling(state: ServerState, body: wire.PoolingRequest) -> Answer:
     inputs = as_inputs(body.input)
     state.check_count(len(inputs), "input")
     result = await _pool(state, body, inputs)
@@ -55,7 +47,8 @@ async def pooling(request: web.Request) -> web.Response:
         data = [wire.Pooling(i, _encode(item, body.encoding_format)) for i, item in enumerate(pooled)]
         return wire.PoolingResponse(new_id("pooling"), now(), state.model_name, data, usage_of(result.usage))
 
-    return await state.answer(await state.engine.in_thread(build), sum(item.size for item in pooled))
+    response = await state.engine.in_thread(build)
+    return await wire_answer(state.engine, response, sum(item.size for item in pooled))
 
 
 async def _pool(
@@ -89,3 +82,9 @@ def _encode(array: NDArray[np.float32], encoding_format: str | None) -> Any:
     if encoding_format == "base64":
         return base64.b64encode(np.ascontiguousarray(array, dtype="<f4").tobytes()).decode("ascii")
     return array.tolist()
+
+
+ROUTES = (
+    post("/v1/embeddings", wire.EmbeddingsRequest, embeddings),
+    post("/pooling", wire.PoolingRequest, pooling),
+)

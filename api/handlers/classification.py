@@ -2,20 +2,14 @@
 
 from typing import Any
 
-from aiohttp import web
-
 from maxsimd.api import wire
-from maxsimd.api.reading import as_inputs, as_sequences, truncation_of
-from maxsimd.api.scoring import tei_truncation, usage_of
-from maxsimd.api.state import STATE, new_id, now
+from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.handlers.route import post
+from maxsimd.api.reading import as_inputs, as_sequences, tei_truncation_of, truncation_of
+from maxsimd.api.state import ServerState
 
-routes = web.RouteTableDef()
 
-
-@routes.post("/classify")
-async def classify(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    body = await state.read(request, wire.ClassifyRequest)
+async def classify(state: ServerState, body: wire.ClassifyRequest) -> Answer:
     inputs = as_inputs(body.input)
     state.check_count(len(inputs), "input")
     result = await state.engine.classify(
@@ -33,26 +27,29 @@ async def classify(request: web.Request) -> web.Response:
     response = wire.ClassifyResponse(
         new_id("classify"), now(), state.model_name, data, usage_of(result.usage)
     )
-    return await state.answer(response, len(data))
+    return await wire_answer(state.engine, response, len(data))
 
 
-@routes.post("/predict")
-async def predict(request: web.Request) -> web.Response:
+async def predict(state: ServerState, body: wire.PredictRequest) -> Answer:
     """text-embeddings-inference's: texts or pairs of texts in, labels with scores out, best first."""
-    state = request.app[STATE]
-    body = await state.read(request, wire.PredictRequest)
     texts, text_pairs, is_batch = as_sequences(body.inputs)
     state.check_count(len(texts), "inputs")
     result = await state.engine.classify(
         texts,
         text_pairs=text_pairs,
-        truncation=tei_truncation(state, body.truncate, body.truncation_direction),
+        truncation=tei_truncation_of(body, state.config.long_documents),
         use_activation=not body.raw_scores,
     )
     answers = [_ranked(result.labels, row.tolist()) for row in result.scores]
-    return await state.answer(answers if is_batch else answers[0], len(answers))
+    return await wire_answer(state.engine, answers if is_batch else answers[0], len(answers))
 
 
 def _ranked(labels: tuple[str, ...], row: list[float]) -> list[dict[str, Any]]:
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     return [{"score": row[i], "label": labels[i]} for i in order]
+
+
+ROUTES = (
+    post("/classify", wire.ClassifyRequest, classify),
+    post("/predict", wire.PredictRequest, predict),
+)

@@ -1,0 +1,60 @@
+"""What a handler answers: a status, headers and the body's bytes. Sending them is the adapter's business."""
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from maxsimd.api import wire
+from maxsimd.engine import Engine, Usage
+
+# Answers of more items than this are encoded in the thread pool, so that the event loop goes on.
+LARGE_ANSWER = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete HTTP response, but for what every server adds itself (Content-Length, Date, Server)."""
+
+    status: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    def with_headers(self, **headers: str) -> "Answer":
+        """The same answer with more headers; each `_` in a name becomes a `-`."""
+        added = {name.replace("_", "-"): value for name, value in headers.items()}
+        return Answer(self.status, {**self.headers, **added}, self.body)
+
+
+async def wire_answer(engine: Engine, response: Any, items: int = 0) -> Answer:
+    """A wire type, or a list of them, as JSON; `items` says how large it is."""
+    if items > LARGE_ANSWER:
+        body = await engine.in_thread(lambda: msgspec.json.encode(response))
+    else:
+        body = msgspec.json.encode(response)
+    return Answer(200, {"Content-Type": "application/json"}, body)
+
+
+def json_page(page: Any, status: int = 200) -> Answer:
+    """A small page for those who run a server, as JSON that people read too."""
+    return Answer(status, {"Content-Type": "application/json; charset=utf-8"}, json.dumps(page).encode())
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+def usage_of(usage: Usage) -> wire.Usage:
+    """The engine's count of tokens in OpenAI's words. Nothing is generated: the total is the prompt's."""
+    details = None
+    if usage.cached_tokens:
+        details = wire.TokensDetails(usage.cached_tokens, usage.cached_documents)
+    return wire.Usage(usage.prompt_tokens, usage.prompt_tokens, details)

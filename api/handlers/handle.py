@@ -1,0 +1,88 @@
+"""One request from its arrival to its answer, and what surrounds every one of them: an id, the key, one shape
+of errors, timing, a log line and metrics. What a route does is in the files beside this one."""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+
+from maxsimd.api.answer import Answer
+from maxsimd.api.failures import as_api_error, error_answer, no_such_route, no_valid_key, wrong_method
+from maxsimd.api.handlers import classification, embedding, operating, scoring
+from maxsimd.api.handlers.route import Body, Route, Work
+from maxsimd.api.keys import has_valid_key
+from maxsimd.api.state import ServerState
+
+log = logging.getLogger("maxsimd.http")
+
+# What load balancers ask must be answered without a key.
+_OPEN_TO_ALL = frozenset({"/health", "/ready"})
+_USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def _table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
+    table: dict[str, dict[str, Work]] = {}
+    for route in (route for group in groups for route in group):
+        for method in route.methods:
+            table.setdefault(route.path, {})[method] = route.work
+    return table
+
+
+# For each path, what does the work of each method.
+ROUTES = _table(scoring.ROUTES, embedding.ROUTES, classification.ROUTES, operating.ROUTES)
+
+
+async def handle(
+    state: ServerState, method: str, path: str, headers: Mapping[str, str], body: Body
+) -> Answer:
+    """Answers a request, whatever happens; cancelling it cancels the request's work.
+
+    `path` is without the query string and percent-decoded, but for %2F. `headers` are looked up by names in
+    lower case. `body` is read only by those who need it, and no further than the limit on bodies."""
+    started = time.perf_counter()
+    given = headers.get("x-request-id", "")
+    request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
+    # A method that the path does not take counts as unknown too.
+    label = path if method in ROUTES.get(path, {}) else "unknown"
+    status = 499
+    try:
+        with state.in_flight():
+            answer = await _answer(state, method, path, headers, body, request_id)
+        status = answer.status
+    finally:
+        # Without an answer the client has gone away, and the adapter has cancelled this.
+        seconds = time.perf_counter() - started
+        state.metrics.requests.labels(label, str(status)).inc()
+        state.metrics.seconds.labels(label).observe(seconds)
+        level = logging.DEBUG if method == "GET" else logging.INFO
+        log.log(level, "%s %s %d %.1f ms id=%s", method, path, status, seconds * 1e3, request_id)
+    return answer.with_headers(x_request_id=request_id, server_timing=f"total;dur={seconds * 1e3:.1f}")
+
+
+async def _answer(
+    state: ServerState, method: str, path: str, headers: Mapping[str, str], body: Body, request_id: str
+) -> Answer:
+    try:
+        if state.keys and path not in _OPEN_TO_ALL:
+            _check_key(state, headers)
+        return await _work_of(method, path)(state, body)
+    except Exception as error:
+        failure = as_api_error(error)
+        if failure.status == 500:
+            log.exception("request %s failed", request_id, exc_info=error)
+        return error_answer(failure)
+
+
+def _check_key(state: ServerState, headers: Mapping[str, str]) -> None:
+    if not has_valid_key(headers.get("authorization", ""), state.keys):
+        raise no_valid_key()
+
+
+def _work_of(method: str, path: str) -> Work:
+    methods = ROUTES.get(path)
+    if methods is None:
+        raise no_such_route()
+    if method not in methods:
+        raise wrong_method(methods)
+    return methods[method]

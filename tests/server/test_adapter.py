@@ -1,0 +1,187 @@
+"""What the adapter adds to the handlers: connections, bodies in pieces, clients that leave."""
+
+import asyncio
+import gzip
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from maxsimd.api.app import STATE, build_app
+from maxsimd.api.config import ServerConfig
+from maxsimd.engine import Engine, EngineConfig
+from tests.waiting import until
+
+RERANK = {"query": "q", "documents": ["d"]}
+HEAVY = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(200)]}
+
+
+class Wire:
+    """A server and its bytes as they are."""
+
+    def __init__(self, app: web.Application, port: int) -> None:
+        self.state = app[STATE]
+        self._port = port
+
+    async def send(self, *lines: str, body: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.write("\r\n".join([*lines, "Host: x", "", ""]).encode("latin-1") + body)
+        await writer.drain()
+        return reader, writer
+
+    async def ask(self, *lines: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
+        """Status, headers (in lower case) and body of the answer on a connection of its own."""
+        reader, writer = await self.send(*lines, "Connection: close", body=body)
+        head, _, answered = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
+        writer.close()
+        status, *headers = head.decode("latin-1").split("\r\n")
+        pairs = (header.partition(": ") for header in headers)
+        return int(status.split()[1]), {name.lower(): value for name, _, value in pairs}, answered
+
+    async def post(self, body: bytes, *headers: str) -> tuple[int, dict[str, str], bytes]:
+        length = f"Content-Length: {len(body)}"
+        return await self.ask("POST /rerank HTTP/1.1", length, *headers, body=body)
+
+    def count(self, name: str, **labels: str) -> float | None:
+        return self.state.engine.metrics.registry.get_sample_value(name, labels)
+
+
+@pytest.fixture
+async def wire() -> AsyncIterator[Wire]:
+    async with Engine(EngineConfig(dtype="float32", threads=1)) as engine:
+        app = build_app(engine, ServerConfig(max_body_mb=2, api_key=("schlüssel", "one")))
+        app[STATE].keys = frozenset()
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield Wire(app, runner.addresses[0][1])
+        await runner.cleanup()
+
+
+async def test_an_answer_arrives_with_its_status_headers_and_body(wire: Wire) -> None:
+    status, headers, body = await wire.post(json.dumps(RERANK).encode(), "X-Request-ID: mine-1")
+    assert status == 200
+    assert headers["x-request-id"] == "mine-1"
+    assert headers["content-type"] == "application/json"
+    assert headers["server-timing"].startswith("total;dur=")
+    assert int(headers["content-length"]) == len(body)
+    assert json.loads(body)["results"][0]["index"] == 0
+    status, headers, body = await wire.ask("DELETE /cache HTTP/1.1")
+    assert (status, body) == (204, b"")
+    assert "content-type" not in headers
+    status, headers, body = await wire.ask("PUT /cache HTTP/1.1")
+    assert (status, json.loads(body)["error"]["message"]) == (405, "this route takes DELETE")
+
+
+@pytest.mark.parametrize("target", ["*", "/nope", "/v1%2Fscore", "//health", "/health/"])
+async def test_what_no_route_takes_is_a_404_of_ours(wire: Wire, target: str) -> None:
+    status, headers, body = await wire.ask(f"OPTIONS {target} HTTP/1.1")
+    assert status == 404
+    assert json.loads(body)["error"]["type"] == "NotFoundError"
+    assert headers["x-request-id"]
+
+
+@pytest.mark.parametrize("target", ["/health?x=1", "/hea%6Cth", "http://host/health"])
+async def test_a_path_is_decoded_and_without_the_query_string(wire: Wire, target: str) -> None:
+    status, _, body = await wire.ask(f"GET {target} HTTP/1.1")
+    assert (status, body) == (200, b'{"status": "ok"}')
+
+
+async def test_head_sends_no_body(wire: Wire) -> None:
+    status, headers, body = await wire.ask("HEAD /health HTTP/1.1")
+    assert (status, headers["content-length"], body) == (200, "16", b"")
+
+
+async def test_a_body_may_be_chunked_compressed_or_waited_for(wire: Wire) -> None:
+    body = json.dumps(RERANK).encode()
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:5], body[5:])) + b"0\r\n\r\n"
+    answers = [
+        await wire.ask("POST /rerank HTTP/1.1", "Transfer-Encoding: chunked", body=chunks),
+        await wire.post(gzip.compress(body), "Content-Encoding: gzip"),
+        await wire.post(gzip.compress(body.ljust(2 * 1024 * 1024)), "Content-Encoding: gzip"),
+        await wire.post(body.ljust(2 * 1024 * 1024)),
+    ]
+    for status, _, answered in answers:
+        assert status == 200
+        assert len(json.loads(answered)["results"]) == 1
+    status, _, continued = await wire.post(body, "Expect: 100-continue")
+    assert status == 100
+    assert continued.startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_a_body_over_the_limit_is_a_413_compressed_or_not(wire: Wire) -> None:
+    body = json.dumps(RERANK).encode().ljust(2 * 1024 * 1024 + 1)
+    for status, _, answered in (
+        await wire.post(body),
+        await wire.post(gzip.compress(body), "Content-Encoding: gzip"),
+    ):
+        assert (status, json.loads(answered)["error"]["type"]) == (413, "RequestTooLargeError")
+
+
+async def test_a_body_that_is_not_what_its_headers_say_is_a_400(wire: Wire) -> None:
+    status, _, answered = await wire.post(b"not compressed", "Content-Encoding: gzip")
+    assert status == 400
+    assert json.loads(answered)["error"] == {
+        "message": "the body is not what its headers say; check Content-Encoding and Content-Length",
+        "type": "BadRequestError",
+        "param": None,
+        "code": 400,
+    }
+
+
+async def test_keys_are_compared_byte_by_byte(wire: Wire) -> None:
+    wire.state.keys = frozenset({"schlüssel"})
+    utf8 = "schlüssel".encode().decode("latin-1")
+    for key, expected in ((utf8, 204), ("schlüssel", 401), ("schl", 401), ("\xff", 401)):
+        status, *_ = await wire.ask("DELETE /cache HTTP/1.1", f"Authorization: Bearer {key}")
+        assert status == expected, key
+
+
+async def test_a_draining_server_closes_the_connections_that_it_answers_on(wire: Wire) -> None:
+    async def answered(patience: float) -> bytes:
+        """The head of an answer, or `open` where the connection is not closed after it."""
+        reader, writer = await wire.send("GET /health HTTP/1.1")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]))
+        stays_open = False
+        try:
+            await asyncio.wait_for(reader.read(), patience)
+        except TimeoutError:
+            stays_open = True
+        writer.close()
+        return b"open" if stays_open else head
+
+    assert await answered(0.2) == b"open"
+    wire.state.draining = True
+    assert b"Connection: close" in await answered(10)
+
+
+@pytest.mark.parametrize("sent", ["all", "half"])
+async def test_a_client_that_leaves_takes_its_request_with_it(wire: Wire, sent: str) -> None:
+    body = json.dumps(HEAVY).encode()
+    length = f"Content-Length: {len(body)}"
+    _, writer = await wire.send(
+        "POST /rerank HTTP/1.1", length, body=body if sent == "all" else body[: len(body) // 2]
+    )
+    await until(lambda: wire.count("maxsimd_http_in_flight") == 1)
+    if sent == "all":
+        await until(lambda: (wire.count("maxsimd_queue_tokens") or 0) > 0)
+    writer.transport.abort()
+    await until(lambda: wire.count("maxsimd_http_in_flight") == 0)
+    assert wire.count("maxsimd_http_requests_total", route="/rerank", status="499") == 1
+    await until(lambda: wire.count("maxsimd_queue_tokens") == 0)
+    assert wire.count("maxsimd_cancelled_requests_total") == (1 if sent == "all" else 0)
+
+
+async def test_the_lag_of_the_event_loop_is_measured_while_the_server_runs(wire: Wire) -> None:
+    def lag(name: str) -> Any:
+        return wire.count(f"maxsimd_event_loop_lag_seconds_{name}")
+
+    await until(lambda: lag("count") >= 1)
+    assert 0 <= lag("sum") < 10
+    before = lag("sum")
+    time.sleep(0.3)  # noqa: ASYNC251 (this is what must be noticed)
+    await until(lambda: lag("sum") > before + 0.15)

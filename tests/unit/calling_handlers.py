@@ -1,0 +1,141 @@
+"""What the tests of the handlers share: a request for each route, a real engine that records its calls, and a
+caller of `handle`."""
+
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+from maxsimd.api.answer import Answer
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.handlers import handle
+from maxsimd.api.state import ServerState
+from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.metrics import EngineMetrics
+
+# A request that each route takes.
+GOOD: dict[tuple[str, str], Any] = {
+    ("POST", "/score"): {"queries": "q", "documents": ["d"]},
+    ("POST", "/v1/score"): {"queries": "q", "documents": ["d"]},
+    ("POST", "/rerank"): {"query": "q", "documents": ["d"]},
+    ("POST", "/v1/rerank"): {"query": "q", "documents": ["d"]},
+    ("POST", "/v2/rerank"): {"query": "q", "documents": ["d"]},
+    ("POST", "/v1/embeddings"): {"input": "d"},
+    ("POST", "/pooling"): {"input": "d"},
+    ("POST", "/classify"): {"input": "d"},
+    ("POST", "/predict"): {"inputs": "d"},
+    ("POST", "/tokenize"): {"text": "d"},
+    ("POST", "/detokenize"): {"tokens": [101]},
+    ("GET", "/health"): None,
+    ("GET", "/ready"): None,
+    ("GET", "/version"): None,
+    ("GET", "/v1/models"): None,
+    ("GET", "/metrics"): None,
+    ("DELETE", "/cache"): None,
+}
+POSTED = sorted(path for method, path in GOOD if method == "POST")
+# The default model is no classifier.
+CLASSIFYING = {"/classify", "/predict"}
+RERANK = GOOD["POST", "/rerank"]
+HEAVY = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(200)]}
+
+
+def expected(path: str) -> int:
+    return 400 if path in CLASSIFYING else 200
+
+
+def error_of(answer: Answer) -> Any:
+    return json.loads(answer.body)["error"]
+
+
+class RecordingEngine(Engine):
+    """The real engine; it also remembers how its methods were called, and what ran in its thread pool."""
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        super().__init__(config)
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.in_threads = 0
+        self._own_metrics = self.metrics
+
+    @property
+    def queued_tokens(self) -> float:
+        return self._own_metrics.registry.get_sample_value("maxsimd_queue_tokens") or 0.0
+
+    @property
+    def cancelled(self) -> float:
+        """How many requests were given up since the engine was made."""
+        return self._own_metrics.registry.get_sample_value("maxsimd_cancelled_requests_total") or 0.0
+
+    async def score(self, *texts: Any, **options: Any) -> Any:
+        self.calls.append(("score", texts, options))
+        return await super().score(*texts, **options)
+
+    async def rerank(self, *texts: Any, **options: Any) -> Any:
+        self.calls.append(("rerank", texts, options))
+        return await super().rerank(*texts, **options)
+
+    async def embed(self, *texts: Any, **options: Any) -> Any:
+        self.calls.append(("embed", texts, options))
+        return await super().embed(*texts, **options)
+
+    async def embed_tokens(self, *texts: Any, **options: Any) -> Any:
+        self.calls.append(("embed_tokens", texts, options))
+        return await super().embed_tokens(*texts, **options)
+
+    async def classify(self, *texts: Any, **options: Any) -> Any:
+        self.calls.append(("classify", texts, options))
+        return await super().classify(*texts, **options)
+
+    async def in_thread(self, function: Any) -> Any:
+        self.in_threads += 1
+        return await super().in_thread(function)
+
+
+class Caller:
+    """Asks the handlers as an adapter would. Each has a server state, metrics and call record of its own."""
+
+    def __init__(self, engine: RecordingEngine, **options: Any) -> None:
+        engine.metrics = EngineMetrics()
+        engine.calls.clear()
+        engine.in_threads = 0
+        self.engine = engine
+        self.state = ServerState(engine, ServerConfig(**options))
+
+    async def ask(
+        self, method: str, path: str, body: Any = b"", headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """`body` as it is where it is bytes or a list of pieces, else as JSON."""
+        if not isinstance(body, bytes | Pieces):
+            body = json.dumps(body).encode()
+        pieces = body if isinstance(body, Pieces) else Pieces([body])
+        return await handle(self.state, method, path, headers or {}, pieces)
+
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+        return await self.ask("POST", path, body, headers)
+
+    async def json(self, path: str, body: Any) -> Any:
+        """The answer to a request that is expected to succeed."""
+        answer = await self.post(path, body)
+        assert answer.status == 200, answer.body
+        return json.loads(answer.body)
+
+    async def error(self, path: str, body: Any) -> tuple[int, Any]:
+        """Status and error of the answer to a request that is expected to fail."""
+        answer = await self.post(path, body)
+        assert answer.status >= 400, answer.body
+        return answer.status, json.loads(answer.body)["error"]
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.engine.metrics.registry.get_sample_value(name, labels)
+
+
+class Pieces:
+    """A body that arrives in pieces; `read` counts those that were taken."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = list(pieces)
+        self.read = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            self.read += 1
+            yield piece

@@ -1,0 +1,256 @@
+"""Routes, methods, bodies and limits, without a web server."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from maxsimd.api import answer as answers
+from maxsimd.api.handlers.handle import ROUTES
+from maxsimd.api.handlers.route import LARGE_BODY
+from maxsimd.engine import (
+    EngineConfig,
+)
+from tests.unit.calling_handlers import (
+    GOOD,
+    POSTED,
+    RERANK,
+    Caller,
+    Pieces,
+    RecordingEngine,
+    error_of,
+    expected,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[RecordingEngine]:
+    async with RecordingEngine(EngineConfig(dtype="float32", threads=1)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def caller(engine: RecordingEngine) -> Caller:
+    return Caller(engine, max_body_mb=1, max_documents=10)
+
+
+async def test_every_route_has_a_request_here() -> None:
+    offered = {(method, path) for path, methods in ROUTES.items() for method in methods}
+    assert offered == {*GOOD, *(("HEAD", path) for method, path in GOOD if method == "GET")}
+
+
+@pytest.mark.parametrize(("method", "path"), GOOD)
+async def test_every_route_answers_a_good_request(caller: Caller, method: str, path: str) -> None:
+    answer = await caller.ask(method, path, GOOD[method, path])
+    assert answer.status == (204 if path == "/cache" else expected(path))
+
+
+@pytest.mark.parametrize("path", [path for method, path in GOOD if method == "GET"])
+async def test_head_gets_what_get_does(caller: Caller, path: str) -> None:
+    answer = await caller.ask("HEAD", path)
+    assert answer.status == 200
+    if path not in ("/metrics", "/v1/models"):  # which differ from call to call
+        assert answer.body == (await caller.ask("GET", path)).body
+
+
+@pytest.mark.parametrize(
+    "path", ["/nope", "/", "", "*", "/rerank/", "//rerank", "/v2/score", "/v1%2Fscore", "/RERANK"]
+)
+async def test_an_unknown_path_is_a_404(caller: Caller, path: str) -> None:
+    answer = await caller.post(path, RERANK)
+    assert answer.status == 404
+    assert error_of(answer) == {
+        "message": "there is no such route; see README for those there are",
+        "type": "NotFoundError",
+        "param": None,
+        "code": 404,
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        *((path, "POST") for path in POSTED),
+        *((path, "GET, HEAD") for method, path in GOOD if method == "GET"),
+        ("/cache", "DELETE"),
+    ],
+)
+async def test_a_wrong_method_is_a_405_that_names_the_right_ones(
+    caller: Caller, path: str, allowed: str
+) -> None:
+    for method in {"GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"} - set(allowed.split(", ")):
+        answer = await caller.ask(method, path)
+        assert answer.status == 405
+        assert error_of(answer) == {
+            "message": f"this route takes {allowed}",
+            "type": "MethodNotAllowedError",
+            "param": None,
+            "code": 405,
+        }
+
+
+@pytest.mark.parametrize("path", POSTED)
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is not valid JSON: Input data was truncated"),
+        (b"{", "the body is not valid JSON: Input data was truncated"),
+        (b"[1, 2", "the body is wrong: Expected `object`, got `array`"),
+        (b"\xff\xfe", "the body is not valid JSON: JSON is malformed: invalid character (byte 0)"),
+        (b'"text"', "the body is wrong: Expected `object`, got `str`"),
+        (b"null", "the body is wrong: Expected `object`, got `null`"),
+        (
+            b'{"model": "\xff"}',
+            "the body is not valid JSON: a string is not UTF-8 (invalid start byte)",
+        ),
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_a_400(
+    caller: Caller, path: str, body: bytes, message: str
+) -> None:
+    answer = await caller.post(path, body)
+    if path == "/predict" and body.startswith(b'{"model'):
+        assert error_of(answer)["param"] == "inputs", "it has no `model` and skips what it does not read"
+        return
+    assert answer.status == 400
+    error = error_of(answer)
+    assert (error["message"], error["type"], error["code"]) == (message, "BadRequestError", 400)
+    assert error["param"] is None
+
+
+@pytest.mark.parametrize("path", POSTED)
+async def test_a_body_of_exactly_the_limit_is_read_and_one_byte_more_is_a_413(
+    caller: Caller, path: str
+) -> None:
+    body = json.dumps(GOOD["POST", path]).encode()
+    most = 1024 * 1024
+    assert (await caller.post(path, body.ljust(most))).status == expected(path)
+    answer = await caller.post(path, body.ljust(most + 1))
+    assert answer.status == 413
+    assert error_of(answer) == {
+        "message": "the body is too large; send fewer documents at a time, or raise --max-body-mb",
+        "type": "RequestTooLargeError",
+        "param": None,
+        "code": 413,
+    }
+
+
+async def test_the_limit_on_bodies_is_the_configured_one(engine: RecordingEngine) -> None:
+    caller = Caller(engine, max_body_mb=2)
+    body = json.dumps(RERANK).encode()
+    assert (await caller.post("/rerank", body.ljust(2 * 1024 * 1024))).status == 200
+    assert (await caller.post("/rerank", body.ljust(2 * 1024 * 1024 + 1))).status == 413
+
+
+async def test_a_body_may_arrive_in_pieces(caller: Caller) -> None:
+    body = json.dumps(RERANK).encode()
+    pieces = Pieces([body[:5], b"", body[5:6], body[6:]])
+    assert (await caller.post("/rerank", pieces)).status == 200
+    assert pieces.read == 4
+
+
+async def test_no_more_of_a_large_body_is_read_than_the_limit(caller: Caller) -> None:
+    pieces = Pieces([b" " * 512 * 1024] * 10)
+    assert (await caller.post("/rerank", pieces)).status == 413
+    assert pieces.read == 3
+
+
+async def test_the_body_is_not_read_for_those_who_are_turned_away(engine: RecordingEngine) -> None:
+    guarded = Caller(engine, api_key=("one",))
+    for path, status in (("/rerank", 401), ("/nope", 401)):
+        pieces = Pieces([b"x"])
+        assert (await guarded.post(path, pieces)).status == status
+        assert pieces.read == 0
+    caller = Caller(engine)
+    for path in ("/nope", "/health"):
+        pieces = Pieces([b"x"])
+        assert (await caller.post(path, pieces)).status in (404, 405)
+        assert pieces.read == 0
+    caller.state.draining = True
+    pieces = Pieces([b"x"])
+    assert (await caller.post("/rerank", pieces)).status == 503
+    assert pieces.read == 0
+
+
+async def test_large_bodies_are_parsed_in_the_thread_pool(caller: Caller, engine: RecordingEngine) -> None:
+    body = json.dumps({"text": "a"}).encode()
+    await caller.post("/tokenize", body.ljust(LARGE_BODY))
+    assert engine.in_threads == 1  # which tokenises
+    await caller.post("/tokenize", body.ljust(LARGE_BODY + 1))
+    assert engine.in_threads == 3
+
+
+@pytest.mark.parametrize(("items", "in_thread"), [(499, 0), (500, 0), (501, 1)])
+async def test_large_answers_are_encoded_in_the_thread_pool(
+    caller: Caller, engine: RecordingEngine, items: int, in_thread: int
+) -> None:
+    answer = await answers.wire_answer(engine, [1.5] * items, items)
+    assert engine.in_threads == in_thread
+    assert json.loads(answer.body) == [1.5] * items
+    assert (answer.status, answer.headers) == (200, {"Content-Type": "application/json"})
+
+
+# Each route with a body whose answer has 501 items, and how often the thread pool is used on the way.
+LARGE: list[tuple[str, Any, int]] = [
+    ("/score", {"queries": "q", "documents": ["d"] * 501}, 1),
+    ("/rerank", {"query": "q", "documents": ["d"] * 501}, 1),
+    ("/rerank", {"query": "q", "texts": ["d"] * 501}, 1),
+    ("/v1/embeddings", {"input": ["a", "b"]}, 2),
+    ("/v1/embeddings", {"input": ["a", "b"], "dimensions": 250}, 1),
+    ("/pooling", {"input": ["a"], "dimensions": 167}, 2),
+    ("/pooling", {"input": ["a"], "dimensions": 166}, 1),
+    ("/tokenize", {"text": "a " * 499}, 2),
+    ("/tokenize", {"text": "a " * 498}, 1),
+    ("/detokenize", {"tokens": [101] * 501}, 2),
+    ("/detokenize", {"tokens": [101] * 500}, 1),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "in_threads"), LARGE)
+async def test_every_route_says_how_large_its_answer_is(
+    engine: RecordingEngine, path: str, body: Any, in_threads: int
+) -> None:
+    caller = Caller(engine)
+    await caller.json(path, body)
+    assert engine.in_threads == in_threads
+
+
+COUNTED: list[tuple[str, Any, str]] = [
+    ("/score", lambda n: {"queries": "q", "documents": ["d"] * n}, "documents"),
+    ("/v1/score", lambda n: {"queries": "q", "documents": ["d"] * n}, "documents"),
+    ("/rerank", lambda n: {"query": "q", "documents": ["d"] * n}, "documents"),
+    ("/v1/rerank", lambda n: {"query": "q", "documents": ["d"] * n}, "documents"),
+    ("/v2/rerank", lambda n: {"query": "q", "documents": ["d"] * n}, "documents"),
+    ("/rerank", lambda n: {"query": "q", "texts": ["d"] * n}, "documents"),
+    ("/v1/embeddings", lambda n: {"input": ["d"] * n}, "input"),
+    ("/pooling", lambda n: {"input": ["d"] * n}, "input"),
+    ("/classify", lambda n: {"input": ["d"] * n}, "input"),
+    ("/predict", lambda n: {"inputs": [["d"]] * n}, "inputs"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), COUNTED)
+async def test_exactly_as_many_texts_as_allowed_are_taken_and_one_more_is_a_413(
+    caller: Caller, path: str, body: Any, param: str
+) -> None:
+    assert (await caller.post(path, body(10))).status == expected(path)
+    assert await caller.error(path, body(11)) == (
+        413,
+        {
+            "message": f"{param} has 11 entries, but at most 10 are taken at a time; send them in parts",
+            "type": "RequestTooLargeError",
+            "param": param,
+            "code": 413,
+        },
+    )
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_too_many_queries_are_a_413_as_well(caller: Caller, path: str) -> None:
+    assert (await caller.post(path, {"queries": ["q"] * 10, "documents": ["d"] * 10})).status == 200
+    status, error = await caller.error(path, {"queries": ["q"] * 11, "documents": ["d"]})
+    assert (status, error["param"]) == (413, "queries")

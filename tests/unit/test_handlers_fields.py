@@ -1,0 +1,383 @@
+"""Every field of every request on its way from the wire to the engine, route by route."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from maxsimd.api import wire
+from maxsimd.engine import CUT_LONG, WINDOW_LONG, EngineConfig, Truncation
+from tests.unit.calling_handlers import POSTED, Caller, RecordingEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+REFUSE = Truncation()
+PAIRS = {
+    "truncation": REFUSE,
+    "use_activation": True,
+    "instruction": None,
+    "cache": "use",
+    "priority": 0,
+    "timeout": None,
+}
+CUT_PAIRS = PAIRS | {"truncation": CUT_LONG, "top_n": None}
+EMBED = {
+    "input_type": None,
+    "prompt_name": None,
+    "dimensions": None,
+    "truncation": REFUSE,
+    "priority": 0,
+    "timeout": None,
+}
+CLASSIFY = {"truncation": REFUSE, "use_activation": True, "priority": 0, "timeout": None}
+PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True}
+
+SCORE_BODY = {"queries": "q", "documents": ["d", "e"]}
+RERANK_BODY = {"query": "q", "documents": ["d", "e"]}
+TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
+
+# What each route calls with the plainest request: the method, the texts and all options.
+PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]]] = {
+    "score": ("/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
+    "v1/score": ("/v1/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
+    "rerank": ("/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
+    "v1/rerank": ("/v1/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
+    "v2/rerank": ("/v2/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
+    "rerank texts": ("/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
+    "v1/rerank texts": ("/v1/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
+    "v2/rerank texts": ("/v2/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
+    "embeddings": ("/v1/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
+    "pooling": ("/pooling", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
+    "pooling embed": ("/pooling", {"input": "d", "task": "embed"}, "embed", (["d"],), EMBED),
+    "pooling tokens": (
+        "/pooling",
+        {"input": "d", "task": "token_embed"},
+        "embed_tokens",
+        (["d"],),
+        EMBED,
+    ),
+    "pooling classify": ("/pooling", {"input": "d", "task": "classify"}, "classify", (["d"],), CLASSIFY),
+    "classify": ("/classify", {"input": "d"}, "classify", (["d"],), CLASSIFY),
+    "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
+}
+SCORES = ("score", "v1/score")
+RERANKS = ("rerank", "v1/rerank", "v2/rerank")
+TEI_RERANKS = ("rerank texts", "v1/rerank texts", "v2/rerank texts")
+EMBEDS = ("embeddings", "pooling", "pooling embed", "pooling tokens")
+TEI = (*TEI_RERANKS, "predict")
+CLASSIFIES = ("pooling classify", "classify")
+LEFT = Truncation(side="left")
+CUT_LEFT = Truncation(max_tokens=-1, side="left")
+
+
+def _truncation(**changes: Any) -> dict[str, Any]:
+    return {"truncation": Truncation(**changes)}
+
+
+def _cut(**changes: Any) -> dict[str, Any]:
+    return {"truncation": Truncation(**{"max_tokens": -1} | changes)}
+
+
+# Which routes, what is added to the plainest request, and what that changes in the call.
+Change = tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]
+CHANGES: list[Change] = [
+    ((*SCORES, *EMBEDS, *CLASSIFIES), {"truncate_prompt_tokens": -1}, _cut()),
+    ((*SCORES, *EMBEDS, *CLASSIFIES), {"truncate_prompt_tokens": 7}, _truncation(max_tokens=7)),
+    ((*SCORES, *EMBEDS, *CLASSIFIES), {"truncate_prompt_tokens": 0}, _truncation(max_tokens=0)),
+    (RERANKS, {"truncate_prompt_tokens": 7}, _truncation(max_tokens=7)),
+    (RERANKS, {"truncate_prompt_tokens": 7, "long_documents": "error"}, _truncation(max_tokens=7)),
+    ((*SCORES, *EMBEDS, *CLASSIFIES), {"truncation_side": "left"}, _truncation(side="left")),
+    ((*SCORES, *EMBEDS, *CLASSIFIES), {"truncation_side": "right"}, {}),
+    (RERANKS, {"truncation_side": "left"}, _cut(side="left")),
+    ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"priority": 3}, {"priority": 3}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"priority": -2}, {"priority": -2}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"timeout": 17.5}, {"timeout": 17.5}),
+    (SCORES, {"max_tokens_per_query": 5}, _truncation(max_query_tokens=5)),
+    (SCORES, {"max_tokens_per_doc": 6}, _truncation(max_document_tokens=6)),
+    (SCORES, {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
+    (RERANKS, {"max_tokens_per_query": 5}, _cut(max_query_tokens=5)),
+    (RERANKS, {"max_tokens_per_doc": 6}, _cut(max_document_tokens=6)),
+    (RERANKS, {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"use_activation": False}, {"use_activation": False}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"use_activation": True}, {}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"raw_scores": True}, {"use_activation": False}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"raw_scores": False}, {}),
+    ((*SCORES, *RERANKS), {"raw_scores": True, "use_activation": True}, {}),
+    ((*SCORES, *RERANKS), {"raw_scores": False, "use_activation": False}, {"use_activation": False}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"instruction": "find"}, {"instruction": "find"}),
+    (SCORES, {"long_documents": "truncate"}, _cut()),
+    (SCORES, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
+    (SCORES, {"long_documents": "error"}, {}),
+    (RERANKS, {"long_documents": "truncate"}, {}),
+    (RERANKS, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
+    (RERANKS, {"long_documents": "error"}, {"truncation": REFUSE}),
+    (
+        (*SCORES, *RERANKS),
+        {"long_documents": "window", "truncate_prompt_tokens": 9},
+        _truncation(max_tokens=9, windows=True),
+    ),
+    (SCORES, {"window_overlap": 4}, _truncation(window_overlap=4)),
+    (SCORES, {"window_overlap": 0}, _truncation(window_overlap=0)),
+    (RERANKS, {"window_overlap": 4}, _cut(window_overlap=4)),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "bypass"}, {"cache": "bypass"}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "refresh"}, {"cache": "refresh"}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "use"}, {}),
+    ((*RERANKS, *TEI_RERANKS), {"top_n": 1}, {"top_n": 1}),
+    ((*RERANKS, *TEI_RERANKS), {"top_n": 0}, {"top_n": 0}),
+    (TEI, {"truncate": False}, {"truncation": REFUSE}),
+    (TEI, {"truncate": True}, {}),
+    (TEI, {"truncation_direction": "left"}, {"truncation": CUT_LEFT}),
+    (TEI, {"truncation_direction": "Left"}, {"truncation": CUT_LEFT}),
+    (TEI, {"truncation_direction": "right"}, {}),
+    (TEI, {"truncation_direction": "Right"}, {}),
+    (TEI, {"truncate": False, "truncation_direction": "Left"}, {"truncation": LEFT}),
+    (EMBEDS, {"dimensions": 3}, {"dimensions": 3}),
+    (EMBEDS, {"dimensions": 1}, {"dimensions": 1}),
+    (EMBEDS, {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
+    *(
+        (EMBEDS, {"input_type": given}, {"input_type": kind})
+        for kind, words in {
+            "query": ("query", "search_query", "retrieval.query"),
+            "document": ("document", "passage", "search_document", "retrieval.passage"),
+        }.items()
+        for given in words
+    ),
+    (CLASSIFIES, {"use_activation": False}, {"use_activation": False}),
+    (CLASSIFIES, {"use_activation": True}, {}),
+    (("predict",), {"raw_scores": True}, {"use_activation": False}),
+    (("predict",), {"raw_scores": False}, {}),
+]
+ROUTE_CHANGES = [
+    pytest.param(name, body, change, id=f"{name}: {body}")
+    for names, body, change in CHANGES
+    for name in names
+]
+KINDS: dict[str, type[msgspec.Struct]] = {
+    "/score": wire.ScoreRequest,
+    "/v1/score": wire.ScoreRequest,
+    "/rerank": wire.RerankRequest,
+    "/v1/rerank": wire.RerankRequest,
+    "/v2/rerank": wire.RerankRequest,
+    "/v1/embeddings": wire.EmbeddingsRequest,
+    "/pooling": wire.PoolingRequest,
+    "/classify": wire.ClassifyRequest,
+    "/predict": wire.PredictRequest,
+    "/tokenize": wire.TokenizeRequest,
+    "/detokenize": wire.DetokenizeRequest,
+}
+# Fields that change what is answered and not what the engine is asked: see the tests of answers.
+ANSWERED = {"model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"}
+# Fields that hold the texts: tested below.
+TEXTS = {
+    *("query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2", "texts"),
+    *("rank_fields", "input", "inputs", "task", "text", "prompt"),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[RecordingEngine]:
+    async with RecordingEngine(EngineConfig(dtype="float32", threads=1)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def caller(engine: RecordingEngine) -> Caller:
+    return Caller(engine)
+
+
+async def test_every_field_of_every_request_is_tested() -> None:
+    assert sorted(KINDS) == POSTED
+    for path, kind in KINDS.items():
+        tested = {
+            field for names, body, _ in CHANGES for name in names if PLAIN[name][0] == path for field in body
+        }
+        assert {field.name for field in msgspec.structs.fields(kind)} - tested <= ANSWERED | TEXTS, path
+
+
+@pytest.mark.parametrize("name", PLAIN)
+async def test_a_plain_request_reaches_the_engine_with_the_defaults(caller: Caller, name: str) -> None:
+    path, body, method, texts, options = PLAIN[name]
+    await caller.post(path, body)
+    assert caller.engine.calls[0] == (method, texts, options)
+
+
+@pytest.mark.parametrize(("name", "added", "change"), ROUTE_CHANGES)
+async def test_a_field_reaches_the_engine(
+    caller: Caller, name: str, added: dict[str, Any], change: dict[str, Any]
+) -> None:
+    path, body, method, texts, options = PLAIN[name]
+    await caller.post(path, body | added)
+    assert caller.engine.calls[0] == (method, texts, options | change)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+async def test_null_means_left_open(caller: Caller, name: str) -> None:
+    path, body, method, texts, options = PLAIN[name]
+    nulls = {field.name: None for field in msgspec.structs.fields(KINDS[path])}
+    await caller.post(path, nulls | {"user": None} | body)
+    assert caller.engine.calls[0] == (method, texts, options)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+async def test_unknown_fields_are_ignored(caller: Caller, name: str) -> None:
+    path, body, method, texts, options = PLAIN[name]
+    await caller.post(path, {"user": "me", "cache_salt": {"a": [1]}} | body)
+    assert caller.engine.calls[0] == (method, texts, options)
+
+
+# What each field refuses: on every route that has it.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "model": (7, ["m"]),
+    "truncate_prompt_tokens": (-2, "7", 7.5, True),
+    "truncation_side": ("up", "Left", 1),
+    "priority": ("1", 1.5),
+    "timeout": (0, -1, "5"),
+    "max_tokens_per_query": (-1, "5"),
+    "max_tokens_per_doc": (-1, "5"),
+    "use_activation": ("yes", 1),
+    "raw_scores": ("yes", 1),
+    "instruction": (3, ["x"]),
+    "long_documents": ("all", True),
+    "window_overlap": (-1, "4"),
+    "cache": ("yes", True),
+    "queries": (7, [7]),
+    "documents": (7, ["a", 7]),
+    "items": (7, [7]),
+    "text_1": (7, [7]),
+    "text_2": (7, [7]),
+    "data_1": (7, [7]),
+    "data_2": (7, [7]),
+    "query": (7, ["q"], None),
+    "texts": ("a", [7], [{"text": "a"}]),
+    "top_n": (-1, "2", 1.5),
+    "return_documents": ("yes", 1),
+    "return_text": ("yes", 1),
+    "rank_fields": ("a", [1]),
+    "truncate": ("yes", 1),
+    "truncation_direction": ("up", 1),
+    "input": (None, [], 7, True, {"a": 1}, [[]], ["a", 1], [1, "a"], [True], [[1], "a"], [[True]], [1.5]),
+    "dimensions": (0, -1, "3", 1.5),
+    "encoding_format": ("hex", 1),
+    "input_type": ("poem", "", 1),
+    "prompt_name": (1, ["x"]),
+    "task": ("plugin", 1),
+    "inputs": (None, [], 3, True, [["a"], ["b", "c"]], [[1]], [["a", "b", "c"]], [[]], [["a", 1]], ["a", 1]),
+    "text": (1, ["a"]),
+    "prompt": (1, ["a"]),
+    "return_token_strs": ("yes", 1),
+    "tokens": ("a", [-1], ["a"], [1.5], None),
+}
+BAD = [
+    pytest.param(path, field.name, value, id=f"{path} {field.name}={value!r}")
+    for path, kind in KINDS.items()
+    for field in msgspec.structs.fields(kind)
+    for value in REFUSED[field.name]
+]
+BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.values()} | {
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RERANK_BODY),
+    "/pooling": {"input": "d"},
+    "/tokenize": {"text": "a"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+@pytest.mark.parametrize(("path", "field", "value"), BAD)
+async def test_a_wrong_value_is_a_400_that_names_the_field(
+    caller: Caller, path: str, field: str, value: Any
+) -> None:
+    status, error = await caller.error(path, BODIES[path] | {field: value})
+    assert (status, error["param"], error["code"]) == (400, field, 400)
+    assert error["type"] == "BadRequestError"
+    assert field in error["message"]
+    assert caller.engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/rerank", "query"),
+        ("/v1/rerank", "query"),
+        ("/v2/rerank", "query"),
+        ("/rerank", "documents"),
+        ("/v1/embeddings", "input"),
+        ("/pooling", "input"),
+        ("/classify", "input"),
+        ("/predict", "inputs"),
+        ("/tokenize", "text"),
+        ("/detokenize", "tokens"),
+        *((path, "documents") for path in ("/score", "/v1/score")),
+    ],
+)
+async def test_a_missing_field_is_a_400_that_names_it(caller: Caller, path: str, field: str) -> None:
+    body = {name: value for name, value in BODIES[path].items() if name != field}
+    status, error = await caller.error(path, body)
+    assert (status, error["param"], error["message"]) == (400, field, f"{field} is missing")
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({"query": 7}, "query: expected `str | object`, got `int`", "query"),
+        ({"documents": ["a", 7]}, "documents[1]: expected `str | object`, got `int`", "documents"),
+        ({"top_n": -1}, "top_n: expected `int` >= 0", "top_n"),
+    ],
+)
+async def test_the_message_says_where_and_what(
+    caller: Caller, body: dict[str, Any], message: str, param: str
+) -> None:
+    status, error = await caller.error("/rerank", RERANK_BODY | body)
+    assert (status, error["message"], error["param"]) == (400, message, param)
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "added", "truncation"),
+    [
+        ("truncate", "rerank", {}, CUT_LONG),
+        ("window", "rerank", {}, WINDOW_LONG),
+        ("error", "rerank", {}, REFUSE),
+        ("window", "v1/rerank", {}, WINDOW_LONG),
+        ("window", "v2/rerank", {}, WINDOW_LONG),
+        ("error", "rerank", {"long_documents": "truncate"}, CUT_LONG),
+        ("window", "rerank", {"long_documents": "error"}, REFUSE),
+        ("error", "score", {}, REFUSE),
+        ("window", "score", {}, REFUSE),
+        *(
+            (setting, name, added, truncation)
+            for name in TEI
+            for setting, added, truncation in (
+                ("truncate", {}, CUT_LONG),
+                ("window", {}, WINDOW_LONG),
+                ("error", {}, REFUSE),
+                ("window", {"truncate": True}, CUT_LONG),
+                ("window", {"truncate": False}, REFUSE),
+                ("error", {"truncate": True}, CUT_LONG),
+            )
+        ),
+    ],
+)
+async def test_the_servers_long_documents_hold_where_the_request_says_nothing(
+    engine: RecordingEngine, setting: str, name: str, added: dict[str, Any], truncation: Truncation
+) -> None:
+    caller = Caller(engine, long_documents=setting)
+    path, body, *_ = PLAIN[name]
+    await caller.post(path, body | added)
+    assert engine.calls[0][2]["truncation"] == truncation
+
+
+@pytest.mark.parametrize("path", sorted(set(POSTED) - {"/predict"}))
+async def test_a_model_may_be_named_by_either_name_and_no_other(engine: RecordingEngine, path: str) -> None:
+    caller = Caller(engine, served_model_name="mine")
+    usual = (await caller.post(path, BODIES[path])).status
+    for name in ("mine", "all-MiniLM-L6-v2", "", None):
+        assert (await caller.post(path, BODIES[path] | {"model": name})).status == usual
+    assert await caller.error(path, BODIES[path] | {"model": "nope"}) == (
+        404,
+        {
+            "message": "The model `nope` does not exist.",
+            "type": "NotFoundError",
+            "param": "model",
+            "code": 404,
+        },
+    )

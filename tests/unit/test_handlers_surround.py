@@ -1,0 +1,159 @@
+"""What surrounds every request: keys, ids, timing, log lines and metrics, without a web server."""
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from maxsimd.engine import (
+    EngineConfig,
+)
+from tests.unit.calling_handlers import GOOD, HEAVY, RERANK, Caller, RecordingEngine, error_of, expected
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[RecordingEngine]:
+    async with RecordingEngine(EngineConfig(dtype="float32", threads=1)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def caller(engine: RecordingEngine) -> Caller:
+    return Caller(engine, max_body_mb=1, max_documents=10)
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, logger="maxsimd.http")
+    return caplog
+
+
+OPEN = {"/health", "/ready"}
+GUARDED = [(method, path) for method, path in GOOD if path not in OPEN]
+
+
+@pytest.mark.parametrize(("method", "path"), [*GUARDED, ("GET", "/nope"), ("GET", "/rerank")])
+async def test_without_a_key_every_guarded_route_is_a_401(
+    engine: RecordingEngine, method: str, path: str
+) -> None:
+    caller = Caller(engine, api_key=("one", "two"))
+    body = GOOD.get((method, path))
+    for headers in (
+        {},
+        {"authorization": ""},
+        {"authorization": "one"},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer "},
+        {"authorization": "Bearer three"},
+        {"authorization": "Bearer one two"},
+        {"authorization": "Basic one"},
+    ):
+        answer = await caller.ask(method, path, body, headers)
+        assert answer.status == 401, headers
+        assert error_of(answer) == {
+            "message": "send a valid key as Authorization: Bearer KEY",
+            "type": "AuthenticationError",
+            "param": None,
+            "code": 401,
+        }
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+async def test_with_any_of_the_keys_every_guarded_route_answers(
+    engine: RecordingEngine, method: str, path: str
+) -> None:
+    caller = Caller(engine, api_key=("one", "two"))
+    for value in ("Bearer one", "bearer two", "BEARER  one "):
+        answer = await caller.ask(method, path, GOOD[method, path], {"authorization": value})
+        assert answer.status == (204 if path == "/cache" else expected(path))
+
+
+@pytest.mark.parametrize("path", sorted(OPEN))
+async def test_probes_need_no_key(engine: RecordingEngine, path: str) -> None:
+    assert (await Caller(engine, api_key=("one",)).ask("GET", path)).status == 200
+
+
+async def test_the_server_asks_for_the_keys_of_its_file(engine: RecordingEngine, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("two\n")
+    caller = Caller(engine, api_key_file=str(file))
+    assert (await caller.post("/rerank", RERANK)).status == 401
+    assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer two"})).status == 200
+
+
+@pytest.mark.parametrize("given", ["mine-1", "!", "~", "a" * 128])
+async def test_the_clients_request_id_comes_back(caller: Caller, given: str) -> None:
+    for method, path in (("GET", "/health"), ("POST", "/nope"), ("POST", "/rerank")):
+        answer = await caller.ask(method, path, b"{", {"x-request-id": given})
+        assert answer.headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize("given", ["", " ", "a b", "a" * 129, "ä", "a\n", "\x7f", "a\x1f"])
+async def test_an_unusable_request_id_is_replaced(caller: Caller, given: str) -> None:
+    first, second = [await caller.ask("GET", "/health", headers={"x-request-id": given}) for _ in range(2)]
+    assert first.headers["x-request-id"] != second.headers["x-request-id"]
+    assert len(first.headers["x-request-id"]) == 32
+
+
+async def test_every_answer_tells_its_time(caller: Caller) -> None:
+    for method, path, body in (("POST", "/rerank", RERANK), ("GET", "/nope", b""), ("POST", "/rerank", b"")):
+        answer = await caller.ask(method, path, body)
+        name, _, milliseconds = answer.headers["server-timing"].partition(";dur=")
+        assert name == "total"
+        assert 0 <= float(milliseconds) < 60_000
+    slow = await caller.post("/rerank", HEAVY | {"documents": HEAVY["documents"][:10], "cache": "bypass"})
+    assert float(slow.headers["server-timing"].partition("=")[2]) > 5
+
+
+async def test_every_request_has_a_line_in_the_log(caller: Caller, lines: pytest.LogCaptureFixture) -> None:
+    for method, path, body, status, level in (
+        ("POST", "/rerank", RERANK, 200, logging.INFO),
+        ("POST", "/rerank", b"{", 400, logging.INFO),
+        ("DELETE", "/cache", b"", 204, logging.INFO),
+        ("GET", "/health", b"", 200, logging.DEBUG),
+        ("GET", "/nope", b"", 404, logging.DEBUG),
+    ):
+        lines.clear()
+        answer = await caller.ask(method, path, body, {"x-request-id": "mine"})
+        (line,) = [record for record in lines.records if record.name == "maxsimd.http"]
+        assert answer.status == status
+        assert line.levelno == level
+        start, _, rest = line.getMessage().partition(f"{method} {path} {status} ")
+        assert start == ""
+        milliseconds, _, end = rest.partition(" ms ")
+        assert milliseconds == answer.headers["server-timing"].partition("dur=")[2]
+        assert end == "id=mine"
+
+
+async def test_no_text_of_a_user_is_logged(caller: Caller, lines: pytest.LogCaptureFixture) -> None:
+    body = {"query": "a secret question", "documents": ["a secret document"]}
+    await caller.post("/rerank", body)
+    await caller.post("/rerank", body | {"top_n": -1})
+    assert len(lines.records) == 2
+    assert "secret" not in "".join(record.getMessage() for record in lines.records)
+
+
+async def test_requests_are_counted_by_route_and_status(caller: Caller) -> None:
+    await caller.post("/rerank", RERANK)
+    await caller.post("/rerank", RERANK)
+    await caller.post("/v1/rerank", b"{")
+    await caller.ask("GET", "/rerank")
+    await caller.ask("GET", "/nope")
+    for route, status, number in (
+        ("/rerank", "200", 2),
+        ("/rerank", "405", None),
+        ("/v1/rerank", "400", 1),
+        ("unknown", "405", 1),
+        ("unknown", "404", 1),
+    ):
+        assert caller.metric("maxsimd_http_requests_total", route=route, status=status) == number
+    for route, number in (("/rerank", 2), ("/v1/rerank", 1), ("unknown", 2)):
+        assert caller.metric("maxsimd_http_request_seconds_count", route=route) == number
+    seconds = caller.metric("maxsimd_http_request_seconds_sum", route="/rerank")
+    assert seconds is not None
+    assert 0.0005 < seconds < 60
