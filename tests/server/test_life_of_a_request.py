@@ -1,0 +1,64 @@
+"""docs/architecture.md names each file that a `/rerank` request passes, in order: a real request passes them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Run in a process of its own, because it profiles every thread from its start.
+FOLLOW = '''
+import asyncio, pathlib, sys, threading
+from aiohttp.test_utils import TestClient, TestServer
+import maxsimd.engine.engine
+from maxsimd.api.app import build_app
+from maxsimd.api.config import ServerConfig
+from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.stats import EngineStats
+
+root = pathlib.Path(sys.argv[1])
+rooms = ("api", "engine", "pooling", "scheduler")
+passed, following = {}, False
+
+def note(frame, event, _):
+    if following and event == "call" and frame.f_code.co_name != "<module>":
+        try:
+            path = pathlib.Path(frame.f_code.co_filename).resolve().relative_to(root)
+        except ValueError:
+            return
+        if path.parts[0] in rooms and threading.current_thread().name != "maxsimd-cache-writer":
+            passed.setdefault(str(path))
+
+async def main():
+    global following
+    async with Engine(EngineConfig(dtype="float32", threads=1, kernels="torch", maxsim="tiled")) as engine:
+        async with TestClient(TestServer(build_app(engine, ServerConfig()))) as client:
+            for documents in (["warm up"], ["Berlin", "Paris is a capital", "Paris is a capital"]):
+                following = documents[0] == "Berlin"
+                body = {"query": "capital", "documents": documents}
+                async with client.post("/rerank", json=body) as response:
+                    assert response.status == 200, await response.text()
+                following = False
+                while engine.stats() != EngineStats():  # the commit comes after the answer
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)
+
+threading.setprofile(note)
+sys.setprofile(note)
+asyncio.run(main())
+print("\\n".join(passed))
+'''
+
+
+def test_a_rerank_request_passes_the_files_that_the_map_names() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.split("<!-- a request's files -->")[1].split("<!-- end of a request's files -->")[0]
+    named = re.findall(r"^\d+\. `([\w/]+\.py)`", section, flags=re.MULTILINE)
+    ran = subprocess.run(
+        [sys.executable, "-c", FOLLOW, str(ROOT)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    passed = ran.stdout.split()
+    assert len(passed) > 20
+    assert named == passed, "the files that a request passes, in order:\n" + "\n".join(passed)
