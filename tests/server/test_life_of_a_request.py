@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 # Run in a process of its own, because it profiles every thread from its start.
-FOLLOW = '''
+FOLLOW = """
 import asyncio, pathlib, sys, threading
 from aiohttp.test_utils import TestClient, TestServer
 import maxsimd.engine.engine
@@ -48,7 +48,7 @@ threading.setprofile(note)
 sys.setprofile(note)
 asyncio.run(main())
 print("\\n".join(passed))
-'''
+"""
 
 
 def test_a_rerank_request_passes_the_files_that_the_map_names() -> None:
