@@ -3,7 +3,21 @@
 Pure Python and numpy: no torch and no asyncio, so that the policy can be simulated a million steps at a time.
 """
 
+from maxsimd.scheduler.payload import DocumentPayload, Payload, ResultSlot, Role, Tokens, Window
 from maxsimd.scheduler.policy import Scheduler, StepLimits
-from maxsimd.scheduler.sequence import Chunk, Role, Sequence, Step
+from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 
-__all__ = ["Chunk", "Role", "Scheduler", "Sequence", "Step", "StepLimits"]
+__all__ = [
+    "CachedBatch",
+    "Chunk",
+    "DocumentPayload",
+    "Payload",
+    "ResultSlot",
+    "Role",
+    "Scheduler",
+    "Sequence",
+    "Step",
+    "StepLimits",
+    "Tokens",
+    "Window",
+]

@@ -61,8 +61,10 @@ class Scheduler:
         powers of two. Raises ValueError for a sequence that can never fit a step."""
         sequences = list(sequences)
         for sequence in sequences:
-            if not self.fits(sequence.to_run):
-                raise ValueError(f"{sequence.to_run} tokens do not fit a step of {self.limits.tokens}")
+            if not self.fits(sequence.num_new_tokens):
+                raise ValueError(
+                    f"{sequence.num_new_tokens} tokens do not fit a step of {self.limits.tokens}"
+                )
         if request not in self._requests:
             weight = 2.0 ** -max(-8, min(8, priority))
             self._requests[request] = WaitingRequest(request, weight)
@@ -73,7 +75,7 @@ class Scheduler:
         """Forgets everything of a request that no step has taken, also the rest of a partial prefill."""
         if self._requests.pop(request, None) is not None:
             self._rotation.remove(request)
-        if self._partial is not None and self._partial[0].request == request:
+        if self._partial is not None and self._partial[0].request_id == request:
             self._partial = None
 
     def reduce_budget(self, steps: int = 100) -> None:
@@ -122,8 +124,8 @@ class Scheduler:
         self._partial = (sequence, stop)
         if stop == len(sequence):
             self._partial = None
-            if sequence.request in self._requests:
-                self._requests[sequence.request].release(sequence)
+            if sequence.request_id in self._requests:
+                self._requests[sequence.request_id].release(sequence)
 
     def _give_turns(self, filling: "_Filling") -> None:
         active = [self._requests[request] for request in self._rotation if self._requests[request].count]
@@ -145,8 +147,8 @@ class Scheduler:
         sequence = request.take(filling.room)
         if sequence is None:
             return False
-        request.deficit -= sequence.to_run
-        filling.add(Chunk(sequence, sequence.shared, len(sequence)))
+        request.deficit -= sequence.num_new_tokens
+        filling.add(Chunk(sequence, sequence.shared_prefix_len, len(sequence)))
         return True
 
     def _cut_to_fill(self, filling: "_Filling") -> None:
@@ -161,9 +163,9 @@ class Scheduler:
             request = self._requests[key]
             longest = request.take_longest()
             if longest is not None:
-                request.deficit -= longest.to_run
-                stop = min(len(longest), longest.shared + filling.room)
-                filling.add(Chunk(longest, longest.shared, stop))
+                request.deficit -= longest.num_new_tokens
+                stop = min(len(longest), longest.shared_prefix_len + filling.room)
+                filling.add(Chunk(longest, longest.shared_prefix_len, stop))
                 self._note_progress(longest, stop)
                 return
 

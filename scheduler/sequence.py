@@ -1,78 +1,107 @@
-"""The nouns of scheduling: a tokenised sequence, a chunk of one, and a step of chunks.
+"""The nouns of scheduling: a tokenised sequence, a batch of cached documents, a chunk, and a step.
 
 Nothing here decides anything; the policy does.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-TokenIds = NDArray[np.int32]
-
-
-class Role(Enum):
-    """What a sequence is to its request."""
-
-    QUERY = "query"
-    DOCUMENT = "document"
-    PAIR = "pair"
-    TEXT = "text"
-    PREFIX = "prefix"
+from maxsimd.scheduler.payload import DocumentPayload, Payload, ResultSlot, Role, Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequence:
-    """One tokenised text or pair, complete with all that later stages need to know about it.
+    """One tokenised text or pair. The scheduler reads all but the payload; made by the named constructors.
 
-    `key` is unique in the engine, `request` names the owner and `index` this sequence's place among the
-    request's results. A document that is scored against a query names that query's key in `query`; a query
-    says in `uses` how many documents will. A document that is read through `windows` sequences, and scored
-    as one, has the first one's key as `document` in each. A document whose embedding is to be kept has a
-    `cache_key`, and is marked as `truncated` when it was cut. A sequence whose first `shared` tokens are
-    those of the sequence with key `prefix`, which has the role of one, is run from there on.
+    `sequence_id` is unique in the engine. A sequence with `waits_for` is scheduled after the sequence of that
+    id: a document after its query, and a pair after the prefix whose tokens are its own first
+    `shared_prefix_len`, which are not run again. `num_consumers` is how many sequences and cached documents
+    use what this one leaves on the device, its embedding or its keys and values.
     """
 
-    key: int
-    request: int
-    index: int
-    role: Role
-    task: str
-    token_ids: TokenIds
-    type_ids: TokenIds | None = None
-    # Tokens that may be attended to: fewer than all when query expansion is not attended.
-    attended: int = -1
-    # Rows that take part in pooling, ascending; None for all of them.
-    kept: NDArray[np.int64] | None = None
-    query: int | None = None
-    uses: int = 0
-    document: int | None = None
-    windows: int = 1
-    cache_key: bytes | None = None
-    truncated: bool = False
-    prefix: int | None = None
-    shared: int = 0
+    sequence_id: int
+    request_id: int
+    payload: Payload
+    waits_for: int | None = None
+    num_consumers: int = 0
+    shared_prefix_len: int = 0
 
-    def __post_init__(self) -> None:
-        if len(self.token_ids) == 0:
-            raise ValueError("a sequence needs at least one token")
-        if self.attended < 0:
-            object.__setattr__(self, "attended", len(self.token_ids))
+    @classmethod
+    def text(
+        cls, sequence_id: int, slot: ResultSlot, task: str, tokens: Tokens, role: Role = Role.TEXT
+    ) -> "Sequence":
+        """A text whose pooled output is the result."""
+        return cls(sequence_id, slot.request_id, Payload(role, task, tokens, slot))
+
+    @classmethod
+    def pair(
+        cls, sequence_id: int, slot: ResultSlot, tokens: Tokens, prefix: "Sequence | None" = None
+    ) -> "Sequence":
+        """A query and a document in one sequence, for a cross-encoder; run behind `prefix` if there is one."""
+        payload = Payload(Role.PAIR, "classify", tokens, slot)
+        if prefix is None:
+            return cls(sequence_id, slot.request_id, payload)
+        return cls(sequence_id, slot.request_id, payload, prefix.sequence_id, 0, len(prefix))
+
+    @classmethod
+    def prefix(cls, sequence_id: int, request_id: int, tokens: Tokens, num_consumers: int) -> "Sequence":
+        """The tokens that `num_consumers` pairs begin with: run for their keys and values alone."""
+        return cls(sequence_id, request_id, Payload(Role.PREFIX, "", tokens), None, num_consumers)
+
+    @classmethod
+    def query(
+        cls, sequence_id: int, request_id: int, task: str, tokens: Tokens, num_consumers: int
+    ) -> "Sequence":
+        """A query whose embedding `num_consumers` documents (each window counted) are scored against."""
+        return cls(sequence_id, request_id, Payload(Role.QUERY, task, tokens), None, num_consumers)
+
+    @classmethod
+    def document(
+        cls, sequence_id: int, slot: ResultSlot, task: str, tokens: Tokens, document: DocumentPayload
+    ) -> "Sequence":
+        """A document, or a window of one, to be scored against a query of the same request."""
+        payload = Payload(Role.DOCUMENT, task, tokens, slot, document)
+        return cls(sequence_id, slot.request_id, payload, document.query_id)
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self.payload.tokens.ids)
 
     @property
-    def to_run(self) -> int:
+    def tokens(self) -> Tokens:
+        """What the model reads."""
+        return self.payload.tokens
+
+    @property
+    def num_new_tokens(self) -> int:
         """How many of its tokens are run for itself."""
-        return len(self.token_ids) - self.shared
+        return len(self) - self.shared_prefix_len
 
     @property
-    def waits_for(self) -> int | None:
-        """The key of the sequence that must be scheduled before it."""
-        return self.query if self.prefix is None else self.prefix
+    def prefix_id(self) -> int | None:
+        """The id of the prefix that it is run behind."""
+        return self.waits_for if self.shared_prefix_len else None
+
+    @property
+    def is_prefix(self) -> bool:
+        return self.payload.role is Role.PREFIX
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedBatch:
+    """Documents of one query whose embeddings are cached: nothing of them is run, but scoring takes time.
+
+    `price` is how many tokens the device could run in that time. Scored in the step of the query
+    `waits_for`, or in a later one. `documents` is passed on unread."""
+
+    request_id: int
+    waits_for: int
+    price: int
+    documents: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        if self.price < 1 or not self.documents:
+            raise ValueError("a cached batch needs a price of at least one token and a document")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,26 +130,38 @@ class Chunk:
     @property
     def is_prefix(self) -> bool:
         """Whether its keys and values are for other sequences."""
-        return self.sequence.role is Role.PREFIX
+        return self.sequence.is_prefix
 
     @property
     def is_all_after_prefix(self) -> bool:
         """Whether it is all of a sequence but what that shares with others."""
-        return self.sequence.prefix is not None and self.start == self.sequence.shared and self.is_last
+        start = self.sequence.shared_prefix_len
+        return start > 0 and self.start == start and self.is_last
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One forward pass. `id` counts steps; a step split after a failure keeps its id in both halves."""
+    """One forward pass, and the cached documents scored with it. `step_id` counts steps; a step that is split
+    after a failure keeps its id in both halves."""
 
-    id: int
+    step_id: int
     chunks: tuple[Chunk, ...]
+    cached: tuple[CachedBatch, ...] = ()
 
     @cached_property
     def num_tokens(self) -> int:
+        """Tokens to be run."""
         return sum(len(chunk) for chunk in self.chunks)
 
+    @property
+    def num_parts(self) -> int:
+        """Into how many steps it can be split: chunks and cached batches."""
+        return len(self.chunks) + len(self.cached)
+
     def halves(self) -> tuple["Step", "Step"]:
-        """The two halves of a step that failed as a whole; needs at least two chunks."""
-        middle = len(self.chunks) // 2
-        return Step(self.id, self.chunks[:middle]), Step(self.id, self.chunks[middle:])
+        """The two halves of a step that failed as a whole; needs at least two parts. Chunks stay before cached
+        batches, so that a query comes before what is scored against it."""
+        middle = self.num_parts // 2
+        cut = max(0, middle - len(self.chunks))
+        first = Step(self.step_id, self.chunks[:middle], self.cached[:cut])
+        return first, Step(self.step_id, self.chunks[middle:], self.cached[cut:])

@@ -31,13 +31,13 @@ class WaitingRequest:
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Adds sequences; a query must come in the same call as its documents or before them."""
-        waiting_queries = {query.key for query in self._queries}
+        waiting_queries = {query.sequence_id for query in self._queries}
         for sequence in sequences:
-            self.tokens += sequence.to_run
+            self.tokens += sequence.num_new_tokens
             self.count += 1
-            if sequence.uses:
+            if sequence.num_consumers:
                 self._queries.append(sequence)
-                waiting_queries.add(sequence.key)
+                waiting_queries.add(sequence.sequence_id)
             elif sequence.waits_for in waiting_queries:
                 self._blocked.setdefault(sequence.waits_for, []).append(sequence)
             else:
@@ -73,11 +73,11 @@ class WaitingRequest:
 
     def release(self, query: Sequence) -> None:
         """Makes the documents of a query ready, because its last token is in a step."""
-        for document in self._blocked.pop(query.key, ()):
+        for document in self._blocked.pop(query.sequence_id, ()):
             self._make_ready(document)
 
     def _make_ready(self, sequence: Sequence) -> None:
-        length = sequence.to_run
+        length = sequence.num_new_tokens
         if length not in self._ready:
             self._ready[length] = deque()
             insort(self._lengths, length)
@@ -93,5 +93,5 @@ class WaitingRequest:
         return sequence
 
     def _account(self, sequence: Sequence) -> None:
-        self.tokens -= sequence.to_run
+        self.tokens -= sequence.num_new_tokens
         self.count -= 1

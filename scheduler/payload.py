@@ -1,0 +1,90 @@
+"""What travels with a sequence for the stages after the scheduler, which passes it on unread."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]
+
+
+class Role(Enum):
+    """What a sequence is to its request."""
+
+    QUERY = "query"
+    DOCUMENT = "document"
+    PAIR = "pair"
+    TEXT = "text"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class ResultSlot:
+    """Result `index` of the request `request_id`."""
+
+    request_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """What the model reads: token ids [n] and, where the tokeniser gives them, type ids [n].
+
+    Only the first `attended_len` tokens may be attended to (fewer than all where query expansion is not
+    attended; None for all). `pooled_positions`, ascending, are the tokens that take part in pooling (None
+    for all). Raises ValueError for no token."""
+
+    ids: TokenIds
+    type_ids: TokenIds | None = None
+    attended_len: int | None = None
+    pooled_positions: NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.ids) == 0:
+            raise ValueError("a sequence needs at least one token")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_attended(self) -> int:
+        return len(self.ids) if self.attended_len is None else self.attended_len
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One of `num_windows` sequences through which a document is read and then scored as one. The document
+    goes by the sequence id of its first window."""
+
+    document_id: int
+    num_windows: int
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPayload:
+    """A document that is scored against the query with the sequence id `query_id`.
+
+    With a `cache_key` its embedding is cached, marked as `truncated` where the text was cut. `window` is None
+    for a document that is one sequence."""
+
+    query_id: int
+    cache_key: bytes | None = None
+    truncated: bool = False
+    window: Window | None = None
+
+    @property
+    def num_windows(self) -> int:
+        return 1 if self.window is None else self.window.num_windows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payload:
+    """`task` names the pooling method; `slot` is where the result goes, None for queries and prefixes, which
+    serve other sequences. `document` says what a document of a two-stage request is scored against."""
+
+    role: Role
+    task: str
+    tokens: Tokens
+    slot: ResultSlot | None = None
+    document: DocumentPayload | None = None
