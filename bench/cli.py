@@ -166,6 +166,17 @@ def bench_prefix(documents: int, share: float, rounds: int, json_file: str | Non
     publish({"documents": documents, "share": share}, figures, json_file)
 
 
+@bench.command("order-of-work")
+@click.option("--requests", type=int, default=1500, show_default=True, help="Requests in each simulation.")
+@click.option("--seeds", type=int, default=3, show_default=True, help="Simulations of each mix and load.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_order_of_work(requests: int, seeds: int, json_file: str | None) -> None:
+    """The scheduler under load, simulated, beside first come first served and round robin."""
+    from maxsimd.bench.order_of_work import measure_order_of_work
+
+    measure_order_of_work(requests, seeds, json_file)
+
+
 @bench.command("plots")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def bench_plots(folder: str) -> None:

@@ -3,8 +3,9 @@
 Pure Python and numpy: no torch and no asyncio, so that the policy can be simulated a million steps at a time.
 """
 
+from maxsimd.scheduler.filling import StepLimits
 from maxsimd.scheduler.payload import DocumentPayload, Payload, ResultSlot, Role, Tokens, Window
-from maxsimd.scheduler.policy import Scheduler, StepLimits
+from maxsimd.scheduler.policy import Scheduler
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 
 __all__ = [
