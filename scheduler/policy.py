@@ -116,6 +116,8 @@ class Scheduler:
                 )
         if not sequences and not cached:
             return
+        if not self._requests:  # an empty queue has saved up nothing for the oldest, and owes nothing
+            self._oldest_credit = 0.0
         request = self._requests.get(request_id)
         is_new = request is None
         if request is None:
@@ -274,5 +276,3 @@ class Scheduler:
             self._next_partial = None
         if self._passed_over is request:
             self._passed_over = None
-        if not self._requests:
-            self._oldest_credit = 0.0
