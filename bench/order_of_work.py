@@ -13,6 +13,7 @@ import numpy as np
 
 from maxsimd.bench.queue_orders import FirstComeFirstServed, Order, RoundRobin, SchedulerOrder
 from maxsimd.bench.report import write_json
+from maxsimd.scheduler import OLDEST_SHARE
 
 BUDGET = 2048
 TOKENS_PER_SECOND = 30_000.0
@@ -28,11 +29,6 @@ MIXES: dict[str, Mix] = {
     "50 documents": ((1.0, 50),),
     "90% 20, 10% 500": ((0.9, 20), (0.1, 500)),
     "60% 1, 39% 100, 1% 5000": ((0.6, 1), (0.39, 100), (0.01, 5000)),
-}
-ORDERS: dict[str, Callable[[], Order]] = {
-    "maxsimd": lambda: SchedulerOrder(BUDGET),
-    "round robin": lambda: RoundRobin(BUDGET),
-    "first come": lambda: FirstComeFirstServed(BUDGET),
 }
 
 
@@ -107,26 +103,33 @@ def summary(latencies: list[float | None]) -> dict[str, float]:
     }
 
 
-def compare_orders(requests: int, seeds: int) -> Iterator[dict[str, Any]]:
+def compare_orders(requests: int, seeds: int, oldest_share: float) -> Iterator[dict[str, Any]]:
     """One figure for each mix, load and seed: every order's latencies."""
+    orders: dict[str, Callable[[], Order]] = {
+        "maxsimd": lambda: SchedulerOrder(BUDGET, oldest_share),
+        "round robin": lambda: RoundRobin(BUDGET),
+        "first come": lambda: FirstComeFirstServed(BUDGET),
+    }
     for name, mix in MIXES.items():
         for load in LOADS:
             for seed in range(1, seeds + 1):
                 arrivals = poisson_arrivals(load, requests, mix, seed)
-                latencies = {order: summary(simulate(arrivals, make())) for order, make in ORDERS.items()}
+                latencies = {order: summary(simulate(arrivals, make())) for order, make in orders.items()}
                 yield {"mix": name, "load": load, "seed": seed, "latency": latencies}
 
 
-def longest_wait_of_bound(mix: Mix, requests: int, seed: int) -> dict[str, float]:
+def longest_wait_of_bound(
+    mix: Mix, requests: int, seed: int, oldest_share: float = OLDEST_SHARE
+) -> dict[str, float]:
     """At a load of 1.5, with a limit on the queue: how many requests are refused, and of those admitted the
     longest latency as a part of (queue limit + T) / (share of the oldest * tokens a second), where T is the
     request's tokens."""
-    order = SchedulerOrder(BUDGET)
+    order = SchedulerOrder(BUDGET, oldest_share)
     arrivals = poisson_arrivals(1.5, requests, mix, seed)
     latencies = simulate(arrivals, order, QUEUE_LIMIT)
     rate = BUDGET / (BUDGET / TOKENS_PER_SECOND + SECONDS_PER_STEP)
     parts = [
-        latency * order.scheduler.oldest_share * rate / (QUEUE_LIMIT + sum(arrival.lengths))
+        latency * oldest_share * rate / (QUEUE_LIMIT + sum(arrival.lengths))
         for arrival, latency in zip(arrivals, latencies, strict=True)
         if latency is not None
     ]
@@ -137,7 +140,7 @@ def tokens_of_tenants(weights: dict[str, float], steps: int, seed: int) -> dict[
     """Tokens that each tenant is given in a number of steps, where all always have requests of all sizes
     waiting."""
     draw = random.Random(seed)
-    order = SchedulerOrder(BUDGET, weights)
+    order = SchedulerOrder(BUDGET, weights=weights)
     tenants = list(weights)
     given = dict.fromkeys(tenants, 0)
     waiting: dict[int, int] = {}
@@ -158,24 +161,25 @@ def tokens_of_tenants(weights: dict[str, float], steps: int, seed: int) -> dict[
     return given
 
 
-def measure_order_of_work(requests: int, seeds: int, json_file: str | None) -> None:
+def measure_order_of_work(requests: int, seeds: int, oldest_share: float, json_file: str | None) -> None:
     """Prints a table, the bound for the slowest request, and the shares of two tenants."""
     settings = {
         "requests": requests, "budget": BUDGET, "tokens_per_second": TOKENS_PER_SECOND,
         "seconds_per_step": SECONDS_PER_STEP, "queue_limit": QUEUE_LIMIT,
-        "oldest_share": SchedulerOrder(BUDGET).scheduler.oldest_share,
+        "oldest_share": oldest_share,
     }  # fmt: skip
     click.echo("latency in seconds: mean, median, p99")
-    click.echo(f"{'mix':<26}{'load':>5}{'seed':>5}" + "".join(f"{name:>24}" for name in ORDERS))
+    columns = "".join(f"{name:>24}" for name in ("maxsimd", "round robin", "first come"))
+    click.echo(f"{'mix':<26}{'load':>5}{'seed':>5}{columns}")
     rows = []
-    for row in compare_orders(requests, seeds):
+    for row in compare_orders(requests, seeds, oldest_share):
         rows.append(row)
         shown = "".join(
             f"{figures['mean_s']:>10.3f}{figures['p50_s']:>7.2f}{figures['p99_s']:>7.2f}"
             for figures in row["latency"].values()
         )
         click.echo(f"{row['mix']:<26}{row['load']:>5}{row['seed']:>5}{shown}")
-    bounds = {name: longest_wait_of_bound(mix, requests, 1) for name, mix in MIXES.items()}
+    bounds = {name: longest_wait_of_bound(mix, requests, 1, oldest_share) for name, mix in MIXES.items()}
     for name, bound in bounds.items():
         click.echo(
             f"load 1.5, queue limit {QUEUE_LIMIT:,} tokens, {name}: {bound['refused']} refused, "

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from maxsimd.scheduler import ResultSlot, Scheduler, Sequence, StepLimits, Tokens
+from maxsimd.scheduler import OLDEST_SHARE, ResultSlot, Scheduler, Sequence, StepLimits, Tokens
 
 
 class Order(Protocol):
@@ -96,8 +96,11 @@ class RoundRobin:
 class SchedulerOrder:
     """The real `Scheduler`, given texts."""
 
-    def __init__(self, budget: int, weights: Mapping[str, float] | None = None) -> None:
-        self.scheduler = Scheduler(StepLimits(budget, budget, chunked=False), weights=weights)
+    def __init__(
+        self, budget: int, oldest_share: float = OLDEST_SHARE, weights: Mapping[str, float] | None = None
+    ) -> None:
+        limits = StepLimits(budget, budget, chunked=False)
+        self.scheduler = Scheduler(limits, weights=weights, oldest_share=oldest_share)
         self._tokens: dict[int, Tokens] = {}
         self._num_sequences = 0
 

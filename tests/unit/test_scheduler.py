@@ -109,7 +109,7 @@ def test_nothing_of_a_cancelled_request_is_scheduled_or_held(limits: StepLimits,
     assert scheduler.waiting_tokens == scheduler.waiting_requests == 0
 
 
-@settings(deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(10, 400), min_size=150, max_size=400), st.integers(1, 5), st.integers(800, 3000))
 def test_steps_are_filled_while_enough_waits(lengths: list[int], requests: int, budget: int) -> None:
     """At least 95% of the budget over all steps that had more than a full step waiting."""
@@ -139,8 +139,7 @@ def test_a_causal_model_fills_every_step_to_the_brim(budget: int, seed: int) -> 
     assert all(step.num_tokens == budget for step in steps[:-1])
 
 
-@pytest.mark.parametrize("tenants", [1, 10_000])
-@pytest.mark.parametrize("lengths", [[90], [30, 60, 70], [1500]])
+@pytest.mark.parametrize(("tenants", "lengths"), [(1, [30, 60, 70]), (1, [1500]), (10_000, [1500])])
 def test_a_step_takes_a_few_milliseconds_with_ten_thousand_requests_waiting(
     tenants: int, lengths: list[int]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The nouns of scheduling: sequences by their named constructors, chunks, cached batches, steps and their halves."""
+"""The nouns of scheduling: sequences, cached batches, chunks, steps and their halves."""
 
 import numpy as np
 import pytest
