@@ -11,10 +11,10 @@ from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 from maxsimd.scheduler.shares import Shares
 from maxsimd.scheduler.waiting import WaitingRequest
 
-# What the oldest request gets of each step. By `maxsimd bench order-of-work --oldest-share`, with one giant in
-# a hundred requests at a load of 0.95 and seed 1, shares of 1/16, 1/8, 1/4 and 1/2 have mean latencies of 0.52,
-# 0.52, 0.56 and 0.81 s (round robin: 0.76) and p99 of 1.3, 1.4, 1.8 and 4.9 s (2.8). So 1/8 costs next to
-# nothing, and requests that must wait for their turn as the oldest wait half as long as with 1/16.
+# What the oldest request gets of each step. By `maxsimd bench order-of-work --oldest-share`, with one giant
+# in a hundred requests at a load of 0.95 and seed 1, shares of 1/16, 1/8, 1/4 and 1/2 have mean latencies of
+# 0.52, 0.52, 0.56 and 0.81 s (round robin: 0.76) and p99 of 1.3, 1.4, 1.8 and 4.9 s (2.8). So 1/8 costs next
+# to nothing, and who must wait for a turn as the oldest waits half as long as with 1/16.
 OLDEST_SHARE = 1 / 8
 # How many requests of which nothing fits are looked at to fill a step; it bounds the time of a step.
 _MAX_MISSES = 64
