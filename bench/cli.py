@@ -16,6 +16,7 @@ from maxsimd.bench.peers.command import bench_peers
 from maxsimd.bench.report import Report, publish
 from maxsimd.bench.running import run_and_clean_up
 from maxsimd.engine.config import EngineConfig
+from maxsimd.scheduler import OLDEST_SHARE
 
 
 @click.group()
@@ -180,6 +181,19 @@ def bench_prefix(documents: int, share: float, rounds: int, json_file: str | Non
 
     figures = asyncio.run(measure_prefix_sharing(documents, share, rounds))
     publish({"documents": documents, "share": share}, figures, json_file)
+
+
+@bench.command("order-of-work")
+@click.option("--requests", type=int, default=1500, show_default=True, help="Requests in each simulation.")
+@click.option("--seeds", type=int, default=3, show_default=True, help="Simulations of each mix and load.")
+@click.option("--oldest-share", type=float, default=OLDEST_SHARE, show_default=True,
+              help="Share of each step for the oldest request.")  # fmt: skip
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_order_of_work(requests: int, seeds: int, oldest_share: float, json_file: str | None) -> None:
+    """The scheduler under load, simulated, beside first come first served and round robin."""
+    from maxsimd.bench.order_of_work import measure_order_of_work
+
+    measure_order_of_work(requests, seeds, oldest_share, json_file)
 
 
 @bench.command("plots")

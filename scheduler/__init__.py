@@ -1,13 +1,15 @@
-"""What to run next: sequences, steps, the token budget and fairness between requests.
+"""What to run next: sequences, steps, the token budget and the order of work.
 
 Pure Python and numpy: no torch and no asyncio, so that the policy can be simulated a million steps at a time.
 """
 
+from maxsimd.scheduler.filling import StepLimits
 from maxsimd.scheduler.payload import DocumentPayload, Payload, ResultSlot, Role, Tokens, Window
-from maxsimd.scheduler.policy import Scheduler, StepLimits
+from maxsimd.scheduler.policy import OLDEST_SHARE, Scheduler
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 
 __all__ = [
+    "OLDEST_SHARE",
     "CachedBatch",
     "Chunk",
     "DocumentPayload",

@@ -38,7 +38,7 @@ class Sequence:
     def pair(
         cls, sequence_id: int, slot: ResultSlot, tokens: Tokens, prefix: "Sequence | None" = None
     ) -> "Sequence":
-        """A query and a document in one sequence, for a cross-encoder, run behind `prefix` if given."""
+        """A query and a document in one sequence, for a cross-encoder; run behind `prefix` if given."""
         payload = Payload(Role.PAIR, "classify", tokens, slot)
         if prefix is None:
             return cls(sequence_id, slot.request_id, payload)
@@ -159,8 +159,8 @@ class Step:
         return len(self.chunks) + len(self.cached)
 
     def halves(self) -> tuple["Step", "Step"]:
-        """The two halves of a failed step; it needs at least two parts. Chunks come before cached
-        batches, so that a query comes before what is scored against it."""
+        """The two halves of a step that failed as a whole; needs at least two parts. Chunks stay before
+        cached batches, so that a query comes before what is scored against it."""
         middle = self.num_parts // 2
         cut = max(0, middle - len(self.chunks))
         first = Step(self.step_id, self.chunks[:middle], self.cached[:cut])

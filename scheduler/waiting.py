@@ -1,97 +1,170 @@
-"""One request's sequences that no step has taken yet.
+"""What one request has waiting: sequences, cached batches, and the rest of a sequence that is mid-prefill.
 
-Documents wait until their query has been scheduled, and sequences that share a prefix until that has been;
-what is ready can be asked for by size.
+Documents and cached batches wait until their query has been scheduled, and pairs until their prefix has been;
+what is ready can be asked for by size. Which request comes next is decided elsewhere.
 """
 
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
+from typing import Generic, TypeVar
 
-from maxsimd.scheduler.sequence import Sequence
+from maxsimd.scheduler.sequence import CachedBatch, Sequence
+
+Item = TypeVar("Item")
+
+
+class BySize(Generic[Item]):
+    """Items that can be asked for by size; equal ones come out in the order in which they went in."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, deque[Item]] = {}
+        self._sizes: list[int] = []
+
+    def add(self, item: Item, size: int) -> None:
+        if size not in self._items:
+            self._items[size] = deque()
+            insort(self._sizes, size)
+        self._items[size].append(item)
+
+    def pop_largest(self, most: int | None = None) -> Item | None:
+        """Removes and returns the largest item, of those of at most the size `most` if that is given, or
+        None where there is none."""
+        position = len(self._sizes) if most is None else bisect_right(self._sizes, most)
+        if not position:
+            return None
+        size = self._sizes[position - 1]
+        same = self._items[size]
+        item = same.popleft()
+        if not same:
+            del self._items[size]
+            del self._sizes[position - 1]
+        return item
 
 
 class WaitingRequest:
-    """The waiting sequences of one request, and what it is owed.
+    """The waiting work of one request. Owned by the `Scheduler`, which alone may call it.
 
-    Owned by the `Scheduler`, which alone may call it. `deficit` is the number of tokens the request may
-    still take in its turns (deficit round robin, Shreedhar & Varghese 1995).
+    `arrival` counts requests in the order in which they were admitted. `work` is what is left, in tokens: of
+    sequences those that have not been scheduled, and the prices of cached batches.
     """
 
-    def __init__(self, request: int, weight: float) -> None:
-        self.request = request
-        self.weight = weight
-        self.deficit = 0.0
-        self.tokens = 0
-        self.count = 0
-        self._ready: dict[int, deque[Sequence]] = {}
-        self._lengths: list[int] = []
+    def __init__(self, request_id: int, arrival: int, share: tuple[str, int]) -> None:
+        self.request_id = request_id
+        self.arrival = arrival
+        self.share = share
+        self.work = 0
+        self.num_sequences = 0
+        self.num_cached = 0
+        self.partial: tuple[Sequence, int] | None = None
+        self._ready: BySize[Sequence] = BySize()
+        self._ready_cached: BySize[CachedBatch] = BySize()
         self._queries: deque[Sequence] = deque()
-        self._blocked: dict[int, list[Sequence]] = {}
+        self._blocked: dict[int, list[Sequence | CachedBatch]] = {}
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        """Adds sequences; a query must come in the same call as its documents or before them."""
-        waiting_queries = {query.sequence_id for query in self._queries}
+    @property
+    def size_class(self) -> int:
+        """The class of what is left: 2**(size_class - 1) <= work < 2**size_class."""
+        return self.work.bit_length()
+
+    def add(self, sequences: Iterable[Sequence], cached: Iterable[CachedBatch]) -> None:
+        """Adds work. What waits for a query or prefix that neither waits here nor comes with it is ready."""
+        sequences = list(sequences)
+        for query in sequences:
+            if query.num_consumers:
+                self._queries.append(query)
+                self._blocked[query.sequence_id] = []
         for sequence in sequences:
-            self.tokens += sequence.num_new_tokens
-            self.count += 1
-            if sequence.num_consumers:
-                self._queries.append(sequence)
-                waiting_queries.add(sequence.sequence_id)
-            elif sequence.waits_for in waiting_queries:
-                self._blocked.setdefault(sequence.waits_for, []).append(sequence)
-            else:
-                self._make_ready(sequence)
+            self.work += sequence.num_new_tokens
+            self.num_sequences += 1
+            if not sequence.num_consumers:
+                self._block_or_ready(sequence)
+        for batch in cached:
+            self.work += batch.price
+            self.num_cached += 1
+            self._block_or_ready(batch)
 
-    def take(self, room: int) -> Sequence | None:
+    def take(self, room: int) -> Sequence | CachedBatch | None:
         """Removes and returns what best uses `room` tokens, or None when nothing fits.
 
-        The longest ready sequence goes first, so that short ones are left to fill the gaps of later
-        steps; a query only when no ready sequence fits, so that few queries are held at a time.
-        """
-        position = bisect_right(self._lengths, room)
-        if position:
-            return self._pop(self._lengths[position - 1])
-        if self._queries and len(self._queries[0]) <= room:
-            query = self._queries.popleft()
-            self._account(query)
-            self.release(query)
-            return query
+        The longest ready sequence goes first, so that short ones are left to fill the gaps of later steps,
+        then the dearest cached batch; a query or prefix only when nothing else fits, so that few of them are
+        held at a time."""
+        if (sequence := self._ready.pop_largest(room)) is not None:
+            self._account(sequence)
+            return sequence
+        if (batch := self.take_cached(room)) is not None:
+            return batch
+        if self._queries and self._queries[0].num_new_tokens <= room:
+            return self._take_query()
         return None
 
-    def take_longest(self) -> Sequence | None:
-        """Removes and returns the longest ready sequence, else the next query, else None.
+    def take_cached(self, room: int | None = None) -> CachedBatch | None:
+        """Removes and returns the dearest cached batch that is ready, of those that fit `room` tokens if that
+        is given; None where there is none."""
+        if (batch := self._ready_cached.pop_largest(room)) is not None:
+            self._account(batch)
+        return batch
 
-        Meant for a sequence that will be cut: the documents of a query wait on until `release`."""
-        if self._lengths:
-            return self._pop(self._lengths[-1])
-        if not self._queries:
-            return None
+    def take_longest(self) -> Sequence | None:
+        """Removes and returns the longest ready sequence, else the next query, else None."""
+        if (sequence := self._ready.pop_largest()) is not None:
+            self._account(sequence)
+            return sequence
+        return self._take_query() if self._queries else None
+
+    def start_partial(self) -> bool:
+        """Chooses the longest ready sequence, else the next query, as the one that is mid-prefill; says
+        whether there was one. It counts as waiting until `advance` has brought it to its end."""
+        sequence = self._ready.pop_largest()
+        if sequence is None and self._queries:
+            sequence = self._queries.popleft()
+        if sequence is None:
+            return False
+        self.partial = (sequence, sequence.shared_prefix_len)
+        return True
+
+    def advance(self, tokens: int) -> bool:
+        """Notes that more tokens of the sequence that is mid-prefill have been scheduled. Once all of them
+        are, returns True, and what waits for it is ready."""
+        assert self.partial is not None
+        sequence, start = self.partial
+        self.work -= tokens
+        if start + tokens < len(sequence):
+            self.partial = (sequence, start + tokens)
+            return False
+        self.partial = None
+        self.num_sequences -= 1
+        self._release(sequence)
+        return True
+
+    def _take_query(self) -> Sequence:
         query = self._queries.popleft()
         self._account(query)
+        self._release(query)
         return query
 
-    def release(self, query: Sequence) -> None:
-        """Makes the documents of a query ready, because its last token is in a step."""
-        for document in self._blocked.pop(query.sequence_id, ()):
-            self._make_ready(document)
+    def _release(self, query: Sequence) -> None:
+        """Makes ready what waits for a sequence, because its last token is in a step."""
+        for item in self._blocked.pop(query.sequence_id, ()):
+            self._make_ready(item)
 
-    def _make_ready(self, sequence: Sequence) -> None:
-        length = sequence.num_new_tokens
-        if length not in self._ready:
-            self._ready[length] = deque()
-            insort(self._lengths, length)
-        self._ready[length].append(sequence)
+    def _block_or_ready(self, item: Sequence | CachedBatch) -> None:
+        if item.waits_for in self._blocked:
+            self._blocked[item.waits_for].append(item)
+        else:
+            self._make_ready(item)
 
-    def _pop(self, length: int) -> Sequence:
-        bucket = self._ready[length]
-        sequence = bucket.popleft()
-        if not bucket:
-            del self._ready[length]
-            self._lengths.remove(length)
-        self._account(sequence)
-        return sequence
+    def _make_ready(self, item: Sequence | CachedBatch) -> None:
+        if isinstance(item, CachedBatch):
+            self._ready_cached.add(item, item.price)
+        else:
+            self._ready.add(item, item.num_new_tokens)
 
-    def _account(self, sequence: Sequence) -> None:
-        self.tokens -= sequence.num_new_tokens
-        self.count -= 1
+    def _account(self, item: Sequence | CachedBatch) -> None:
+        if isinstance(item, CachedBatch):
+            self.work -= item.price
+            self.num_cached -= 1
+        else:
+            self.work -= item.num_new_tokens
+            self.num_sequences -= 1

@@ -1,4 +1,4 @@
-"""docs/architecture.md names each file that a `/rerank` request passes, in order: a real request passes them."""
+"""docs/architecture.md names each file that a `/rerank` request passes, in order."""
 
 import re
 import subprocess

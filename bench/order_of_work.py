@@ -1,0 +1,193 @@
+"""Which waiting request goes next: the scheduler simulated under load, beside plain orders of work.
+
+A step takes as long as its tokens at a fixed rate, and a fixed time more; nothing runs on a device.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import numpy as np
+
+from maxsimd.bench.queue_orders import FirstComeFirstServed, Order, RoundRobin, SchedulerOrder
+from maxsimd.bench.report import write_json
+from maxsimd.scheduler import OLDEST_SHARE
+
+BUDGET = 2048
+TOKENS_PER_SECOND = 30_000.0
+SECONDS_PER_STEP = 0.002
+# The share of the time that goes to tokens in full steps, at which a load of 1 is nominal.
+_NOMINAL = 0.93
+QUEUE_LIMIT = 100_000
+LOADS = (0.5, 0.8, 0.95)
+
+# Parts of all requests, each with the number of documents in such a request.
+Mix = tuple[tuple[float, int], ...]
+MIXES: dict[str, Mix] = {
+    "50 documents": ((1.0, 50),),
+    "90% 20, 10% 500": ((0.9, 20), (0.1, 500)),
+    "60% 1, 39% 100, 1% 5000": ((0.6, 1), (0.39, 100), (0.01, 5000)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that comes `seconds` after the start, with the tokens of each of its documents."""
+
+    seconds: float
+    lengths: list[int]
+
+
+def poisson_arrivals(load: float, requests: int, mix: Mix, seed: int) -> list[Arrival]:
+    """Requests of documents of 50 to 150 tokens, at random times."""
+    draw = random.Random(seed)
+    mean_tokens = sum(part * documents * 100 for part, documents in mix)
+    rate = load * _NOMINAL * TOKENS_PER_SECOND / mean_tokens
+    seconds = 0.0
+    arrivals = []
+    for _ in range(requests):
+        seconds += draw.expovariate(rate)
+        documents = _draw_documents(draw.random(), mix)
+        arrivals.append(Arrival(seconds, [draw.randint(50, 150) for _ in range(documents)]))
+    return arrivals
+
+
+def _draw_documents(number: float, mix: Mix) -> int:
+    total = 0.0
+    for part, documents in mix:
+        total += part
+        if number <= total:
+            return documents
+    return mix[-1][1]
+
+
+def simulate(arrivals: list[Arrival], order: Order, queue_limit: float = float("inf")) -> list[float | None]:
+    """Seconds from each request's arrival to the end of its last step; None for one that is refused, because
+    more than `queue_limit` tokens would wait with it."""
+    seconds = 0.0
+    arrived = waiting = 0
+    left: dict[int, int] = {}
+    latencies: list[float | None] = [None] * len(arrivals)
+    while arrived < len(arrivals) or left:
+        if not left:
+            seconds = max(seconds, arrivals[arrived].seconds)
+        while arrived < len(arrivals) and arrivals[arrived].seconds <= seconds:
+            tokens = sum(arrivals[arrived].lengths)
+            if waiting + tokens <= queue_limit:
+                order.admit(arrived, arrivals[arrived].lengths)
+                left[arrived] = tokens
+                waiting += tokens
+            arrived += 1
+        used = order.step()
+        tokens = sum(used.values())
+        waiting -= tokens
+        if tokens:
+            seconds += tokens / TOKENS_PER_SECOND + SECONDS_PER_STEP
+        for request_id, part in used.items():
+            left[request_id] -= part
+            if not left[request_id]:
+                del left[request_id]
+                latencies[request_id] = seconds - arrivals[request_id].seconds
+    return latencies
+
+
+def summary(latencies: list[float | None]) -> dict[str, float]:
+    """Mean, median and 99th percentile, in seconds."""
+    done = sorted(latency for latency in latencies if latency is not None)
+    return {
+        "mean_s": round(sum(done) / len(done), 4),
+        "p50_s": round(done[len(done) // 2], 4),
+        "p99_s": round(done[int(len(done) * 0.99)], 4),
+    }
+
+
+def compare_orders(requests: int, seeds: int, oldest_share: float) -> Iterator[dict[str, Any]]:
+    """One figure for each mix, load and seed: every order's latencies."""
+    orders: dict[str, Callable[[], Order]] = {
+        "maxsimd": lambda: SchedulerOrder(BUDGET, oldest_share),
+        "round robin": lambda: RoundRobin(BUDGET),
+        "first come": lambda: FirstComeFirstServed(BUDGET),
+    }
+    for name, mix in MIXES.items():
+        for load in LOADS:
+            for seed in range(1, seeds + 1):
+                arrivals = poisson_arrivals(load, requests, mix, seed)
+                latencies = {order: summary(simulate(arrivals, make())) for order, make in orders.items()}
+                yield {"mix": name, "load": load, "seed": seed, "latency": latencies}
+
+
+def longest_wait_of_bound(
+    mix: Mix, requests: int, seed: int, oldest_share: float = OLDEST_SHARE
+) -> dict[str, float]:
+    """At a load of 1.5, with a limit on the queue: how many requests are refused, and of those admitted the
+    longest latency as a part of (queue limit + T) / (share of the oldest * tokens a second), where T is the
+    request's tokens."""
+    order = SchedulerOrder(BUDGET, oldest_share)
+    arrivals = poisson_arrivals(1.5, requests, mix, seed)
+    latencies = simulate(arrivals, order, QUEUE_LIMIT)
+    rate = BUDGET / (BUDGET / TOKENS_PER_SECOND + SECONDS_PER_STEP)
+    parts = [
+        latency * oldest_share * rate / (QUEUE_LIMIT + sum(arrival.lengths))
+        for arrival, latency in zip(arrivals, latencies, strict=True)
+        if latency is not None
+    ]
+    return {"refused": requests - len(parts), "longest_of_bound": round(max(parts), 4)}
+
+
+def tokens_of_tenants(weights: dict[str, float], steps: int, seed: int) -> dict[str, int]:
+    """Tokens that each tenant is given in a number of steps, where all always have requests of all sizes
+    waiting."""
+    draw = random.Random(seed)
+    order = SchedulerOrder(BUDGET, weights=weights)
+    tenants = list(weights)
+    given = dict.fromkeys(tenants, 0)
+    waiting: dict[int, int] = {}
+    admitted = 0
+    for _ in range(steps):
+        for i in range(len(tenants)):
+            while sum(request_id % len(tenants) == i for request_id in waiting) < 8:
+                request_id = admitted * len(tenants) + i
+                lengths = [draw.randint(50, 150) for _ in range(draw.choice((1, 20, 100)))]
+                order.admit(request_id, lengths, tenants[i])
+                waiting[request_id] = sum(lengths)
+                admitted += 1
+        for request_id, tokens in order.step().items():
+            given[tenants[request_id % len(tenants)]] += tokens
+            waiting[request_id] -= tokens
+            if not waiting[request_id]:
+                del waiting[request_id]
+    return given
+
+
+def measure_order_of_work(requests: int, seeds: int, oldest_share: float, json_file: str | None) -> None:
+    """Prints a table, the bound for the slowest request, and the shares of two tenants."""
+    settings = {
+        "requests": requests, "budget": BUDGET, "tokens_per_second": TOKENS_PER_SECOND,
+        "seconds_per_step": SECONDS_PER_STEP, "queue_limit": QUEUE_LIMIT,
+        "oldest_share": oldest_share,
+    }  # fmt: skip
+    click.echo("latency in seconds: mean, median, p99")
+    columns = "".join(f"{name:>24}" for name in ("maxsimd", "round robin", "first come"))
+    click.echo(f"{'mix':<26}{'load':>5}{'seed':>5}{columns}")
+    rows = []
+    for row in compare_orders(requests, seeds, oldest_share):
+        rows.append(row)
+        shown = "".join(
+            f"{figures['mean_s']:>10.3f}{figures['p50_s']:>7.2f}{figures['p99_s']:>7.2f}"
+            for figures in row["latency"].values()
+        )
+        click.echo(f"{row['mix']:<26}{row['load']:>5}{row['seed']:>5}{shown}")
+    bounds = {name: longest_wait_of_bound(mix, requests, 1, oldest_share) for name, mix in MIXES.items()}
+    for name, bound in bounds.items():
+        click.echo(
+            f"load 1.5, queue limit {QUEUE_LIMIT:,} tokens, {name}: {bound['refused']} refused, "
+            f"longest latency {bound['longest_of_bound']:.3f} of the bound"
+        )
+    shares = tokens_of_tenants({"a": 1.0, "b": 3.0}, 1000, 1)
+    ratio = shares["b"] / shares["a"]
+    click.echo(f"two tenants that weigh 1 and 3: the second gets {ratio:.3f} times the tokens of the first")
+    if json_file:
+        figures = {"orders": rows, "bound": bounds, "tenants": np.round(ratio, 4).item()}
+        write_json(json_file, {"settings": settings, "figures": figures})

@@ -1,0 +1,74 @@
+"""A step while it is being filled: its limits, its parts and the room that is left.
+
+Which part comes next is the policy's choice.
+"""
+
+from dataclasses import dataclass
+
+from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What one step may hold: `tokens` in all, cached batches counted at their price, and `sequences` in
+    number, cached batches not counted; `chunked` allows to cut a sequence.
+
+    Raises ValueError for a step that could hold nothing."""
+
+    tokens: int
+    sequences: int
+    chunked: bool
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.sequences < 1:
+            raise ValueError("a step must hold at least one token and one sequence")
+
+
+class Filling:
+    """The parts chosen so far. `room` is the number of tokens that are left of the budget; it is negative
+    once something that is larger than the budget has been added alone."""
+
+    def __init__(self, budget: int, max_sequences: int) -> None:
+        self.room = budget
+        self._max_sequences = max_sequences
+        self._chunks: list[Chunk] = []
+        self._cached: list[CachedBatch] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether tokens are left."""
+        return self.room > 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._chunks and not self._cached
+
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether one more sequence may be added."""
+        return len(self._chunks) < self._max_sequences
+
+    def add(self, part: Chunk | CachedBatch) -> int:
+        """Adds a part and returns what it costs, in tokens."""
+        if isinstance(part, CachedBatch):
+            self._cached.append(part)
+            cost = part.price
+        else:
+            self._chunks.append(part)
+            cost = len(part)
+        self.room -= cost
+        return cost
+
+    def lengthen(self, sequence: Sequence, start: int, most: int) -> int:
+        """Adds up to `most` tokens of a sequence from `start` on: to its chunk, where the step has one
+        already, else as a chunk, where one more is allowed. Returns how many tokens it added."""
+        more = min(most, self.room, len(sequence) - start)
+        for i, chunk in enumerate(self._chunks):
+            if chunk.sequence is sequence:
+                self._chunks[i] = Chunk(sequence, chunk.start, start + more)
+                self.room -= more
+                return more
+        return self.add(Chunk(sequence, start, start + more)) if self.takes_sequences else 0
+
+    def step(self, step_id: int) -> Step:
+        return Step(step_id, tuple(self._chunks), tuple(self._cached))

@@ -1,0 +1,291 @@
+"""Which request is served first: classes of size, arrival, the part of the oldest, tenants and priorities."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.scheduler import Scheduler, Step, StepLimits
+from tests.unit.scheduled_requests import cached, run_dry, texts, tokens_by_request
+
+
+def scheduler_of(
+    tokens: int, oldest_share: float = 1e-9, weights: dict[str, float] | None = None
+) -> Scheduler:
+    """One whose oldest request gets next to nothing beyond its turn, unless a share is given."""
+    limits = StepLimits(tokens, 10_000, chunked=False)
+    return Scheduler(limits, oldest_share=oldest_share, weights=weights)
+
+
+def finishing_order(steps: list[Step]) -> list[int]:
+    """Request ids in the order of their last parts."""
+    last: dict[int, int] = {}
+    position = 0
+    for step in steps:
+        for chunk in step.chunks:
+            last[chunk.sequence.request_id] = position = position + 1
+        for batch in step.cached:
+            last[batch.request_id] = position = position + 1
+    return sorted(last, key=lambda request_id: last[request_id])
+
+
+def order_of(*requests: tuple[list[int], list[int]]) -> list[int]:
+    """The order in which requests of texts and cached batches finish; before them comes one that takes the
+    part of the oldest."""
+    scheduler = scheduler_of(10)
+    scheduler.admit(-1, texts(-1, [10] * 1000))
+    for request_id, (lengths, prices) in enumerate(requests):
+        scheduler.admit(request_id, texts(request_id, lengths), [cached(request_id, p) for p in prices])
+    return [request_id for request_id in finishing_order(run_dry(scheduler)) if request_id >= 0]
+
+
+def test_a_request_of_a_smaller_class_goes_first() -> None:
+    assert order_of(([10] * 4, []), ([10], []), ([10] * 2, [])) == [1, 2, 0]
+
+
+def test_requests_of_one_class_are_served_in_the_order_of_arrival() -> None:
+    assert order_of(([1] * 31, []), ([1] * 16, []), ([1] * 24, [])) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"), [(16, 15, [1, 0]), (31, 16, [0, 1]), (8, 7, [1, 0])]
+)
+def test_classes_begin_at_powers_of_two(first: int, second: int, expected: list[int]) -> None:
+    assert order_of(([1] * first, []), ([1] * second, [])) == expected
+
+
+def test_the_class_is_that_of_what_is_left() -> None:
+    """A large request that has been served down to the class of a later one is not overtaken by it."""
+    scheduler = Scheduler(StepLimits(10, 100, chunked=False), oldest_share=1e-9)
+    scheduler.admit(0, texts(0, [10] * 4))
+    for _ in range(3):
+        scheduler.schedule()
+    scheduler.admit(1, texts(1, [10]))
+    assert finishing_order(run_dry(scheduler)) == [0, 1]
+
+
+def test_work_that_is_added_raises_the_class() -> None:
+    scheduler = Scheduler(StepLimits(10, 100, chunked=False), oldest_share=1e-9)
+    scheduler.admit(-1, texts(-1, [10] * 100))
+    scheduler.schedule()
+    scheduler.admit(0, texts(0, [10]))
+    scheduler.admit(1, texts(1, [10, 10]))
+    scheduler.admit(0, texts(0, [10] * 7))
+    assert finishing_order(run_dry(scheduler)) == [1, 0, -1]
+
+
+def test_cached_batches_count_at_their_price() -> None:
+    assert order_of(([], [9, 9]), ([10], [])) == [1, 0]
+    assert order_of(([], [9]), ([10], [])) == [0, 1]
+    assert order_of(([1], [9, 9]), ([10, 6], [])) == [0, 1]
+
+
+def test_the_longest_ready_sequence_of_a_request_goes_first() -> None:
+    scheduler = Scheduler(StepLimits(10, 100, chunked=False))
+    scheduler.admit(0, texts(0, [3, 10, 7, 6]))
+    lengths = [[len(chunk) for chunk in step.chunks] for step in run_dry(scheduler)]
+    assert lengths == [[10], [7, 3], [6]]
+
+
+def test_sequences_of_one_length_go_in_the_order_of_admission() -> None:
+    scheduler = Scheduler(StepLimits(4, 100, chunked=False))
+    scheduler.admit(0, texts(0, [2] * 5))
+    ids = [chunk.sequence.sequence_id for step in run_dry(scheduler) for chunk in step.chunks]
+    assert ids == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("share", [1 / 16, 1 / 8, 1 / 2])
+def test_the_oldest_gets_its_share_of_the_tokens(share: float) -> None:
+    """And no more, while small requests fill every step; taken as twice the share in every other step."""
+    scheduler = scheduler_of(160, oldest_share=share)
+    scheduler.admit(0, texts(0, [5] * 2000))
+    parts = []
+    for i in range(1, 101):
+        scheduler.admit(i, texts(i, [1] * 160))
+        parts.append(tokens_by_request(scheduler.schedule()).get(0, 0))
+    assert sum(parts) == pytest.approx(share * 160 * 100, abs=share * 160 + 5)
+    assert parts[0] == parts[2] == 2 * share * 160
+    assert parts[1] == parts[3] == 0
+
+
+def test_the_next_oldest_takes_what_the_oldest_leaves_of_its_part() -> None:
+    scheduler = scheduler_of(100, oldest_share=0.25)
+    scheduler.admit(0, texts(0, [10] * 3))
+    scheduler.admit(1, texts(1, [10] * 100))
+    scheduler.admit(2, texts(2, [1] * 16))
+    scheduler.admit(3, texts(3, [1] * 15))
+    first = scheduler.schedule()
+    assert first is not None
+    assert [chunk.sequence.request_id for chunk in first.chunks][:6] == [0, 0, 0, 1, 1, 3]
+
+
+def test_an_idle_queue_saves_up_no_part_and_owes_none() -> None:
+    scheduler = scheduler_of(100, oldest_share=0.1)
+    scheduler.admit(0, texts(0, [100]))
+    scheduler.schedule()  # overdraws the part of the oldest
+    assert scheduler.schedule() is None
+    scheduler.admit(1, texts(1, [10] * 30))
+    scheduler.admit(2, texts(2, [100]))
+    assert tokens_by_request(scheduler.schedule())[1] == 20 + 80
+
+
+def test_the_credit_of_the_oldest_is_at_most_a_step() -> None:
+    """One that could not take its part, because a step holds few sequences, does not get all of it later."""
+    scheduler = Scheduler(StepLimits(100, 1, chunked=False), oldest_share=0.5)
+    scheduler.admit(0, texts(0, [1] * 200 + [100] * 8))
+    scheduler.admit(1, texts(1, [1] * 90))
+    given = [tokens_by_request(scheduler.schedule()) for _ in range(12)]
+    assert [0 in step for step in given].count(False) > 0
+
+
+def test_a_sequence_that_nothing_has_room_for_goes_first_in_the_next_step() -> None:
+    """Small requests keep coming and fill the step; the long one need not wait until it is the oldest."""
+    scheduler = scheduler_of(100, oldest_share=0.05)
+    scheduler.admit(0, texts(0, [10] * 5000))
+    scheduler.admit(1, texts(1, [96]))
+    waited = 0
+    while True:
+        scheduler.admit(2 + waited, texts(2 + waited, [10]))
+        given = tokens_by_request(scheduler.schedule())
+        if 1 in given:
+            break
+        waited += 1
+        assert waited < 3
+    assert waited > 0, "it did not have to wait, so this shows nothing"
+
+
+def shares_of(kinds: list[tuple[str, int]], weights: dict[str, float], size: int = 10) -> list[float]:
+    """The part of all tokens that each tenant and priority gets; each always has two requests waiting."""
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights=weights, oldest_share=0.01)
+    waiting: dict[int, int] = {}
+    given = [0] * len(kinds)
+    next_id = 0
+    for _ in range(200):
+        for kind, (tenant, priority) in enumerate(kinds):
+            while sum(request_id % len(kinds) == kind for request_id in waiting) < 2:
+                request_id = next_id * len(kinds) + kind
+                next_id += 1
+                waiting[request_id] = 300 // size * size
+                scheduler.admit(request_id, texts(request_id, [size] * (300 // size)), (), priority, tenant)
+        for request_id, tokens in tokens_by_request(scheduler.schedule()).items():
+            given[request_id % len(kinds)] += tokens
+            waiting[request_id] -= tokens
+            if not waiting[request_id]:
+                del waiting[request_id]
+    return [tokens / sum(given) for tokens in given]
+
+
+@pytest.mark.parametrize("size", [1, 10, 60])
+def test_tenants_share_by_their_weights(size: int) -> None:
+    shares = shares_of([("a", 0), ("b", 0)], {"a": 1.0, "b": 3.0}, size)
+    assert shares == pytest.approx([1 / 4, 3 / 4], rel=0.05)
+
+
+def test_a_tenant_that_is_not_named_weighs_one() -> None:
+    assert shares_of([("a", 0), ("", 0)], {"a": 3.0}) == pytest.approx([3 / 4, 1 / 4], rel=0.05)
+
+
+def test_a_lower_priority_number_gets_a_larger_share() -> None:
+    assert shares_of([("", 2), ("", 0)], {}) == pytest.approx([1 / 5, 4 / 5], rel=0.05)
+    assert shares_of([("", -1), ("", 0)], {}) == pytest.approx([2 / 3, 1 / 3], rel=0.05)
+
+
+def test_priorities_divide_the_share_of_their_tenant_only() -> None:
+    shares = shares_of([("a", -2), ("a", 0), ("b", 3)], {})
+    assert shares == pytest.approx([2 / 5, 1 / 10, 1 / 2], rel=0.08)
+
+
+def test_priorities_beyond_eight_count_as_eight() -> None:
+    assert shares_of([("", 8), ("", 20)], {}) == pytest.approx([1 / 2, 1 / 2], rel=0.05)
+    assert shares_of([("", -8), ("", -20)], {}) == pytest.approx([1 / 2, 1 / 2], rel=0.05)
+    assert shares_of([("", 7), ("", 20)], {}) == pytest.approx([2 / 3, 1 / 3], rel=0.05)
+    assert shares_of([("", -7), ("", -20)], {}) == pytest.approx([1 / 3, 2 / 3], rel=0.05)
+
+
+def test_a_tenant_that_is_alone_gets_everything() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights={"a": 1.0, "b": 1000.0})
+    scheduler.admit(0, texts(0, [10] * 10), tenant="a")
+    assert tokens_by_request(scheduler.schedule()) == {0: 100}
+
+
+def test_a_tenant_saves_up_no_share_while_it_has_no_work() -> None:
+    scheduler = scheduler_of(100, weights={"a": 1.0, "b": 1.0})
+    scheduler.admit(0, texts(0, [10] * 500), tenant="a")
+    for _ in range(20):
+        scheduler.schedule()
+    scheduler.admit(1, texts(1, [10] * 500), tenant="b")
+    given = [tokens_by_request(scheduler.schedule()) for _ in range(4)]
+    assert sum(step[1] for step in given) == pytest.approx(200, abs=10)
+
+
+def test_a_tenant_does_not_gain_by_coming_back_with_one_request_at_a_time() -> None:
+    """Each fills a whole step; the next comes when it is done."""
+    scheduler = scheduler_of(100, weights={"a": 1.0, "b": 3.0})
+    scheduler.admit(0, texts(0, [10] * 5000), tenant="b")
+    given = {"a": 0, "b": 0}
+    waiting = 0
+    for request_id in range(1, 201):
+        if not waiting:
+            scheduler.admit(request_id, texts(request_id, [100]), tenant="a")
+            waiting = request_id
+        step = tokens_by_request(scheduler.schedule())
+        given["b"] += step.get(0, 0)
+        if waiting in step:
+            given["a"] += step[waiting]
+            waiting = 0
+    assert given["a"] == pytest.approx(given["b"] / 3, rel=0.1)
+
+
+def test_what_a_tenant_owes_is_bounded() -> None:
+    """Served as the oldest, far beyond its weight, it then waits for four steps of its weight only."""
+    scheduler = Scheduler(StepLimits(100, 200, chunked=False), weights={"b": 1000.0}, oldest_share=0.5)
+    scheduler.admit(0, texts(0, [10] * 1000), tenant="a")
+    scheduler.admit(1, texts(1, [10] * 1000), tenant="b")
+    for _ in range(100):
+        scheduler.schedule()
+    scheduler.cancel(1)
+    scheduler.admit(2, texts(2, [10] * 3000), tenant="b")
+    scheduler.admit(3, texts(3, [10] * 3000), tenant="c")
+    given = [tokens_by_request(scheduler.schedule()) for _ in range(20)]
+    assert sum(step.get(0, 0) for step in given) > 0
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
+def test_a_weight_that_means_nothing_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="the weight of tenant 'a' must be positive and finite"):
+        Scheduler(StepLimits(100, 100, chunked=False), weights={"a": weight})
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 0.51])
+def test_a_share_of_the_oldest_that_cannot_be_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match=r"oldest_share must be above 0 and at most 0\.5"):
+        Scheduler(StepLimits(100, 100, chunked=False), oldest_share=share)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.booleans())
+def test_every_request_finishes_within_the_bound(data: st.DataObject, chunked: bool) -> None:
+    """Whatever else comes in every step: small requests that pass it, or long sequences that must be cut."""
+    budget, share = 40, data.draw(st.sampled_from([1 / 8, 1 / 4, 1 / 2]))
+    scheduler = Scheduler(StepLimits(budget, 10_000, chunked), oldest_share=share)
+    longest = 3 * budget if chunked else budget
+    lengths = st.lists(st.integers(1, longest), min_size=1, max_size=8)
+    for request_id in range(data.draw(st.integers(0, 4))):
+        scheduler.admit(request_id, texts(request_id, data.draw(lengths)), tenant=str(request_id % 2))
+    for _ in range(data.draw(st.integers(0, 3))):
+        scheduler.schedule()
+    own = data.draw(lengths)
+    prices = data.draw(st.lists(st.integers(1, 2 * budget), max_size=2))
+    scheduler.admit(10, texts(10, own), [cached(10, price) for price in prices], 5, "last")
+    ahead = scheduler.waiting_tokens
+    once = share * budget + max(longest, *prices, 0) + longest
+    bound = math.ceil((ahead + once) / (share * budget)) + 1
+    others = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=4))
+    left = sum(own) + sum(prices)
+    for step in range(bound):
+        scheduler.admit(100 + step, texts(100 + step, others * (budget // sum(others) + 1)))
+        left -= tokens_by_request(scheduler.schedule()).get(10, 0)
+        if not left:
+            return
+    pytest.fail(f"{left} tokens are left after {bound} steps")

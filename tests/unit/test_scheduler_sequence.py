@@ -1,0 +1,116 @@
+"""The nouns of scheduling: sequences, cached batches, chunks, steps and their halves."""
+
+import numpy as np
+import pytest
+
+from maxsimd.scheduler import (
+    CachedBatch,
+    Chunk,
+    DocumentPayload,
+    ResultSlot,
+    Role,
+    Sequence,
+    Step,
+    Tokens,
+    Window,
+)
+from tests.unit.scheduled_requests import cached, pairs, query, texts, tokens
+
+SLOT = ResultSlot(7, 3)
+
+
+def test_a_text_has_a_slot_and_waits_for_nothing() -> None:
+    text = Sequence.text(1, SLOT, "embed", tokens(5))
+    assert (text.sequence_id, text.request_id, len(text), text.num_new_tokens) == (1, 7, 5, 5)
+    assert (text.waits_for, text.num_consumers, text.prefix_id) == (None, 0, None)
+    assert (text.payload.role, text.payload.task, text.payload.slot) == (Role.TEXT, "embed", SLOT)
+    assert Sequence.text(1, SLOT, "embed", tokens(5), Role.PAIR).payload.role is Role.PAIR
+    assert text.tokens is text.payload.tokens
+    assert not text.is_prefix
+
+
+def test_a_query_serves_its_consumers_and_has_no_slot() -> None:
+    made = Sequence.query(1, 7, "embed", tokens(5), 4)
+    assert (made.request_id, made.num_consumers, made.waits_for) == (7, 4, None)
+    assert (made.payload.role, made.payload.task, made.payload.slot) == (Role.QUERY, "embed", None)
+
+
+def test_a_document_waits_for_its_query() -> None:
+    payload = DocumentPayload(9, b"key", truncated=True, window=Window(4, 3))
+    made = Sequence.document(1, SLOT, "embed", tokens(5), payload)
+    assert (made.request_id, made.waits_for, made.num_consumers, made.prefix_id) == (7, 9, 0, None)
+    assert (made.payload.role, made.payload.slot, made.payload.document) == (Role.DOCUMENT, SLOT, payload)
+    assert (payload.num_windows, DocumentPayload(9).num_windows) == (3, 1)
+
+
+def test_a_pair_runs_only_what_follows_its_prefix() -> None:
+    prefix, pair = pairs(7, 20, [30])
+    assert (prefix.is_prefix, prefix.num_consumers, prefix.payload.slot) == (True, 1, None)
+    assert (pair.waits_for, pair.prefix_id, pair.shared_prefix_len) == (0, 0, 20)
+    assert (len(pair), pair.num_new_tokens, pair.num_consumers, pair.is_prefix) == (50, 30, 0, False)
+    assert (pair.payload.role, pair.payload.task) == (Role.PAIR, "classify")
+    alone = Sequence.pair(1, SLOT, tokens(5))
+    assert (alone.waits_for, alone.prefix_id, alone.num_new_tokens, alone.request_id) == (None, None, 5, 7)
+    assert alone.payload.role is Role.PAIR
+
+
+def test_a_sequence_needs_a_token() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        Tokens(np.zeros(0, dtype=np.int32))
+    assert len(tokens(1)) == 1
+
+
+def test_all_tokens_are_attended_unless_a_length_is_given() -> None:
+    assert tokens(5).num_attended == 5
+    assert Tokens(np.zeros(5, dtype=np.int32), attended_len=3).num_attended == 3
+
+
+@pytest.mark.parametrize(("price", "documents"), [(0, ("document",)), (1, ())])
+def test_a_cached_batch_needs_a_price_and_a_document(price: int, documents: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="a price of at least one token and a document"):
+        CachedBatch(0, 0, price, documents)
+    assert CachedBatch(0, 0, 1, ("document",)).price == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [(0, 10, (True, True, True)), (0, 9, (True, False, False)), (1, 10, (False, True, False)),
+     (1, 9, (False, False, False))],
+)  # fmt: skip
+def test_a_chunk_says_which_part_it_is(start: int, stop: int, expected: tuple[bool, bool, bool]) -> None:
+    chunk = Chunk(texts(0, [10])[0], start, stop)
+    assert len(chunk) == stop - start
+    assert (chunk.is_first, chunk.is_last, chunk.is_whole) == expected
+    assert not chunk.is_prefix
+    assert not chunk.is_all_after_prefix
+
+
+def test_a_chunk_of_a_pair_says_whether_it_is_all_after_the_prefix() -> None:
+    prefix, pair = pairs(0, 20, [30])
+    assert Chunk(prefix, 0, 20).is_prefix
+    assert not Chunk(prefix, 0, 20).is_all_after_prefix
+    assert Chunk(pair, 20, 50).is_all_after_prefix
+    assert not Chunk(pair, 20, 49).is_all_after_prefix
+    assert not Chunk(pair, 21, 50).is_all_after_prefix
+    assert not Chunk(pair, 20, 50).is_prefix
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "num_cached"), [(2, 0), (3, 0), (0, 2), (0, 3), (1, 1), (1, 4), (4, 1)]
+)
+def test_a_step_splits_into_halves_that_hold_all_of_it(num_chunks: int, num_cached: int) -> None:
+    chunks = tuple(Chunk(text, 0, len(text)) for text in texts(0, [5, 6, 7, 8][:num_chunks]))
+    batches = tuple(cached(0, price) for price in [9, 10, 11, 12][:num_cached])
+    step = Step(4, chunks, batches)
+    first, second = step.halves()
+    assert (*first.chunks, *second.chunks) == chunks
+    assert (*first.cached, *second.cached) == batches
+    assert first.num_parts == step.num_parts // 2 > 0
+    assert first.num_parts + second.num_parts == step.num_parts == num_chunks + num_cached
+    assert first.step_id == second.step_id == 4
+    assert not (first.cached and second.chunks), "a query comes before what is scored against it"
+
+
+def test_a_step_counts_the_tokens_that_are_run() -> None:
+    made = query(0, 0, 10)
+    assert Step(1, (Chunk(made, 0, 4), Chunk(made, 6, 10)), (cached(0, 100),)).num_tokens == 8

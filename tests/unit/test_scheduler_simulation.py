@@ -1,0 +1,67 @@
+"""The scheduler under load, as `maxsimd bench order-of-work` simulates it, on fewer requests."""
+
+import pytest
+
+from maxsimd.bench.order_of_work import (
+    BUDGET,
+    MIXES,
+    longest_wait_of_bound,
+    poisson_arrivals,
+    simulate,
+    summary,
+    tokens_of_tenants,
+)
+from maxsimd.bench.queue_orders import FirstComeFirstServed, RoundRobin, SchedulerOrder
+
+
+def test_first_come_first_served_fills_the_step_with_what_came_first() -> None:
+    order = FirstComeFirstServed(10)
+    order.admit(0, [4, 3, 5])
+    order.admit(1, [2, 1])
+    assert [order.step() for _ in range(3)] == [{0: 9, 1: 1}, {0: 3, 1: 2}, {}]
+
+
+def test_round_robin_gives_each_request_its_quantum() -> None:
+    order = RoundRobin(10)
+    order.admit(0, [3] * 5)
+    order.admit(1, [2] * 5)
+    assert [order.step() for _ in range(4)] == [{0: 6, 1: 4}, {1: 6, 0: 3}, {0: 6}, {}]
+
+
+def test_a_request_ends_with_the_step_of_its_last_document() -> None:
+    arrivals = poisson_arrivals(0.5, 1, MIXES["50 documents"], seed=1)
+    tokens = sum(arrivals[0].lengths)
+    for order in (SchedulerOrder(BUDGET), RoundRobin(BUDGET), FirstComeFirstServed(BUDGET)):
+        steps = -(-tokens // BUDGET)
+        latency = simulate(arrivals, order)[0]
+        assert latency == pytest.approx(tokens / 30_000 + 0.002 * steps, abs=0.0021)
+
+
+def test_what_exceeds_the_queue_limit_is_refused() -> None:
+    arrivals = poisson_arrivals(0.5, 20, MIXES["50 documents"], seed=1)
+    tokens = min(sum(arrival.lengths) for arrival in arrivals)
+    assert simulate(arrivals, SchedulerOrder(BUDGET), tokens - 1) == [None] * 20
+    assert None not in simulate(arrivals, SchedulerOrder(BUDGET), 20 * 50 * 150)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_latency_near_saturation_is_below_that_of_round_robin(mix: str) -> None:
+    arrivals = poisson_arrivals(0.95, 400, MIXES[mix], seed=1)
+    ours = summary(simulate(arrivals, SchedulerOrder(BUDGET)))
+    round_robin = summary(simulate(arrivals, RoundRobin(BUDGET)))
+    first_come = summary(simulate(arrivals, FirstComeFirstServed(BUDGET)))
+    assert ours["mean_s"] <= 0.9 * round_robin["mean_s"]
+    assert ours["mean_s"] <= 1.07 * first_come["mean_s"]
+    assert ours["p99_s"] <= round_robin["p99_s"]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_under_overload_every_admitted_request_finishes_within_the_bound(mix: str) -> None:
+    bound = longest_wait_of_bound(MIXES[mix], 400, seed=1)
+    assert bound["longest_of_bound"] <= 1
+    assert bound["refused"] > 0
+
+
+def test_tenants_that_are_always_busy_share_by_their_weights() -> None:
+    given = tokens_of_tenants({"a": 1.0, "b": 3.0}, 200, seed=1)
+    assert given["b"] / given["a"] == pytest.approx(3, rel=0.1)

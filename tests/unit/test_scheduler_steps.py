@@ -1,0 +1,324 @@
+"""How a step is filled: queries and prefixes first, cuts, cached batches, reduced budgets, cancellation."""
+
+import pytest
+
+from maxsimd.scheduler import Scheduler, Step, StepLimits
+from tests.unit.scheduled_requests import (
+    cached,
+    cost,
+    document,
+    pairs,
+    query,
+    run_dry,
+    texts,
+    tokens_by_request,
+    two_stage,
+)
+
+
+def spans(step: Step | None) -> list[tuple[int, int, int]]:
+    """Sequence id, start and stop of each chunk."""
+    assert step is not None
+    return [(chunk.sequence.sequence_id, chunk.start, chunk.stop) for chunk in step.chunks]
+
+
+def prices(step: Step | None) -> list[int]:
+    assert step is not None
+    return [batch.price for batch in step.cached]
+
+
+def bidirectional(tokens: int, sequences: int = 1000) -> Scheduler:
+    return Scheduler(StepLimits(tokens, sequences, chunked=False))
+
+
+def causal(tokens: int, sequences: int = 100) -> Scheduler:
+    return Scheduler(StepLimits(tokens, sequences, chunked=True))
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(0, 1), (1, 0)])
+def test_limits_that_allow_nothing_are_refused(tokens: int, sequences: int) -> None:
+    with pytest.raises(ValueError, match="at least one token and one sequence"):
+        StepLimits(tokens, sequences, chunked=True)
+    StepLimits(1, 1, chunked=True)
+
+
+def test_a_sequence_that_can_never_fit_is_refused_with_its_whole_request() -> None:
+    scheduler = bidirectional(100)
+    assert scheduler.fits(100)
+    assert not scheduler.fits(101)
+    with pytest.raises(ValueError, match="101 tokens do not fit a step of 100"):
+        scheduler.admit(0, texts(0, [5, 101]), [cached(0, 5)])
+    assert scheduler.waiting_sequences == scheduler.waiting_requests == scheduler.waiting_cached == 0
+    scheduler.admit(0, texts(0, [100]))
+    assert causal(100).fits(101)
+
+
+def test_a_request_without_work_does_not_wait() -> None:
+    scheduler = bidirectional(100)
+    scheduler.admit(0, [])
+    assert scheduler.waiting_requests == 0
+    assert scheduler.schedule() is None
+
+
+def test_steps_are_numbered_from_one() -> None:
+    scheduler = bidirectional(10)
+    assert scheduler.schedule() is None
+    scheduler.admit(0, texts(0, [10, 10]))
+    assert [step.step_id for step in run_dry(scheduler)] == [1, 2]
+
+
+def test_a_step_holds_at_most_the_allowed_number_of_sequences() -> None:
+    scheduler = bidirectional(100, sequences=3)
+    scheduler.admit(0, texts(0, [1] * 7), [cached(0, 1)] * 4)
+    steps = run_dry(scheduler)
+    assert [len(step.chunks) for step in steps] == [3, 3, 1]
+    assert [len(step.cached) for step in steps] == [4, 0, 0]
+
+
+def test_documents_follow_their_query_in_the_same_step() -> None:
+    scheduler = bidirectional(100)
+    sequences, batches = two_stage(0, [10], [20, 30], [5])
+    scheduler.admit(0, sequences, batches)
+    step = scheduler.schedule()
+    assert spans(step) == [(0, 0, 10), (2, 0, 30), (1, 0, 20)]
+    assert prices(step) == [5]
+
+
+def test_a_query_is_started_only_when_nothing_that_is_ready_fits() -> None:
+    scheduler = bidirectional(100)
+    sequences, batches = two_stage(0, [10, 10], [30, 30, 30, 30], [20, 20])
+    scheduler.admit(0, sequences, batches)
+    steps = run_dry(scheduler)
+    assert [sequence_id for sequence_id, _, _ in spans(steps[0])] == [0, 2, 4, 1]
+    assert prices(steps[0]) == [20]
+
+
+def test_documents_and_queries_may_be_given_in_any_order() -> None:
+    scheduler = bidirectional(100)
+    scheduler.admit(0, [document(0, 1, 50, 0), query(0, 0, 50)])
+    assert [sequence_id for sequence_id, _, _ in spans(scheduler.schedule())] == [0, 1]
+
+
+def test_documents_that_come_later_wait_for_a_query_that_waits() -> None:
+    scheduler = causal(10)
+    scheduler.admit(0, [query(0, 0, 25, 3)])
+    scheduler.schedule()
+    assert scheduler.is_mid_prefill
+    scheduler.admit(0, [document(0, 1, 2, 0)], [cached(0, 2, query_id=0)])
+    assert spans(scheduler.schedule()) == [(0, 10, 20)]
+    step = scheduler.schedule()
+    assert spans(step) == [(0, 20, 25), (1, 0, 2)]
+    assert prices(step) == [2]
+    scheduler.admit(0, [document(0, 2, 2, 0)])
+    assert spans(scheduler.schedule()) == [(2, 0, 2)]
+
+
+def test_pairs_are_run_behind_their_prefix() -> None:
+    scheduler = causal(100)
+    scheduler.admit(0, pairs(0, 20, [30, 40]))
+    assert scheduler.waiting_tokens == 90
+    assert spans(scheduler.schedule()) == [(0, 0, 20), (2, 20, 60), (1, 20, 50)]
+
+
+def test_a_pair_is_cut_behind_its_prefix() -> None:
+    scheduler = causal(50)
+    scheduler.admit(0, pairs(0, 20, [70]))
+    assert [spans(step) for step in run_dry(scheduler)] == [[(0, 0, 20), (1, 20, 50)], [(1, 50, 90)]]
+
+
+def test_a_sequence_is_cut_to_fill_the_step_and_continued() -> None:
+    scheduler = causal(10)
+    scheduler.admit(0, texts(0, [8, 7]))
+    assert spans(scheduler.schedule()) == [(0, 0, 8), (1, 0, 2)]
+    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.is_mid_prefill) == (5, 1, True)
+    assert spans(scheduler.schedule()) == [(1, 2, 7)]
+    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.is_mid_prefill) == (0, 0, False)
+
+
+def test_the_longest_sequence_is_the_one_that_is_cut() -> None:
+    scheduler = causal(10)
+    scheduler.admit(0, texts(0, [11, 30, 12]))
+    assert spans(scheduler.schedule()) == [(1, 0, 10)]
+
+
+def test_a_very_long_prefill_leaves_room_for_others() -> None:
+    scheduler = causal(100)
+    scheduler.admit(0, texts(0, [10_000]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [30], 1))
+    assert spans(scheduler.schedule()) == [(1, 0, 30), (0, 100, 170)]
+
+
+def test_the_sequence_mid_prefill_gets_what_nothing_else_fits_into() -> None:
+    """It belongs to a request that is not served first, and nothing else may be cut beside it."""
+    scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.01)
+    scheduler.admit(0, texts(0, [10_000]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [70, 70], 1))
+    step = spans(scheduler.schedule())
+    assert step[0][0] == 1
+    assert step[1][:2] == (0, 100)
+    assert sum(stop - start for _, start, stop in step) == 100
+
+
+def test_one_that_must_be_cut_has_the_sequence_mid_prefill_finished_first() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.01)
+    scheduler.admit(0, texts(0, [1000]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [250], 1))
+    for step in range(2, 12):
+        scheduler.admit(step, texts(step, [1] * 100, 100 * step))
+    steps = run_dry(scheduler)
+    last = {chunk.sequence.sequence_id: i for i, step in enumerate(steps) for chunk in step.chunks}
+    assert last[0] <= last[1]
+    assert all(step.num_tokens == 100 for step in steps[:-1])
+
+
+def test_the_oldest_takes_the_next_cut_from_those_that_are_served_before_it() -> None:
+    """Others whose sequences must be cut keep coming; each is of a smaller class than the oldest."""
+    scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.125)
+    scheduler.admit(0, texts(0, [150]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [4000], 1))
+    started = None
+    for step in range(2, 60):
+        scheduler.admit(step, texts(step, [190], step))
+        if 1 in {sequence_id for sequence_id, _, _ in spans(scheduler.schedule())}:
+            started = step
+            break
+    assert started is not None
+    assert started < 20
+
+
+def test_a_cut_sequence_has_one_chunk_in_a_step() -> None:
+    """Given its part as the oldest, its turn and the gap, as one."""
+    scheduler = causal(100)
+    scheduler.admit(0, texts(0, [500]))
+    assert [spans(step) for step in run_dry(scheduler)] == [[(0, i, i + 100)] for i in range(0, 500, 100)]
+
+
+def test_cancelling_frees_the_partial_prefill_for_another() -> None:
+    scheduler = causal(10)
+    scheduler.admit(0, texts(0, [100]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [50], 1))
+    scheduler.cancel(0)
+    assert not scheduler.is_mid_prefill
+    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.waiting_requests) == (50, 1, 1)
+    assert spans(scheduler.schedule()) == [(1, 0, 10)]
+
+
+def test_cancelling_counts_back_what_was_waiting_only() -> None:
+    scheduler = bidirectional(50)
+    sequences, batches = two_stage(0, [10], [20, 30], [7, 40])
+    scheduler.admit(0, sequences, batches)
+    scheduler.admit(1, texts(1, [3, 4]), [cached(1, 6)])
+    scheduler.schedule()
+    scheduler.cancel(0)
+    scheduler.cancel(5)
+    left = sum(len(chunk) for step in run_dry(scheduler) for chunk in step.chunks)
+    assert left <= 7
+    assert scheduler.waiting_tokens == scheduler.waiting_sequences == scheduler.waiting_cached == 0
+
+
+def test_a_step_may_hold_cached_batches_only() -> None:
+    scheduler = bidirectional(100)
+    scheduler.admit(0, [], [cached(0, 60), cached(0, 30), cached(0, 40)])
+    assert (scheduler.waiting_tokens, scheduler.waiting_cached, scheduler.waiting_sequences) == (130, 3, 0)
+    first, second = run_dry(scheduler)
+    assert (prices(first), first.chunks) == ([60, 40], ())
+    assert (prices(second), second.chunks) == ([30], ())
+
+
+def test_a_cached_batch_waits_for_all_of_its_query() -> None:
+    scheduler = causal(10)
+    scheduler.admit(0, [query(0, 0, 25)], [cached(0, 3, query_id=0)])
+    steps = run_dry(scheduler)
+    assert [prices(step) for step in steps] == [[], [], [3]]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_cached_batch_dearer_than_the_budget_makes_up_a_step(chunked: bool) -> None:
+    scheduler = Scheduler(StepLimits(100, 10, chunked))
+    scheduler.admit(0, texts(0, [50]), [cached(0, 101), cached(0, 100)])
+    assert [(step.num_tokens, prices(step)) for step in run_dry(scheduler)] == [
+        (50, []),
+        (0, [100]),
+        (0, [101]),
+    ]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_cached_batch_dearer_than_the_budget_is_not_starved(chunked: bool) -> None:
+    scheduler = Scheduler(StepLimits(100, 200, chunked))
+    scheduler.admit(0, [], [cached(0, 150)])
+    scheduler.admit(1, texts(1, [10] * 50))
+    assert prices(scheduler.schedule()) == [150]
+    scheduler.admit(2, [], [cached(2, 150)])
+    for waited in range(1, 5):
+        scheduler.admit(10 + waited, texts(10 + waited, [1] * 10))
+        if prices(scheduler.schedule()) == [150]:
+            break
+    else:
+        pytest.fail("the cached batch does not get a step")
+
+
+def test_a_reduced_budget_holds_for_the_given_number_of_steps() -> None:
+    scheduler = bidirectional(100)
+    scheduler.reduce_budget(steps=2)
+    for _ in range(5):
+        assert scheduler.schedule() is None  # only steps count
+    scheduler.admit(0, texts(0, [10] * 30))
+    assert [cost(step) for step in run_dry(scheduler)] == [50, 50, 100, 100]
+
+
+def test_a_budget_is_halved_again_and_recovers_at_once() -> None:
+    scheduler = bidirectional(256)
+    for _ in range(10):
+        scheduler.reduce_budget(steps=1)
+    scheduler.admit(0, texts(0, [1] * 300))
+    assert [cost(step) for step in run_dry(scheduler)] == [4, 256, 40]
+    scheduler.reduce_budget(steps=1)
+    scheduler.admit(1, texts(1, [1] * 130))
+    assert [cost(step) for step in run_dry(scheduler)] == [128, 2]
+    scheduler.reduce_budget()
+    scheduler.admit(2, texts(2, [128] * 102))
+    assert [cost(step) for step in run_dry(scheduler)] == [128] * 100 + [256]
+
+
+def test_a_reduced_budget_is_at_least_a_token() -> None:
+    scheduler = causal(3)
+    scheduler.reduce_budget()
+    scheduler.reduce_budget()
+    scheduler.admit(0, texts(0, [3]))
+    assert [cost(step) for step in run_dry(scheduler)] == [1, 1, 1]
+
+
+def test_whole_sequences_beyond_a_reduced_budget_run_alone() -> None:
+    scheduler = bidirectional(100)
+    scheduler.reduce_budget(steps=4)
+    scheduler.admit(0, [query(0, 0, 60), document(0, 1, 90, 0)], [cached(0, 70, query_id=0)])
+    scheduler.admit(1, texts(1, [51, 50]))
+    steps = run_dry(scheduler)
+    assert [cost(step) for step in steps] == [60, 50, 51, 90, 70]
+    assert all(step.num_parts == 1 for step in steps)
+
+
+def test_a_reduced_budget_cuts_what_can_be_cut() -> None:
+    scheduler = causal(100)
+    scheduler.reduce_budget(steps=2)
+    scheduler.admit(0, texts(0, [90]))
+    assert [cost(step) for step in run_dry(scheduler)] == [50, 40]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_one_document_behind_ten_thousand_is_scheduled_within_two_steps(chunked: bool) -> None:
+    many = two_stage(0, [30], [20 + i % 380 for i in range(10_000)], [])[0]
+    for length in (1, 60, 512):
+        scheduler = Scheduler(StepLimits(2048, 512, chunked))
+        scheduler.admit(0, many)
+        for _ in range(3):
+            scheduler.schedule()
+        scheduler.admit(1, two_stage(1, [12], [length], [], first_id=20_000)[0])
+        given = [tokens_by_request(scheduler.schedule()).get(1, 0) for _ in range(2)]
+        assert sum(given) == 12 + length
