@@ -110,11 +110,15 @@ class RunnerActor(Actor[RunnerMessage]):
         self._finish(attempt, attempt.outcome.results())
 
     def _finish(self, attempt: "_Attempt", results: list[Result]) -> None:
-        """Delivers a step's results, then commits it. Nothing in here may fail; if it does, the engine ends.
+        """Delivers a step's results, then commits it. If delivery or commit fails, the engine ends.
 
-        New embeddings can be found in the cache from then on; a thread of the cache's own writes them."""
+        New embeddings can be found in the cache from then on; a thread of the cache's own writes them. That
+        the cache takes them is no condition."""
         step, outcome = attempt.step, attempt.outcome
-        self._stage(outcome)
+        try:
+            self._stage(outcome)
+        except Exception:
+            log.exception("the new embeddings of a step are not cached")
         self._scheduler.post(
             StepReport(
                 step.step_id,
@@ -130,14 +134,11 @@ class RunnerActor(Actor[RunnerMessage]):
         self._scoring.tell(Commit(outcome.releases))
 
     def _stage(self, outcome: StepOutcome) -> None:
-        """Hands new embeddings to the cache, whose failures fail no request."""
+        """Makes new embeddings findable in the cache."""
         if self._cache is None:
             return
         for embeddings in outcome.new_embeddings:
-            try:
-                self._cache.stage(embeddings)
-            except Exception:
-                log.exception("embeddings of %d documents are not cached", len(embeddings))
+            self._cache.stage(embeddings)
 
     def _free(self, sequence_ids: frozenset[int]) -> None:
         for sequence_id in sequence_ids:
