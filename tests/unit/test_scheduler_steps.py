@@ -181,13 +181,15 @@ def test_the_oldest_takes_the_next_cut_from_those_that_are_served_before_it() ->
     scheduler.schedule()
     scheduler.admit(1, texts(1, [4000], 1))
     started = None
-    for step in range(2, 60):
-        scheduler.admit(step, texts(step, [190], step))
-        if 1 in {sequence_id for sequence_id, _, _ in spans(scheduler.schedule())}:
-            started = step
-            break
+    for number in range(2, 60):
+        scheduler.admit(number, texts(number, [190], number))
+        step = scheduler.schedule()
+        assert step is not None
+        assert step.num_tokens == 100
+        if started is None and 1 in {sequence_id for sequence_id, _, _ in spans(step)}:
+            started = number
     assert started is not None
-    assert started < 20
+    assert 2 < started < 20
 
 
 def test_a_cut_sequence_has_one_chunk_in_a_step() -> None:
