@@ -174,7 +174,8 @@ def test_one_that_must_be_cut_has_the_sequence_mid_prefill_finished_first() -> N
     assert all(step.num_tokens == 100 for step in steps[:-1])
 
 
-def test_the_oldest_takes_the_next_cut_from_those_that_are_served_before_it() -> None:
+@pytest.mark.parametrize("length", [110, 190])
+def test_the_oldest_takes_the_next_cut_from_those_that_are_served_before_it(length: int) -> None:
     """Others whose sequences must be cut keep coming; each is of a smaller class than the oldest."""
     scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.125)
     scheduler.admit(0, texts(0, [150]))
@@ -182,7 +183,7 @@ def test_the_oldest_takes_the_next_cut_from_those_that_are_served_before_it() ->
     scheduler.admit(1, texts(1, [4000], 1))
     started = None
     for number in range(2, 60):
-        scheduler.admit(number, texts(number, [190], number))
+        scheduler.admit(number, texts(number, [length], number))
         step = scheduler.schedule()
         assert step is not None
         assert step.num_tokens == 100
