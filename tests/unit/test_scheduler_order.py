@@ -1,6 +1,7 @@
 """Which request is served first: classes of size, arrival, the part of the oldest, tenants and priorities."""
 
 import math
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -249,6 +250,24 @@ def test_what_a_tenant_owes_is_bounded() -> None:
     scheduler.admit(3, texts(3, [10] * 3000), tenant="c")
     given = [tokens_by_request(scheduler.schedule()) for _ in range(20)]
     assert sum(step.get(0, 0) for step in given) > 0
+
+
+class Tenant(str):
+    """A name that a weak reference can watch."""
+
+
+def test_nothing_is_held_of_a_tenant_that_is_even_with_the_others() -> None:
+    scheduler = scheduler_of(100)
+    scheduler.admit(0, texts(0, [10] * 1000), tenant="a")
+    tenant = Tenant("b")
+    held = weakref.ref(tenant)
+    scheduler.admit(1, texts(1, [50]), tenant=tenant)
+    del tenant
+    while scheduler.waiting_requests == 2:
+        scheduler.schedule()
+    for _ in range(3):
+        scheduler.schedule()
+    assert held() is None
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])

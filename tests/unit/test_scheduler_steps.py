@@ -174,20 +174,23 @@ def test_one_that_must_be_cut_has_the_sequence_mid_prefill_finished_first() -> N
     assert all(step.num_tokens == 100 for step in steps[:-1])
 
 
-def test_the_oldest_takes_the_next_cut_from_those_that_are_served_before_it() -> None:
+@pytest.mark.parametrize("length", [110, 190])
+def test_the_oldest_takes_the_next_cut_from_those_that_are_served_before_it(length: int) -> None:
     """Others whose sequences must be cut keep coming; each is of a smaller class than the oldest."""
     scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.125)
     scheduler.admit(0, texts(0, [150]))
     scheduler.schedule()
     scheduler.admit(1, texts(1, [4000], 1))
     started = None
-    for step in range(2, 60):
-        scheduler.admit(step, texts(step, [190], step))
-        if 1 in {sequence_id for sequence_id, _, _ in spans(scheduler.schedule())}:
-            started = step
-            break
+    for number in range(2, 60):
+        scheduler.admit(number, texts(number, [length], number))
+        step = scheduler.schedule()
+        assert step is not None
+        assert step.num_tokens == 100
+        if started is None and 1 in {sequence_id for sequence_id, _, _ in spans(step)}:
+            started = number
     assert started is not None
-    assert started < 20
+    assert 2 < started < 20
 
 
 def test_a_cut_sequence_has_one_chunk_in_a_step() -> None:
