@@ -23,7 +23,7 @@ from maxsimd.engine.errors import (
 )
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.postprocess import activate, rank, shorten
-from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.preprocess import Prepared, RequestIds, usage_of
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     CUT_LONG,
@@ -333,7 +333,7 @@ class Engine:
         check_dimensions(dimensions, self.model.tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
         return await running.run(
-            lambda owner: running.preprocessor.embed(request, owner, running.keys),
+            lambda request_id: running.preprocessor.embed(request, RequestIds(request_id, running.keys)),
             priority,
             timeout,
             progress,
@@ -345,7 +345,7 @@ class Engine:
         running = self._require()
         self.metrics.request_documents.observe(len(request.documents))
         return await running.run(
-            lambda owner: running.preprocessor.score(request, owner, running.keys),
+            lambda request_id: running.preprocessor.score(request, RequestIds(request_id, running.keys)),
             priority,
             timeout,
             progress,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, Truncation
-from maxsimd.engine.preprocess.long_inputs import LongInputs
+from maxsimd.engine.preprocess.long_inputs import InputName, LongInputs, Room
 
 LENGTHS = st.integers(0, 60)
 
@@ -20,7 +20,7 @@ def test_a_text_is_truncated_where_less_of_it_is_read_than_the_checkpoint_would(
     length: int, room: int, own: int | None, most: int | None
 ) -> None:
     inputs = LongInputs(Truncation(max_tokens=-1), 100, 0)
-    fitted = inputs.fit(_text(length), room, 2, "documents", 0, own, most)
+    fitted = inputs.fit(_text(length), Room(room, 2), InputName("documents", 0), own, most)
     limits = [limit for limit in (own, most) if limit is not None]
     assert len(fitted.tokens) == min([length, room, *limits])
     as_meant = length if own is None else min(length, own)
@@ -33,12 +33,12 @@ def test_where_cutting_is_not_allowed_a_text_is_refused_by_its_own_length_and_th
 ) -> None:
     inputs = LongInputs(Truncation(), 100, 0)
     if min(length, 60 if own is None else own) <= room:
-        assert not inputs.fit(_text(length), room, 2, "documents", 3, own).truncated
+        assert not inputs.fit(_text(length), Room(room, 2), InputName("documents", 3), own).truncated
         return
     with pytest.raises(
         InvalidRequestError, match=f"has {length + 2} tokens, but at most {room + 2} can be run"
     ):
-        inputs.fit(_text(length), room, 2, "documents", 3, own)
+        inputs.fit(_text(length), Room(room, 2), InputName("documents", 3), own)
 
 
 def test_windows_and_limits_say_what_they_left_out() -> None:
@@ -46,7 +46,7 @@ def test_windows_and_limits_say_what_they_left_out() -> None:
     wanted = inputs.document(_text(30))
     assert (len(wanted.tokens), wanted.truncated) == (20, True)
     assert not inputs.document(_text(20)).truncated
-    windows = inputs.windows(_text(20), 8, 2, "documents", 0)
+    windows = inputs.windows(_text(20), Room(8, 2), InputName("documents", 0))
     assert [window.tokens.tolist() for window in windows] == [
         list(range(0, 8)),
         list(range(6, 14)),
