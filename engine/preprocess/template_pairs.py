@@ -52,16 +52,15 @@ class TemplateJoiner:
         ]
         for i, ids in enumerate(self._tokenizer.encode(segments, "documents")):
             around = of_document[i]
-            parts, truncated = [ids], False
-            if (
-                around.num_tokens + len(ids) > long_inputs.limit
-                or long_inputs.max_document_tokens is not None
-            ):
+            fits = around.num_tokens + len(ids) <= long_inputs.limit
+            if fits and long_inputs.max_document_tokens is None:
+                parts, truncated = [ids], False
+            else:
                 start = len(around.segment.before)
-                characters = (start, start + len(request.documents[i]))
-                first, last = self._tokenizer.span(segments[i], *characters, "documents")
-                beside = _Segment(ids[:first], ids[last:], around.num_tokens)
-                parts, truncated = beside.fitted(ids[first:last], InputName("documents", i), long_inputs)
+                stop = start + len(request.documents[i])
+                first, last = self._tokenizer.span(segments[i], start, stop, "documents")
+                segment = _Segment(ids[:first], ids[last:], around.num_tokens)
+                parts, truncated = segment.fitted(ids[first:last], InputName("documents", i), long_inputs)
             windows = [_untyped(np.concatenate([around.before, part, around.after])) for part in parts]
             yield JoinedPair(windows, around.prefix, truncated)
 

@@ -1,5 +1,5 @@
-"""Models of which only the rules matter, with a tokenizer whose tokens are words: all that preprocessing needs
-is built here in milliseconds, and every token id in a test can be counted by hand."""
+"""What preprocessing needs, built in milliseconds: models that have rules and no weights, and a tokenizer
+whose tokens are words, so that every token id in a test can be counted by hand."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -26,7 +26,7 @@ VOCABULARY = FIRST_WORD + _WORDS
 
 
 def words(length: int, start: int = 0) -> str:
-    """A text of so many different tokens."""
+    """A text of `length` different tokens."""
     return " ".join(f"w{i}" for i in range(start, start + length))
 
 

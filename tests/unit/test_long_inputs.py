@@ -1,5 +1,7 @@
 """Cutting says what it did; nothing counts along that others could read half-way."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -67,3 +69,62 @@ async def test_every_input_that_is_cut_counts_and_no_other() -> None:
         assert limited.truncated == 0
         limited = await engine.score(long, documents, truncation=Truncation(max_query_tokens=5))
         assert limited.truncated == 1
+
+
+@given(st.integers(0, 80), st.integers(1, 20), st.integers(0, 19))
+def test_windows_cover_a_text_and_neighbours_share_exactly_the_overlap(
+    length: int, room: int, overlap: int
+) -> None:
+    inputs = LongInputs(Truncation(max_tokens=-1, windows=True), 100, overlap)
+    text = _text(length)
+    name = InputName("documents", 4)
+    if length > room and overlap >= room:
+        with pytest.raises(
+            InvalidRequestError, match=rf"^documents\[4\] .* windows of {room} tokens that share {overlap};"
+        ):
+            inputs.windows(text, Room(room, 2), name)
+        return
+    windows = [window.tokens.tolist() for window in inputs.windows(text, Room(room, 2), name)]
+    assert all(len(window) == room for window in windows[:-1])
+    assert len(windows[-1]) <= room
+    for before, after in itertools.pairwise(windows):
+        assert before[room - overlap :] == after[:overlap]
+        assert len(after) > overlap, "each window reads something new"
+    assert windows[0] + [token for window in windows[1:] for token in window[overlap:]] == text.tolist()
+
+
+def test_the_request_s_overlap_goes_before_the_engine_s() -> None:
+    text, room, name = _text(10), Room(4, 0), InputName("documents", 0)
+    asked = LongInputs(Truncation(windows=True, window_overlap=0), 100, 2)
+    assert [len(window.tokens) for window in asked.windows(text, room, name)] == [4, 4, 2]
+    default = LongInputs(Truncation(windows=True), 100, 2)
+    assert [len(window.tokens) for window in default.windows(text, room, name)] == [4, 4, 4, 4]
+
+
+def test_a_request_that_wants_no_windows_has_its_text_cut_or_refused() -> None:
+    text, room, name = _text(10), Room(4, 3), InputName("documents", 1)
+    (cut,) = LongInputs(Truncation(max_tokens=-1, side="left"), 100, 2).windows(text, room, name)
+    assert (cut.tokens.tolist(), cut.truncated) == ([6, 7, 8, 9], True)
+    with pytest.raises(InvalidRequestError, match=r"^documents\[1\] has 13 tokens, but at most 7 can be run"):
+        LongInputs(Truncation(), 100, 2).windows(text, room, name)
+
+
+def test_a_text_without_any_room_is_refused_where_it_would_be_cut_to_nothing() -> None:
+    inputs, name = LongInputs(Truncation(max_tokens=-1), 100, 0), InputName("documents", 1)
+    assert len(inputs.fit(_text(5), Room(1, 9), name).tokens) == 1
+    assert len(inputs.fit(_text(0), Room(0, 9), name).tokens) == 0
+    with pytest.raises(InvalidRequestError, match=r"^9 tokens stand around documents\[1\]") as refused:
+        inputs.fit(_text(5), Room(0, 9), name)
+    assert refused.value.param == "queries"
+
+
+@pytest.mark.parametrize(("asked", "limit"), [(None, 100), (-1, 100), (100, 100), (99, 99), (1, 1)])
+def test_a_request_may_ask_for_less_than_can_be_run(asked: int | None, limit: int) -> None:
+    inputs = LongInputs(Truncation(max_tokens=asked), 100, 0)
+    assert inputs.limit == limit
+    assert inputs.may_cut == (asked is not None)
+
+
+def test_a_request_may_not_ask_for_more_than_can_be_run() -> None:
+    with pytest.raises(InvalidRequestError, match="is 101, more than the 100 tokens"):
+        LongInputs(Truncation(max_tokens=101), 100, 0)
