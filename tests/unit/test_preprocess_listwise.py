@@ -32,12 +32,15 @@ def rules(**changes: int) -> ListwiseRules:
     return ListwiseRules("[QUERY]", "[DOCUMENT]", **settings | changes)
 
 
+RULES = rules()
+
+
 def score(
     queries: list[str],
     documents: list[str],
     truncation: Truncation = REFUSE_LONG,
     *,
-    ranked_by: ListwiseRules = rules(),
+    ranked_by: ListwiseRules = RULES,
     instruction: str | None = None,
     default: str | None = None,
     max_tokens: int = 5000,
@@ -63,7 +66,7 @@ def texts_of(prepared: Prepared) -> list[list[list[int]]]:
     return found
 
 
-def prompt_length(query: str, documents: list[str], ranked_by: ListwiseRules = rules()) -> int:
+def prompt_length(query: str, documents: list[str], ranked_by: ListwiseRules = RULES) -> int:
     return len(tokenizer().encode([listwise_prompt(query, documents, None, ranked_by)], "text")[0])
 
 
@@ -151,9 +154,8 @@ def test_a_prompt_that_just_fits_the_context_is_whole_and_a_longer_one_is_halved
     room = prompt_length("w1", documents)
     whole = rules(context=room, block_documents=5, max_document_tokens=2)
     assert len(score(["w1"], documents, ranked_by=whole).sequences) == 1
-    halved = score(
-        ["w1"], documents, ranked_by=rules(context=room - 1, block_documents=5, max_document_tokens=2)
-    )
+    less = rules(context=room - 1, block_documents=5, max_document_tokens=2)
+    halved = score(["w1"], documents, ranked_by=less)
     read = [ids(2, DOCUMENT + 2 * i) for i in range(5)]
     assert texts_of(halved) == [[*read[:2], ids(1, 1)], [*read[2:], ids(1, 1)]]
     assert halved.combine == BlockCosines((2,))
@@ -199,9 +201,8 @@ def test_blocks_hold_every_document_and_never_more_than_the_context(lengths: lis
 
 def test_the_shortest_sequence_is_a_query_with_one_document() -> None:
     described = model(score_task="rank", listwise=rules())
-    assert shortest_sequences(described, tokenizer()) == {
-        "a query with one document": prompt_length("a", ["a"])
-    }
+    length = prompt_length("a", ["a"])
+    assert shortest_sequences(described, tokenizer()) == {"a query with one document": length}
     instructed = model(score_task="rank", listwise=rules(), instruction="w1 w2")
     (longer,) = shortest_sequences(instructed, tokenizer()).values()
-    assert longer == prompt_length("a", ["a"]) + 4
+    assert longer == length + 4

@@ -33,7 +33,7 @@ def test_the_model_must_take_the_shortest_sequence() -> None:
     for chunked in (True, False):
         check_room(changed(6), tokenizer(), 6, chunked)
         with pytest.raises(
-            ModelLoadError, match="^a text of 'small' has at least 6 tokens .* the longest input is 5 tokens"
+            ModelLoadError, match=r"^a text of 'small' has at least 6 tokens .* the longest input is 5 tokens"
         ):
             check_room(changed(5), tokenizer(), 100, chunked)
 

@@ -1,4 +1,4 @@
-"""Single texts: the prompt of their role, their length, what they are filled up with and what is not pooled."""
+"""Single texts: their role's prompt and length, what they are filled up with and what is not pooled."""
 
 import itertools
 
@@ -137,7 +137,7 @@ def test_the_least_of_what_the_model_takes_and_the_engine_runs_is_the_limit() ->
 def test_a_limit_that_holds_no_text_is_refused() -> None:
     made = preprocessor(model())
     assert tokens_of(embed(made, [words(5)], Truncation(max_tokens=3))) == [[CLS, *ids(1), SEP]]
-    with pytest.raises(InvalidRequestError, match="^2 tokens leave no room beside 2 special tokens$"):
+    with pytest.raises(InvalidRequestError, match=r"^2 tokens leave no room beside 2 special tokens$"):
         embed(made, [words(5)], Truncation(max_tokens=2))
 
 

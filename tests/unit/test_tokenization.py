@@ -89,7 +89,7 @@ def test_the_tokens_of_a_span_are_those_that_hold_one_of_its_characters() -> Non
     assert made.span(text, 2, 3, "documents") == (3, 3), "a space is in no token"
     assert made.span(text, 2, 7, "documents") == (1, 2)
     assert made.span("", 0, 0, "documents") == (0, 0)
-    with pytest.raises(InvalidRequestError, match="^documents holds a text that is not valid Unicode"):
+    with pytest.raises(InvalidRequestError, match=r"^documents holds a text that is not valid Unicode"):
         made.span("\ud800", 0, 1, "documents")
 
 
