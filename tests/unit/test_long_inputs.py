@@ -1,4 +1,4 @@
-"""Cutting says what it did; nothing counts along that others could read half-way."""
+"""What becomes of texts that are too long: they are cut and counted, refused, or read through windows."""
 
 import itertools
 

@@ -82,7 +82,7 @@ def test_a_document_that_is_cut_or_limited_or_read_through_windows_is_cached_as_
 def test_a_document_of_the_checkpoint_s_own_length_is_plain_where_it_is_cut_as_usual(
     cache: EmbeddingCache, document: str
 ) -> None:
-    """Of 10 tokens, two of them special. One of exactly that length cannot be told from a longer one."""
+    """Of 10 tokens, two of them special. One of exactly that length may be a longer one that was cut."""
     for truncation in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
         assert key_of(score(cache, document, truncation, own_length=10)) == plain(cache, document)
     fits = len(document.split()) < 8

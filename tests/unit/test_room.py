@@ -1,4 +1,4 @@
-"""Budgets and lengths that leave no room: refused at start, and never the engine's death."""
+"""Budgets and lengths that leave no room are refused at start and never stop a running engine."""
 
 from itertools import count
 from pathlib import Path
@@ -81,7 +81,7 @@ async def test_a_causal_model_is_run_in_chunks_of_any_budget_but_not_beyond_its_
 
 
 async def test_a_sequence_that_no_step_can_hold_fails_its_request_alone() -> None:
-    """None should come to be; were one to, the engine must live on."""
+    """No request makes one; if one did, the engine must go on."""
 
     def too_long(owner: int) -> Prepared:
         ids = np.full(100, 5, dtype=np.int32)

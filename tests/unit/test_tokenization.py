@@ -25,8 +25,8 @@ def test_longest_first_cuts_as_the_tokenizers_library_does(first: int, second: i
     tokenizer = _word_tokenizer()
     tokenizer.enable_truncation(room, strategy="longest_first")
     encoding = tokenizer.encode("a " * first, "b " * second)
-    kept = encoding.ids.count(0), encoding.ids.count(1)
-    assert longest_first(first, second, room) == kept
+    lengths = encoding.ids.count(0), encoding.ids.count(1)
+    assert longest_first(first, second, room) == lengths
 
 
 @pytest.mark.parametrize("checkpoint", ["bert_cross_encoder", "xlm_roberta_cross_encoder", "qwen3_embedding"])
