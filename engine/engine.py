@@ -340,16 +340,12 @@ class Engine:
         self._check_task(request.task)
         check_dimensions(dimensions, self.model.tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
-        return await running.run(
-            lambda owner: running.preprocessor.embed(request, owner, running.keys), options
-        )
+        return await running.run(lambda ids: running.preprocessor.embed(request, ids), options)
 
     async def _pairs(self, request: ScoreRequest, options: RunOptions) -> tuple[Prepared, list[Value]]:
         running = self._require()
         self.metrics.request_documents.observe(len(request.documents))
-        return await running.run(
-            lambda owner: running.preprocessor.score(request, owner, running.keys), options
-        )
+        return await running.run(lambda ids: running.preprocessor.score(request, ids), options)
 
     def _check_task(self, task: str) -> None:
         tasks = self.model.tasks

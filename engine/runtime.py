@@ -17,7 +17,7 @@ from maxsimd.engine.device.load import OnDevice
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread
 from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTimeoutError
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.preprocess import Prepared, Preprocessor, check_room
+from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import RunOptions, Value
 from maxsimd.engine.stats import EngineStats
@@ -49,9 +49,9 @@ class Running:
         self._metrics = metrics
         metrics.watch(on_device.cache)
         self._max_queued_tokens = config.max_queued_tokens
-        self.keys: Iterator[int] = count()
-        self._owners: Iterator[int] = count()
-        self._inside = 0
+        self._sequence_ids: Iterator[int] = count()
+        self._request_ids: Iterator[int] = count()
+        self._num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self.pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="maxsimd-pool")
@@ -79,30 +79,30 @@ class Running:
 
     async def run(
         self,
-        prepare: Callable[[int], Prepared],
+        prepare: Callable[[RequestIds], Prepared],
         options: RunOptions,
     ) -> tuple[Prepared, list[Value]]:
         """Prepares a request in the thread pool, queues it and waits for its values.
 
         `options.progress` is called on this loop whenever some have come. Raises QueueFullError and
         RequestTimeoutError; when it is cancelled, so is its work."""
-        with self._inside_as_owner() as owner:
+        with self._new_request() as ids:
             try:
                 async with asyncio.timeout(options.timeout):
-                    return await self._prepare_and_wait(owner, prepare, options)
+                    return await self._prepare_and_wait(ids, prepare, options)
             except TimeoutError:
-                self._abandon(owner)
+                self._abandon(ids.request_id)
                 raise RequestTimeoutError(
                     f"not done within {options.timeout} seconds; allow more time or send fewer documents"
                 ) from None
             except asyncio.CancelledError:
-                self._abandon(owner)
+                self._abandon(ids.request_id)
                 raise
 
     def stats(self) -> EngineStats:
         """What the engine holds at the moment."""
         return EngineStats(
-            requests=self._inside,
+            requests=self._num_inside,
             open_requests=self.scheduler.open_requests,
             waiting_tokens=self.scheduler.waiting_tokens,
             waiting_sequences=self.scheduler.waiting_sequences,
@@ -116,7 +116,7 @@ class Running:
             async with asyncio.timeout(grace):
                 await self._empty.wait()
         except TimeoutError:
-            log.warning("stopping with %d requests unfinished after %s seconds", self._inside, grace)
+            log.warning("stopping with %d requests unfinished after %s seconds", self._num_inside, grace)
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
         await asyncio.to_thread(self._device.close)
@@ -126,17 +126,17 @@ class Running:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     async def _prepare_and_wait(
-        self, owner: int, prepare: Callable[[int], Prepared], options: RunOptions
+        self, ids: RequestIds, prepare: Callable[[RequestIds], Prepared], options: RunOptions
     ) -> tuple[Prepared, list[Value]]:
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(self.pool, prepare, owner)
+        prepared = await loop.run_in_executor(self.pool, prepare, ids)
         self._metrics.preprocess_seconds.observe(time.perf_counter() - started)
         self._check_room(prepared.work)
         future = self._future()
         self.scheduler.post(
             Admit(
-                request_id=owner,
+                request_id=ids.request_id,
                 sequences=prepared.sequences,
                 cached=prepared.cached,
                 num_tokens=prepared.work,
@@ -149,9 +149,9 @@ class Running:
         )
         return prepared, await future
 
-    def _abandon(self, owner: int) -> None:
+    def _abandon(self, request_id: int) -> None:
         self._metrics.cancelled.inc()
-        self.scheduler.mailbox.post(Cancel(owner))
+        self.scheduler.mailbox.post(Cancel(request_id))
 
     def _check_room(self, tokens: int) -> None:
         waiting, most = self.scheduler.waiting_tokens, self._max_queued_tokens
@@ -164,15 +164,15 @@ class Running:
             )
 
     @contextmanager
-    def _inside_as_owner(self) -> Iterator[int]:
+    def _new_request(self) -> Iterator[RequestIds]:
         """Covers a request from its arrival to its result, and gives it a number of its own."""
-        self._inside += 1
+        self._num_inside += 1
         self._empty.clear()
         try:
-            yield next(self._owners)
+            yield RequestIds(next(self._request_ids), self._sequence_ids)
         finally:
-            self._inside -= 1
-            if self._inside == 0:
+            self._num_inside -= 1
+            if self._num_inside == 0:
                 self._empty.set()
 
     def _future(self) -> asyncio.Future[list[Value]]:

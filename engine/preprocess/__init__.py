@@ -5,6 +5,7 @@ Functions of their input, run in the thread pool; nothing here knows of queues o
 
 from maxsimd.engine.preprocess.prepared import Prepared, usage_of
 from maxsimd.engine.preprocess.preprocessor import Preprocessor
+from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.shortest import check_room
 
-__all__ = ["Prepared", "Preprocessor", "check_room", "usage_of"]
+__all__ = ["Prepared", "Preprocessor", "RequestIds", "check_room", "usage_of"]

@@ -12,18 +12,39 @@ from maxsimd.engine.requests import Truncation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted(Generic[IdType]):
-    """A text that fits, and whether the request or the model's maximum has cut it to that. What the
-    checkpoint itself sets as the length of a query or document is how it is meant to be read: reading that
-    much of it is no truncation."""
+    """A text that fits, and whether the request or the model's maximum has cut it. What the checkpoint itself
+    sets as the length of a query or document is how it is meant to be read: reading that much of it is no
+    truncation."""
 
     tokens: NDArray[IdType]
     truncated: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class InputName:
+    """What errors call a text: text `index` of the request's field `param`."""
+
+    param: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.param}[{self.index}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A sequence with room for `tokens` of a text beside `others` that it has anyway: special tokens, the
+    prompt, the query."""
+
+    tokens: int
+    others: int
+
+
 class LongInputs:
-    """One request's wishes, applied text by text. Nothing in it changes.
+    """What one request does with long texts, applied text by text. Nothing in it changes.
 
     `longest` is the most tokens that can be run in one sequence and `limit` the most of this request's.
+    `overlap` is how many tokens windows share where the request does not say.
     """
 
     def __init__(self, truncation: Truncation, longest: int, overlap: int) -> None:
@@ -36,7 +57,18 @@ class LongInputs:
         """All that decides how a document is read, beside the document and the checkpoint."""
         given = self._truncation
         cuts = (given.max_tokens is not None, given.side, given.max_document_tokens)
+        # Part of the keys of caches on disk.
         return repr(("as asked", self.limit, cuts, given.windows and self._overlap))
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether a text that is too long is cut rather than refused."""
+        return self._truncation.max_tokens is not None
+
+    @property
+    def side(self) -> Side:
+        """The end at which texts are cut."""
+        return self._truncation.side
 
     @property
     def uses_windows(self) -> bool:
@@ -58,72 +90,70 @@ class LongInputs:
         """A document within `max_document_tokens`."""
         return self.within(text, self.max_document_tokens)
 
-    def within(self, text: NDArray[IdType], most: int | None) -> Fitted[IdType]:
-        """A text within `most` tokens, where the request names a number."""
-        if most is None or len(text) <= most:
+    def within(self, text: NDArray[IdType], max_tokens: int | None) -> Fitted[IdType]:
+        """A text within `max_tokens`, which the request may have left open."""
+        if max_tokens is None or len(text) <= max_tokens:
             return Fitted(text)
-        return Fitted(cut(text, most, self.side), truncated=True)
+        return Fitted(cut(text, max_tokens, self.side), truncated=True)
 
     def fit(
         self,
         text: NDArray[IdType],
-        room: int,
-        around: int,
-        param: str,
-        index: int,
-        own: int | None = None,
-        most: int | None = None,
+        room: Room,
+        name: InputName,
+        own_length: int | None = None,
+        max_tokens: int | None = None,
     ) -> Fitted[IdType]:
-        """A text within `room` tokens beside `around` others, if the request allows to cut it.
+        """A text cut to its room, if the request allows it to be cut.
 
-        `own` is how much of a text the checkpoint reads in this role, whatever the request says, and `most`
-        how much of one the request wants. Raises InvalidRequestError for a text that may not be cut."""
-        meant = len(text) if own is None else min(len(text), own)
-        wanted = meant if most is None else min(meant, most)
-        if wanted > room:
-            if not self.cuts:
-                raise too_long(param, index, len(text) + around, room + around)
-            if room < 1:
+        `own_length` is how much of a text the checkpoint reads in this role, and `max_tokens` how much of one
+        the request wants; neither refuses a text. Raises InvalidRequestError for a text that is too long for
+        its room and may not be cut."""
+        meant = len(text) if own_length is None else min(len(text), own_length)
+        length = meant if max_tokens is None else min(meant, max_tokens)
+        if length > room.tokens:
+            if not self.may_cut:
+                raise too_long(name, len(text) + room.others, room.tokens + room.others)
+            if room.tokens < 1:
                 raise InvalidRequestError(
-                    f"{around} tokens stand around {param}[{index}] and leave no room for it; shorten the "
-                    "query",
+                    f"{room.others} tokens stand around {name} and leave no room for it; shorten the query",
                     "queries",
                 )
-            wanted = room
-        return Fitted(cut(text, wanted, self.side), truncated=wanted < meant)
+            length = room.tokens
+        return Fitted(cut(text, length, self.side), truncated=length < meant)
 
-    def windows(
-        self, text: NDArray[IdType], room: int, around: int, param: str, index: int
-    ) -> list[Fitted[IdType]]:
-        """A document as windows of at most `room` tokens, neighbours sharing as many as the overlap says; as
-        one text, fitted, for a request that wants no windows."""
-        if len(text) <= room or not self.uses_windows:
-            return [self.fit(text, room, around, param, index)]
-        stride = room - self._overlap
+    def windows(self, text: NDArray[IdType], room: Room, name: InputName) -> list[Fitted[IdType]]:
+        """A document as windows of at most `room.tokens` tokens, of which neighbours share as many as the
+        overlap says. For a request that wants no windows: the one text, fitted."""
+        if len(text) <= room.tokens or not self.uses_windows:
+            return [self.fit(text, room, name)]
+        stride = room.tokens - self._overlap
         if stride < 1:
             raise InvalidRequestError(
-                f"{param}[{index}] is to be read through windows of {max(0, room)} tokens that share "
+                f"{name} is to be read through windows of {max(0, room.tokens)} tokens that share "
                 f"{self._overlap}; shorten the query or let windows share fewer",
-                param,
+                name.param,
             )
         starts = range(0, len(text) - self._overlap, stride)
-        return [Fitted(text[start : start + room]) for start in starts]
+        return [Fitted(text[start : start + room.tokens]) for start in starts]
 
-    @property
-    def cuts(self) -> bool:
-        return self._truncation.max_tokens is not None
 
-    @property
-    def side(self) -> Side:
-        return self._truncation.side
+@dataclass(frozen=True, slots=True)
+class LengthLimits:
+    """What the engine can run: at most `longest_sequence` tokens in one sequence. The windows of a long
+    document share `window_overlap` tokens where the request names no number."""
 
-    @property
-    def limits_documents(self) -> bool:
-        return self._truncation.max_document_tokens is not None
+    longest_sequence: int
+    window_overlap: int
+
+    def applied_to(self, truncation: Truncation) -> LongInputs:
+        """What a request with this truncation does with long texts. Raises InvalidRequestError for a request
+        that asks for more than can be run."""
+        return LongInputs(truncation, self.longest_sequence, self.window_overlap)
 
 
 def _limit(truncation: Truncation, longest: int) -> int:
-    """The longest sequence a request allows. Raises InvalidRequestError for a limit that makes no sense."""
+    """The longest sequence a request allows. Raises InvalidRequestError for one longer than can be run."""
     asked = truncation.max_tokens
     if asked is None or asked == -1:
         return longest
@@ -136,11 +166,11 @@ def _limit(truncation: Truncation, longest: int) -> int:
     return asked
 
 
-def too_long(param: str, index: int, length: int, limit: int) -> InvalidRequestError:
+def too_long(name: InputName, length: int, limit: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{param}[{index}] has {length} tokens, but at most {limit} can be run; shorten it, or let it be cut "
+        f"{name} has {length} tokens, but at most {limit} can be run; shorten it, or let it be cut "
         "with truncate_prompt_tokens (-1 cuts to the maximum)",
-        param,
+        name.param,
     )
 
 

@@ -1,15 +1,14 @@
-"""The shortest sequences that requests can make: what must fit if a model is to be of any use.
+"""Whether the shortest sequences that requests can make fit: what must fit if a model is to be of any use.
 
 Asked at start, so that a budget or a length that is too small is refused there and not by the first request.
 """
 
-from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.preprocess.listwise import listwise_prompt
+from maxsimd.engine.preprocess.choice import score_strategy
+from maxsimd.engine.preprocess.long_inputs import LengthLimits
+from maxsimd.engine.preprocess.single_texts import TextStrategy
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
-
-# A text of one token, or of hardly more.
-_TEXT = "a"
 
 
 def check_room(model: LoadedModel, tokenizer: TextTokenizer, budget: int, chunked: bool) -> None:
@@ -31,29 +30,9 @@ def check_room(model: LoadedModel, tokenizer: TextTokenizer, budget: int, chunke
 
 def shortest_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> dict[str, int]:
     """How many tokens the shortest sequence of each kind has, by what errors call it."""
-    if model.listwise is not None:
-        prompt = listwise_prompt(_TEXT, [_TEXT], model.instruction, model.listwise)
-        return {"a query with one document": _count(prompt, tokenizer)}
-    text = _of_role(model.text, tokenizer)
-    if model.score_task != "classify":
-        query, document = (_of_role(rules, tokenizer) for rules in (model.query, model.document))
-        return {"a query": query, "a document": document, "a text": text}
-    template = model.pairs.template
-    if template is None:
-        return {"a pair": tokenizer.pair.special_tokens + 2, "a text": text}
-    frames = template.frames(_TEXT, model.instruction)
-    segments = [
-        frame.before if frame.after is None else frame.before + _TEXT + frame.after for frame in frames
-    ]
-    return {"a pair": sum(_count(segment, tokenizer) for segment in segments), "a text": text}
-
-
-def _of_role(rules: RoleRules, tokenizer: TextTokenizer) -> int:
-    tokens = tokenizer.single.special_tokens + _count(rules.prompt + _TEXT, tokenizer)
-    if rules.max_tokens is not None:
-        tokens = min(tokens, rules.max_tokens)
-    return tokens if rules.expansion is None else max(tokens, rules.expansion.length)
-
-
-def _count(text: str, tokenizer: TextTokenizer) -> int:
-    return len(tokenizer.encode([text], "text")[0])
+    limits = LengthLimits(model.max_tokens, window_overlap=0)
+    shortest = score_strategy(model, tokenizer, limits, cache=None, share_prefixes=False).shortest_sequences()
+    # A listwise model takes no single texts.
+    if model.listwise is None:
+        shortest |= TextStrategy(model, tokenizer, limits).shortest_sequences()
+    return shortest

@@ -1,13 +1,15 @@
 """Single texts to sequences: prompt, template, truncation, query expansion, tokens left out of pooling."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cached_property
 
 import numpy as np
 
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs, no_room
+from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room, no_room
+from maxsimd.engine.preprocess.strategy import SHORTEST_TEXT
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.scheduler import Tokens
 from maxsimd.scheduler.payload import TokenIds
@@ -21,14 +23,11 @@ class BuiltText:
     truncated: bool
 
 
-Given: TypeAlias = str | tuple[int, ...]
-
-
 class TextBuilder:
     """Builds the single-text sequences of one field of one request.
 
-    `param` names the field in errors and `most` is how many tokens of a text the request wants. A text is
-    never refused for being longer than the role's own length: that much of it is read."""
+    `param` names the field in errors and `max_tokens` is how many tokens of a text the request wants. A text
+    is never refused for being longer than the role's own length: that much of it is read."""
 
     def __init__(
         self,
@@ -36,84 +35,82 @@ class TextBuilder:
         rules: RoleRules,
         long_inputs: LongInputs,
         param: str,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = tokenizer.single
         self._rules = rules
-        self._long = long_inputs
+        self._long_inputs = long_inputs
         self._param = param
-        self._most = most
-        self._limit = long_inputs.limit
+        self._max_tokens = max_tokens
         # The most tokens of a sequence in this role, as the checkpoint sets it.
         self.own_length = rules.max_tokens
-        self._prompt_tokens = 0
-        if not rules.pool_prompt and rules.prompt:
-            self._prompt_tokens = len(tokenizer.encode([rules.prompt], param)[0])
-        if self._room < 1:
-            raise no_room(self._limit, self._template.special_tokens)
+        special_tokens = self._template.special_tokens
+        self._room = Room(long_inputs.limit - special_tokens, special_tokens)
+        if self._room.tokens < 1:
+            raise no_room(long_inputs.limit, special_tokens)
 
-    def encode(self, texts: tuple[str, ...]) -> list[TokenIds]:
+    def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         """Token ids of each text behind the role's prompt, without special tokens."""
         prompt = self._rules.prompt
         return self._tokenizer.encode([prompt + text for text in texts] if prompt else texts, self._param)
 
     def build(self, text: TokenIds, index: int) -> BuiltText:
         """One text's sequence, cut if it must be and may be."""
-        around = self._template.special_tokens
-        own = None if self.own_length is None else max(0, self.own_length - around)
-        fitted = self._long.fit(text, self._room, around, self._param, index, own, self._most)
-        return self._filled(fitted, index)
+        own_length = None if self.own_length is None else max(0, self.own_length - self._room.others)
+        name = InputName(self._param, index)
+        fitted = self._long_inputs.fit(text, self._room, name, own_length, self._max_tokens)
+        return self._filled(fitted, name)
 
     def windows(self, text: TokenIds, index: int) -> list[BuiltText]:
         """One document's sequences: one, or its windows, each behind the role's prompt."""
-        if not self._long.uses_windows:
+        if not self._long_inputs.uses_windows:
             return [self.build(text, index)]
-        wanted = self._long.within(text, self._most)
-        around = self._template.special_tokens
-        room = self._room if self.own_length is None else min(self._room, self.own_length - around)
-        if len(wanted.tokens) <= room:
-            return [self._filled(wanted, index)]
-        prompt, body = wanted.tokens[: self._prompt_length], wanted.tokens[self._prompt_length :]
-        around += len(prompt)
-        windows = self._long.windows(body, room - len(prompt), around, self._param, index)
+        name = InputName(self._param, index)
+        limited = self._long_inputs.within(text, self._max_tokens)
+        room, special_tokens = self._room.tokens, self._room.others
+        if self.own_length is not None:
+            room = min(room, self.own_length - special_tokens)
+        if len(limited.tokens) <= room:
+            return [self._filled(limited, name)]
+        prompt, body = np.split(limited.tokens, [self._prompt_length])
+        beside_prompt = Room(room - len(prompt), special_tokens + len(prompt))
         return [
-            self._filled(Fitted(np.concatenate([prompt, window.tokens]), wanted.truncated), index)
-            for window in windows
+            self._filled(Fitted(np.concatenate([prompt, window.tokens]), limited.truncated), name)
+            for window in self._long_inputs.windows(body, beside_prompt, name)
         ]
 
-    def given(self, tokens: tuple[int, ...], index: int) -> BuiltText:
+    def build_from_ids(self, token_ids: tuple[int, ...], index: int) -> BuiltText:
         """The sequence of token ids that the caller made, special tokens included."""
-        ids = np.array(tokens, dtype=np.int64)
+        name = InputName(self._param, index)
+        ids = np.array(token_ids, dtype=np.int64)
         size = self._tokenizer.vocabulary_size
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= size:
-            raise InvalidRequestError(
-                f"{self._param}[{index}] must hold token ids from 0 to {size - 1}", self._param
-            )
-        fitted = self._long.fit(ids, self._limit, 0, self._param, index, self.own_length, self._most)
+            raise InvalidRequestError(f"{name} must hold token ids from 0 to {size - 1}", self._param)
+        room = Room(self._long_inputs.limit, 0)
+        fitted = self._long_inputs.fit(ids, room, name, self.own_length, self._max_tokens)
         types = np.zeros(len(fitted.tokens), dtype=np.int32)
-        return self._completed(fitted.tokens.astype(np.int32), types, fitted.truncated, prompt_rows=0)
+        return self._completed(fitted.tokens.astype(np.int32), types, fitted.truncated, prompt_end=0)
 
-    @property
-    def _room(self) -> int:
-        """What the request leaves for a text."""
-        return self._limit - self._template.special_tokens
-
-    @property
+    @cached_property
     def _prompt_length(self) -> int:
-        """How many tokens the prompt has in front of a text that is cut into windows."""
+        """How many tokens the prompt has."""
         prompt = self._rules.prompt
         return len(self._tokenizer.encode([prompt], self._param)[0]) if prompt else 0
 
-    def _filled(self, fitted: Fitted[np.int32], index: int) -> BuiltText:
+    def _filled(self, fitted: Fitted[np.int32], name: InputName) -> BuiltText:
+        """The sequence of a text that fits: special tokens around it."""
         ids, types = self._template.fill(fitted.tokens)
         if len(ids) == 0:
-            raise InvalidRequestError(f"{self._param}[{index}] has no tokens; leave it out", self._param)
-        prompt_rows = len(self._template.ids[0]) + self._prompt_tokens
-        return self._completed(ids, types, fitted.truncated, prompt_rows)
+            raise InvalidRequestError(f"{name} has no tokens; leave it out", self._param)
+        prompt_end = 0
+        if not self._rules.pool_prompt and self._prompt_length:
+            prompt_end = len(self._template.ids[0]) + self._prompt_length
+        return self._completed(ids, types, fitted.truncated, prompt_end)
 
-    def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_rows: int) -> BuiltText:
-        """Adds what the checkpoint's rules for the role ask for: expansion, and tokens left out."""
+    def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_end: int) -> BuiltText:
+        """Does what the checkpoint's rules for the role ask for: expansion, and tokens left out of pooling,
+        which are those before `prompt_end` and those of the skip list."""
         attended = len(ids)
         expansion = self._rules.expansion
         if expansion is not None and len(ids) < expansion.length:
@@ -122,9 +119,19 @@ class TextBuilder:
             types = np.concatenate([types, np.zeros(missing, dtype=np.int32)])
             attended = len(ids) if expansion.attended else attended
         skipped = np.zeros(len(ids), dtype=bool)
-        if self._prompt_tokens and prompt_rows < len(ids):
-            skipped[:prompt_rows] = True
+        # A text that was cut within its prompt has nothing else to pool.
+        if prompt_end < len(ids):
+            skipped[:prompt_end] = True
         if self._rules.skipped_ids is not None:
             skipped |= np.isin(ids, self._rules.skipped_ids)
         pooled = np.flatnonzero(~skipped) if skipped.any() else None
         return BuiltText(Tokens(ids, types, attended, pooled), truncated)
+
+
+def shortest_text(rules: RoleRules, tokenizer: TextTokenizer) -> int:
+    """How many tokens the shortest sequence of a role has."""
+    text = tokenizer.encode([rules.prompt + SHORTEST_TEXT], "text")[0]
+    tokens = tokenizer.single.special_tokens + len(text)
+    if rules.max_tokens is not None:
+        tokens = min(tokens, rules.max_tokens)
+    return tokens if rules.expansion is None else max(tokens, rules.expansion.length)

@@ -70,7 +70,8 @@ class TextTokenizer:
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def span(self, text: str, start: int, stop: int, param: str) -> tuple[int, int]:
-        """The tokens, from and up to but without, that hold the characters `start` to `stop` of a text."""
+        """The first token that holds one of the characters `start` to `stop` of a text, and the one after the
+        last; `stop` is excluded."""
         try:
             offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
         except (TypeError, UnicodeEncodeError) as error:
@@ -79,7 +80,7 @@ class TextTokenizer:
         return (inside[0], inside[-1] + 1) if inside else (len(offsets), len(offsets))
 
     def token_id(self, token: str) -> int:
-        """The id of a token that is known to be there."""
+        """The id of a token of the vocabulary."""
         token_id = self._tokenizer.token_to_id(token)
         assert token_id is not None, token
         return int(token_id)
@@ -100,18 +101,18 @@ def _not_unicode(param: str) -> InvalidRequestError:
 
 
 def _learn_template(encoding: Encoding, texts: int) -> Template:
-    """Reads off an encoded sample which tokens stand around and between its texts."""
+    """Learns from an encoded sample which tokens stand around and between its texts."""
     ids: list[list[int]] = [[] for _ in range(texts + 1)]
     types: list[list[int]] = [[] for _ in range(texts + 1)]
     text_types = [0] * texts
-    place = 0
-    for token, type_id, owner in zip(encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True):
-        if owner is None:
-            ids[place].append(token)
-            types[place].append(type_id)
+    texts_before = 0
+    for token, type_id, text in zip(encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True):
+        if text is None:
+            ids[texts_before].append(token)
+            types[texts_before].append(type_id)
         else:
-            place = owner + 1
-            text_types[owner] = type_id
+            texts_before = text + 1
+            text_types[text] = type_id
     return Template(
         tuple(np.array(part, dtype=np.int32) for part in ids),
         tuple(np.array(part, dtype=np.int32) for part in types),

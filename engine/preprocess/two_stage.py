@@ -1,13 +1,23 @@
 """Score requests whose queries and documents are run apart: late interaction and bi-encoders."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
-from maxsimd.engine.preprocess.documents import Document, DocumentReader
-from maxsimd.engine.preprocess.prepared import Prepared, best_of
-from maxsimd.engine.preprocess.texts import TextBuilder
+from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.checkpoint.model import INSTRUCT
+from maxsimd.engine.preprocess.cache_lookup import CacheLookup
+from maxsimd.engine.preprocess.combine import best_windows, shared_scores
+from maxsimd.engine.preprocess.documents import DocumentInCache, DocumentReader, DocumentToRun
+from maxsimd.engine.preprocess.long_inputs import LengthLimits, LongInputs
+from maxsimd.engine.preprocess.prepared import Prepared
+from maxsimd.engine.preprocess.request_ids import RequestIds
+from maxsimd.engine.preprocess.texts import TextBuilder, shortest_text
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.engine.scoring.documents import CachedDocument
-from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Window
+from maxsimd.scheduler import CachedBatch, DocumentPayload, Window
 from maxsimd.scheduler import Sequence as TokenSequence
 
 # A batch of cached documents has at most this many rows, so that scoring it takes no new memory.
@@ -17,46 +27,95 @@ CACHED_ROWS = 16_384
 ROWS_PER_TOKEN = 128
 
 
-def two_stages(
-    request: ScoreRequest,
-    queries: TextBuilder,
-    documents: DocumentReader,
-    task: str,
-    owner: int,
-    keys: Iterator[int],
-) -> Prepared:
+class TwoStageStrategy:
     """Queries first, then the documents to be run, and apart from them those whose embeddings are cached.
 
     With token embeddings a document's windows are scored as one, which is exact: MaxSim is a maximum over the
-    union of their tokens. Else each window is a result, and the best counts."""
-    as_one = task == "token_embed"
-    read = documents.read(request)
-    consumers = [0] * len(request.queries)
-    for document in read.different:
-        consumers[document.query] += max(1, len(document.windows))
-    asked = [queries.build(text, i) for i, text in enumerate(queries.encode(request.queries))]
-    sequences = [
-        TokenSequence.query(next(keys), owner, task, built.tokens, consumers[i])
-        for i, built in enumerate(asked)
-    ]
-    query_ids = [sequence.sequence_id for sequence in sequences]
-    cached: dict[int, list[CachedDocument]] = {}
-    counts, results = [], 0
-    for document in read.different:
-        query_id = query_ids[document.query]
-        slots = [ResultSlot(owner, results + i) for i in range(max(1, len(document.windows)))]
-        if document.cached is not None:
-            cached.setdefault(query_id, []).append(CachedDocument(slots[0], document.cached))
-        elif as_one:
-            slots = slots[:1]
-            sequences += _as_one(document, slots[0], query_id, task, keys)
-        else:
-            sequences += _apart(document, slots, query_id, task, keys)
-        counts.append(len(slots))
-        results += len(slots)
-    truncated = sum(built.truncated for built in asked) + read.truncated
-    batches = [batch for query_id, entries in cached.items() for batch in in_batches(entries, query_id)]
-    return Prepared(sequences, results, truncated, best_of(counts, read.position_of), batches)
+    union of their tokens. Else each window has a score, and the best counts."""
+
+    def __init__(
+        self, model: LoadedModel, tokenizer: TextTokenizer, limits: LengthLimits, cache: EmbeddingCache | None
+    ) -> None:
+        self._query_rules = model.query
+        self._document_rules = model.document
+        self._task = model.score_task
+        self._windows_as_one = model.score_task == "token_embed"
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._cache = cache
+
+    def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
+        long_inputs = self._limits.applied_to(request.truncation)
+        rules = _instructed(self._query_rules, request.instruction)
+        builder = TextBuilder(self._tokenizer, rules, long_inputs, "queries", long_inputs.max_query_tokens)
+        documents = self._reader(request, long_inputs).read(request)
+        queries = [builder.build(text, i) for i, text in enumerate(builder.encode(request.queries))]
+        num_consumers = [0] * len(queries)
+        for document in documents.different:
+            num_consumers[document.query] += document.num_consumers
+        sequences = [
+            TokenSequence.query(ids.next_sequence_id(), ids.request_id, self._task, query.tokens, consumers)
+            for query, consumers in zip(queries, num_consumers, strict=True)
+        ]
+        query_ids = [sequence.sequence_id for sequence in sequences]
+        cached: dict[int, list[CachedDocument]] = {}
+        num_values = [
+            1 if self._windows_as_one else document.num_consumers for document in documents.different
+        ]
+        for document, first in zip(documents.different, accumulate(num_values, initial=0), strict=False):
+            query_id = query_ids[document.query]
+            if isinstance(document, DocumentInCache):
+                found = CachedDocument(ids.slot(first), document.embedding)
+                cached.setdefault(query_id, []).append(found)
+            elif self._windows_as_one:
+                sequences += self._scored_as_one(document, query_id, first, ids)
+            else:
+                sequences += self._scored_apart(document, query_id, first, ids)
+        batches = [batch for query_id, found in cached.items() for batch in in_batches(found, query_id)]
+        truncated = sum(query.truncated for query in queries) + documents.truncated
+        combine = shared_scores(best_windows(num_values), documents.position_of)
+        return Prepared(sequences, sum(num_values), truncated, combine, batches)
+
+    def shortest_sequences(self) -> dict[str, int]:
+        return {
+            "a query": shortest_text(self._query_rules, self._tokenizer),
+            "a document": shortest_text(self._document_rules, self._tokenizer),
+        }
+
+    def _reader(self, request: ScoreRequest, long_inputs: LongInputs) -> DocumentReader:
+        builder = TextBuilder(
+            self._tokenizer, self._document_rules, long_inputs, "documents", long_inputs.max_document_tokens
+        )
+        if self._cache is None or request.cache == "bypass":
+            return DocumentReader(builder, None)
+        lookup = CacheLookup(self._cache, request.cache == "refresh", long_inputs, builder.own_length)
+        return DocumentReader(builder, lookup)
+
+    def _scored_as_one(
+        self, document: DocumentToRun, query_id: int, index: int, ids: RequestIds
+    ) -> list[TokenSequence]:
+        """The sequences of a document of which all windows together have the score `index`."""
+        sequence_ids = [ids.next_sequence_id() for _ in document.windows]
+        window = Window(sequence_ids[0], len(sequence_ids)) if len(sequence_ids) > 1 else None
+        payload = DocumentPayload(query_id, document.cache_key, document.truncated, window)
+        return [
+            TokenSequence.document(sequence_id, ids.slot(index), self._task, built.tokens, payload)
+            for sequence_id, built in zip(sequence_ids, document.windows, strict=True)
+        ]
+
+    def _scored_apart(
+        self, document: DocumentToRun, query_id: int, first: int, ids: RequestIds
+    ) -> list[TokenSequence]:
+        """The sequences of a document of which each window has a score, from the score `first` on. A document
+        is cached only where it is one sequence."""
+        cache_key = document.cache_key if len(document.windows) == 1 else None
+        payload = DocumentPayload(query_id, cache_key, document.truncated)
+        return [
+            TokenSequence.document(
+                ids.next_sequence_id(), ids.slot(first + i), self._task, built.tokens, payload
+            )
+            for i, built in enumerate(document.windows)
+        ]
 
 
 def in_batches(documents: Sequence[CachedDocument], query_id: int) -> Iterator[CachedBatch]:
@@ -79,26 +138,9 @@ def _priced(documents: list[CachedDocument], rows: int, query_id: int) -> Cached
     return CachedBatch(documents[0].slot.request_id, query_id, max(1, price), tuple(documents))
 
 
-def _as_one(
-    document: Document, slot: ResultSlot, query_id: int, task: str, keys: Iterator[int]
-) -> list[TokenSequence]:
-    """The sequences of a document of which all windows together have one score."""
-    ids = [next(keys) for _ in document.windows]
-    window = Window(ids[0], len(ids)) if len(ids) > 1 else None
-    payload = DocumentPayload(query_id, document.cache_key, document.truncated, window)
-    return [
-        TokenSequence.document(sequence_id, slot, task, built.tokens, payload)
-        for sequence_id, built in zip(ids, document.windows, strict=True)
-    ]
-
-
-def _apart(
-    document: Document, slots: list[ResultSlot], query_id: int, task: str, keys: Iterator[int]
-) -> list[TokenSequence]:
-    """The sequences of a document of which each window has a score; only a whole document is cached."""
-    cache_key = document.cache_key if len(slots) == 1 else None
-    payload = DocumentPayload(query_id, cache_key, document.truncated)
-    return [
-        TokenSequence.document(next(keys), slot, task, built.tokens, payload)
-        for slot, built in zip(slots, document.windows, strict=True)
-    ]
+def _instructed(rules: RoleRules, instruction: str | None) -> RoleRules:
+    """The rules for queries with the instruction in their prompt, if there is one."""
+    if instruction is None:
+        return rules
+    prompt = INSTRUCT.sub(lambda found: f"{found[1]}{instruction}{found[2]}", rules.prompt)
+    return replace(rules, prompt=prompt)

@@ -71,12 +71,12 @@ async def test_bfloat16_ranks_as_float32_does(checkpoint: str, pairs: list[Pair]
 async def test_an_instruction_changes_the_scores_and_pairs_are_ranked_each_by_itself(checkpoint: str) -> None:
     async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
         plain = await engine.score("a", ["b", "c"])
-        told = await engine.score("a", ["b", "c"], instruction="prefer the letter c")
+        instructed = await engine.score("a", ["b", "c"], instruction="prefer the letter c")
         alone = await engine.score("a", ["b"])
         by_pair = await engine.score(["a", "d"], ["b", "c"])
         with pytest.raises(InvalidRequestError, match="cannot embed"):
             await engine.embed(["a"])
-    assert np.abs(np.array(plain.scores) - np.array(told.scores)).max() > 1e-4
+    assert np.abs(np.array(plain.scores) - np.array(instructed.scores)).max() > 1e-4
     assert by_pair.scores[0] == pytest.approx(alone.scores[0], abs=1e-6)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
+from maxsimd.engine.preprocess import RequestIds
 from maxsimd.engine.preprocess.pairs import SHORTEST_PREFIX
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import Role
@@ -119,8 +120,12 @@ def _paths(
     """Where each pair of a request, or each window, is split, and its tokens."""
     running: Any = engine._running
     request = ScoreRequest(queries=(query,), documents=tuple(documents), truncation=truncation)
-    prepared = running.preprocessor.score(request, 0, running.keys)
-    return [(one.shared, one.token_ids.tolist()) for one in prepared.sequences if one.role is Role.PAIR]
+    prepared = running.preprocessor.score(request, RequestIds(0, running.keys))
+    return [
+        (one.shared_prefix_len, one.tokens.ids.tolist())
+        for one in prepared.sequences
+        if one.payload.role is Role.PAIR
+    ]
 
 
 async def test_a_pair_is_split_where_it_would_be_in_a_crowd(checkpoint: str, documents: list[str]) -> None:

@@ -1,4 +1,6 @@
-"""Cutting says what it did; nothing counts along that others could read half-way."""
+"""What becomes of texts that are too long: they are cut and counted, refused, or read through windows."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, Truncation
-from maxsimd.engine.preprocess.long_inputs import LongInputs
+from maxsimd.engine.preprocess.long_inputs import InputName, LongInputs, Room
 
 LENGTHS = st.integers(0, 60)
 
@@ -20,7 +22,7 @@ def test_a_text_is_truncated_where_less_of_it_is_read_than_the_checkpoint_would(
     length: int, room: int, own: int | None, most: int | None
 ) -> None:
     inputs = LongInputs(Truncation(max_tokens=-1), 100, 0)
-    fitted = inputs.fit(_text(length), room, 2, "documents", 0, own, most)
+    fitted = inputs.fit(_text(length), Room(room, 2), InputName("documents", 0), own, most)
     limits = [limit for limit in (own, most) if limit is not None]
     assert len(fitted.tokens) == min([length, room, *limits])
     as_meant = length if own is None else min(length, own)
@@ -33,12 +35,12 @@ def test_where_cutting_is_not_allowed_a_text_is_refused_by_its_own_length_and_th
 ) -> None:
     inputs = LongInputs(Truncation(), 100, 0)
     if min(length, 60 if own is None else own) <= room:
-        assert not inputs.fit(_text(length), room, 2, "documents", 3, own).truncated
+        assert not inputs.fit(_text(length), Room(room, 2), InputName("documents", 3), own).truncated
         return
     with pytest.raises(
         InvalidRequestError, match=f"has {length + 2} tokens, but at most {room + 2} can be run"
     ):
-        inputs.fit(_text(length), room, 2, "documents", 3, own)
+        inputs.fit(_text(length), Room(room, 2), InputName("documents", 3), own)
 
 
 def test_windows_and_limits_say_what_they_left_out() -> None:
@@ -46,7 +48,7 @@ def test_windows_and_limits_say_what_they_left_out() -> None:
     wanted = inputs.document(_text(30))
     assert (len(wanted.tokens), wanted.truncated) == (20, True)
     assert not inputs.document(_text(20)).truncated
-    windows = inputs.windows(_text(20), 8, 2, "documents", 0)
+    windows = inputs.windows(_text(20), Room(8, 2), InputName("documents", 0))
     assert [window.tokens.tolist() for window in windows] == [
         list(range(0, 8)),
         list(range(6, 14)),
@@ -67,3 +69,62 @@ async def test_every_input_that_is_cut_counts_and_no_other() -> None:
         assert limited.truncated == 0
         limited = await engine.score(long, documents, truncation=Truncation(max_query_tokens=5))
         assert limited.truncated == 1
+
+
+@given(st.integers(0, 80), st.integers(1, 20), st.integers(0, 19))
+def test_windows_cover_a_text_and_neighbours_share_exactly_the_overlap(
+    length: int, room: int, overlap: int
+) -> None:
+    inputs = LongInputs(Truncation(max_tokens=-1, windows=True), 100, overlap)
+    text = _text(length)
+    name = InputName("documents", 4)
+    if length > room and overlap >= room:
+        with pytest.raises(
+            InvalidRequestError, match=rf"^documents\[4\] .* windows of {room} tokens that share {overlap};"
+        ):
+            inputs.windows(text, Room(room, 2), name)
+        return
+    windows = [window.tokens.tolist() for window in inputs.windows(text, Room(room, 2), name)]
+    assert all(len(window) == room for window in windows[:-1])
+    assert len(windows[-1]) <= room
+    for before, after in itertools.pairwise(windows):
+        assert before[room - overlap :] == after[:overlap]
+        assert len(after) > overlap, "each window reads something new"
+    assert windows[0] + [token for window in windows[1:] for token in window[overlap:]] == text.tolist()
+
+
+def test_the_request_s_overlap_goes_before_the_engine_s() -> None:
+    text, room, name = _text(10), Room(4, 0), InputName("documents", 0)
+    asked = LongInputs(Truncation(windows=True, window_overlap=0), 100, 2)
+    assert [len(window.tokens) for window in asked.windows(text, room, name)] == [4, 4, 2]
+    default = LongInputs(Truncation(windows=True), 100, 2)
+    assert [len(window.tokens) for window in default.windows(text, room, name)] == [4, 4, 4, 4]
+
+
+def test_a_request_that_wants_no_windows_has_its_text_cut_or_refused() -> None:
+    text, room, name = _text(10), Room(4, 3), InputName("documents", 1)
+    (cut,) = LongInputs(Truncation(max_tokens=-1, side="left"), 100, 2).windows(text, room, name)
+    assert (cut.tokens.tolist(), cut.truncated) == ([6, 7, 8, 9], True)
+    with pytest.raises(InvalidRequestError, match=r"^documents\[1\] has 13 tokens, but at most 7 can be run"):
+        LongInputs(Truncation(), 100, 2).windows(text, room, name)
+
+
+def test_a_text_without_any_room_is_refused_where_it_would_be_cut_to_nothing() -> None:
+    inputs, name = LongInputs(Truncation(max_tokens=-1), 100, 0), InputName("documents", 1)
+    assert len(inputs.fit(_text(5), Room(1, 9), name).tokens) == 1
+    assert len(inputs.fit(_text(0), Room(0, 9), name).tokens) == 0
+    with pytest.raises(InvalidRequestError, match=r"^9 tokens stand around documents\[1\]") as refused:
+        inputs.fit(_text(5), Room(0, 9), name)
+    assert refused.value.param == "queries"
+
+
+@pytest.mark.parametrize(("asked", "limit"), [(None, 100), (-1, 100), (100, 100), (99, 99), (1, 1)])
+def test_a_request_may_ask_for_less_than_can_be_run(asked: int | None, limit: int) -> None:
+    inputs = LongInputs(Truncation(max_tokens=asked), 100, 0)
+    assert inputs.limit == limit
+    assert inputs.may_cut == (asked is not None)
+
+
+def test_a_request_may_not_ask_for_more_than_can_be_run() -> None:
+    with pytest.raises(InvalidRequestError, match="is 101, more than the 100 tokens"):
+        LongInputs(Truncation(max_tokens=101), 100, 0)

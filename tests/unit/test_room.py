@@ -1,7 +1,6 @@
-"""Budgets and lengths that leave no room: refused at start, and never the engine's death."""
+"""Budgets and lengths that leave no room are refused at start and never stop a running engine."""
 
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,9 @@ import numpy as np
 import pytest
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError, RequestFailedError, Truncation
-from maxsimd.engine.preprocess import Prepared
-from maxsimd.scheduler import ResultSlot, Sequence, Tokens
+from maxsimd.engine.preprocess import Prepared, RequestIds
+from maxsimd.engine.requests import RunOptions
+from maxsimd.scheduler import Sequence, Tokens
 from tests.checkpoints import bi_encoders, language_models
 
 
@@ -91,16 +91,17 @@ async def test_a_causal_model_is_run_in_chunks_of_any_budget_but_not_beyond_its_
 
 
 async def test_a_sequence_that_no_step_can_hold_fails_its_request_alone() -> None:
-    """None should come to be; were one to, the engine must live on."""
+    """No request makes one; if one did, the engine must go on."""
 
-    def too_long(owner: int) -> Prepared:
+    def too_long(request: RequestIds) -> Prepared:
         ids = np.full(100, 5, dtype=np.int32)
-        return Prepared([Sequence.text(next(keys), ResultSlot(owner, 0), "embed", Tokens(ids))], 1, 0)
+        return Prepared(
+            [Sequence.text(request.next_sequence_id(), request.slot(0), "embed", Tokens(ids))], 1, 0
+        )
 
-    keys = count(1_000_000)
     async with Engine(EngineConfig(max_batch_tokens=64)) as engine:
         running: Any = engine._running
         with pytest.raises(RequestFailedError, match="100 tokens do not fit a step of 64"):
-            await running.run(too_long, 0, None, None)
+            await running.run(too_long, RunOptions())
         assert engine.is_healthy
         assert (await engine.score("a", ["b"])).scores

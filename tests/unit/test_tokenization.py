@@ -10,6 +10,8 @@ from transformers import AutoTokenizer
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
+from tests.unit.preprocessing import CLS, SEP, VOCABULARY, fast_tokenizer, ids, words
+from tests.unit.preprocessing import tokenizer as small_tokenizer
 
 
 def _word_tokenizer() -> Tokenizer:
@@ -23,8 +25,8 @@ def test_longest_first_cuts_as_the_tokenizers_library_does(first: int, second: i
     tokenizer = _word_tokenizer()
     tokenizer.enable_truncation(room, strategy="longest_first")
     encoding = tokenizer.encode("a " * first, "b " * second)
-    kept = encoding.ids.count(0), encoding.ids.count(1)
-    assert longest_first(first, second, room) == kept
+    lengths = encoding.ids.count(0), encoding.ids.count(1)
+    assert longest_first(first, second, room) == lengths
 
 
 @pytest.mark.parametrize("checkpoint", ["bert_cross_encoder", "xlm_roberta_cross_encoder", "qwen3_embedding"])
@@ -61,3 +63,54 @@ def test_text_that_is_not_unicode_is_refused_by_name(bert_cross_encoder: str) ->
     with pytest.raises(InvalidRequestError, match="not valid Unicode") as raised:
         tokenizer.encode(["fine", "broken \ud800"], "documents")
     assert raised.value.param == "documents"
+
+
+def test_cutting_to_nothing_leaves_nothing_on_either_side() -> None:
+    for side in ("left", "right"):
+        assert cut(np.arange(5, dtype=np.int32), 0, side).tolist() == []  # type: ignore[arg-type]
+        assert cut(np.arange(5, dtype=np.int32), 5, side).tolist() == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
+    assert cut(np.arange(5, dtype=np.int32), 4, "right").tolist() == [0, 1, 2, 3]
+
+
+def test_a_template_is_learned_with_its_types() -> None:
+    made = small_tokenizer()
+    assert (made.single.special_tokens, made.pair.special_tokens) == (2, 3)
+    token_ids, types = made.pair.fill(np.array([20, 21], np.int32), np.array([22], np.int32))
+    assert (token_ids.tolist(), types.tolist()) == ([CLS, 20, 21, SEP, 22, SEP], [0, 0, 0, 0, 1, 1])
+    bare = small_tokenizer(special_tokens=False)
+    assert (bare.single.special_tokens, bare.pair.special_tokens) == (0, 0)
+
+
+def test_the_tokens_of_a_span_are_those_that_hold_one_of_its_characters() -> None:
+    made, text = small_tokenizer(), "w1 w22 w333"
+    assert made.span(text, 3, 6, "documents") == (1, 2)
+    assert made.span(text, 4, 5, "documents") == (1, 2)
+    assert made.span(text, 1, 8, "documents") == (0, 3)
+    assert made.span(text, 2, 3, "documents") == (3, 3), "a space is in no token"
+    assert made.span(text, 2, 7, "documents") == (1, 2)
+    assert made.span("", 0, 0, "documents") == (0, 0)
+    with pytest.raises(InvalidRequestError, match=r"^documents holds a text that is not valid Unicode"):
+        made.span("\ud800", 0, 1, "documents")
+
+
+def test_whole_texts_and_their_way_back() -> None:
+    made = small_tokenizer()
+    assert made.encode_whole("w0 w1") == ([CLS, *ids(2), SEP], ["[CLS]", "w0", "w1", "[SEP]"])
+    assert made.decode([CLS, *ids(2)]) == "[CLS] w0 w1", "special tokens included"
+    assert made.token_id("w0") == ids(1)[0]
+    assert made.vocabulary_size == VOCABULARY
+    assert made.encode([], "documents") == []
+
+
+def test_a_tokenizer_that_is_not_a_fast_one_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="object has no fast tokeniser"):
+        TextTokenizer(object())
+
+
+def test_padding_and_truncation_of_the_checkpoint_s_tokenizer_are_left_out() -> None:
+    original = fast_tokenizer()
+    original.backend_tokenizer.enable_padding(length=9)
+    original.backend_tokenizer.enable_truncation(4)
+    made = TextTokenizer(original)
+    assert [len(tokens) for tokens in made.encode(["w0", words(7)], "documents")] == [1, 7]
+    assert made.single.special_tokens == 2

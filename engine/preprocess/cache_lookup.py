@@ -1,0 +1,71 @@
+"""Under which keys a request finds and caches the embeddings of documents."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
+from maxsimd.engine.preprocess.long_inputs import LongInputs
+from maxsimd.engine.preprocess.texts import BuiltText
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKeys:
+    """The keys of one document. It is cached as `plain` if any request would read it alike: it fits, or is
+    read to the checkpoint's own length. Else it is cached `as_requested`: for requests that say the same of
+    documents that do not fit."""
+
+    plain: bytes
+    as_requested: bytes
+
+
+class CacheLookup:
+    """Looks up the documents of one request. With `refresh` nothing is found, and what is cached is dropped.
+
+    `own_length` is how much of a document the checkpoint reads, None for all of it."""
+
+    def __init__(
+        self, cache: EmbeddingCache, refresh: bool, long_inputs: LongInputs, own_length: int | None
+    ) -> None:
+        self._cache = cache
+        self._refresh = refresh
+        self._long_inputs = long_inputs
+        self._own_length = own_length
+
+    def find(self, texts: Sequence[str]) -> list[CachedEmbedding | CacheKeys]:
+        """For each text its embedding, or the keys to cache it under. Counts hits and misses."""
+        keys = [self._keys(text) for text in texts]
+        if self._refresh:
+            for key in keys:
+                self._cache.drop(key.plain)
+                self._cache.drop(key.as_requested)
+            return list(keys)
+        found = [self._get(key) for key in keys]
+        hits = sum(entry is not None for entry in found)
+        self._cache.count(hits, len(found) - hits)
+        return [key if entry is None else entry for key, entry in zip(keys, found, strict=True)]
+
+    def key_for(self, keys: CacheKeys, windows: Sequence[BuiltText]) -> bytes:
+        """The key for a document that is read through `windows`, or through one sequence."""
+        whole = len(windows) == 1 and not windows[0].truncated
+        return keys.plain if whole and self._is_plain(len(windows[0].tokens)) else keys.as_requested
+
+    def _keys(self, text: str) -> CacheKeys:
+        # These words are part of the keys of caches on disk.
+        return CacheKeys(
+            self._cache.key(text, "as it is"), self._cache.key(text, self._long_inputs.signature)
+        )
+
+    def _get(self, keys: CacheKeys) -> CachedEmbedding | None:
+        if self._long_inputs.max_document_tokens is None:
+            plain = self._cache.get(keys.plain)
+            if plain is not None and plain.tokens <= self._long_inputs.limit and self._is_plain(plain.tokens):
+                return plain
+        return self._cache.get(keys.as_requested)
+
+    def _is_plain(self, tokens: int) -> bool:
+        """Whether any request would read a document as this one does that comes to this number of `tokens`.
+        One of the checkpoint's own length may have been cut to it, at its end and not into windows."""
+        if self._long_inputs.max_document_tokens is not None:
+            return False
+        cut_as_usual = self._long_inputs.side == "right" and not self._long_inputs.uses_windows
+        return self._own_length is None or tokens < self._own_length or cut_as_usual

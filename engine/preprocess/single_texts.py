@@ -1,0 +1,57 @@
+"""Requests to embed or classify texts, each a sequence by itself."""
+
+from dataclasses import replace
+
+from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.long_inputs import LengthLimits
+from maxsimd.engine.preprocess.prepared import Prepared
+from maxsimd.engine.preprocess.request_ids import RequestIds
+from maxsimd.engine.preprocess.texts import TextBuilder, shortest_text
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.requests import EmbedRequest
+from maxsimd.scheduler import Role, Sequence
+
+_ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
+
+
+class TextStrategy:
+    """Turns texts into sequences for one model. Thread-safe."""
+
+    def __init__(self, model: LoadedModel, tokenizer: TextTokenizer, limits: LengthLimits) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._limits = limits
+
+    def prepare(self, request: EmbedRequest, ids: RequestIds) -> Prepared:
+        """One sequence a text, in order."""
+        long_inputs = self._limits.applied_to(request.truncation)
+        builder = TextBuilder(self._tokenizer, self._rules(request), long_inputs, "input")
+        encoded = iter(builder.encode([text for text in request.texts if isinstance(text, str)]))
+        built = [
+            builder.build(next(encoded), i) if isinstance(text, str) else builder.build_from_ids(text, i)
+            for i, text in enumerate(request.texts)
+        ]
+        role = _ROLES.get(request.input_type or "", Role.TEXT)
+        sequences = [
+            Sequence.text(ids.next_sequence_id(), ids.slot(i), request.task, text.tokens, role)
+            for i, text in enumerate(built)
+        ]
+        return Prepared(sequences, len(sequences), sum(text.truncated for text in built))
+
+    def shortest_sequences(self) -> dict[str, int]:
+        """How many tokens the shortest text has, by what errors call it."""
+        return {"a text": shortest_text(self._model.text, self._tokenizer)}
+
+    def _rules(self, request: EmbedRequest) -> RoleRules:
+        """The rules of the request's role, with the prompt that it names."""
+        rules = self._model.rules(request.input_type)
+        if request.prompt_name is None:
+            return rules
+        prompts = self._model.prompts
+        if request.prompt_name not in prompts:
+            names = ", ".join(sorted(prompts)) or "none"
+            raise InvalidRequestError(
+                f"there is no prompt named {request.prompt_name!r}; this model has: {names}", "prompt_name"
+            )
+        return replace(rules, prompt=prompts[request.prompt_name])

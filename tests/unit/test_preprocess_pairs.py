@@ -1,0 +1,181 @@
+"""Pairs that the tokeniser joins: what is read of both texts, how they are cut, and their windows."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.engine.checkpoint import PairRules
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, ScoreRequest, Truncation
+from maxsimd.scheduler import ResultSlot, Role
+from tests.unit.preprocessing import CLS, SEP, ids, model, preprocessor, request_ids, words
+
+LONGEST_FIRST = PairRules(truncation="longest_first")
+ONLY_SECOND = PairRules(truncation="only_second")
+DOCUMENT = 500  # the first word of documents
+
+
+def score(
+    queries: list[str],
+    documents: list[str],
+    truncation: Truncation = REFUSE_LONG,
+    *,
+    pairs: PairRules = LONGEST_FIRST,
+    max_tokens: int = 64,
+    overlap: int = 0,
+    special_tokens: bool = True,
+) -> Prepared:
+    described = model(score_task="classify", pairs=pairs, max_tokens=max_tokens)
+    made = preprocessor(described, overlap=overlap, special_tokens=special_tokens)
+    request = ScoreRequest(queries=tuple(queries), documents=tuple(documents), truncation=truncation)
+    return made.score(request, request_ids())
+
+
+def document(length: int) -> str:
+    return words(length, DOCUMENT)
+
+
+def pair(query: list[int], read: list[int]) -> list[int]:
+    return [CLS, *query, SEP, *read, SEP]
+
+
+def tokens_of(prepared: Prepared) -> list[list[int]]:
+    return [sequence.tokens.ids.tolist() for sequence in prepared.sequences]
+
+
+def test_one_query_is_joined_with_every_document_and_n_queries_each_with_its_own() -> None:
+    one = score(["w1"], [document(2), document(3)])
+    assert tokens_of(one) == [pair(ids(1, 1), ids(2, DOCUMENT)), pair(ids(1, 1), ids(3, DOCUMENT))]
+    two = score(["w1", "w2"], [document(2), document(3)])
+    assert tokens_of(two) == [pair(ids(1, 1), ids(2, DOCUMENT)), pair(ids(1, 2), ids(3, DOCUMENT))]
+    types = two.sequences[0].tokens.type_ids
+    assert types is not None
+    assert types.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_pairs_are_named_by_the_request_and_fill_its_slots_in_order() -> None:
+    prepared = score(["w1"], [document(2), document(3), document(2)])
+    assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102]
+    assert [sequence.payload.slot for sequence in prepared.sequences] == [ResultSlot(7, i) for i in range(3)]
+    assert {sequence.payload.role for sequence in prepared.sequences} == {Role.PAIR}
+    assert prepared.results == 3
+    usage = usage_of(prepared)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.cached_documents) == (6 + 7 + 6, 0, 0)
+    assert prepared.combine([1.0, 3.0, 2.0]).tolist() == [1, 3, 2]
+
+
+def test_a_pair_that_just_fits_is_whole_and_the_next_longer_one_is_refused_or_cut() -> None:
+    assert tokens_of(score([words(4)], [document(5)], max_tokens=12)) == [pair(ids(4), ids(5, DOCUMENT))]
+    assert score([words(4)], [document(5)], CUT_LONG, max_tokens=12).truncated == 0
+    with pytest.raises(
+        InvalidRequestError, match=r"^documents\[1\] has 13 tokens, but at most 12 can be run"
+    ) as refused:
+        score([words(4)], [document(5), document(6)], max_tokens=12)
+    assert refused.value.param == "documents"
+    cut = score([words(4)], [document(5), document(6), document(7)], CUT_LONG, max_tokens=12)
+    assert tokens_of(cut)[1] == pair(ids(4), ids(5, DOCUMENT))
+    assert cut.truncated == 2
+
+
+def test_the_longer_text_is_cut_first_at_the_side_that_the_request_names() -> None:
+    query, read = [words(20)], [document(3)]
+    assert tokens_of(score(query, read, CUT_LONG, max_tokens=12)) == [pair(ids(6), ids(3, DOCUMENT))]
+    left = Truncation(max_tokens=-1, side="left")
+    assert tokens_of(score(query, read, left, max_tokens=12)) == [pair(ids(6, 14), ids(3, DOCUMENT))]
+    both = score([words(20)], [document(30)], left, max_tokens=12)
+    assert tokens_of(both) == [pair(ids(4, 16), ids(5, DOCUMENT + 25))]
+
+
+def test_a_model_that_cuts_only_documents_reads_the_whole_query() -> None:
+    cut = score([words(7)], [document(20)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
+    assert tokens_of(cut) == [pair(ids(7), ids(2, DOCUMENT))]
+    # Exactly full: nothing of the document is left.
+    assert tokens_of(score([words(9)], [document(2)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)) == [
+        pair(ids(9), [])
+    ]
+    with pytest.raises(
+        InvalidRequestError, match=r"^the query has 10 tokens and leaves no room for documents\[1\]"
+    ) as refused:
+        score(["w1", words(10)], ["w2", document(2)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
+    assert refused.value.param == "queries"
+
+
+def test_the_request_s_own_limits_cut_queries_and_documents_and_are_counted() -> None:
+    limits = Truncation(max_query_tokens=2, max_document_tokens=4)
+    prepared = score([words(3)], [document(4), document(5), document(6)], limits)
+    assert tokens_of(prepared) == [pair(ids(2), ids(4, DOCUMENT))] * 3
+    assert prepared.truncated == 3, "the query once, and two documents"
+    left = Truncation(max_query_tokens=2, max_document_tokens=4, side="left")
+    assert tokens_of(score([words(3)], [document(6)], left)) == [pair(ids(2, 1), ids(4, DOCUMENT + 2))]
+    assert score([words(2)], [document(4)], limits).truncated == 0
+    # Each query that is cut counts.
+    assert score([words(3)] * 3, [document(5)] * 3, limits).truncated == 6
+
+
+def test_a_limited_document_that_is_cut_again_counts_once() -> None:
+    limits = Truncation(max_tokens=10, max_document_tokens=9)
+    assert score([words(3)], [document(20)], limits).truncated == 1
+
+
+@given(st.integers(0, 5), st.integers(0, 60), st.integers(0, 3), st.integers(12, 24))
+def test_windows_stand_behind_the_query_and_cover_the_document(
+    query: int, length: int, overlap: int, limit: int
+) -> None:
+    truncation = Truncation(max_tokens=limit, windows=True)
+    prepared = score([words(query)], [document(length)], truncation, overlap=overlap)
+    bodies = []
+    for window in tokens_of(prepared):
+        assert len(window) <= limit
+        assert window[: query + 2] == [CLS, *ids(query), SEP]
+        assert window[-1] == SEP
+        bodies.append(window[query + 2 : -1])
+    if query + length + 3 <= limit:
+        assert bodies == [ids(length, DOCUMENT)]
+        return
+    assert [len(body) for body in bodies[:-1]] == [limit - 3 - query] * (len(bodies) - 1)
+    assert bodies[0] + [token for body in bodies[1:] for token in body[overlap:]] == ids(length, DOCUMENT)
+    for before, after in itertools.pairwise(bodies):
+        assert after[:overlap] == before[len(before) - overlap :]
+    assert prepared.truncated == 0
+
+
+def test_the_best_of_each_document_s_windows_is_its_score() -> None:
+    truncation = Truncation(max_tokens=8, windows=True)
+    prepared = score(["w1"], [document(9), document(2), document(5)], truncation)
+    assert [len(sequence) for sequence in prepared.sequences] == [8, 8, 5, 6, 8, 5]
+    assert prepared.results == 6
+    np.testing.assert_array_equal(prepared.combine([1, 9, 2, -5, 3, 4]), [9, -5, 4])
+    assert usage_of(prepared).prompt_tokens == 40
+
+
+def test_windows_that_leave_no_room_beside_the_query_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 2 tokens that share 2"):
+        score([words(7)], [document(9)], Truncation(max_tokens=12, windows=True), overlap=2)
+    assert score([words(6)], [document(9)], Truncation(max_tokens=12, windows=True), overlap=2).results == 7
+
+
+def test_a_pair_without_tokens_is_refused_by_its_index() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"^documents\[1\] and its query have no tokens; leave them out$"
+    ) as refused:
+        score(["", ""], ["w1", ""], special_tokens=False)
+    assert refused.value.param == "documents"
+    assert tokens_of(score([""], [""])) == [[CLS, SEP, SEP]]
+
+
+def test_an_instruction_is_refused_where_there_is_no_place_for_one() -> None:
+    made = preprocessor(model(score_task="classify"))
+    for instruction in ("w1", ""):
+        with pytest.raises(InvalidRequestError, match="takes no instruction") as refused:
+            made.score(ScoreRequest(queries=("a",), documents=("b",), instruction=instruction), request_ids())
+        assert refused.value.param == "instruction"
+
+
+def test_a_limit_beyond_what_the_model_takes_is_refused() -> None:
+    assert score(["a"], ["b"], Truncation(max_tokens=64)).results == 1
+    with pytest.raises(InvalidRequestError, match="is 65, more than the 64"):
+        score(["a"], ["b"], Truncation(max_tokens=65))

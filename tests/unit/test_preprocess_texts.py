@@ -1,0 +1,285 @@
+"""Single texts: their role's prompt and length, what they are filled up with and what is not pooled."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.engine.checkpoint import RoleRules
+from maxsimd.engine.checkpoint.model import Expansion
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess import Prepared, Preprocessor
+from maxsimd.engine.preprocess.long_inputs import LongInputs
+from maxsimd.engine.preprocess.texts import TextBuilder
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, EmbedRequest, Truncation
+from maxsimd.scheduler import ResultSlot, Role
+from tests.unit.preprocessing import (
+    CLS,
+    DOCUMENT_PROMPT,
+    MASK,
+    QUERY_PROMPT,
+    SEP,
+    VOCABULARY,
+    ids,
+    model,
+    preprocessor,
+    request_ids,
+    tokenizer,
+    words,
+)
+
+ROLES = {
+    "query": RoleRules(prompt="query: "),
+    "document": RoleRules(prompt="passage: "),
+    "prompts": {"query": "query: ", "named": "w900 w901 "},
+}
+
+
+def embed(
+    made: Preprocessor,
+    texts: list[str | tuple[int, ...]],
+    truncation: Truncation = REFUSE_LONG,
+    **options: str,
+) -> Prepared:
+    request = EmbedRequest(texts=tuple(texts), task="embed", truncation=truncation, **options)  # type: ignore[arg-type]
+    return made.embed(request, request_ids())
+
+
+def tokens_of(prepared: Prepared) -> list[list[int]]:
+    return [sequence.tokens.ids.tolist() for sequence in prepared.sequences]
+
+
+def one(
+    rules: RoleRules,
+    text: str | tuple[int, ...],
+    truncation: Truncation = REFUSE_LONG,
+    max_tokens: int = 64,
+    special_tokens: bool = True,
+) -> tuple[list[int], list[int] | None, int, int]:
+    """A text's token ids, the positions that are pooled, how many are attended, and whether it was cut."""
+    made = preprocessor(model(text=rules, max_tokens=max_tokens), special_tokens=special_tokens)
+    prepared = embed(made, [text], truncation)
+    tokens = prepared.sequences[0].tokens
+    pooled = None if tokens.pooled_positions is None else tokens.pooled_positions.tolist()
+    return tokens.ids.tolist(), pooled, tokens.num_attended, prepared.truncated
+
+
+def test_each_role_has_its_own_prompt_and_a_named_prompt_takes_its_place() -> None:
+    made = preprocessor(model(**ROLES))
+    text = ids(2)
+    assert tokens_of(embed(made, [words(2)])) == [[CLS, *text, SEP]]
+    assert tokens_of(embed(made, [words(2)], input_type="query")) == [[CLS, QUERY_PROMPT, *text, SEP]]
+    assert tokens_of(embed(made, [words(2)], input_type="document")) == [[CLS, DOCUMENT_PROMPT, *text, SEP]]
+    for input_type in ({}, {"input_type": "document"}):
+        named = embed(made, [words(2)], prompt_name="named", **input_type)
+        assert tokens_of(named) == [[CLS, *ids(2, 900), *text, SEP]]
+
+
+def test_a_prompt_that_the_model_lacks_is_refused_with_the_names_that_it_has() -> None:
+    with pytest.raises(InvalidRequestError, match="'other'; this model has: named, query") as refused:
+        embed(preprocessor(model(**ROLES)), ["a"], prompt_name="other")
+    assert refused.value.param == "prompt_name"
+    with pytest.raises(InvalidRequestError, match="this model has: none"):
+        embed(preprocessor(model()), ["a"], prompt_name="other")
+
+
+def test_a_named_prompt_keeps_the_other_rules_of_the_role() -> None:
+    made = preprocessor(model(query=RoleRules("query: ", max_tokens=5), prompts={"named": "w900 "}))
+    prepared = embed(made, [words(9)], input_type="query", prompt_name="named")
+    assert tokens_of(prepared) == [[CLS, *ids(1, 900), *ids(2), SEP]]
+
+
+def test_texts_and_token_ids_come_out_in_their_order_with_the_ids_of_the_request() -> None:
+    prepared = embed(preprocessor(model()), [words(1), (5, 6, 7), words(3)], input_type="document")
+    assert tokens_of(prepared) == [[CLS, *ids(1), SEP], [5, 6, 7], [CLS, *ids(3), SEP]]
+    assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102]
+    assert [sequence.payload.slot for sequence in prepared.sequences] == [ResultSlot(7, i) for i in range(3)]
+    assert {(s.payload.role, s.payload.task, s.request_id) for s in prepared.sequences} == {
+        (Role.DOCUMENT, "embed", 7)
+    }
+    assert (prepared.results, prepared.truncated, prepared.num_new_tokens) == (3, 0, 11)
+
+
+@pytest.mark.parametrize(("input_type", "role"), [("query", Role.QUERY), (None, Role.TEXT)])
+def test_a_sequence_has_the_role_that_the_request_names(input_type: str, role: Role) -> None:
+    prepared = embed(preprocessor(model()), ["a"], input_type=input_type)
+    assert prepared.sequences[0].payload.role is role
+
+
+def test_a_text_that_just_fits_is_whole_and_the_next_longer_one_is_refused_or_cut() -> None:
+    made = preprocessor(model(max_tokens=10))
+    assert embed(made, [words(8)], CUT_LONG).truncated == 0
+    assert tokens_of(embed(made, [words(8)])) == [[CLS, *ids(8), SEP]]
+    with pytest.raises(
+        InvalidRequestError, match=r"^input\[1\] has 11 tokens, but at most 10 can"
+    ) as refused:
+        embed(made, ["a", words(9)])
+    assert refused.value.param == "input"
+    right = embed(made, [words(9)], CUT_LONG)
+    assert (tokens_of(right), right.truncated) == ([[CLS, *ids(8), SEP]], 1)
+    left = embed(made, [words(9), "w0", words(20)], Truncation(max_tokens=-1, side="left"))
+    assert tokens_of(left) == [[CLS, *ids(8, 1), SEP], [CLS, *ids(1), SEP], [CLS, *ids(8, 12), SEP]]
+    assert left.truncated == 2
+
+
+def test_the_least_of_what_the_model_takes_and_the_engine_runs_is_the_limit() -> None:
+    for taken, longest in ((10, 12), (12, 10)):
+        made = preprocessor(model(max_tokens=taken), longest=longest)
+        assert tokens_of(embed(made, [words(50)], CUT_LONG)) == [[CLS, *ids(8), SEP]]
+        with pytest.raises(InvalidRequestError, match="is 11, more than the 10 tokens") as refused:
+            embed(made, ["a"], Truncation(max_tokens=11))
+        assert refused.value.param == "truncate_prompt_tokens"
+        assert tokens_of(embed(made, ["a"], Truncation(max_tokens=10))) == [[CLS, 7, SEP]]
+
+
+def test_a_limit_that_holds_no_text_is_refused() -> None:
+    made = preprocessor(model())
+    assert tokens_of(embed(made, [words(5)], Truncation(max_tokens=3))) == [[CLS, *ids(1), SEP]]
+    with pytest.raises(InvalidRequestError, match=r"^2 tokens leave no room beside 2 special tokens$"):
+        embed(made, [words(5)], Truncation(max_tokens=2))
+
+
+def test_a_role_s_own_length_cuts_without_counting_as_truncation() -> None:
+    rules = RoleRules(max_tokens=6)
+    assert one(rules, words(4)) == ([CLS, *ids(4), SEP], None, 6, 0)
+    assert one(rules, words(5)) == ([CLS, *ids(4), SEP], None, 6, 0)
+    # What the request cuts off beyond that does count.
+    assert one(rules, words(9), Truncation(max_tokens=5)) == ([CLS, *ids(3), SEP], None, 5, 1)
+    assert one(rules, words(9), Truncation(max_tokens=6)) == ([CLS, *ids(4), SEP], None, 6, 0)
+    assert one(RoleRules(max_tokens=1), words(9)) == ([CLS, SEP], None, 2, 0)
+
+
+def test_token_ids_are_run_as_they_are_and_obey_the_same_limits() -> None:
+    given_ids = tuple(range(20, 29))
+    assert one(RoleRules(prompt="query: "), given_ids) == (list(given_ids), None, 9, 0)
+    assert one(RoleRules(max_tokens=6), given_ids) == (list(given_ids[:6]), None, 6, 0)
+    assert one(RoleRules(), given_ids, max_tokens=9) == (list(given_ids), None, 9, 0)
+    with pytest.raises(InvalidRequestError, match="has 9 tokens, but at most 8"):
+        one(RoleRules(), given_ids, max_tokens=8)
+    cut = one(RoleRules(), given_ids, Truncation(max_tokens=8, side="left"))
+    assert cut == (list(given_ids[1:]), None, 8, 1)
+
+
+@pytest.mark.parametrize("wrong", [(), (-1,), (VOCABULARY,), (5, VOCABULARY), (5, -1, 6)])
+def test_token_ids_outside_of_the_vocabulary_are_refused(wrong: tuple[int, ...]) -> None:
+    assert one(RoleRules(), (0, VOCABULARY - 1))[0] == [0, VOCABULARY - 1]
+    with pytest.raises(InvalidRequestError, match=rf"^input\[0\] must .* from 0 to {VOCABULARY - 1}$"):
+        one(RoleRules(), wrong)
+
+
+def test_a_text_without_tokens_is_refused_only_where_nothing_stands_around_it() -> None:
+    assert one(RoleRules(), "")[0] == [CLS, SEP]
+    with pytest.raises(InvalidRequestError, match=r"input\[0\] has no tokens; leave it out"):
+        one(RoleRules(), "", special_tokens=False)
+
+
+@pytest.mark.parametrize("attended", [True, False])
+def test_a_query_is_filled_up_to_the_length_of_its_expansion(attended: bool) -> None:
+    rules = RoleRules(expansion=Expansion(6, MASK, attended, fixed=False))
+    assert one(rules, words(2)) == ([CLS, *ids(2), SEP, MASK, MASK], None, 6 if attended else 4, 0)
+    assert one(rules, words(3)) == ([CLS, *ids(3), SEP, MASK], None, 6 if attended else 5, 0)
+    assert one(rules, words(4)) == ([CLS, *ids(4), SEP], None, 6, 0)
+    assert one(rules, words(5)) == ([CLS, *ids(5), SEP], None, 7, 0)
+    # What is cut by the request is filled up all the same, as are token ids.
+    cut = one(rules, words(9), Truncation(max_tokens=5))
+    assert cut == ([CLS, *ids(3), SEP, MASK], None, 6 if attended else 5, 1)
+    assert one(rules, (20, 21))[0] == [20, 21, MASK, MASK, MASK, MASK]
+
+
+def test_the_filling_has_type_0() -> None:
+    rules = RoleRules(expansion=Expansion(6, MASK, True, fixed=False))
+    tokens = embed(preprocessor(model(text=rules)), ["a"]).sequences[0].tokens
+    assert tokens.type_ids is not None
+    assert tokens.type_ids.tolist() == [0] * 6
+
+
+def test_tokens_of_the_skip_list_are_not_pooled() -> None:
+    rules = RoleRules(skipped_ids=np.array([*ids(1, 1), SEP]))
+    assert one(rules, words(4)) == ([CLS, *ids(4), SEP], [0, 1, 3, 4], 6, 0)
+    assert one(RoleRules(skipped_ids=np.array([MASK])), words(4))[1] is None
+
+
+def test_a_prompt_that_is_not_pooled_is_left_out_with_what_stands_before_it() -> None:
+    rules = RoleRules(prompt="query: w900 ", pool_prompt=False)
+    assert one(rules, words(2)) == ([CLS, QUERY_PROMPT, *ids(1, 900), *ids(2), SEP], [3, 4, 5], 6, 0)
+    assert one(RoleRules(prompt="query: w900 "), words(2))[1] is None
+    assert one(RoleRules(pool_prompt=False), words(2))[1] is None, "without a prompt everything is pooled"
+    # Token ids are the caller's own: they have no prompt.
+    assert one(rules, (20, 21, 22, 23, 24))[1] is None
+
+
+def test_a_text_that_is_cut_within_its_prompt_is_pooled_whole() -> None:
+    rules = RoleRules(prompt="query: w900 w901 ", pool_prompt=False)
+    # Of [CLS] and three tokens of the prompt nothing is left to pool but [SEP].
+    assert one(rules, words(2), Truncation(max_tokens=5))[1] == [4]
+    bare = {"special_tokens": False}
+    assert one(rules, words(2), Truncation(max_tokens=4), **bare)[1] == [3]  # type: ignore[arg-type]
+    assert one(rules, words(2), Truncation(max_tokens=3), **bare)[1] is None  # type: ignore[arg-type]
+
+
+def test_a_skip_list_and_an_unpooled_prompt_add_up() -> None:
+    rules = RoleRules(prompt="query: ", pool_prompt=False, skipped_ids=np.array([SEP]))
+    assert one(rules, words(2))[1] == [2, 3]
+
+
+def windows_of(
+    rules: RoleRules, length: int, truncation: Truncation, max_tokens: int | None = None
+) -> list[tuple[list[int], bool]]:
+    made = tokenizer()
+    builder = TextBuilder(made, rules, LongInputs(truncation, 64, 0), "documents", max_tokens)
+    built = builder.windows(builder.encode([words(length)])[0], 0)
+    return [(window.tokens.ids.tolist(), window.truncated) for window in built]
+
+
+@given(
+    st.integers(0, 60),
+    st.integers(0, 3),
+    st.integers(8, 20),
+    st.none() | st.integers(8, 20),
+    st.integers(0, 2),
+)
+def test_every_window_stands_behind_the_prompt(
+    length: int, prompt: int, limit: int, own_length: int | None, overlap: int
+) -> None:
+    rules = RoleRules(prompt=words(prompt, 900) + " " if prompt else "", max_tokens=own_length)
+    windows = windows_of(rules, length, Truncation(max_tokens=limit, windows=True, window_overlap=overlap))
+    longest = limit if own_length is None else min(limit, own_length)
+    bodies = []
+    for window, truncated in windows:
+        assert not truncated
+        assert len(window) <= longest
+        assert window[: 1 + prompt] == [CLS, *ids(prompt, 900)]
+        assert window[-1] == SEP
+        bodies.append(window[1 + prompt : -1])
+    if 2 + prompt + length <= longest:
+        assert bodies == [ids(length)]
+        return
+    assert len(bodies) > 1
+    for before, after in itertools.pairwise(bodies):
+        assert len(before) == longest - 2 - prompt, "only the last window is shorter"
+        assert after[:overlap] == before[len(before) - overlap :]
+        assert len(after) > overlap
+    assert bodies[0] + [token for body in bodies[1:] for token in body[overlap:]] == ids(length)
+
+
+def test_windows_read_no_more_than_the_request_wants_of_a_document() -> None:
+    through_windows = Truncation(max_tokens=6, windows=True)
+    assert windows_of(RoleRules(), 20, through_windows, max_tokens=6) == [
+        ([CLS, *ids(4), SEP], True),
+        ([CLS, *ids(2, 4), SEP], True),
+    ]
+    assert windows_of(RoleRules(), 20, through_windows, max_tokens=4) == [([CLS, *ids(4), SEP], True)]
+    assert windows_of(RoleRules(), 4, through_windows, max_tokens=4) == [([CLS, *ids(4), SEP], False)]
+
+
+def test_without_windows_a_document_is_one_sequence() -> None:
+    assert windows_of(RoleRules(), 20, Truncation(max_tokens=6)) == [([CLS, *ids(4), SEP], True)]
+
+
+def test_windows_that_leave_no_room_behind_the_prompt_are_refused() -> None:
+    rules = RoleRules(prompt=words(4, 900) + " ")
+    assert len(windows_of(rules, 3, Truncation(max_tokens=7, windows=True))) == 3
+    with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 0 tokens that share 0"):
+        windows_of(rules, 3, Truncation(max_tokens=6, windows=True))

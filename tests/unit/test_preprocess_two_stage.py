@@ -1,0 +1,260 @@
+"""Queries and documents that are run apart: each different document once for each query, then its scores."""
+
+import numpy as np
+import pytest
+
+from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.checkpoint import RoleRules
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.preprocess.two_stage import CACHED_ROWS, ROWS_PER_TOKEN, in_batches
+from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
+from maxsimd.engine.scoring.documents import CachedDocument
+from maxsimd.scheduler import ResultSlot, Role, Sequence
+from tests.unit.preprocessing import (
+    CLS,
+    DOCUMENT_PROMPT,
+    QUERY_PROMPT,
+    SEP,
+    embedding,
+    empty_cache,
+    ids,
+    model,
+    preprocessor,
+    request_ids,
+    words,
+)
+
+LATE_INTERACTION, BI_ENCODER = "token_embed", "embed"
+
+
+def score(
+    queries: list[str],
+    documents: list[str],
+    truncation: Truncation = REFUSE_LONG,
+    *,
+    task: str = LATE_INTERACTION,
+    instruction: str | None = None,
+    cache: EmbeddingCache | None = None,
+    **changes: object,
+) -> Prepared:
+    made = preprocessor(model(score_task=task, **changes), cache=cache)
+    request = ScoreRequest(
+        queries=tuple(queries), documents=tuple(documents), truncation=truncation, instruction=instruction
+    )
+    return made.score(request, request_ids())
+
+
+def tokens_of(prepared: Prepared) -> list[list[int]]:
+    return [sequence.tokens.ids.tolist() for sequence in prepared.sequences]
+
+
+def documents_of(prepared: Prepared) -> list[Sequence]:
+    return [sequence for sequence in prepared.sequences if sequence.payload.role is Role.DOCUMENT]
+
+
+def slots_of(prepared: Prepared) -> list[int]:
+    return [one.payload.slot.index for one in documents_of(prepared) if one.payload.slot]
+
+
+@pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
+def test_queries_come_first_and_documents_wait_for_theirs(task: str) -> None:
+    prepared = score(["w1", "w2 w3"], ["w4", "w5 w6 w7"], task=task)
+    assert tokens_of(prepared) == [
+        [CLS, *ids(1, 1), SEP],
+        [CLS, *ids(2, 2), SEP],
+        [CLS, *ids(1, 4), SEP],
+        [CLS, *ids(3, 5), SEP],
+    ]
+    assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102, 103]
+    assert [sequence.payload.role for sequence in prepared.sequences] == [Role.QUERY] * 2 + [
+        Role.DOCUMENT
+    ] * 2
+    assert {(sequence.request_id, sequence.payload.task) for sequence in prepared.sequences} == {(7, task)}
+    assert [sequence.num_consumers for sequence in prepared.sequences] == [1, 1, 0, 0]
+    assert [sequence.waits_for for sequence in prepared.sequences] == [None, None, 100, 101]
+    assert [sequence.payload.slot for sequence in prepared.sequences[2:]] == [
+        ResultSlot(7, 0),
+        ResultSlot(7, 1),
+    ]
+    assert prepared.results == 2
+    assert prepared.combine([3, 4]).tolist() == [3, 4]
+    assert usage_of(prepared).prompt_tokens == 3 + 4 + 3 + 5
+
+
+def test_equal_documents_of_one_query_are_run_once_and_share_their_score() -> None:
+    prepared = score(["w1"], ["w4", "w5", "w4", "w4"])
+    assert [one.tokens.ids.tolist() for one in documents_of(prepared)] == [
+        [CLS, *ids(1, 4), SEP],
+        [CLS, *ids(1, 5), SEP],
+    ]
+    assert prepared.sequences[0].num_consumers == 2
+    assert prepared.results == 2
+    assert prepared.combine([3, 8]).tolist() == [3, 8, 3, 3]
+
+
+def test_the_same_document_under_two_queries_is_scored_against_each() -> None:
+    prepared = score(["w1", "w2", "w1"], ["w4", "w4", "w4"])
+    assert [(one.waits_for, one.tokens.ids.tolist()) for one in documents_of(prepared)] == [
+        (100, [CLS, *ids(1, 4), SEP]),
+        (101, [CLS, *ids(1, 4), SEP]),
+        (102, [CLS, *ids(1, 4), SEP]),
+    ]
+    assert prepared.combine([1, 2, 3]).tolist() == [1, 2, 3]
+
+
+def test_late_interaction_scores_all_windows_of_a_document_as_one() -> None:
+    truncation = Truncation(max_tokens=6, windows=True, window_overlap=1)
+    prepared = score(["w1"], [words(9), "w4", words(4)], truncation)
+    documents = documents_of(prepared)
+    assert [one.tokens.ids.tolist() for one in documents] == [
+        [CLS, *ids(4), SEP],
+        [CLS, *ids(4, 3), SEP],
+        [CLS, *ids(3, 6), SEP],
+        [CLS, *ids(1, 4), SEP],
+        [CLS, *ids(4), SEP],
+    ]
+    assert slots_of(prepared) == [0, 0, 0, 1, 2]
+    windows = [one.payload.document.window for one in documents if one.payload.document]
+    assert [(window.document_id, window.num_windows) for window in windows[:3] if window] == [(101, 3)] * 3
+    assert windows[3:] == [None, None]
+    assert [one.sequence_id for one in documents] == [101, 102, 103, 104, 105]
+    assert prepared.sequences[0].num_consumers == 5
+    assert prepared.results == 3
+    assert prepared.combine([1, 2, 3]).tolist() == [1, 2, 3]
+
+
+def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
+    truncation = Truncation(max_tokens=6, windows=True)
+    prepared = score(["w1"], [words(9), "w4", words(5), words(9)], truncation, task=BI_ENCODER)
+    documents = documents_of(prepared)
+    assert slots_of(prepared) == [0, 1, 2, 3, 4, 5]
+    assert all(one.payload.document and one.payload.document.window is None for one in documents)
+    assert [one.sequence_id for one in documents] == [101, 102, 103, 104, 105, 106]
+    assert prepared.sequences[0].num_consumers == 6
+    assert prepared.results == 6
+    np.testing.assert_array_equal(prepared.combine([1, 7, 2, -3, 4, 5]), [7, -3, 5, 7])
+
+
+def test_prompts_stand_before_queries_and_documents_by_their_roles() -> None:
+    prepared = score(["w1"], ["w2"], query=RoleRules("query: "), document=RoleRules("passage: "))
+    assert tokens_of(prepared) == [
+        [CLS, QUERY_PROMPT, *ids(1, 1), SEP],
+        [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP],
+    ]
+
+
+def test_an_instruction_takes_the_place_of_the_one_in_the_query_s_prompt() -> None:
+    rules = RoleRules("Instruct: w8 w9\nQuery: ")
+    options: dict[str, object] = {"query": rules, "document": RoleRules("passage: ")}
+
+    def query(**more: object) -> list[int]:
+        return tokens_of(score(["w1"], ["w2"], **options, **more))[0][2:-2]  # type: ignore[arg-type]
+
+    assert query()[:2] == ids(2, 8), "nothing asked for: the prompt as it is"
+    assert query(instruction="w20")[:1] == ids(1, 20)
+    assert len(query(instruction="w20")) == len(query()) - 1
+    changes = model(**options, instruction="w30")
+    request = ScoreRequest(queries=("w1",), documents=("w2",))
+    own = preprocessor(changes).score(request, request_ids())
+    assert tokens_of(own)[0][2:3] == ids(1, 30)
+    assert tokens_of(own)[1] == [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]
+    with pytest.raises(InvalidRequestError, match="takes no instruction"):
+        score(["w1"], ["w2"], instruction="w20")
+
+
+def test_queries_and_documents_have_limits_of_their_own() -> None:
+    limits = Truncation(max_query_tokens=2, max_document_tokens=4, side="left")
+    prepared = score([words(3)], [words(6), words(4)], limits)
+    assert tokens_of(prepared) == [[CLS, *ids(2, 1), SEP], [CLS, *ids(4, 2), SEP], [CLS, *ids(4), SEP]]
+    assert prepared.truncated == 2
+
+
+def test_what_is_cut_counts_for_each_document_of_the_request() -> None:
+    prepared = score([words(9)], [words(9), "w1", words(8), words(9)], Truncation(max_tokens=6))
+    assert prepared.truncated == 4, "the query, and three documents, two of them equal"
+    cut = [one.payload.document.truncated for one in documents_of(prepared) if one.payload.document]
+    assert cut == [True, False, True]
+
+
+def test_an_input_that_is_too_long_is_refused_by_its_index_in_the_request() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"^documents\[3\] has 11 tokens, but at most 10"
+    ) as refused:
+        score(["w1"], ["w2", "w2", "w3", words(9)], max_tokens=10)
+    assert refused.value.param == "documents"
+    with pytest.raises(InvalidRequestError, match=r"^queries\[1\] has 11 tokens, but at most 10") as refused:
+        score(["w1", words(9)], ["w2", "w3"], max_tokens=10)
+    assert refused.value.param == "queries"
+    assert score([words(8)], [words(8)], max_tokens=10).truncated == 0
+
+
+def cached_prepared(task: str) -> Prepared:
+    """Documents 1 and 3 are cached, with 2 and 5 tokens; 0 and 2 are not."""
+    cache = empty_cache()
+    cache.put(
+        [
+            (cache.key("w5", "as it is"), embedding(rows=1, tokens=3)),
+            (cache.key("w7", "as it is"), embedding(rows=200, tokens=5, truncated=True)),
+        ]
+    )
+    return score(["w1"], ["w4", "w5", "w6 w6", "w7", "w5"], cache=cache, task=task)
+
+
+@pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
+def test_cached_documents_are_not_run_but_scored_in_batches_of_their_query(task: str) -> None:
+    prepared = cached_prepared(task)
+    assert [one.tokens.ids.tolist() for one in documents_of(prepared)] == [
+        [CLS, *ids(1, 4), SEP],
+        [CLS, *ids(1, 6), *ids(1, 6), SEP],
+    ]
+    assert slots_of(prepared) == [0, 2]
+    (batch,) = prepared.cached
+    assert (batch.request_id, batch.waits_for, batch.price) == (7, 100, 2)
+    assert [(one.slot, one.embedding.tokens) for one in batch.documents] == [
+        (ResultSlot(7, 1), 3),
+        (ResultSlot(7, 3), 5),
+    ]
+    assert prepared.sequences[0].num_consumers == 4
+    assert prepared.results == 4
+    assert prepared.combine([1, 2, 3, 4]).tolist() == [1, 2, 3, 4, 2]
+    assert prepared.truncated == 1, "cut when it was cached"
+    usage = usage_of(prepared)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.cached_documents) == (3 + 3 + 4 + 8, 8, 2)
+    assert (prepared.num_new_tokens, prepared.work) == (10, 12)
+
+
+def test_cached_documents_of_two_queries_are_in_batches_of_their_own() -> None:
+    cache = empty_cache()
+    cache.put([(cache.key("w5", "as it is"), embedding())])
+    prepared = score(["w1", "w2"], ["w5", "w5"], cache=cache)
+    assert [batch.waits_for for batch in prepared.cached] == [100, 101]
+    assert [[one.slot.index for one in batch.documents] for batch in prepared.cached] == [[0], [1]]
+
+
+def batches(*rows: int) -> list[tuple[int, int]]:
+    """How many documents each batch has, and its price, for documents of these numbers of rows."""
+    documents = [CachedDocument(ResultSlot(7, i), embedding(rows=n)) for i, n in enumerate(rows)]
+    made = list(in_batches(documents, 100))
+    assert [one for batch in made for one in batch.documents] == documents
+    assert {(batch.request_id, batch.waits_for) for batch in made} <= {(7, 100)}
+    return [(len(batch.documents), batch.price) for batch in made]
+
+
+def test_a_batch_is_full_at_exactly_its_rows() -> None:
+    half = CACHED_ROWS // 2
+    full = CACHED_ROWS // ROWS_PER_TOKEN
+    assert batches(half, half) == [(2, full)]
+    assert batches(half, half, 1) == [(2, full), (1, 1)]
+    assert batches(half, half + 1) == [(1, full // 2), (1, full // 2 + 1)]
+    assert batches(half + 1, half, half) == [(1, full // 2 + 1), (2, full)]
+    assert batches(1, CACHED_ROWS + 1, 1) == [(1, 1), (1, full + 1), (1, 1)]
+    assert batches() == []
+
+
+def test_a_batch_s_price_is_rounded_up_and_at_least_one_token() -> None:
+    assert batches(1) == [(1, 1)]
+    assert batches(0) == [(1, 1)]
+    assert batches(ROWS_PER_TOKEN) == [(1, 1)]
+    assert batches(ROWS_PER_TOKEN, 1) == [(2, 2)]
+    assert batches(2 * ROWS_PER_TOKEN) == [(1, 2)]
