@@ -26,6 +26,7 @@ test-gpu:
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror engine/ops/cpu/src/*
 	MYPYPATH=tests/typings $(BIN)/mypy -p maxsimd
 	PYTHONPATH=tests/typings $(BIN)/lint-imports --no-cache
 
