@@ -8,7 +8,7 @@ PORT ?= 8000
 # An environment with a CUDA build of torch, where maxsimd and its extra `dev` are installed.
 GPU_PYTHON ?= python3
 
-.PHONY: serve test test-all test-gpu lint bench bench-gpu clean
+.PHONY: serve test test-all test-gpu lint wheel-test bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -29,6 +29,10 @@ lint: $(VENV)/.dev
 	$(BIN)/clang-format --dry-run --Werror engine/ops/cpu/src/*
 	MYPYPATH=tests/typings $(BIN)/mypy -p maxsimd
 	PYTHONPATH=tests/typings $(BIN)/lint-imports --no-cache
+
+# Builds the wheel, installs it into an environment of its own and serves from it.
+wheel-test: $(VENV)/.dev
+	$(BIN)/python .ci/wheel.py
 
 bench: $(VENV)/.demo
 	$(BIN)/maxsimd bench engine --dataset docstrings --num-requests 100
