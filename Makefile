@@ -8,7 +8,7 @@ PORT ?= 8000
 # An environment with a CUDA build of torch, where maxsimd and its extra `dev` are installed.
 GPU_PYTHON ?= python3
 
-.PHONY: serve test test-all test-gpu lint wheel-test bench bench-gpu clean
+.PHONY: serve test test-all test-gpu lint wheel-test mutants bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -33,6 +33,10 @@ lint: $(VENV)/.dev
 # Builds the wheel, installs it into an environment of its own and serves from it.
 wheel-test: $(VENV)/.dev
 	$(BIN)/python .ci/wheel.py
+
+# Makes small faults in the source and counts those that the tests meant for it notice; PART=scheduler for one part.
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutants $(PART)
 
 bench: $(VENV)/.demo
 	$(BIN)/maxsimd bench engine --dataset docstrings --num-requests 100

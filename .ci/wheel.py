@@ -1,7 +1,7 @@
 """Builds the wheel, looks into it, installs it into an environment of its own and serves from it.
 
-Run by the Python of `.venv`. The new environment borrows the libraries of `.venv`, so that nothing is downloaded, but
-`maxsimd` itself must come from the wheel: everything runs in a temporary folder outside the checkout.
+Run by the Python of `.venv`. The new environment borrows the libraries of `.venv`, so that nothing is
+downloaded, but `maxsimd` itself must come from the wheel: it runs in a temporary folder, not in the checkout.
 """
 
 import json
@@ -51,7 +51,7 @@ def tracked_files() -> list[str]:
 
 
 def build(folder: Path) -> Path:
-    """Builds from a copy, so that neither an old `build/` nor a library compiled in place gets into the wheel."""
+    """Builds from a copy, so that neither an old `build/` nor a library compiled in place gets in."""
     copy = folder / "checkout"
     for name in tracked_files():
         if not name.startswith(("tests/", "bench/results/")):
@@ -60,7 +60,7 @@ def build(folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     if int(version("setuptools").split(".")[0]) >= 77:  # what [build-system] requires
         pip.append("--no-build-isolation")
-    subprocess.run([*pip, "--wheel-dir", folder / "wheels", copy], cwd=folder, check=True)
+    subprocess.run([*pip, "--wheel-dir", str(folder / "wheels"), str(copy)], cwd=folder, check=True)
     [wheel] = (folder / "wheels").iterdir()
     return wheel
 
@@ -85,9 +85,9 @@ def install(wheel: Path, folder: Path) -> Path:
     """A new environment with the wheel. Returns its `bin`."""
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], check=True)
-    # Python reads no .pth files of a folder that a .pth file names, so the finder of the editable install stays out.
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    # Python reads no .pth files in a folder that a .pth file names: the editable install's finder stays out.
     borrowed = sysconfig.get_path("purelib")
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "borrowed.pth").write_text(borrowed + "\n", encoding="utf-8")
@@ -109,18 +109,16 @@ def check_import(binaries: Path, outside: Path, environment: dict[str, str]) -> 
     for file in (package, library):
         require(Path(file).is_relative_to(binaries.parent), f"{file} is not the wheel's")
     require(module == "maxsimd.engine.engine", f"maxsimd.Engine is of {module}")
-    stated = SETTINGS["project"]["version"]
-    require(
-        stated in run("-m", "maxsimd", "--version"), f"python -m maxsimd does not say that it is {stated}"
-    )
+    stated, shown = SETTINGS["project"]["version"], run("-m", "maxsimd", "--version").strip()
+    require(shown == f"maxsimd, version {stated}", f"python -m maxsimd --version says {shown!r}")
 
 
 @contextmanager
 def server(binaries: Path, outside: Path, environment: dict[str, str]) -> Iterator[str]:
-    """Serves the embedded model on a free port. Yields the address; at the end SIGTERM must end it with status 0."""
+    """Serves the embedded model on a free port and yields the address. Then SIGTERM must end it with 0."""
     log = outside / "server.log"
     with log.open("wb") as out:
-        command = [binaries / "maxsimd", "serve", "--port", "0"]
+        command = [str(binaries / "maxsimd"), "serve", "--port", "0"]
         process = subprocess.Popen(command, cwd=outside, env=environment, stdout=out, stderr=out)
     try:
         deadline = time.monotonic() + READY_SECONDS
