@@ -19,6 +19,7 @@ _DECORATORS = {"property", "cached_property", "contextmanager", "asynccontextman
 # Added to the tests' conftest. One failing example is enough, so no smaller one is looked for. The shortest
 # tests, by the times that mutmut has noted, run first, because the first that fails ends a mutant.
 _CONFTEST = """
+import gc
 import json
 from hypothesis import Phase
 
@@ -37,6 +38,11 @@ def pytest_collection_modifyitems(items):
     if noted.exists():
         seconds = json.loads(noted.read_text())["duration_by_test"]
         items.sort(key=lambda item: seconds.get(item.nodeid, 0))
+
+
+def pytest_collection_finish(session):
+    # What is loaded before processes are forked is left alone by the collector in each of them.
+    gc.freeze()
 """
 
 
@@ -46,6 +52,8 @@ class Part:
 
     name: str
     source: tuple[str, ...]
+    only: tuple[str, ...]
+    excepted: tuple[str, ...]
     tests: tuple[str, ...]
     leave_out: tuple[str, ...]
     do_not_mutate: tuple[str, ...]
@@ -70,6 +78,8 @@ def parts() -> dict[str, Part]:
         name: Part(
             name,
             tuple(part["source"]),
+            tuple(part.get("only", ())),
+            tuple(part.get("except", ())),
             tuple(part["tests"]),
             tuple(part.get("leave_out", ())),
             tuple(settings["do_not_mutate"]),
@@ -117,12 +127,15 @@ def build(part: Part) -> Path:
 
 def _configuration(part: Part, tables: dict[str, Any]) -> str:
     pytest_options = tables["tool"]["pytest"]["ini_options"]
-    select = ["-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
+    # Without the plugin that collects garbage after each run, which takes longer than most tests.
+    select = ["-p", "no:cacheprovider", "-p", "no:unraisableexception", "--hypothesis-profile=mutants"]
     if part.leave_out:
         select += ["-k", " and ".join(f"not {name}" for name in part.leave_out)]
     settings = {
         "tool.mutmut": {
             "source_paths": part.modules(),
+            "only_mutate": list(part.only),
+            "do_not_mutate": list(part.excepted),
             "also_copy": ["maxsimd"],
             "pytest_add_cli_args": select,
             "pytest_add_cli_args_test_selection": part.test_files(),
@@ -131,7 +144,7 @@ def _configuration(part: Part, tables: dict[str, Any]) -> str:
             "track_dependencies": False,
             "use_git_change_detection": False,
             "timeout_multiplier": 3.0,
-            "timeout_constant": 2.0,
+            "timeout_constant": 8.0,
         },
         "tool.pytest.ini_options": {
             name: pytest_options[name] for name in ("asyncio_mode", "markers", "filterwarnings", "addopts")
