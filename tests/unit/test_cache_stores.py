@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 import torch
 
@@ -157,6 +158,19 @@ def test_bytes_shorter_than_a_header_are_refused() -> None:
     assert CachedEmbedding.from_bytes(b"") is None
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("int8", torch.int8)],
+)
+def test_embeddings_are_rounded_to_the_precision_that_is_asked_for(
+    precision: Precision, dtype: torch.dtype
+) -> None:
+    for given in (torch.float32, torch.bfloat16):
+        values, scales = rounded(entry(1).rows.to(given), precision)
+        assert values.dtype == dtype
+        assert (scales is None) == (precision != "int8")
+
+
 def test_int8_uses_its_whole_range_in_every_row() -> None:
     rows = torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0], [3.0, 1.0, -2.0]], dtype=torch.bfloat16)
     values, scales = rounded(rows, "int8")
@@ -268,14 +282,24 @@ def test_disk_evicts_the_oldest_one_of_a_few(disk: DiskStore) -> None:
 
 
 def test_disk_evicts_the_oldest_tenth_of_many(disk: DiskStore) -> None:
-    rows = MIB // 8 // 16 - 300
-    number = 0
+    rows, number = 6000, 0  # 24 pages each: 42 of them fit
     while disk.evictions == 0:
         disk.put([(key(number), entry(number, rows=rows))])
         number += 1
-    assert number >= 33
-    assert disk.evictions == 3
-    assert _numbers(disk) == list(range(number - 1, 2, -1))
+    assert number == 43
+    assert disk.evictions == 4
+    assert _numbers(disk) == list(range(42, 3, -1))
+
+
+def test_disk_that_is_exactly_full_evicts_nothing(disk: DiskStore, tmp_path: Path) -> None:
+    entries = [(key(number), entry(number, rows=1000)) for number in range(20)]
+    disk.put(entries)
+    other = DiskStore(tmp_path / "other", disk.nbytes)
+    other.put(entries)
+    assert (len(other), other.evictions) == (20, 0)
+    other.put([(key(20), entry(20, rows=1000))])
+    assert other.evictions > 0
+    other.close()
 
 
 def test_disk_fills_its_limit_and_stays_within_it(disk: DiskStore) -> None:
@@ -283,6 +307,19 @@ def test_disk_fills_its_limit_and_stays_within_it(disk: DiskStore) -> None:
         disk.put([(key(number), entry(number, rows=MIB // 8 // 16))])
         assert disk.nbytes <= 4 * MIB
     assert disk.nbytes > 3 * MIB
+
+
+def test_a_folder_has_the_tables_that_other_versions_look_for(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 4 * MIB)
+    store.put([(key(3), entry(3))])
+    store.close()
+    with lmdb.open(str(tmp_path), max_dbs=2) as environment:
+        tables = {name: environment.open_db(name, create=False) for name in (b"entries", b"order")}
+        with environment.begin() as transaction:
+            [(name, stored)] = transaction.cursor(tables[b"entries"])
+            [(sequence, ordered)] = transaction.cursor(tables[b"order"])
+    assert name == ordered == key(3)
+    assert stored == sequence + entry(3).to_bytes()
 
 
 def test_disk_has_room_to_write_beside_its_entries_and_does_not_sync(disk: DiskStore) -> None:
@@ -465,6 +502,20 @@ def test_a_start_fills_memory_with_the_newest_to_the_byte() -> None:
     memory.put(key(1), entry(1))
     assert memory.get(key(7)) is None, "the oldest of those that were read goes first"
     assert memory.get(key(9)) is not None
+
+
+def test_a_start_reads_no_more_than_memory_takes() -> None:
+    read: list[int] = []
+
+    def newest() -> Iterator[tuple[bytes, CachedEmbedding]]:
+        for number in range(20):
+            read.append(number)
+            yield key(number), entry(number)
+
+    cache = _cache(limit=3 * entry(0).nbytes, disk=_Disk(newest()))
+    cache.wait_until_warm(10)
+    assert read == [0, 1, 2, 3]
+    assert cache.evictions == 0
 
 
 def test_a_start_leaves_what_is_newer_in_memory() -> None:
