@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-gpu lint bench bench-gpu clean
+.PHONY: serve test test-fast test-all test-gpu lint wheel-test mutants bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -35,8 +35,17 @@ test-gpu:
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror engine/ops/cpu/src/*
 	MYPYPATH=tests/typings $(BIN)/mypy -p maxsimd
 	PYTHONPATH=tests/typings $(BIN)/lint-imports --no-cache
+
+# Builds the wheel, installs it into an environment of its own and serves from it.
+wheel-test: $(VENV)/.dev
+	$(BIN)/python .ci/wheel.py
+
+# Makes small faults in the source and counts those that the tests meant for it notice; PART=scheduler for one part.
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutants $(PART)
 
 bench: $(VENV)/.demo
 	$(BIN)/maxsimd bench engine --dataset docstrings --num-requests 100

@@ -131,12 +131,12 @@ inline __mmask16 between(int64_t column, int64_t first, int64_t last) {
 // Products of one query with keys into weights, not yet divided by their sum, which is returned. Of columns
 // [from, to) those in [first, last) are seen. `scale` makes powers of two of the products.
 template <class Number>
-inline float soften(const float* products, typename Number::Value* weights, float scale, int64_t first,
-                    int64_t last, int64_t from, int64_t to) {
+inline float soften(const float* products, typename Number::Value* weights, float scale, int64_t first, int64_t last,
+                    int64_t from, int64_t to) {
     __m512 greatest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     for (int64_t column = from; column < to; column += LANES)
-        greatest = _mm512_mask_max_ps(greatest, between(column, first, last), greatest,
-                                      _mm512_loadu_ps(products + column));
+        greatest =
+            _mm512_mask_max_ps(greatest, between(column, first, last), greatest, _mm512_loadu_ps(products + column));
     greatest = _mm512_set1_ps(_mm512_reduce_max_ps(greatest) * scale);
     __m512 sum = _mm512_setzero_ps();
     for (int64_t column = from; column < to; column += LANES) {
@@ -178,7 +178,7 @@ inline void mix_tile(const Attention<typename Number::Value>& a, const Scratch<N
 #pragma GCC unroll 4
         for (int block = 0; block < BLOCKS; block++)
             store(out + row * a.heads * a.head_dim + column + block * LANES, 0xffff,
-                           _mm512_mul_ps(sums[row][block], share));
+                  _mm512_mul_ps(sums[row][block], share));
     }
 }
 
@@ -195,9 +195,9 @@ void attend_tile(const Attention<typename Number::Value>& a, Scratch<Number>& sc
     const float scale = a.scale * 1.44269504f;  // of e in powers of two
     float totals[ROWS];
     for (int i = 0; i < ROWS; i++)
-        totals[i] = soften<Number>(scratch.products.data() + i * scratch.columns,
-                                   scratch.weights.data() + i * scratch.columns, scale, a.first_key(position + i),
-                                   a.last_key(position + i, keys), from, to);
+        totals[i] =
+            soften<Number>(scratch.products.data() + i * scratch.columns, scratch.weights.data() + i * scratch.columns,
+                           scale, a.first_key(position + i), a.last_key(position + i, keys), from, to);
     auto* out = a.out + ((sequence.first_row + row) * a.heads + head) * a.head_dim;
     int64_t column = 0;
     for (; column + LANES < a.head_dim; column += 2 * LANES)

@@ -20,8 +20,8 @@ inline __m512 power_of_two(__m512 x) {
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 rest = _mm512_sub_ps(x, whole);
     if constexpr (std::is_same_v<Number, Float32>) {
-        constexpr float series[] = {1,           0.693147182f,  0.240226477f,  0.0555033237f,
-                                    0.00961843692f, 0.0013398875f, 0.00015353362f};
+        constexpr float series[] = {
+            1, 0.693147182f, 0.240226477f, 0.0555033237f, 0.00961843692f, 0.0013398875f, 0.00015353362f};
         return _mm512_scalef_ps(polynomial(rest, series), whole);
     } else {
         constexpr float series[] = {1, 0.69314718f, 0.24022651f, 0.05550411f, 0.00961813f};
@@ -38,8 +38,7 @@ inline __m512 gelu(__m512 x) {
     const __m512 bound = _mm512_set1_ps(4.5f);
     x = _mm512_max_ps(_mm512_set1_ps(-4.5f), x);  // at the very left there is nothing but a zero; NaN stays NaN
     const __m512 near = _mm512_min_ps(x, bound);
-    const __m512 s = _mm512_fmsub_ps(_mm512_mul_ps(near, near), _mm512_set1_ps(2 / (4.5f * 4.5f)),
-                                     _mm512_set1_ps(1));
+    const __m512 s = _mm512_fmsub_ps(_mm512_mul_ps(near, near), _mm512_set1_ps(2 / (4.5f * 4.5f)), _mm512_set1_ps(1));
     return _mm512_mul_ps(x, _mm512_fmadd_ps(near, polynomial(s, fit), _mm512_set1_ps(0.5f)));
 }
 

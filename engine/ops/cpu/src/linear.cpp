@@ -140,8 +140,8 @@ void maxsimd_pack(const void* rows, int64_t count, int64_t units, void* packed) 
 // of its sum with it.
 void maxsimd_linear(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, const void* weights,
                     int64_t packed_units, const float* weight_scales, const int32_t* weight_sums, const float* bias,
-                    int64_t columns, int gelu, const void* residual, int64_t residual_stride,
-                    const float* norm_weight, const float* norm_bias, float epsilon, void* out) {
+                    int64_t columns, int gelu, const void* residual, int64_t residual_stride, const float* norm_weight,
+                    const float* norm_bias, float epsilon, void* out) {
     using namespace maxsimd;
     const auto compute = [&](auto number) {
         using Number = decltype(number);

@@ -111,8 +111,8 @@ __attribute__((noinline)) void finish(const Linear<Number>& linear, const Unit* 
 
 // A row of the output, made norm(row + residual). `sums` has room for it.
 template <class Value>
-__attribute__((noinline)) void normalise(Value* row, const Value* residual, const Norm<Value>& norm,
-                                         int64_t columns, float* sums) {
+__attribute__((noinline)) void normalise(Value* row, const Value* residual, const Norm<Value>& norm, int64_t columns,
+                                         float* sums) {
     __m512 total = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
     for (int64_t i = 0; i < columns; i += LANES) {
         const __mmask16 mask = first_lanes(columns - i);

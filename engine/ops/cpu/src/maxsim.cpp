@@ -32,8 +32,7 @@ float best_matches(const Unit* document, int64_t tokens, const Unit* query, int6
         keep_maxima<Number, 12, BLOCKS>(document + token * units, query, units, best);
     for (; token + 4 <= tokens; token += 4)
         keep_maxima<Number, 4, BLOCKS>(document + token * units, query, units, best);
-    for (; token < tokens; token++)
-        keep_maxima<Number, 1, BLOCKS>(document + token * units, query, units, best);
+    for (; token < tokens; token++) keep_maxima<Number, 1, BLOCKS>(document + token * units, query, units, best);
     float sum = 0;
     for (int block = 0; block < BLOCKS; block++)
         sum += _mm512_mask_reduce_add_ps(first_lanes(query_tokens - block * LANES), best[block]);
@@ -42,8 +41,7 @@ float best_matches(const Unit* document, int64_t tokens, const Unit* query, int6
 
 template <class Number>
 void score_pairs(const Unit* queries, const int64_t* query_offsets, const Unit* documents,
-                 const int64_t* document_offsets, const int64_t* pairs, int64_t count, int64_t units,
-                 float* scores) {
+                 const int64_t* document_offsets, const int64_t* pairs, int64_t count, int64_t units, float* scores) {
 #pragma omp parallel
     {
         std::vector<Unit> packed;
@@ -63,11 +61,11 @@ void score_pairs(const Unit* queries, const int64_t* query_offsets, const Unit* 
             float score = 0;
             int64_t done = 0;
             for (; query_tokens - done > LANES; done += 2 * LANES)
-                score += best_matches<Number, 2>(rows, tokens, packed.data() + done * units, query_tokens - done,
-                                                 units);
+                score +=
+                    best_matches<Number, 2>(rows, tokens, packed.data() + done * units, query_tokens - done, units);
             if (done < query_tokens)
-                score += best_matches<Number, 1>(rows, tokens, packed.data() + done * units, query_tokens - done,
-                                                 units);
+                score +=
+                    best_matches<Number, 1>(rows, tokens, packed.data() + done * units, query_tokens - done, units);
             scores[i] = score;
         }
     }
@@ -92,8 +90,8 @@ void maxsimd_maxsim_bfloat16(const void* queries, const int64_t* query_offsets, 
                              const int64_t* document_offsets, const int64_t* pairs, int64_t count, int64_t dim,
                              float* scores) {
     maxsimd::score_pairs<maxsimd::BFloat16>((const maxsimd::Unit*)queries, query_offsets,
-                                            (const maxsimd::Unit*)documents, document_offsets, pairs, count,
-                                            dim / 2, scores);
+                                            (const maxsimd::Unit*)documents, document_offsets, pairs, count, dim / 2,
+                                            scores);
 }
 }
 #pragma GCC visibility pop

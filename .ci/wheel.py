@@ -1,0 +1,170 @@
+"""Builds the wheel, looks into it, installs it into an environment of its own and serves from it.
+
+Run by the Python of `.venv`. The new environment borrows the libraries of `.venv`, so that nothing is
+downloaded, but `maxsimd` itself must come from the wheel: it runs in a temporary folder, not in the checkout.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import tomllib
+import urllib.request
+import venv
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+READY_SECONDS = 60
+REQUEST = {
+    "query": "What is the capital of France?",
+    "documents": [
+        "Berlin lies on the Spree.",
+        "Paris is the capital of France.",
+        "Bread needs flour, water, salt and time.",
+        "Lyon is a city in France.",
+    ],
+}
+RANKING = [1, 3, 0, 2]
+
+
+def require(met: bool, complaint: str) -> None:
+    if not met:
+        raise SystemExit(f"wheel: {complaint}")
+
+
+def tracked_files() -> list[str]:
+    """The files of the checkout as they are now, committed or not, without what git ignores."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    return [name for name in names if name and (ROOT / name).is_file()]
+
+
+def build(folder: Path) -> Path:
+    """Builds from a copy, so that neither an old `build/` nor a library compiled in place gets in."""
+    copy = folder / "checkout"
+    for name in tracked_files():
+        if not name.startswith(("tests/", "bench/results/")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    if int(version("setuptools").split(".")[0]) >= 77:  # what [build-system] requires
+        pip.append("--no-build-isolation")
+    subprocess.run([*pip, "--wheel-dir", str(folder / "wheels"), str(copy)], cwd=folder, check=True)
+    [wheel] = (folder / "wheels").iterdir()
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    held = set(zipfile.ZipFile(wheel).namelist())
+    tables = SETTINGS["tool"]["setuptools"]
+    inside = {tables["package-dir"][package]: package.replace(".", "/") for package in tables["packages"]}
+    for path in map(Path, tracked_files()):
+        package = inside.get(str(path.parent))
+        require(package is None or f"{package}/{path.name}" in held, f"{path} is missing")
+    require("maxsimd/py.typed" in held, "py.typed is missing")
+    for extension in tables["ext-modules"]:
+        library = extension["name"].replace(".", "/") + sysconfig.get_config_var("EXT_SUFFIX")
+        require(library in held, f"{library} is missing: was there a compiler?")
+    foreign = [name for name in held if not re.match(r"maxsimd(-[^/]+\.dist-info)?/", name)]
+    tests = [name for name in held if re.search(r"(^|/)(tests?/|test_|conftest)", name)]
+    require(not foreign and not tests, f"these do not belong into it: {sorted({*foreign, *tests})}")
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """A new environment with the wheel. Returns its `bin`."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    # Python reads no .pth files in a folder that a .pth file names: the editable install's finder stays out.
+    borrowed = sysconfig.get_path("purelib")
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "borrowed.pth").write_text(borrowed + "\n", encoding="utf-8")
+    return folder / "bin"
+
+
+def check_import(binaries: Path, outside: Path, environment: dict[str, str]) -> None:
+    def run(*arguments: str) -> str:
+        command = [str(binaries / "python"), *arguments]
+        return subprocess.run(
+            command, cwd=outside, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    code = (
+        "import maxsimd, maxsimd.engine.ops.cpu.library as library;"
+        "print(maxsimd.__file__, library.__file__, maxsimd.Engine.__module__)"
+    )
+    package, library, module = run("-c", code).split()
+    for file in (package, library):
+        require(Path(file).is_relative_to(binaries.parent), f"{file} is not the wheel's")
+    require(module == "maxsimd.engine.engine", f"maxsimd.Engine is of {module}")
+    stated, shown = SETTINGS["project"]["version"], run("-m", "maxsimd", "--version").strip()
+    require(shown == f"maxsimd, version {stated}", f"python -m maxsimd --version says {shown!r}")
+
+
+@contextmanager
+def server(binaries: Path, outside: Path, environment: dict[str, str]) -> Iterator[str]:
+    """Serves the embedded model on a free port and yields the address. Then SIGTERM must end it with 0."""
+    log = outside / "server.log"
+    with log.open("wb") as out:
+        command = [str(binaries / "maxsimd"), "serve", "--port", "0"]
+        process = subprocess.Popen(command, cwd=outside, env=environment, stdout=out, stderr=out)
+    try:
+        deadline = time.monotonic() + READY_SECONDS
+        while (ready := re.search(r"is ready on (http://\S+)", log.read_text(encoding="utf-8"))) is None:
+            running = process.poll() is None and time.monotonic() < deadline
+            require(running, f"the server did not become ready:\n{log.read_text(encoding='utf-8')}")
+            time.sleep(0.05)
+        yield ready[1]
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(timeout=30)
+        require(status == 0, f"the server ended with {status}:\n{log.read_text(encoding='utf-8')}")
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def check_ranking(address: str) -> None:
+    request = urllib.request.Request(
+        address + "/rerank", json.dumps(REQUEST).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        results = json.load(answer)["results"]
+    ranking = [result["index"] for result in results]
+    require(ranking == RANKING, f"the ranking is {ranking}, not {RANKING}")
+
+
+def main() -> None:
+    begun = time.monotonic()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment["HF_HUB_OFFLINE"] = "1"
+    with tempfile.TemporaryDirectory(prefix="maxsimd-wheel-") as name:
+        folder = Path(name)
+        wheel = build(folder)
+        check_contents(wheel)
+        built = time.monotonic()
+        binaries = install(wheel, folder / "environment")
+        outside = folder / "outside"
+        outside.mkdir()
+        check_import(binaries, outside, environment)
+        with server(binaries, outside, environment) as address:
+            check_ranking(address)
+        print(
+            f"{wheel.name} works: built in {built - begun:.0f} s, tried in {time.monotonic() - built:.0f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Small distributions that stand in for libraries that we do not install."""
