@@ -13,7 +13,7 @@ from aiohttp import web
 from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
-from maxsimd.engine.device.load import OnDevice
+from maxsimd.engine.device.load import DeviceModel
 
 log = logging.getLogger("maxsimd.serve")
 
@@ -76,19 +76,19 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
 
 
 def _how_it_runs(engine: Engine) -> str:
-    prepared = engine.on_device.prepared
+    prepared = engine.device_model.prepared
     precision = str(prepared.dtype).removeprefix("torch.")
     if prepared.quantized:
         precision += " with int8 weights"
-    where = f"{prepared.execution} on {engine.on_device.device}{_kernels(engine.on_device)}"
+    where = f"{prepared.execution} on {engine.device_model.device}{_kernels(engine.device_model)}"
     return f"{engine.model.score_type.value}, {precision}, {where}"
 
 
-def _kernels(on_device: OnDevice) -> str:
+def _kernels(device_model: DeviceModel) -> str:
     """By which kernels a GPU runs; on a CPU there is no choice to report."""
-    if on_device.device.type != "cuda":
+    if device_model.device.type != "cuda":
         return ""
-    return f", attention by {on_device.prepared.attention}, MaxSim by {on_device.maxsim_name}"
+    return f", attention by {device_model.prepared.attention}, MaxSim by {device_model.maxsim_name}"
 
 
 async def _drain(runner: web.AppRunner, site: web.TCPSite, grace: float) -> None:

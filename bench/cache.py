@@ -22,13 +22,13 @@ async def measure_cache(config: EngineConfig, documents: int, rounds: int) -> di
     texts = [texts[i % len(texts)] + (f" {i}" if i >= len(texts) else "") for i in range(documents)]
     with tempfile.TemporaryDirectory() as folder:
         config = replace(config, cache_dir=folder, cache_mb=max(config.cache_mb, 2048))
-        encoded, kept, restarted = [], [], []
+        encoded, cached, restarted = [], [], []
         async with Engine(config) as engine:
             await _timed(engine, texts, "use")
             for _ in range(rounds):
                 encoded.append(await _timed(engine, texts, "bypass"))
-                kept.append(await _timed(engine, texts, "use"))
-            cache = engine.on_device.cache
+                cached.append(await _timed(engine, texts, "use"))
+            cache = engine.device_model.cache
             assert cache is not None
             size = cache.memory_bytes
         for _ in range(rounds):
@@ -36,14 +36,14 @@ async def measure_cache(config: EngineConfig, documents: int, rounds: int) -> di
                 await engine.score(QUERY, ["warm up"])
                 restarted.append(await _timed(engine, texts, "use"))
     slow, fast, first = (
-        statistics.median(seconds for seconds, _ in turns) for turns in (encoded, kept, restarted)
+        statistics.median(seconds for seconds, _ in turns) for turns in (encoded, cached, restarted)
     )
-    exact, others = encoded[0][1], [result for _, result in kept + restarted]
+    exact, others = encoded[0][1], [result for _, result in cached + restarted]
     return {
         "documents": documents,
         "tokens_a_document": round(exact.usage.prompt_tokens / documents, 1),
         "encoded_ms": round(slow * 1e3, 1),
-        "kept_in_memory_ms": round(fast * 1e3, 1),
+        "cached_in_memory_ms": round(fast * 1e3, 1),
         "after_a_restart_ms": round(first * 1e3, 1),
         "slowest_after_a_restart_ms": round(max(seconds for seconds, _ in restarted) * 1e3, 1),
         "encoded_over_memory": round(slow / fast, 1),
@@ -54,7 +54,7 @@ async def measure_cache(config: EngineConfig, documents: int, rounds: int) -> di
         "kendall_tau": min(
             round(float(kendalltau(exact.scores, other.scores).statistic), 5) for other in others
         ),
-        "kept_mb": round(size / 1e6, 1),
+        "cached_mb": round(size / 1e6, 1),
     }
 
 

@@ -52,7 +52,7 @@ def _cache(figures: Any) -> Any:
     times = {
         "encoded": figures["encoded_ms"],
         "from disk after a restart": figures["after_a_restart_ms"],
-        "from memory": figures["kept_in_memory_ms"],
+        "from memory": figures["cached_in_memory_ms"],
     }
     return bars(times, "milliseconds for 1,000 documents", logarithmic=True)
 

@@ -35,7 +35,7 @@ def save_random_causal_reranker(folder: str) -> None:
 
 
 async def measure_prefix_sharing(documents: int, share: float, rounds: int) -> dict[str, float]:
-    """Medians of one request of so many documents, `share` of whose tokens all pairs begin with."""
+    """Medians of one request of `documents` documents, `share` of whose tokens all pairs begin with."""
     with tempfile.TemporaryDirectory() as folder:
         save_random_causal_reranker(folder)
         return await _measure(folder, documents, share, rounds)
@@ -74,7 +74,7 @@ async def _measure(folder: str, documents: int, share: float, rounds: int) -> di
 
 
 def _query_of(engine: Engine, tokens: int) -> str:
-    """Real words of about so many tokens."""
+    """Real words of about `tokens` tokens."""
     words = " ".join(pair.query for pair in docstring_pairs()[-40:]).split()
     while len(engine.tokenizer.encode([" ".join(words)], "query")[0]) > tokens:
         words.pop()

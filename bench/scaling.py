@@ -17,7 +17,7 @@ QUERY = "how is a file opened for reading"
 SIZES = (10, 100, 1000, 10_000)
 LAG = "maxsimd_event_loop_lag_seconds"
 MEMORY = "process_resident_memory_bytes"
-# Requests of up to so many documents are sent a few at a time, so that the device does not wait for the next.
+# Requests of up to this many documents are sent a few at a time, so that the device does not wait for the next.
 SMALL, AT_A_TIME = 1000, 4
 
 
@@ -91,7 +91,7 @@ async def _samples(session: aiohttp.ClientSession) -> list[Any]:
 
 
 async def _buckets(session: aiohttp.ClientSession) -> dict[float, float]:
-    """The histogram of the event loop's lag: how many samples are at most so many seconds."""
+    """The histogram of the event loop's lag: how many samples are at most each number of seconds."""
     return {
         float(sample.labels["le"]): sample.value
         for sample in await _samples(session)

@@ -8,7 +8,7 @@ import torch
 
 Run = Callable[[], object]
 
-# On a GPU so many follow each other without a gap, and one launch hides behind the one before.
+# On a GPU this many follow each other without a gap, and one launch hides behind the one before.
 _LAUNCHES = 10
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.load import OnDevice, load_on_device
+from maxsimd.engine.device.load import DeviceModel, load_device_model
 from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.errors import (
     EngineDeadError,
@@ -129,12 +129,12 @@ class Engine:
     @property
     def model(self) -> LoadedModel:
         """The loaded model's description."""
-        return self._require().on_device.model
+        return self._require().device_model.model
 
     @property
-    def on_device(self) -> OnDevice:
+    def device_model(self) -> DeviceModel:
         """The model as it is run: device, precision, packing."""
-        return self._require().on_device
+        return self._require().device_model
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -236,8 +236,8 @@ class Engine:
         progress: Progress | None = None,
     ) -> EmbedResult:
         """One vector a text: float32 [texts, dim]. `input_type` chooses the checkpoint's prompt for queries
-        or documents, `prompt_name` any by its name; `dimensions` keeps the first so many columns
-        (matryoshka)."""
+        or documents, `prompt_name` any by its name; `dimensions` is how many columns are
+        returned, the first ones (matryoshka)."""
         request = EmbedRequest(
             texts=as_inputs(texts),
             task="embed",
@@ -311,7 +311,7 @@ class Engine:
 
     async def clear_cache(self) -> None:
         """Forgets all embeddings that are kept, on disk as well."""
-        cache = self.on_device.cache
+        cache = self.device_model.cache
         if cache is not None:
             await self.in_thread(cache.clear)
 
@@ -322,12 +322,12 @@ class Engine:
     async def _launch(self) -> Running:
         device = DeviceThread()
         try:
-            on_device = await device.call(lambda: load_on_device(self.config))
+            device_model = await device.call(lambda: load_device_model(self.config))
             try:
-                return Running(self.config, self.metrics, device, on_device, self._died)
+                return Running(self.config, self.metrics, device, device_model, self._died)
             except BaseException:
-                if on_device.cache is not None:
-                    on_device.cache.close()
+                if device_model.cache is not None:
+                    device_model.cache.close()
                 raise
         except BaseException:
             device.close()

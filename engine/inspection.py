@@ -110,18 +110,18 @@ def _inputs(model: LoadedModel) -> dict[str, str]:
 
 
 def _role(rules: RoleRules, tokenizer: Any) -> str:
-    told = [f"behind {rules.prompt!r}" if rules.prompt else "as it is"]
+    facts = [f"behind {rules.prompt!r}" if rules.prompt else "as it is"]
     if not rules.pool_prompt and rules.prompt:
-        told.append("which is left out of pooling")
+        facts.append("which is left out of pooling")
     if rules.max_tokens is not None:
-        told.append(f"at most {rules.max_tokens} tokens")
+        facts.append(f"at most {rules.max_tokens} tokens")
     if rules.expansion is not None:
         token = tokenizer.convert_ids_to_tokens(rules.expansion.token_id)
-        attended = "attended" if rules.expansion.attended else "not attended"
-        told.append(f"filled up to {rules.expansion.length} with {token} ({attended})")
+        attention = "attended" if rules.expansion.attended else "not attended"
+        facts.append(f"filled up to {rules.expansion.length} with {token} ({attention})")
     if rules.skipped_ids is not None:
-        told.append(f"without {len(rules.skipped_ids)} skipped tokens")
-    return ", ".join(told)
+        facts.append(f"without {len(rules.skipped_ids)} skipped tokens")
+    return ", ".join(facts)
 
 
 def _attention(model: LoadedModel) -> str:

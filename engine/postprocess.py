@@ -10,7 +10,7 @@ from maxsimd.engine.requests import RankedDocument
 from maxsimd.pooling.methods import Head
 
 # Rows that an activation is applied to at a time. torch takes whole vectors of numbers in one way and what is
-# left over in another, which may differ in the last bit: of so many rows nothing is left over.
+# left over in another, which may differ in the last bit: with this number of rows nothing is left over.
 _ROWS = 64
 
 

@@ -13,7 +13,7 @@ from maxsimd.engine.actors.messages import Admit, Cancel, SchedulerMessage
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.budget import default_budget
-from maxsimd.engine.device.load import OnDevice
+from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread
 from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTimeoutError
 from maxsimd.engine.metrics import EngineMetrics
@@ -36,18 +36,18 @@ class Running:
         config: EngineConfig,
         metrics: EngineMetrics,
         device: DeviceThread,
-        on_device: OnDevice,
+        device_model: DeviceModel,
         died: Callable[[str], None],
     ) -> None:
-        model, prepared = on_device.model, on_device.prepared
+        model, prepared = device_model.model, device_model.prepared
         budget = config.max_batch_tokens
         if budget is None:
-            budget = default_budget(model, on_device.device, prepared.dtype, prepared.runner.chunked)
+            budget = default_budget(model, device_model.device, prepared.dtype, prepared.runner.chunked)
         self.tokenizer = TextTokenizer(model.tokenizer)
         check_room(model, self.tokenizer, budget, prepared.runner.chunked)
-        self.on_device = on_device
+        self.device_model = device_model
         self._metrics = metrics
-        metrics.watch(on_device.cache)
+        metrics.watch(device_model.cache)
         self._max_queued_tokens = config.max_queued_tokens
         self._sequence_ids: Iterator[int] = count()
         self._request_ids: Iterator[int] = count()
@@ -61,7 +61,7 @@ class Running:
             self.tokenizer,
             self.max_tokens,
             config.window_overlap,
-            on_device.cache,
+            device_model.cache,
             prepared.runner.chunked and config.prefix_sharing == "auto",
         )
         limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked)
@@ -71,7 +71,7 @@ class Running:
         self._awaited: set[asyncio.Future[list[Value]]] = set()
         loop = asyncio.get_running_loop()
         mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
-        actors = self._actors = DeviceActors(device.loop, on_device, mailbox)
+        actors = self._actors = DeviceActors(device.loop, device_model, mailbox)
         self.scheduler = SchedulerActor(
             mailbox, Scheduler(limits), actors.mailbox, config.steps_in_flight, metrics
         )
@@ -121,8 +121,8 @@ class Running:
         await asyncio.gather(self._supervisor, return_exceptions=True)
         await asyncio.to_thread(self._device.close)
         self._metrics.watch(None)
-        if self.on_device.cache is not None:
-            self.on_device.cache.close()
+        if self.device_model.cache is not None:
+            self.device_model.cache.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     async def _prepare_and_wait(

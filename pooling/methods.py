@@ -64,7 +64,7 @@ class PoolingMethod(ABC):
 class AllPool(PoolingMethod):
     """The row of every token that is pooled, already projected: [tokens, dim] a sequence.
 
-    The head is applied to the whole step's rows, on a CPU so many at a time that they stay in its cache; the
+    The head is applied to the whole step's rows, on a CPU tile by tile, which stay in its cache; the
     chunks of one sequence are held projected.
     """
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-# As float32 so many rows of a few hundred dimensions stay in a CPU's cache.
+# As float32 this many rows of a few hundred dimensions stay in a CPU's cache.
 _DECODED_TOGETHER = 1024
 
 

@@ -36,8 +36,8 @@ async def models(state: ServerState) -> Answer:
         "root": state.engine.model.name,
         "max_model_len": state.engine.max_tokens,
         "score_type": state.engine.model.score_type.value,
-        "execution": state.engine.on_device.prepared.execution,
-        "checked": [str(finding) for finding in state.engine.on_device.prepared.findings],
+        "execution": state.engine.device_model.prepared.execution,
+        "checked": [str(finding) for finding in state.engine.device_model.prepared.findings],
     }
     return json_page({"object": "list", "data": [card]})
 

@@ -20,7 +20,7 @@ OURS = "maxsimd"
 
 @dataclass(frozen=True, slots=True)
 class MaxSimShape:
-    """One query and `documents` of so many tokens, or of any number between two."""
+    """One query and `documents` of `tokens` tokens, or of any number between two."""
 
     name: str
     query: int
@@ -39,7 +39,7 @@ MAXSIM_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """`sequences` of `tokens` give or take a half, with so many heads; `kv_heads` of keys and values."""
+    """`sequences` of `tokens` give or take a half, with `heads` heads; `kv_heads` of keys and values."""
 
     name: str
     sequences: int
@@ -113,7 +113,7 @@ def _maxsim_contenders(shape: MaxSimShape, device: torch.device) -> tuple[dict[s
         return similarity.masked_fill_(hidden[:, :, None], -torch.inf).amax(dim=1).float().sum(dim=1)
 
     contenders: dict[str, Run] = {"padded torch": plain}
-    # What the kernels are told lies on the device, as for theirs.
+    # What the kernels read lies on the device, as for theirs.
     offsets, one = (
         torch.tensor(bounds, dtype=torch.int32, device=device)
         for bounds in (documents.offsets, (0, shape.query))
@@ -163,16 +163,16 @@ def _attention_contenders(shape: AttentionShape, device: torch.device) -> tuple[
 def _projection_contenders(rows: int, width: int, dim: int, device: torch.device) -> dict[str, Run]:
     hidden = torch.randn(rows, width, device=device).bfloat16()
     weight = (torch.randn(dim, width, device=device) * width**-0.5).bfloat16()
-    kept = torch.arange(0, rows, 1, device=device)
+    pooled = torch.arange(0, rows, 1, device=device)
 
     def plain() -> torch.Tensor:
-        return torch.nn.functional.normalize((hidden[kept] @ weight.T).float(), dim=-1).bfloat16()
+        return torch.nn.functional.normalize((hidden[pooled] @ weight.T).float(), dim=-1).bfloat16()
 
     contenders: dict[str, Run] = {"torch": plain}
     if triton_ops.runs_on(device):
         from maxsimd.engine.ops.triton.projection import project
 
-        contenders[OURS] = lambda: project(hidden, kept, weight, None, True, 1e-12, torch.bfloat16)
+        contenders[OURS] = lambda: project(hidden, pooled, weight, None, True, 1e-12, torch.bfloat16)
     return contenders
 
 

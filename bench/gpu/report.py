@@ -17,8 +17,8 @@ def write_report(name: str, title: str, figures: Figures, folder: Path) -> list[
     write_json(str(paths[0]), figures)
     pictures = []
     try:
-        for place, (heading, values) in enumerate(_plotted(figures).items()):
-            pictures.append(save(bars(values, heading), folder / f"{name}-{place}.svg"))
+        for number, (heading, values) in enumerate(_plotted(figures).items()):
+            pictures.append(save(bars(values, heading), folder / f"{name}-{number}.svg"))
     except ImportError:
         pass
     paths[1].write_text(_markdown(title, figures, pictures), encoding="utf-8")

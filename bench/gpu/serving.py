@@ -28,7 +28,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`requests` of `documents`, so many at a time; a pair has `input_len` tokens, give or take a share."""
+    """`requests` of `documents`, `concurrency` at a time; a pair has about `input_len` tokens."""
 
     name: str
     requests: int

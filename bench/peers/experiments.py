@@ -47,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many requests of so many documents, so many at a time; `paired` documents have each its query."""
+    """`requests` of `documents` each, `concurrency` at a time; `paired` documents have a query each."""
 
     requests: int
     documents: int

@@ -87,13 +87,13 @@ def _throughput(outcome: Outcome, results: Results, name: str) -> list[str]:
 
 def _by_tokens(outcome: Outcome) -> list[str]:
     """Servers that run other numbers of tokens for the same texts, by what they do a token."""
-    told = [
+    ratios = [
         f"{ours} {outcome.ratio(ours, system, 'tokens_per_s'):.2f} times {system}"
         for system in outcome.turns
         for ours in (OURS, QUANTIZED)
         if system not in (OURS, QUANTIZED) and outcome.median(system, "tokens_per_s")
     ]
-    return ["", f"By tokens instead of documents: {', '.join(told)}."] if told else []
+    return ["", f"By tokens instead of documents: {', '.join(ratios)}."] if ratios else []
 
 
 def _latency(outcome: Outcome) -> list[str]:

@@ -149,22 +149,22 @@ class RunnerActor(Actor[RunnerMessage]):
         """Splits off documents that are cached by now or that duplicate an earlier document of this step."""
         if self._cache is None:
             return step.chunks, []
-        to_run: list[Chunk] = []
+        new: list[Chunk] = []
         skipped: list[SkippedSequence] = []
         coming: set[bytes] = set()
         for chunk in step.chunks:
             document = chunk.sequence.payload.document
             key = None if document is None or document.window is not None else document.cache_key
             if key is None or not chunk.is_whole:
-                to_run.append(chunk)
+                new.append(chunk)
             elif key in coming:
                 skipped.append(Duplicate(chunk.sequence))
             elif (entry := self._cache.get(key)) is not None:
                 skipped.append(CacheHit(chunk.sequence, entry))
             else:
                 coming.add(key)
-                to_run.append(chunk)
-        return tuple(to_run), skipped
+                new.append(chunk)
+        return tuple(new), skipped
 
     async def _recover(self, step: Step, error: Exception) -> None:
         out_of_memory = _is_out_of_memory(error)

@@ -26,7 +26,7 @@ def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype,
 
 
 def tokens_that_fit(free: int, bytes_a_token: int) -> int:
-    """A power of two of tokens that take no more than their share of so many free bytes; within bounds."""
+    """A power of two of tokens that take no more than their share of the free bytes; within bounds."""
     budget = ON_A_GPU
     while budget > _LEAST and budget * bytes_a_token > _SHARE * free:
         budget //= 2

@@ -9,7 +9,7 @@ from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.allocators import settle_allocators
 from maxsimd.engine.device.open_cache import open_cache
-from maxsimd.engine.device.thread_priority import give_way
+from maxsimd.engine.device.thread_priority import lower_thread_priority
 from maxsimd.engine.device.warmup import checked_maxsim, warm_up
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
@@ -22,7 +22,7 @@ _WARMING_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OnDevice:
+class DeviceModel:
     """The model as it stands ready on its device."""
 
     model: LoadedModel
@@ -34,14 +34,14 @@ class OnDevice:
     cache: EmbeddingCache | None
 
 
-def load_on_device(config: EngineConfig) -> OnDevice:
+def load_device_model(config: EngineConfig) -> DeviceModel:
     """Loads and prepares the model; to be called on the device thread. Raises ModelLoadError."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     if device.type == "cpu":
         settle_allocators()
-        give_way()
+        lower_thread_priority()
     try:
         maxsim_name, maxsim = choose_maxsim(config.maxsim, device, config.kernels == "auto")
     except ValueError as error:
@@ -60,7 +60,7 @@ def load_on_device(config: EngineConfig) -> OnDevice:
         warm_up(model, prepared.runner, pooler)
     if cache is not None:
         cache.wait_until_warm(_WARMING_SECONDS)
-    return OnDevice(_without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache)
+    return DeviceModel(_without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache)
 
 
 def _without_references(model: LoadedModel) -> LoadedModel:

@@ -14,7 +14,7 @@ from maxsimd.engine.actors.messages import SchedulerMessage
 from maxsimd.engine.actors.pooling import PoolingActor
 from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.actors.scoring import ScoringActor
-from maxsimd.engine.device.load import OnDevice
+from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.stats import DeviceStats
 
@@ -57,43 +57,43 @@ class DeviceActors:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        on_device: OnDevice,
+        device_model: DeviceModel,
         scheduler: Mailbox[SchedulerMessage],
     ) -> None:
-        model = on_device.model
+        model = device_model.model
         scorer = DocumentScorer(
             model.similarity,
-            on_device.maxsim,
-            on_device.device,
-            on_device.prepared.dtype,
-            takes_int8=on_device.maxsim_name == "triton",
-            cache=on_device.cache,
+            device_model.maxsim,
+            device_model.device,
+            device_model.prepared.dtype,
+            takes_int8=device_model.maxsim_name == "triton",
+            cache=device_model.cache,
         )
         scoring = ScoringActor(Mailbox(loop), scorer, len(model.labels))
-        pooling = PoolingActor(Mailbox(loop), on_device.pooler)
+        pooling = PoolingActor(Mailbox(loop), device_model.pooler)
         runner = RunnerActor(
             Mailbox(loop),
-            on_device.prepared.runner,
+            device_model.prepared.runner,
             pooling.mailbox,
             scoring.mailbox,
             scheduler,
-            on_device.cache,
+            device_model.cache,
         )
         self.mailbox = runner.mailbox
-        self._on_device = on_device
+        self._device_model = device_model
         self._scorer = scorer
         self._cut_sequences = runner.cut_sequences
         self._actors: list[Actor[Any]] = [runner, pooling, scoring]
 
     def stats(self) -> DeviceStats:
         """What the actors hold. May be read from any thread."""
-        cache = self._on_device.cache
+        cache = self._device_model.cache
         return DeviceStats(
             queries=len(self._scorer.queries),
             documents=len(self._scorer.windows),
             cut_sequences=len(self._cut_sequences),
-            prefill_kv=self._on_device.prepared.runner.num_prefill_kv,
-            pooling_states=self._on_device.pooler.num_states,
+            prefill_kv=self._device_model.prepared.runner.num_prefill_kv,
+            pooling_states=self._device_model.pooler.num_states,
             staged_embeddings=0 if cache is None else cache.num_staged,
         )
 

@@ -8,7 +8,7 @@ import threading
 _NICENESS = 4
 
 
-def give_way() -> None:
+def lower_thread_priority() -> None:
     """Lets other threads of the process go before the calling one and those that it starts.
 
     For the thread that computes on the CPU: it is busy for many milliseconds at a time on every core, while

@@ -23,17 +23,17 @@ _QUERIES, _DOCUMENTS = (32, 5), (1, 180, 0, 40)
 def checked_maxsim(
     name: str, maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[str, MaxSim]:
-    """The backend, compiled for embeddings of so many dimensions; or, where it fails or is wrong on this
-    device, the one in plain torch, with a warning."""
-    trouble = why_wrong(maxsim, dim, device, dtype)
-    if trouble is None:
+    """The backend, compiled for embeddings of `dim` dimensions; where it fails or is wrong on this device,
+    the one in plain torch, with a warning."""
+    mismatch = why_wrong(maxsim, dim, device, dtype)
+    if mismatch is None:
         return name, maxsim
-    log.warning("MaxSim by %s is not used: %s", name, trouble)
+    log.warning("MaxSim by %s is not used: %s", name, mismatch)
     return choose_maxsim("tiled", device)
 
 
 def why_wrong(maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """None where random queries and documents score as by the reference, else what is the matter."""
+    """None where random queries and documents score as by the reference, else a description of the mismatch."""
     random = np.random.default_rng(0)
     queries = Ragged.from_lengths(_unit_rows(random, sum(_QUERIES), dim).to(dtype), _QUERIES)
     documents = Ragged.from_lengths(_unit_rows(random, sum(_DOCUMENTS), dim).to(dtype), _DOCUMENTS)
@@ -49,7 +49,7 @@ def why_wrong(maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype
 
 @torch.inference_mode()
 def warm_up(model: LoadedModel, runner: ModelRunner, pooler: DispatchPooler) -> None:
-    """Takes random sequences through model and pooling, so that kernels are compiled and libraries loaded."""
+    """Runs random sequences through model and pooling, so that kernels are compiled and libraries loaded."""
     sequences = random_sequences(model, model.score_task)
     for step in (step_of(sequences), step_of(sequences[:1])):
         pooler.pool(*runner.forward(step))

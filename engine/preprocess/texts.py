@@ -111,13 +111,13 @@ class TextBuilder:
     def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_end: int) -> BuiltText:
         """Does what the checkpoint's rules for the role ask for: expansion, and tokens left out of pooling,
         which are those before `prompt_end` and those of the skip list."""
-        attended = len(ids)
+        attended_len = len(ids)
         expansion = self._rules.expansion
         if expansion is not None and len(ids) < expansion.length:
             missing = expansion.length - len(ids)
             ids = np.concatenate([ids, np.full(missing, expansion.token_id, dtype=np.int32)])
             types = np.concatenate([types, np.zeros(missing, dtype=np.int32)])
-            attended = len(ids) if expansion.attended else attended
+            attended_len = len(ids) if expansion.attended else attended_len
         skipped = np.zeros(len(ids), dtype=bool)
         # A text that was cut within its prompt has nothing else to pool.
         if prompt_end < len(ids):
@@ -125,7 +125,7 @@ class TextBuilder:
         if self._rules.skipped_ids is not None:
             skipped |= np.isin(ids, self._rules.skipped_ids)
         pooled = np.flatnonzero(~skipped) if skipped.any() else None
-        return BuiltText(Tokens(ids, types, attended, pooled), truncated)
+        return BuiltText(Tokens(ids, types, attended_len, pooled), truncated)
 
 
 def shortest_text(rules: RoleRules, tokenizer: TextTokenizer) -> int:

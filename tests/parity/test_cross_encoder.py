@@ -63,7 +63,7 @@ async def test_bfloat16_ranks_as_float32_does(checkpoint: str, engines: Engines,
 
 async def test_cross_encoders_are_packed(checkpoint: str, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=checkpoint))
-    assert engine.on_device.prepared.not_packed is None
+    assert engine.device_model.prepared.not_packed is None
 
 
 async def test_a_model_with_three_labels_classifies_but_does_not_score(three_label_classifier: str) -> None:
@@ -112,7 +112,7 @@ async def test_with_a_broken_attention_the_engine_runs_padded_and_right(
     monkeypatch.setattr(choice, "GROUPED", broken)
     monkeypatch.setattr(choice, "compiled_attention", lambda: broken)
     async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
-        assert "differ" in (engine.on_device.prepared.not_packed or "")
+        assert "differ" in (engine.device_model.prepared.not_packed or "")
         result = await engine.score(
             [pair.query for pair in pairs[:40]],
             [pair.document for pair in pairs[:40]],

@@ -79,7 +79,7 @@ async def test_bfloat16_ranks_as_float32_does(
 
 async def test_it_is_packed_where_it_can_be(family: Family, path: str, engines: Engines) -> None:
     engine = await engines(_config(family, path))
-    assert (engine.on_device.prepared.not_packed is None) == family.packed
+    assert (engine.device_model.prepared.not_packed is None) == family.packed
     assert engine.model.causal == family.causal
     assert engine.model.score_type.value == family.kind
 

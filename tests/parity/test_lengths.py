@@ -80,7 +80,7 @@ async def test_a_short_text_beside_a_long_one_is_embedded_as_alone(
     alone = SentenceTransformer(str(tmp_path), device="cpu")
     expected = np.stack([alone.encode(text) for text in texts])
     async with Engine(EngineConfig(model=str(tmp_path), dtype="float32", score_type="bi-encoder")) as engine:
-        assert engine.on_device.prepared.execution == execution, engine.on_device.prepared.not_packed
+        assert engine.device_model.prepared.execution == execution, engine.device_model.prepared.not_packed
         ours = (await engine.embed(texts)).embeddings
     assert alone.tokenizer([texts[1]])["input_ids"][0][100:], "one must be long, or this test shows nothing"
     np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
@@ -97,7 +97,7 @@ async def test_a_reranker_in_bfloat16_with_an_output_layer_of_its_own_scores_as_
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.1)
     model.to(torch.bfloat16).save_pretrained(folder)
     async with Engine(EngineConfig(model=folder)) as engine:
-        assert engine.on_device.prepared.execution == "packed"
+        assert engine.device_model.prepared.execution == "packed"
         ours = (await engine.score("q", ["one", "two"])).scores
     exact = references.qwen3_reranker(folder, ["q", "q"], ["one", "two"])
     tied = references.qwen3_reranker(

@@ -87,7 +87,7 @@ async def test_a_request_that_is_cancelled_leaves_no_prefix_behind(
     checkpoint: str, documents: list[str]
 ) -> None:
     async with Engine(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=200)) as engine:
-        runner = engine.on_device.prepared.runner
+        runner = engine.device_model.prepared.runner
         for delay in (0, 0.005, 0.05):
             task = asyncio.create_task(engine.score(QUERY, documents, truncation=CUT_LONG))
             await until(lambda: runner.held > 0)

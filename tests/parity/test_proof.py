@@ -152,7 +152,7 @@ async def test_nothing_is_found_where_nothing_is_broken(
     for packing in ("auto", "off"):
         config = EngineConfig(model=checkpoints[kind], dtype="float32", packing=packing)  # type: ignore[arg-type]
         async with Engine(config) as engine:
-            assert engine.on_device.prepared.execution == ("packed" if packing == "auto" else "padded")
+            assert engine.device_model.prepared.execution == ("packed" if packing == "auto" else "padded")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ async def test_what_is_broken_is_noticed_and_scores_are_right(
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, logger="maxsimd"):
         break_it(patch)
         async with Engine(EngineConfig(model=checkpoints[kind], dtype="float32", **settings)) as engine:
-            prepared = engine.on_device.prepared
+            prepared = engine.device_model.prepared
             scores = await _scores(engine, few)
     assert prepared.execution == expected, prepared
     assert "slower" in caplog.text

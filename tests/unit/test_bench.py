@@ -99,7 +99,7 @@ PEERS = Results(
         ]
     },
     alone={
-        "cache": {"encoded_ms": 700.0, "kept_in_memory_ms": 3.5, "after_a_restart_ms": 9.0},
+        "cache": {"encoded_ms": 700.0, "cached_in_memory_ms": 3.5, "after_a_restart_ms": 9.0},
         "scaling": {"ms_a_document": {"10": 7.0, "100": 7.5}},
     },
 )

@@ -184,8 +184,8 @@ async def test_int8_keeps_the_ranking(documents: list[str]) -> None:
         new = await _scores(engine, documents, cache="bypass")
         await _scores(engine, documents)
         kept = await _scores(engine, documents)
-        assert engine.on_device.cache is not None
-        assert engine.on_device.cache.hits == len(documents)
+        assert engine.device_model.cache is not None
+        assert engine.device_model.cache.hits == len(documents)
     assert kendalltau(new, kept).statistic >= 0.99
 
 
@@ -222,8 +222,8 @@ async def test_how_a_document_is_read_is_part_of_what_is_kept(documents: list[st
         for _ in range(2):
             scores = [(await engine.score("why", long, truncation=reading)).scores[0] for reading in readings]
         assert len({round(score, 5) for score in scores}) == len(readings)
-        assert engine.on_device.cache is not None
-        assert (engine.on_device.cache.hits, engine.on_device.cache.misses) == (6, 6)
+        assert engine.device_model.cache is not None
+        assert (engine.device_model.cache.hits, engine.device_model.cache.misses) == (6, 6)
         kept = await engine.score("why", long, truncation=readings[4])
         new = await engine.score("why", long, truncation=readings[4], cache="bypass")
         assert kept.usage.prompt_tokens == new.usage.prompt_tokens
@@ -231,7 +231,7 @@ async def test_how_a_document_is_read_is_part_of_what_is_kept(documents: list[st
 
 async def test_refresh_encodes_again_and_bypass_keeps_nothing(documents: list[str]) -> None:
     async with Engine(EngineConfig(dtype="float32")) as engine:
-        cache = engine.on_device.cache
+        cache = engine.device_model.cache
         assert cache is not None
         await _scores(engine, documents[:5], cache="bypass")
         assert cache.entries == 0
@@ -253,8 +253,8 @@ async def test_a_folder_serves_the_next_start_of_the_same_model_only(
         async with Engine(config) as engine:
             kept = await _scores(engine, documents[:8])
             np.testing.assert_allclose(kept, await _scores(engine, documents[:8], cache="bypass"), atol=1e-3)
-            assert engine.on_device.cache is not None
-            return engine.on_device.cache.hits
+            assert engine.device_model.cache is not None
+            return engine.device_model.cache.hits
 
     assert await hits(stanford_colbert) == 0
     assert await hits(stanford_colbert) == 8

@@ -42,7 +42,7 @@ async def engine() -> AsyncIterator[Engine]:
 
 def before_forward(engine: Engine, action: Callable[[Step], None]) -> None:
     """Lets `action` see, and fail, every step before it is run."""
-    runner: Any = engine.on_device.prepared.runner
+    runner: Any = engine.device_model.prepared.runner
     forward = runner.forward
 
     def intercepted(step: Step) -> Any:
@@ -231,7 +231,7 @@ async def test_running_out_of_memory_makes_steps_smaller_and_loses_nothing(
 
 async def test_a_score_that_is_not_a_number_fails_its_request_only(engine: Engine) -> None:
     poison = poison_id(engine)
-    runner: Any = engine.on_device.prepared.runner
+    runner: Any = engine.device_model.prepared.runner
     forward = runner.forward
 
     def poisoned(step: Step) -> Any:
@@ -290,11 +290,11 @@ async def test_an_engine_can_be_started_again_and_leaves_nothing_behind() -> Non
 
 
 async def test_an_engine_that_runs_is_not_started_a_second_time(engine: Engine) -> None:
-    on_device = engine.on_device
+    device_model = engine.device_model
     devices = [thread for thread in threading.enumerate() if thread.name == "maxsimd-device"]
     with pytest.raises(EngineRunningError, match="stop it first"):
         await engine.start()
-    assert engine.on_device is on_device
+    assert engine.device_model is device_model
     assert devices == [thread for thread in threading.enumerate() if thread.name == "maxsimd-device"]
     assert (await engine.score("a", ["b"])).scores
 

@@ -314,7 +314,7 @@ async def test_the_model_card_says_what_runs(caller: Caller) -> None:
     assert abs(card.pop("created") - time.time()) < 5
     findings = card.pop("checked")
     assert len(findings) == 3
-    assert findings == [str(finding) for finding in caller.engine.on_device.prepared.findings]
+    assert findings == [str(finding) for finding in caller.engine.device_model.prepared.findings]
     assert card == {
         "id": "mine",
         "object": "model",

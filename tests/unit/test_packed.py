@@ -293,7 +293,7 @@ async def test_a_model_that_cannot_be_packed_runs_padded_with_a_warning(
     monkeypatch.setattr(attention, "attend", broken)
     with caplog.at_level(logging.WARNING, logger="maxsimd"):
         async with Engine(EngineConfig(model=bert_cross_encoder)) as engine:
-            assert "not here" in (engine.on_device.prepared.not_packed or "")
+            assert "not here" in (engine.device_model.prepared.not_packed or "")
             assert len((await engine.score("a", ["b", "c d e"])).scores) == 2
     assert "runs padded" in caplog.text
 

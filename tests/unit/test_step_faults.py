@@ -155,7 +155,7 @@ class Workload:
 
     async def prepare(self, engine: Engine) -> None:
         """Leaves the first documents in the cache, and no others."""
-        cache = engine.on_device.cache
+        cache = engine.device_model.cache
         assert cache is not None
         cache.flush()
         cache.clear()
