@@ -17,7 +17,7 @@ QUERY = "how is a file opened for reading"
 SIZES = (10, 100, 1000, 10_000)
 LAG = "maxsimd_event_loop_lag_seconds"
 MEMORY = "process_resident_memory_bytes"
-# Requests of up to this many documents are sent a few at a time, so that the device does not wait for the next.
+# Requests of at most SMALL documents are sent a few at a time, so that the device does not wait for the next.
 SMALL, AT_A_TIME = 1000, 4
 
 

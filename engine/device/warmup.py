@@ -33,7 +33,7 @@ def checked_maxsim(
 
 
 def why_wrong(maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """None where random queries and documents score as by the reference, else a description of the mismatch."""
+    """None where random texts score as by the reference, else a description of the mismatch."""
     random = np.random.default_rng(0)
     queries = Ragged.from_lengths(_unit_rows(random, sum(_QUERIES), dim).to(dtype), _QUERIES)
     documents = Ragged.from_lengths(_unit_rows(random, sum(_DOCUMENTS), dim).to(dtype), _DOCUMENTS)
