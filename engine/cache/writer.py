@@ -20,7 +20,7 @@ class CacheWriter:
     def __init__(self, write: Write, limit: int) -> None:
         self._write = write
         self._limit = limit
-        self._nbytes = 0
+        self._batches: list[Arriving] = []
         self._staged: dict[bytes, tuple[Arriving, int]] = {}
         self._lock = threading.Lock()
         self._writing = threading.RLock()
@@ -32,16 +32,19 @@ class CacheWriter:
         self._thread.start()
 
     def stage(self, embeddings: Arriving) -> None:
-        """Makes embeddings findable and has them written soon."""
+        """Makes embeddings findable and has them written soon. Does nothing where it raises."""
         with self._lock:
-            if self._nbytes + embeddings.nbytes > self._limit:
+            if sum(batch.nbytes for batch in self._batches) + embeddings.nbytes > self._limit:
                 self.skipped += len(embeddings)
                 return
-            self._nbytes += embeddings.nbytes
-            for index, key in enumerate(embeddings.keys):
-                self._staged[key] = (embeddings, index)
-            self._idle.clear()
-            self._queue.put(embeddings)
+            self._batches.append(embeddings)
+            try:
+                self._staged |= {key: (embeddings, index) for index, key in enumerate(embeddings.keys)}
+                self._idle.clear()
+                self._queue.put(embeddings)
+            except BaseException:
+                self._forget(embeddings)
+                raise
 
     def get(self, key: bytes) -> CachedEmbedding | None:
         """A staged embedding."""
@@ -93,9 +96,12 @@ class CacheWriter:
 
     def _finish(self, embeddings: Arriving) -> None:
         with self._lock:
-            self._nbytes -= embeddings.nbytes
-            for index, key in enumerate(embeddings.keys):
-                if self._staged.get(key) == (embeddings, index):
-                    del self._staged[key]
-            if self._nbytes == 0:
-                self._idle.set()
+            self._forget(embeddings)
+
+    def _forget(self, embeddings: Arriving) -> None:
+        self._batches = [batch for batch in self._batches if batch is not embeddings]
+        for index, key in enumerate(embeddings.keys):
+            if self._staged.get(key) == (embeddings, index):
+                del self._staged[key]
+        if not self._batches:
+            self._idle.set()
