@@ -145,8 +145,9 @@ def test_a_document_that_windows_are_wanted_for_is_cut_and_counted() -> None:
     prepared = score(["w1"], [words(11, DOCUMENT), words(10, DOCUMENT)], windows)
     assert texts_of(prepared) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(1, 1)]]
     assert prepared.truncated == 1
-    with pytest.raises(InvalidRequestError, match=r"^documents\[1\] has 11 tokens, but at most 10"):
-        score(["w1", "w1"], ["w2", words(11)], Truncation(windows=True))
+    for queries in (["w1"], ["w1", "w1"]):
+        with pytest.raises(InvalidRequestError, match=r"^documents\[1\] has 11 tokens, but at most 10"):
+            score(queries, ["w2", words(11)], Truncation(windows=True))
 
 
 def test_a_prompt_that_just_fits_the_context_is_whole_and_a_longer_one_is_halved() -> None:

@@ -207,6 +207,14 @@ def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
     assert prepared.sequences[:2] == prefixes, "prefixes come first"
 
 
+def test_prefixes_that_differ_in_their_last_token_alone_are_not_shared() -> None:
+    template = ScoreTemplate((words(7, 800) + " {{ query }} passage: {{ document }}",))
+    prepared = score(["w1", "w2"], ["w3", "w3"], template=template, share_prefixes=True)
+    prefixes = [one.tokens.ids.tolist() for one in prepared.sequences if one.is_prefix]
+    assert prefixes == [[*ids(7, 800), *ids(1, 1)], [*ids(7, 800), *ids(1, 2)]]
+    assert [prefix for prefix, _ in split(prepared)] == [100, 101]
+
+
 def test_all_windows_of_a_document_share_its_prefix() -> None:
     truncation = Truncation(max_tokens=len(asked(ids(4), [])) + 4, windows=True)
     prepared = score([words(4)], [document(9), document(2)], truncation, share_prefixes=True)

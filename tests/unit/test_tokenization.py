@@ -77,6 +77,8 @@ def test_a_template_is_learned_with_its_types() -> None:
     assert (made.single.special_tokens, made.pair.special_tokens) == (2, 3)
     token_ids, types = made.pair.fill(np.array([20, 21], np.int32), np.array([22], np.int32))
     assert (token_ids.tolist(), types.tolist()) == ([CLS, 20, 21, SEP, 22, SEP], [0, 0, 0, 0, 1, 1])
+    parts = [token_ids, types, *made.encode(["w0"], "documents"), *made.pair.ids, *made.pair.types]
+    assert {part.dtype for part in parts} == {np.dtype(np.int32)}
     bare = small_tokenizer(special_tokens=False)
     assert (bare.single.special_tokens, bare.pair.special_tokens) == (0, 0)
 
