@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from maxsimd.api.options import config_from, options_from
-from maxsimd.bench.datasets import Request, docstring_requests, random_requests
+from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.gpu.command import bench_gpu, bench_kernels
 from maxsimd.bench.peers.command import bench_peers
 from maxsimd.bench.report import Report, publish
@@ -31,6 +31,7 @@ def workload_options(command: Callable[..., None]) -> Callable[..., None]:
                      show_default=True, help="Random words, or real English with known answers."),
         click.option("--num-requests", type=int, default=100, show_default=True, help="Requests to measure."),
         click.option("--documents", type=int, default=100, show_default=True, help="Documents in a request."),
+        click.option("--mix", help="Documents of random requests by shares, as 20:0.9,500:0.1."),
         click.option("--random-input-len", type=int, default=256, show_default=True,
                      help="Tokens of a pair of random words."),
         click.option("--random-range-ratio", type=float, default=0.5, show_default=True,
@@ -52,9 +53,10 @@ def make_requests(workload: dict[str, Any]) -> list[Request]:
     count = workload["num_requests"] + workload["warmup"]
     if workload["dataset"] == "docstrings":
         return docstring_requests(count, workload["documents"], workload["seed"])
+    mix = workload["mix"]
     return random_requests(
         count,
-        workload["documents"],
+        workload["documents"] if mix is None else mixed_counts(mix, count, workload["seed"]),
         workload["random_input_len"],
         workload["random_range_ratio"],
         workload["shared_query"],

@@ -39,13 +39,26 @@ class Pair:
     document: str
 
 
+def mixed_counts(mix: str, count: int, seed: int) -> list[int]:
+    """Numbers of documents for `count` requests by a mix such as "20:0.9,500:0.1" (documents:share, ...).
+
+    Raises ValueError for a mix that cannot be read or whose shares do not add up to 1."""
+    parts = [part.split(":") for part in mix.split(",")]
+    if any(len(part) != 2 for part in parts):
+        raise ValueError(f"a mix is written as documents:share,documents:share and not {mix!r}")
+    numbers, shares = [int(number) for number, _ in parts], [float(share) for _, share in parts]
+    if abs(sum(shares) - 1) > 1e-6 or min(numbers) < 1:
+        raise ValueError(f"the shares of {mix!r} must add up to 1, of at least one document each")
+    return random.Random(seed).choices(numbers, shares, k=count)
+
+
 def random_requests(
-    count: int, documents: int, input_len: int, range_ratio: float, shared_query: bool, seed: int
+    count: int, documents: int | list[int], input_len: int, range_ratio: float, shared_query: bool, seed: int
 ) -> list[Request]:
     """Random words, `input_len` tokens a pair, half of them in the query, as vLLM's random-rerank has it.
 
-    Lengths vary by +-`range_ratio`. Each request has a query of its own unless `shared_query`, which gives
-    the whole run a single one.
+    `documents` is how many each request has, or a list of that for each. Lengths vary by +-`range_ratio`.
+    Each request has a query of its own unless `shared_query`, which gives the whole run a single one.
     """
     draw = random.Random(seed)
 
@@ -57,8 +70,8 @@ def random_requests(
     document_len = max(1, input_len - query_len - 1)
     shared = words(query_len)
     return [
-        Request(shared if shared_query else words(query_len), [words(document_len) for _ in range(documents)])
-        for _ in range(count)
+        Request(shared if shared_query else words(query_len), [words(document_len) for _ in range(number)])
+        for number in (documents if isinstance(documents, list) else [documents] * count)
     ]
 
 

@@ -88,7 +88,7 @@ def _shown(workload: dict[str, Any]) -> dict[str, Any]:
         for name in ("dataset", "documents", "concurrency", "request_rate", "cache", "seed")
     }
     if workload["dataset"] == "random":
-        shown |= {name: workload[name] for name in ("random_input_len", "random_range_ratio")}
+        shown |= {name: workload[name] for name in ("mix", "random_input_len", "random_range_ratio")}
         shown["queries"] = "one for the whole run" if workload["shared_query"] else "one a request"
     return shown
 

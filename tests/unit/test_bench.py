@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.bench.candidates import Bm25
-from maxsimd.bench.datasets import docstring_pairs, docstring_requests, random_requests
+from maxsimd.bench.datasets import docstring_pairs, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.load import _rank
 from maxsimd.bench.peers.experiments import Arena, Load, Turn
 from maxsimd.bench.peers.experiments import Outcome as PeerOutcome
@@ -48,6 +48,17 @@ def test_random_requests_have_the_lengths_asked_for(shared: bool) -> None:
     for request in requests:
         assert 24 <= len(request.query.split()) <= 74
         assert all(25 <= len(document.split()) <= 75 for document in request.documents)
+
+
+def test_a_mix_gives_requests_their_numbers_of_documents() -> None:
+    counts = mixed_counts("2:0.9,50:0.1", 1000, seed=0)
+    assert set(counts) == {2, 50}
+    assert 60 <= counts.count(50) <= 140
+    requests = random_requests(3, [1, 5, 2], 20, 0.5, shared_query=False, seed=0)
+    assert [len(request.documents) for request in requests] == [1, 5, 2]
+    for wrong in ("2", "2:0.9", "0:0.5,1:0.5", "a:1"):
+        with pytest.raises(ValueError):  # noqa: PT011 (int() words its own)
+            mixed_counts(wrong, 10, seed=0)
 
 
 def test_a_tie_counts_against_the_known_answer() -> None:
