@@ -37,8 +37,8 @@ class CacheWriter:
             if sum(batch.nbytes for batch in self._batches) + embeddings.nbytes > self._limit:
                 self.skipped += len(embeddings)
                 return
-            self._batches.append(embeddings)
             try:
+                self._batches.append(embeddings)
                 self._staged |= {key: (embeddings, index) for index, key in enumerate(embeddings.keys)}
                 self._idle.clear()
                 self._queue.put(embeddings)
