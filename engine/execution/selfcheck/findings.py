@@ -11,6 +11,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.modes import Packed, Padded
 from maxsimd.engine.execution.packed_runner import ModelRunner
+from maxsimd.engine.execution.precision import dtype_name
 from maxsimd.engine.execution.selfcheck.comparison import Comparison
 from maxsimd.engine.execution.selfcheck.proof import compare, compare_bits, compare_in_parts, pooler_for
 from maxsimd.engine.execution.selfcheck.samples import Sample
@@ -43,7 +44,7 @@ def findings_of(
     """What was compared in float32, and what the model as it stands now gives for the samples.
 
     Raises ModelLoadError where that is not finite, or wrong."""
-    precision = str(dtype).removeprefix("torch.")
+    precision = dtype_name(dtype)
     name = "packed" if isinstance(execution, Packed) else "padded"
     own = f"as the model's own library one by one: {execution.comparison}"
     findings = [Finding(f"{name}, in float32", own)]
