@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.execution import prepare
-from maxsimd.engine.execution.attention.base import NAME, register
+from maxsimd.engine.execution.attention.interface import NAME, register
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.padded_runner import PaddedRunner
