@@ -8,29 +8,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.activations import ACT2FN
 
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.execution import cls_only_last_layer, linear
+from maxsimd.engine.execution import cls_only_last_layer
 from maxsimd.engine.execution.attention import interface
 from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
 from maxsimd.engine.execution.attention.varlen import VarlenBackend
-from maxsimd.engine.execution.grouping import (
-    GROUP_COST_ROWS,
-    group_by_length,
-    in_powers_of_two,
-    round_length,
-)
 from maxsimd.engine.execution.lay_out import lay_out
 from maxsimd.engine.execution.layout import Layout
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
-from maxsimd.engine.execution.padded_runner import PADDING, SMALL_BATCH, by_length
 from maxsimd.engine.execution.prefill_kv import PrefillKV
-from maxsimd.engine.execution.selfcheck.float32 import in_float32
 from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
@@ -54,23 +45,6 @@ def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
             Chunk(Sequence.text(key, ResultSlot(0, key), "all", Tokens(ids, attended_len=seen)), 0, length)
         )
     return Step(0, tuple(chunks))
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
-def test_groups_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
-    groups = group_by_length(lengths)
-    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
-    for group in groups:
-        longest = max(lengths[index] for index in group)
-        assert sum(longest - lengths[index] for index in group) <= GROUP_COST_ROWS
-        parts = in_powers_of_two(group)
-        assert [index for part in parts for index in part] == group
-        assert all(len(part).bit_count() == 1 for part in parts)
-
-
-@given(st.integers(1, 10_000))
-def test_a_length_is_rounded_up_by_less_than_a_quarter_or_four_rows(length: int) -> None:
-    assert length <= round_length(length) < length + max(4, length / 4)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.booleans(), st.integers(0, 2))
@@ -231,26 +205,6 @@ def test_prefill_kv_gives_all_keys_so_far_also_when_a_step_is_retried() -> None:
         assert torch.equal(seen.value, values)
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 products here")
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("gelu", [True, False])
-def test_a_prepacked_linear_equals_the_plain_one(bias: bool, gelu: bool) -> None:
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(96, 64, bias=bias).bfloat16()
-    packed = linear.PrepackedLinear(plain, gelu)
-    for rows in (1, 7, 130):
-        x = torch.randn(1, rows, 96).bfloat16()
-        with torch.inference_mode():
-            expected = plain(x).float()
-            expected = torch.nn.functional.gelu(expected) if gelu else expected
-            torch.testing.assert_close(packed(x).float(), expected, atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize(("name", "exact"), [("gelu", True), ("gelu_new", False), ("relu", False)])
-def test_only_the_exact_gelu_is_fused(name: str, exact: bool) -> None:
-    assert linear._is_exact_gelu(ACT2FN[name]) is exact
-
-
 class LeakyBackend(GroupedBackend):
     """Lets every sequence of a step see all others."""
 
@@ -316,25 +270,3 @@ async def test_rotary_frequencies_keep_their_precision_in_bfloat16(qwen3_embeddi
         backbone = engine.model.backbone
         assert backbone.rotary_emb.inv_freq.dtype is torch.float32
         assert {parameter.dtype for parameter in backbone.parameters()} == {torch.bfloat16}
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_padded_batches_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
-    batches = by_length(lengths)
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    for batch in batches:
-        rows = len(batch) * max(lengths[index] for index in batch)
-        padding = rows - sum(lengths[index] for index in batch)
-        assert rows <= SMALL_BATCH or padding <= PADDING * rows
-
-
-def test_large_tables_are_not_converted_for_a_proof_and_small_ones_are() -> None:
-    large, small = torch.nn.Embedding(70_000, 64), torch.nn.Embedding(10, 64)
-    backbone = torch.nn.ModuleList([large, small, torch.nn.Linear(64, 4)]).bfloat16()
-    ids = torch.tensor([0, 3, 9])
-    expected = large(ids).float()
-    with in_float32(backbone):
-        assert large.weight.dtype is torch.bfloat16
-        assert small.weight.dtype is torch.float32
-        assert torch.equal(large(ids), expected)
-    assert large(ids).dtype is torch.bfloat16
