@@ -130,7 +130,7 @@ def _refuse_quantization(config: EngineConfig, possible: bool) -> None:
         )
 
 
-# Leaves a backbone with some of its layers for a while: a sample of them, or all.
+# Leaves a backbone with some of its layers inside a context: a sample of them, or all.
 _Layers = Callable[[torch.nn.Module], AbstractContextManager[object]]
 
 

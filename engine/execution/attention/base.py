@@ -1,5 +1,5 @@
-"""The interface of attention backends, and the metadata that a backend makes of a step's layout. transformers
-is not known here; `interface.py` hands its calls on.
+"""The interface of attention backends, and the metadata that a backend makes of a step's layout. Nothing here
+depends on transformers, whose calls come through `interface.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -45,8 +45,8 @@ class AttentionBackend(ABC, Generic[M]):
 
     @abstractmethod
     def full(self, qkv: QKV, metadata: M) -> torch.Tensor:
-        """Attention within each whole sequence: [rows, heads, head_dim] for rows that begin with those of
-        `layout.groups`. Rows after these become zero."""
+        """Attention within each whole sequence: [rows, heads, head_dim]. The rows of `layout.groups` come
+        first among those of `qkv`; any rows after them are padding, whose result has no meaning."""
 
     def first_rows(self, qkv: QKV, metadata: M) -> torch.Tensor:
         """As `full`, but only the first row of each sequence is defined."""

@@ -69,8 +69,8 @@ class GroupedAttention(OneByOneAttention[G]):
 
 
 class GroupedBackend(GroupedAttention[GroupedMetadata]):
-    """Attention by plain torch. `arrangement` and `supports_first_rows` are options, so that it can take the
-    place of another backend in a proof."""
+    """Attention by plain torch. `arrangement` and `supports_first_rows` are options, so that it can replace
+    another backend in a proof."""
 
     name = "grouped"
 
