@@ -10,8 +10,11 @@ import torch
 
 from maxsimd.bench.gpu.limits import copy_bandwidth, product_peak
 from maxsimd.bench.timing import Run, medians
+from maxsimd.engine.execution.attention.base import AttentionBackend
+from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.ops import triton as triton_ops
+from maxsimd.engine.ops.qkv import QKV
 from maxsimd.pooling.ragged import Ragged
 
 Figures = dict[str, Any]
@@ -20,7 +23,7 @@ OURS = "maxsimd"
 
 @dataclass(frozen=True, slots=True)
 class MaxSimShape:
-    """One query and `documents` of `tokens` tokens, or of any number between two."""
+    """One query of `query` tokens, and `documents` whose lengths lie between the two numbers of `tokens`."""
 
     name: str
     query: int
@@ -39,7 +42,8 @@ MAXSIM_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """`sequences` of `tokens` give or take a half, with `heads` heads; `kv_heads` of keys and values."""
+    """`sequences` of `tokens` tokens give or take a half, with `heads` heads of queries and `kv_heads` of
+    keys and values."""
 
     name: str
     sequences: int
@@ -65,7 +69,7 @@ def measure_kernels(
     attention_shapes: tuple[AttentionShape, ...] = ATTENTION_SHAPES,
     rows: int = 32_768,
 ) -> Figures:
-    """Milliseconds of all contenders that are here, and ours as a share of what the device can do at best."""
+    """Milliseconds of all contenders that are installed, and our rate as a share of the device's limit."""
     peak, bandwidth = product_peak(device, torch.bfloat16), copy_bandwidth(device)
     limits = {"product_tflops": round(peak / 1e12, 1), "copy_tbytes_per_s": round(bandwidth / 1e12, 2)}
     figures: Figures = {"limits": limits}
@@ -73,18 +77,20 @@ def measure_kernels(
         contenders, tokens = _maxsim_contenders(shape, device)
         flops = 2.0 * shape.query * tokens * shape.dim
         floor = max(flops / peak, tokens * shape.dim * 2 / bandwidth)
-        figures[f"MaxSim: {shape.name}"] = _shown(medians(contenders, device, rounds), floor)
+        figures[f"MaxSim: {shape.name}"] = _compared(medians(contenders, device, rounds), floor)
     for case in attention_shapes:
         contenders, pairs = _attention_contenders(case, device)
         floor = 4.0 * pairs * case.heads * case.head_dim / peak
-        figures[f"attention: {case.name}"] = _shown(medians(contenders, device, rounds), floor)
+        figures[f"attention: {case.name}"] = _compared(medians(contenders, device, rounds), floor)
     contenders = _projection_contenders(rows, 1024, 128, device)
     floor = max(2.0 * rows * 1024 * 128 / peak, rows * 1024 * 2 / bandwidth)
-    figures[f"projection: {rows:,} rows, 1,024 to 128"] = _shown(medians(contenders, device, rounds), floor)
+    figures[f"projection: {rows:,} rows, 1,024 to 128"] = _compared(
+        medians(contenders, device, rounds), floor
+    )
     return figures
 
 
-def _shown(seconds: dict[str, float], floor: float) -> Figures:
+def _compared(seconds: dict[str, float], floor: float) -> Figures:
     figures: Figures = {f"{name}_ms": round(taken * 1e3, 4) for name, taken in seconds.items()}
     if OURS in seconds:
         figures["share_of_what_the_device_can"] = _digits(floor / seconds[OURS])
@@ -113,18 +119,17 @@ def _maxsim_contenders(shape: MaxSimShape, device: torch.device) -> tuple[dict[s
         return similarity.masked_fill_(hidden[:, :, None], -torch.inf).amax(dim=1).float().sum(dim=1)
 
     contenders: dict[str, Run] = {"padded torch": plain}
-    # What the kernels read lies on the device, as for theirs.
+    # The kernels get their indices on the device, as those of the packages do.
     offsets, one = (
         torch.tensor(bounds, dtype=torch.int32, device=device)
         for bounds in (documents.offsets, (0, shape.query))
     )
     if triton_ops.runs_on(device):
-        from maxsimd.engine.ops.triton.maxsim import maxsim
+        from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
 
         first, every = torch.zeros_like(offsets[:-1]), torch.arange(shape.documents, device=device).int()
-        contenders[OURS] = lambda: maxsim(
-            query, rows, None, one, offsets, first, every, shape.query, max(lengths), -1e9
-        )
+        queries, packed = PackedTokens(query, one, shape.query), PackedTokens(rows, offsets, max(lengths))
+        contenders[OURS] = lambda: maxsim(queries, packed, Pairs(first, every), -1e9)
     if device.type == "cuda":
         if (flash := _package("flash_maxsim")) is not None:
             contenders["flash-maxsim"] = lambda: flash.flash_maxsim_packed(query, rows, offsets, max(lengths))
@@ -137,7 +142,6 @@ def _maxsim_contenders(shape: MaxSimShape, device: torch.device) -> tuple[dict[s
 
 def _attention_contenders(shape: AttentionShape, device: torch.device) -> tuple[dict[str, Run], int]:
     from maxsimd.engine.execution.attention.select import candidates
-    from maxsimd.engine.execution.attention.torch_grouped import attend_one_by_one
 
     draw = np.random.default_rng(0)
     lengths = draw.integers(shape.tokens // 2, shape.tokens * 3 // 2 + 1, shape.sequences).tolist()
@@ -147,15 +151,15 @@ def _attention_contenders(shape: AttentionShape, device: torch.device) -> tuple[
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
     groups = tuple(Group(start, 1, n, (n,)) for start, n in zip(starts, lengths, strict=False))
-    scale = shape.head_dim**-0.5
+    qkv = QKV(q, k, v, shape.head_dim**-0.5)
     pairs = sum(n * (n + 1) // 2 if shape.causal else n * n for n in lengths)
 
-    def by(attend: Any) -> Run:
-        layout = Layout(groups, (), shape.causal)
-        return lambda: attend(q, k, v, layout, scale, None)
+    def by(backend: AttentionBackend[Any]) -> Run:
+        metadata = backend.prepare(Layout(shape.causal, groups), device)
+        return lambda: backend.full(qkv, metadata)
 
-    found = {name: by(make().everywhere) for name, make in candidates(device, torch.bfloat16).items()}
-    contenders: dict[str, Run] = {"one by one": by(attend_one_by_one)}
+    found = {name: by(make()) for name, make in candidates(device, torch.bfloat16).items()}
+    contenders: dict[str, Run] = {"one by one": by(OneByOneBackend())}
     contenders |= {OURS if name == "triton" else name: run for name, run in found.items()}
     return contenders, pairs
 
@@ -170,9 +174,10 @@ def _projection_contenders(rows: int, width: int, dim: int, device: torch.device
 
     contenders: dict[str, Run] = {"torch": plain}
     if triton_ops.runs_on(device):
-        from maxsimd.engine.ops.triton.projection import project
+        from maxsimd.engine.ops.triton.projection import Projection, project
 
-        contenders[OURS] = lambda: project(hidden, pooled, weight, None, True, 1e-12, torch.bfloat16)
+        projection = Projection(weight, None, 1e-12)
+        contenders[OURS] = lambda: project(hidden, pooled, projection, torch.bfloat16)
     return contenders
 
 

@@ -1,4 +1,4 @@
-"""What a device can do at best: what the shares in the figures are shares of."""
+"""The limits of a device, measured: the figures give rates as shares of these."""
 
 import torch
 
@@ -6,7 +6,7 @@ from maxsimd.bench.timing import medians
 
 _SIDE = 4096
 _COPY_BYTES = 1 << 30
-_SMALL = 256  # of both, where there is no GPU and the figures mean nothing
+_SMALL = 256  # the size of both where there is no GPU and the figures mean nothing
 
 
 def product_peak(device: torch.device, dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""What came of a run on a GPU, in a folder of results: JSON, Markdown and a plot."""
+"""The results of a run on a GPU, in a folder: JSON, Markdown and a plot."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ def write_report(name: str, title: str, figures: Figures, folder: Path) -> list[
     write_json(str(paths[0]), figures)
     pictures = []
     try:
-        for number, (heading, values) in enumerate(_plotted(figures).items()):
-            pictures.append(save(bars(values, heading), folder / f"{name}-{number}.svg"))
+        for index, (heading, values) in enumerate(_plotted(figures).items()):
+            pictures.append(save(bars(values, heading), folder / f"{name}-{index}.svg"))
     except ImportError:
         pass
     paths[1].write_text(_markdown(title, figures, pictures), encoding="utf-8")
@@ -36,7 +36,7 @@ def _markdown(title: str, figures: Figures, pictures: list[Path]) -> str:
 
 
 def _plotted(figures: Figures) -> dict[str, dict[str, float]]:
-    """By heading: contenders by milliseconds, and workloads by requests a second."""
+    """The values of each plot by heading: milliseconds by contender, and requests a second by workload."""
     plots: dict[str, dict[str, float]] = {}
     for name, values in figures.items():
         times = {key.removesuffix("_ms"): value for key, value in values.items() if key.endswith("_ms")}

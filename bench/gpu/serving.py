@@ -28,7 +28,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`requests` of `documents`, `concurrency` at a time; a pair has about `input_len` tokens."""
+    """`requests` requests of `documents` documents, `concurrency` at a time; a pair has `input_len` tokens,
+    give or take a share."""
 
     name: str
     requests: int
@@ -38,7 +39,8 @@ class Workload:
     concurrency: int
 
 
-# Those that others publish figures of. Every query is encoded anew; ours has no cache for queries.
+# Workloads for which others publish figures. Every query is encoded anew; our engine has no cache for
+# queries.
 WORKLOADS = (
     Workload("2,000 requests of one document, 64 at a time, 2,048 tokens", 2000, 1, 2048, 0.5, 64),
     Workload("1,000 documents of 256 tokens a request, 64 at a time", 128, 1000, 512, 0.0, 64),
@@ -78,7 +80,7 @@ def save_colbert(folder: Path, shape: Shape) -> str:
 async def measure_serving(
     checkpoint: str, device: str, workloads: tuple[Workload, ...] = WORKLOADS
 ) -> dict[str, Figures]:
-    """What a server of its own does under each workload, every document encoded."""
+    """The figures of each workload on a server of its own that encodes every document."""
     options = ("--device", device, "--max-body-mb", "512")
     figures = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -40,8 +40,8 @@ async def measure_busy_share(config: EngineConfig, workload: Workload) -> Figure
 
 
 def busy_share(spans: Iterable[tuple[float, float]]) -> Figures:
-    """Of microseconds (start, end) in which kernels ran: the share of the whole in which any did, and the
-    gaps between them, without the first and last tenth of the time, when the load is not full."""
+    """The share of time in which a kernel ran and the gaps between kernels, from (start, end) in
+    microseconds, without the first and last tenth of the time, when the load is not full."""
     table = np.array(sorted(spans), dtype=np.float64).reshape(-1, 2)
     if len(table) == 0:
         return {"kernels": 0}

@@ -26,7 +26,7 @@ def score_template(config: EngineConfig) -> ScoreTemplate | None:
 
 
 def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
-    """The model as configured. Raises ModelLoadError for a setting that it cannot take."""
+    """The model as configured. Raises ModelLoadError for a setting that does not apply to it."""
     if config.score_template is not None and model.pairs.template is None:
         raise ModelLoadError("--score-template is for models that read query and document together")
     if config.query_prompt is not None:

@@ -1,4 +1,4 @@
-"""What must be known of a backbone before it can be run packed, found out from the model itself."""
+"""The properties of a backbone that packed execution depends on, found out from the model itself."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 from maxsimd.engine.checkpoint.reference import declares
 
-# Tokenisers that know no limit say so with a number of this size.
+# Tokenisers without a limit have a number of at least this size in its place.
 _NO_LIMIT = 1_000_000
 
 
@@ -24,12 +24,13 @@ def position_offset(backbone: torch.nn.Module) -> int:
 def max_tokens(config: Any, tokenizer: Any, offset: int) -> int:
     """The longest sequence, special tokens included, that both the model and its tokeniser take."""
     positions = getattr(config, "max_position_embeddings", None)
-    # Some configs say -1, or nothing, where positions are relative and without end.
+    # Some configs have -1, or nothing, where positions are relative and unlimited.
     limits = [positions - offset] if isinstance(positions, int) else []
     limits.append(getattr(tokenizer, "model_max_length", None) or 0)
     if getattr(config, "attention_type", None) == "block_sparse":
-        # BigBird attends to all of a text up to this length, and from then on to all of any, so that what it
-        # makes of longer ones depends on those before them (`BigBirdModel.forward`).
+        # BigBird attends sparsely to texts longer than this. The first text that is not longer switches it to
+        # full attention for good, so that results for longer ones depend on the texts before
+        # (`BigBirdModel.forward`).
         limits.append((5 + 2 * config.num_random_blocks) * config.block_size)
     return min((int(limit) for limit in limits if 0 < limit < _NO_LIMIT), default=512)
 
@@ -38,8 +39,8 @@ def max_tokens(config: Any, tokenizer: Any, offset: int) -> int:
 def is_causal(backbone: Any) -> bool:
     """Whether a token's hidden state depends only on the tokens before it.
 
-    Asked of the model by changing the last of a few tokens and looking at the first. No for a model that
-    cannot be asked so, which then cannot be packed either."""
+    Tried by changing the last of a few tokens and comparing the first. False for a model on which this fails,
+    which cannot be packed either."""
     try:
         size = backbone.get_input_embeddings().weight.shape[0]
         device = next(backbone.parameters()).device

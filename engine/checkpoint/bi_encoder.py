@@ -1,4 +1,4 @@
-"""Loads bi-encoders, and encoders that are asked to score by late interaction over their token states."""
+"""Loads bi-encoders, and encoders that are to score by late interaction over their token states."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def load_bi_encoder(path: str, score_type: ScoreType, options: dict[str, Any]) -
         normalised,
         ModulesReference([transformer, pooling, *after], transformer.tokenizer, "sentence_embedding"),
     )
-    # A sentence-level projection serves token level as well, as sentence-transformers converts it.
+    # A projection of sentence embeddings is applied to tokens as well, as sentence-transformers converts it.
     token_modules = [_at_token_level(module) for module in dense] + [Normalize("token_embeddings")]
     token_reference = ModulesReference(
         [transformer, *token_modules], transformer.tokenizer, "token_embeddings"

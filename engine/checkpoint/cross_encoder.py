@@ -15,7 +15,7 @@ from maxsimd.pooling.methods import METHODS
 
 
 def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint with sentence-transformers, which knows the activation that its authors meant.
+    """Reads the checkpoint with sentence-transformers, which finds the activation that its authors meant.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
     encoder = CrossEncoder(path, **options)
@@ -26,7 +26,7 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
     backbone = model.base_model
     causal = is_causal(backbone)
     pooling = "last" if causal else getattr(model.config, "classifier_pooling", "cls")
-    if pooling not in METHODS:  # one that only the model itself knows
+    if pooling not in METHODS:  # a method of the model's own
         pooling = "cls"
     labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
     head = ClassifierHead(model)
@@ -47,13 +47,13 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
 
 
 def truncation_of(transformer: Any) -> Literal["longest_first", "only_second"]:
-    """How sentence-transformers is told to cut pairs that are too long."""
+    """How sentence-transformers is configured to cut pairs that are too long."""
     only_second = _settings(transformer, "text").get("truncation") == "only_second"
     return "only_second" if only_second else "longest_first"
 
 
 def template_of(transformer: Any) -> ScoreTemplate | None:
-    """The chat template by which sentence-transformers is told to put a pair together, if there is one."""
+    """The chat template by which sentence-transformers joins a pair, if there is one."""
     template = getattr(transformer.tokenizer, "chat_template", None)
     if "message" not in transformer.modality_config or not template:
         return None
@@ -62,7 +62,7 @@ def template_of(transformer: Any) -> ScoreTemplate | None:
     found = ScoreTemplate((template,), variables=variables)
     try:
         found.check()
-    except ModelLoadError:  # a template for chats, which knows neither query nor document
+    except ModelLoadError:  # a template for chats, which names neither query nor document
         return None
     return found
 

@@ -1,4 +1,4 @@
-"""Finds out what a checkpoint is from its small files alone, before anything heavy is loaded."""
+"""Finds out what kind a checkpoint is from its small files alone, before anything heavy is loaded."""
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.config import ScoreType
@@ -7,8 +7,8 @@ LISTWISE = "JinaForRanking"
 
 
 def detect_score_type(files: CheckpointFiles) -> ScoreType:
-    """What the checkpoint says of itself; a plain encoder is a bi-encoder, a plain language model one that
-    is asked about pairs."""
+    """The score type that the checkpoint declares; a plain encoder is a bi-encoder, and a plain language
+    model a cross-encoder that is asked about pairs."""
     if files.architecture == LISTWISE:
         return ScoreType.LISTWISE
     if is_late_interaction(files):
@@ -21,8 +21,8 @@ def detect_score_type(files: CheckpointFiles) -> ScoreType:
 
 
 def is_late_interaction(files: CheckpointFiles) -> bool:
-    """Whether it was saved for late interaction. PyLate wrote no model_type at first, but settings of its
-    own."""
+    """Whether the checkpoint was saved for late interaction. Early PyLate saves have no model_type, but
+    settings of their own."""
     settings = files.sentence_transformers
     return (
         settings.get("model_type") in ("MultiVectorEncoder", "ColBERT")

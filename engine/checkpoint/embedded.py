@@ -1,4 +1,4 @@
-"""The model that is served when none is named."""
+"""The embedded model, which is served when no other is named."""
 
 import importlib.util
 from pathlib import Path

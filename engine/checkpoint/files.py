@@ -1,4 +1,5 @@
-"""A checkpoint's files, in a folder or on the hub: the small ones that say what it is, and the way to all."""
+"""A checkpoint's files, in a folder or on the hub: the small ones that describe it, and how to find any of
+them."""
 
 import json
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from maxsimd.engine.errors import ModelLoadError
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """The small files that say what a checkpoint is. `config_at_root` is False where only the first module's
-    folder has a config.json."""
+    """The small files that describe a checkpoint. `config_at_root` is False if only the first module's folder
+    has a config.json."""
 
     config: dict[str, Any]
     sentence_transformers: dict[str, Any]
@@ -24,7 +25,7 @@ class CheckpointFiles:
 
 
 def read_files(model: str, revision: str | None) -> CheckpointFiles:
-    """Reads them from a folder or the hub. Raises ModelLoadError when there is no checkpoint."""
+    """Reads the small files from a folder or the hub. Raises ModelLoadError when there is no checkpoint."""
     config = _read_json(model, "config.json", revision)
     modules = _read_json(model, "modules.json", revision) or []
     at_root = config is not None
@@ -33,16 +34,17 @@ def read_files(model: str, revision: str | None) -> CheckpointFiles:
             f"no checkpoint at {model!r}: there is neither a config.json nor a modules.json; "
             "name a folder that has one, or a hub id that this machine can reach"
         )
-    if not at_root:  # newer sentence-transformers saves keep it in the first module's folder
+    if not at_root:  # newer sentence-transformers saves have it in the first module's folder
         config = _read_json(model, f"{modules[0].get('path', '')}/config.json", revision)
     settings = _read_json(model, "config_sentence_transformers.json", revision)
     return CheckpointFiles(config or {}, settings or {}, modules, at_root)
 
 
 def find_file(model: str, name: str, revision: str | None) -> Path | None:
-    """A checkpoint's file on this machine, fetched from the hub if need be; None when it has none.
+    """The path of a checkpoint's file on this machine, downloaded from the hub if necessary; None when the
+    checkpoint has no such file.
 
-    Raises ModelLoadError when the hub cannot be asked."""
+    Raises ModelLoadError when the hub cannot be reached."""
     if Path(model).is_dir():
         path = Path(model) / name
         return path if path.is_file() else None
@@ -63,7 +65,7 @@ def find_file(model: str, name: str, revision: str | None) -> Path | None:
     return Path(found) if found else None
 
 
-# Any one of these holds a tokeniser's vocabulary.
+# Files that hold a tokeniser's vocabulary; one of them is enough.
 VOCABULARIES = (
     "tokenizer.json",
     "vocab.txt",
@@ -81,11 +83,11 @@ VOCABULARIES = (
 
 
 def refuse_missing_tokenizer(model: str, revision: str | None, files: CheckpointFiles) -> None:
-    """Raises ModelLoadError where there is no tokeniser: transformers would make an empty one up, for which
+    """Raises ModelLoadError if there is no tokeniser: transformers would make up an empty one, for which
     every word is unknown."""
     folder = str(files.modules[0].get("path") or "") if files.modules else ""
     folders = dict.fromkeys(["", f"{folder}/" if folder else ""])
-    if any(find_file(model, f"{place}{name}", revision) for place in folders for name in VOCABULARIES):
+    if any(find_file(model, f"{prefix}{name}", revision) for prefix in folders for name in VOCABULARIES):
         return
     raise ModelLoadError(
         f"{model!r} has no tokeniser: none of {', '.join(VOCABULARIES[:4])} and the like is there; "

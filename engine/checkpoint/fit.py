@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from maxsimd.engine.errors import ModelLoadError
 
-# Heads of pretraining and of other tasks, by the first part of their tensors' names. They stand on top of a
-# backbone, so a checkpoint may have them where only its backbone is read.
+# Heads of pretraining and of other tasks, by the first part of their tensors' names. A checkpoint may have
+# them on top of its backbone when only the backbone is read.
 UNUSED_HEADS = frozenset(
     {
         "classifier",
@@ -48,8 +48,8 @@ _LISTED = 4
 
 @contextmanager
 def refusing_misfits(path: str, read_apart: frozenset[str] = frozenset()) -> Iterator[None]:
-    """While it lasts, `PreTrainedModel.from_pretrained` on this thread raises ModelLoadError for a checkpoint
-    that does not fit. Tensors whose names begin with a part in `read_apart` are read by someone else."""
+    """Inside this context, `PreTrainedModel.from_pretrained` on this thread raises ModelLoadError for a
+    checkpoint that does not fit. Tensors whose names begin with a part in `read_apart` are read elsewhere."""
     original = vars(PreTrainedModel)["from_pretrained"]
     thread = threading.get_ident()
 
@@ -57,11 +57,11 @@ def refusing_misfits(path: str, read_apart: frozenset[str] = frozenset()) -> Ite
         load = original.__func__
         if threading.get_ident() != thread or options.get("output_loading_info"):
             return load(cls, *arguments, **options)
-        # A tensor of another shape is reported beside the others, instead of in an error without its name.
+        # A tensor of another shape is then reported with the others, and not in an error without its name.
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = load(cls, *arguments, **options)
         _refuse_misfit(path, model, info, read_apart)
-        # Each tensor once, however many names it has.
+        # Each tensor once, even if it has several names.
         named = model.state_dict().items()
         tensors = {(tensor.data_ptr(), tensor.shape): (name, tensor) for name, tensor in named}
         refuse_not_finite(path, tensors.values())
@@ -77,7 +77,7 @@ def refusing_misfits(path: str, read_apart: frozenset[str] = frozenset()) -> Ite
 def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises ModelLoadError for a tensor that holds a NaN or an infinity. Reads each number once."""
     for name, tensor in tensors:
-        # A finite sum says that all numbers are; an infinite one may also have overflowed (float16).
+        # If the sum is finite, all numbers are; an infinite sum may also be an overflow (float16).
         if not tensor.is_floating_point() or bool(tensor.sum().isfinite()):
             continue
         if not bool(tensor.isfinite().all()):
@@ -85,11 +85,12 @@ def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def refuse_modules_not_finite(path: str, modules: Iterable[torch.nn.Module]) -> None:
-    """The same for modules behind a transformer, each named by its place and type."""
-    for place, module in enumerate(modules, 1):
+    """Raises ModelLoadError for such a tensor in the modules after a transformer, which are named by index
+    and type."""
+    for index, module in enumerate(modules, 1):
         named = module.state_dict().items()
         refuse_not_finite(
-            path, [(f"{place}_{type(module).__name__}/{name}", tensor) for name, tensor in named]
+            path, [(f"{index}_{type(module).__name__}/{name}", tensor) for name, tensor in named]
         )
 
 
@@ -109,13 +110,12 @@ def _refuse_misfit(path: str, model: Any, info: Mapping[str, Any], read_apart: f
 
 
 def _is_unused_pooler(model: Any, name: str) -> bool:
-    """Whether a tensor belongs to the pooler of a backbone without a head: its own pooler is never asked."""
+    """Whether a tensor belongs to the pooler of a backbone without a head, which is never called."""
     return model.base_model is model and name.split(".")[0] == "pooler"
 
 
 def _is_harmless(model: Any, name: str, harmless: frozenset[str]) -> bool:
-    """Whether an unexpected tensor stands outside of all that the model is made of, with a name that is
-    known."""
+    """Whether an unexpected tensor has one of the `harmless` names and belongs to no module of the model."""
     root = name.removeprefix(f"{model.base_model_prefix}.").split(".")[0]
     inside = {child for part in (model, model.base_model) for child, _ in part.named_children()}
     return root in harmless and root not in inside

@@ -1,4 +1,4 @@
-"""Heads: what is done with pooled rows. Each maps float32 [n, hidden] to float32 [n, dim]."""
+"""Heads: the computation on pooled rows. Each maps float32 [n, hidden] to float32 [n, dim]."""
 
 import copy
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from maxsimd.pooling.methods import Head
 class ModuleHead:
     """sentence-transformers' own modules (Dense, Normalize, ...) applied one after the other.
 
-    `feature` is the name under which they pass the rows on: sentence_embedding or token_embeddings."""
+    `feature` is the name under which they hand on the rows: sentence_embedding or token_embeddings."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], feature: str) -> None:
         self.modules = [module.float() for module in modules]
@@ -32,8 +32,8 @@ class ModuleHead:
 class ClassifierHead:
     """The head of a transformers `*ForSequenceClassification` model, run by the model's own code.
 
-    The model is called with its backbone replaced by one that returns the pooled rows as sequences of one
-    token, so that whatever the family does after its backbone is done here too."""
+    The model is called with its backbone replaced by a module that returns the pooled rows as sequences of
+    one token, so that everything that the family does after its backbone is done here too."""
 
     def __init__(self, model: Any) -> None:
         prefix = model.base_model_prefix
@@ -95,7 +95,7 @@ class TokenLogitsHead(torch.nn.Module):
 
 
 class FirstColumns:
-    """Another head's rows with only so many columns, normalised again where they were.
+    """The first `dimensions` columns of another head's rows, normalised again if the rows were.
 
     Source: matryoshka embeddings, Kusupati et al. 2022 (arXiv 2205.13147)."""
 
@@ -108,9 +108,9 @@ class FirstColumns:
         return self.shorten(self.inner(rows))
 
     def shorten(self, rows: torch.Tensor) -> torch.Tensor:
-        """The first columns of what the other head makes."""
-        kept = rows[:, : self.dimensions]
-        return torch.nn.functional.normalize(kept, dim=-1) if self.normalised else kept
+        """The first columns of the other head's rows."""
+        first = rows[:, : self.dimensions]
+        return torch.nn.functional.normalize(first, dim=-1) if self.normalised else first
 
     def __str__(self) -> str:
         return f"{self.inner} and the first columns"
@@ -129,7 +129,7 @@ def head_tensors(head: Head) -> list[tuple[str, torch.Tensor]]:
 
 
 class _ActivatedPooler(torch.nn.Module):
-    """ALBERT's pooler, whose activation stands beside it in the backbone."""
+    """ALBERT's pooler, whose activation is a module of the backbone and not of the pooler."""
 
     def __init__(self, linear: torch.nn.Module, activation: torch.nn.Module) -> None:
         super().__init__()
@@ -142,14 +142,16 @@ class _ActivatedPooler(torch.nn.Module):
 
 
 def _pooler_of(backbone: Any) -> torch.nn.Module | None:
-    """What a backbone makes of the hidden states [n, tokens, hidden] for its `pooler_output`, if anything."""
+    """The module that maps a backbone's hidden states [n, tokens, hidden] to its `pooler_output`, if there is
+    one."""
     pooler = getattr(backbone, "pooler", None)
     activation = getattr(backbone, "pooler_activation", None)
     return pooler if pooler is None or activation is None else _ActivatedPooler(pooler, activation)
 
 
 class _GivenRows(torch.nn.Module):
-    """Stands in for a backbone: returns the rows it was given, and the family's pooler over them."""
+    """Replaces a backbone: returns the rows that it was given, and the output of the family's pooler for
+    them."""
 
     def __init__(self, pooler: torch.nn.Module | None) -> None:
         super().__init__()
@@ -162,7 +164,7 @@ class _GivenRows(torch.nn.Module):
 
 
 def modules_of(head: Head) -> list[torch.nn.Module]:
-    """The modules whose layers a head is made of."""
+    """The modules that hold a head's layers."""
     match head:
         case FirstColumns():
             return modules_of(head.inner)
@@ -176,6 +178,5 @@ def modules_of(head: Head) -> list[torch.nn.Module]:
 
 
 def after_reference(head: Head) -> Head:
-    """What is left of a head where a reference has done its part: the first columns, if it keeps only
-    these."""
+    """The part of a head that follows its reference: taking the first columns, if it does so."""
     return head.shorten if isinstance(head, FirstColumns) else torch.nn.Identity()

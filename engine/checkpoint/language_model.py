@@ -21,7 +21,7 @@ NEWLINE = "{{ '\\n' }}"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """How the model card of a published reranker asks, and what it makes of the answer.
+    """How the model card of a published reranker phrases the question and scores the answer.
 
     The score is logit(`true`) - logit(`false`), or logit(`true`) alone, with `activation` on it."""
 
@@ -33,8 +33,8 @@ class Family:
     instruction: str | None = None
 
 
-# By architecture, because that is all that a bare `*ForCausalLM` checkpoint says of itself. The wording is
-# that of the model cards: another one would be another model.
+# By architecture, because a bare `*ForCausalLM` checkpoint says no more about itself. The wording is that of
+# the model cards: with another one, scores would differ.
 FAMILIES = {
     "Qwen3ForCausalLM": Family(
         example="Qwen/Qwen3-Reranker-0.6B",
@@ -90,7 +90,8 @@ FAMILIES = {
 def load_language_model(
     path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Reads a `*ForCausalLM`: a `CrossEncoder` save as it says, a bare one as its family's model card says.
+    """Reads a `*ForCausalLM`: a `CrossEncoder` save by its own settings, a bare one by its family's model
+    card.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
     if files.modules:
@@ -142,7 +143,7 @@ def _read_bare(
         raise ModelLoadError(
             f"{path!r} is a {architecture} and says neither how it wants to be asked nor how it answers: "
             "give --score-template, whose answers are taken to be yes and no, or name a model of a known "
-            "family: " + ", ".join(known.example for known in FAMILIES.values())
+            "family: " + ", ".join(family.example for family in FAMILIES.values())
         )
     common = {"revision": options["revision"], "trust_remote_code": options["trust_remote_code"]}
     tokenizer = AutoTokenizer.from_pretrained(path, **common)

@@ -19,7 +19,7 @@ from maxsimd.scheduler import Role
 
 
 def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint with sentence-transformers, which knows all three formats.
+    """Reads the checkpoint with sentence-transformers, which reads all three formats.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
     model = MultiVectorEncoder(path, **options)
@@ -29,8 +29,8 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
     masks = [module for module in rest if isinstance(module, MultiVectorMask)]
     projection = [module for module in rest if isinstance(module, Dense | Normalize)]
     poolings = [module for module in rest if isinstance(module, HierarchicalTokenPooling)]
-    known = [*masks, *projection, *poolings]
-    other = [type(module).__name__ for module in rest if module not in known]
+    supported = [*masks, *projection, *poolings]
+    other = [type(module).__name__ for module in rest if module not in supported]
     if len(masks) > 1:
         other += [type(module).__name__ for module in masks]
     if poolings and (len(poolings) > 1 or rest[-1] is not poolings[0]):
@@ -68,14 +68,14 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _roles(pooling: HierarchicalTokenPooling) -> frozenset[Role]:
-    """The roles whose sequences are pooled; a text in no role counts as a document."""
+    """The roles whose tokens are merged; a text without a role counts as a document."""
     roles = {Role.QUERY} if pooling.applies_to("query") else set()
     return frozenset(roles | ({Role.DOCUMENT, Role.TEXT} if pooling.applies_to("document") else set()))
 
 
 def _skipped(mask: MultiVectorMask, role: str, vocabulary: int) -> NDArray[np.int64] | None:
-    """The tokens of a role that take no part in scoring: the skip list's, and of documents all but those that
-    alone are to be kept, if there are such."""
+    """The token ids of a role that take no part in scoring: those on the skip list and, if documents are
+    scored by certain tokens alone, all others."""
     skipped = np.empty(0, dtype=np.int64)
     if mask._skiplist_ids is not None and role in mask.skiplist_tasks:
         skipped = mask._skiplist_ids.numpy()

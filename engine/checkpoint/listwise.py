@@ -24,7 +24,7 @@ def load_listwise(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
     revision = options["revision"]
-    # The published code is not needed: its backbone is transformers' Qwen3, and the rest is here.
+    # The published code is not needed: its backbone is transformers' Qwen3, and the projection is below.
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     backbone = Qwen3Model.from_pretrained(path, config=config, revision=revision, **options["model_kwargs"])
@@ -51,7 +51,8 @@ def load_listwise(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Projection(torch.nn.Module):
-    """Linear, ReLU, linear, without biases: hidden states at markers to the space they are compared in."""
+    """Linear, ReLU, linear, without biases: maps hidden states at markers to the space in which they are
+    compared."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], path: str, hidden: int) -> None:
         super().__init__()

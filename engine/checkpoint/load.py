@@ -32,18 +32,18 @@ from maxsimd.engine.checkpoint.weights import refuse_pickles
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
 
-# Tensors that are read beside the backbone, by the architecture and the first part of their names: ColBERT's
-# projection, and the listwise model's.
+# The first parts of the names of tensors that are read apart from the backbone, by architecture: the
+# projections of ColBERT and of the listwise model.
 _READ_APART = {"HF_ColBERT": frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
 
 
-# Loading changes what the whole process shares for a while (transformers' log, how checkpoints are read, the
-# number of threads), so models are loaded and prepared one after the other.
+# While a model loads, settings of the whole process are changed (transformers' log, how checkpoints are read,
+# the number of threads), so models are loaded and prepared one after the other.
 LOADING = threading.RLock()
 
 
 def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
-    """Finds, reads and places the model that the configuration names.
+    """Finds and reads the model that the configuration names, and moves it to the device.
 
     The heads are float32; the backbone keeps the precision of its file, which the caller may change.
     Raises ModelLoadError when there is no such model or it is of no supported kind.
@@ -69,10 +69,10 @@ def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
     try:
         with (
             _quiet_transformers(),
-            in_transformers_terms(path, config.revision, files, config.trust_remote_code) as place,
+            in_transformers_terms(path, config.revision, files, config.trust_remote_code) as source,
             refusing_misfits(path, _READ_APART.get(files.architecture, frozenset())),
         ):
-            parts = _load_parts(place, files, score_type, config, options)
+            parts = _load_parts(source, files, score_type, config, options)
             model = _complete(config, score_type, files, parts)
     except ModelLoadError:
         raise
@@ -87,7 +87,7 @@ def _score_type(config: EngineConfig, files: CheckpointFiles) -> ScoreType:
     if config.score_type != "auto":
         return ScoreType(config.score_type)
     if config.model is None:
-        # On real text the embedded model ranks about as well by its token states as by their mean.
+        # On real text the embedded model ranks about as well by its token embeddings as by their mean.
         return ScoreType.LATE_INTERACTION
     return detect_score_type(files)
 
@@ -110,7 +110,7 @@ def _load_parts(
 def _complete(
     config: EngineConfig, score_type: ScoreType, files: CheckpointFiles, parts: dict[str, Any]
 ) -> LoadedModel:
-    """Adds what the backbone itself tells."""
+    """Adds what is found out from the backbone itself."""
     backbone = parts["backbone"].eval().requires_grad_(False)
     if getattr(parts["tokenizer"], "backend_tokenizer", None) is None:
         kind = type(parts["tokenizer"]).__name__
@@ -140,7 +140,7 @@ def _complete(
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without progress bars, and without reports of weights that a head uses and a backbone does not."""
+    """Silences progress bars, and reports of weights that belong to a head and not to the backbone."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -25,7 +25,8 @@ Similarity = Literal["maxsim", "meanmaxsim", "cosine", "dot"]
 class Expansion:
     """ColBERT's query expansion: queries are filled up to `length` tokens with `token_id`.
 
-    With `fixed` a longer query is cut to that length. Without `attended` no token attends to the filling."""
+    With `fixed`, a longer query is cut to that length. Without `attended`, no token attends to the added
+    ones."""
 
     length: int
     token_id: int
@@ -56,8 +57,8 @@ class PairRules:
 
 @dataclass(frozen=True, slots=True)
 class ListwiseRules:
-    """How a listwise model's documents are packed into passes: at most `block_documents` in one, and the pass
-    is closed when no longest document would surely fit into `context` any more. Longer texts are cut."""
+    """How a listwise model's documents are packed into passes: at most `block_documents` in one, and no more
+    once a document of the greatest length might not fit into `context`. Longer texts are cut."""
 
     query_marker: str
     document_marker: str
@@ -69,8 +70,8 @@ class ListwiseRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """Something the model can be asked for: a pooling method and what is done with the pooled rows; and the
-    `reference` that this is proven against, until it is."""
+    """Something that the model can compute: a pooling method, and a head for the pooled rows; and the
+    `reference` against which this is proven, until the proof is done."""
 
     pooling: str
     head: Head
@@ -84,11 +85,11 @@ class LoadedModel:
     """A checkpoint in memory.
 
     `backbone` maps token ids to hidden states; `tasks` are keyed embed, token_embed and classify, and
-    `score_task` is the one that scoring is made of; `similarity` compares its items, except for a
-    cross-encoder, whose logits are the scores, and a listwise model, by whose `listwise` rules they come
-    about. `max_tokens` is the longest sequence the model takes. `prompts` are the checkpoint's by name;
-    `instruction` is the one it is used with, None for a model that takes none. `probabilities` turns a
-    classifier's logits into them, `activation` into what its authors score with.
+    `score_task` is the one that scores are computed from; `similarity` compares its items, except for a
+    cross-encoder, whose logits are the scores, and a listwise model, which scores by its `listwise` rules.
+    `max_tokens` is the length of the longest sequence that the model takes. `prompts` are the checkpoint's,
+    by name; `instruction` is the one in use, None for a model that takes none. `probabilities` turns a
+    classifier's logits into probabilities, `activation` into the scores that its authors meant.
     """
 
     name: str
@@ -123,8 +124,8 @@ class LoadedModel:
 
     @property
     def takes_instruction(self) -> bool:
-        """Whether there is a place for an instruction: in the template for pairs, in a listwise prompt, or
-        in a query prompt of the form that instruction-tuned embedding models share."""
+        """Whether an instruction can be inserted: into the template for pairs, into a listwise prompt, or
+        into a query prompt of the form that instruction-tuned embedding models share."""
         if self.pairs.template is not None:
             return self.pairs.template.takes_instruction
         return self.listwise is not None or INSTRUCT.match(self.query.prompt) is not None

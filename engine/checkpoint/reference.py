@@ -1,5 +1,6 @@
-"""References: what a checkpoint's own library makes of one sequence, by itself and without padding. The
-engine's way of running a model is proven against them, and where it fails they run the model."""
+"""References: what a checkpoint's own library computes for one sequence, alone and without padding. The
+engine's execution of a model is proven against them; where that fails, they run the model.
+"""
 
 import inspect
 from collections.abc import Sequence as ListOf
@@ -11,8 +12,8 @@ from maxsimd.scheduler import Sequence
 
 
 class Reference(Protocol):
-    """The item of one sequence, float32 on the model's device: [1, dim] for tasks of one vector a sequence,
-    [tokens, dim] for those of one a token."""
+    """The item of one sequence, float32 on the model's device: [1, dim] for tasks with one vector a sequence,
+    [tokens, dim] for tasks with one vector a token."""
 
     def __call__(self, sequence: Sequence) -> torch.Tensor: ...
 
@@ -31,8 +32,8 @@ class ClassifierReference:
 
 
 class WordLogitsReference:
-    """A language model's logit of the first of one or two words, minus that of the second: [1, 1]. The model
-    runs with `output` in the place of its output layer: that layer's rows of the words alone, in float32."""
+    """A language model's logit of the first of one or two words, minus that of the second: [1, 1]. `output`
+    replaces the model's output layer: it has the rows of these words alone, in float32."""
 
     def __init__(self, model: Any, tokenizer: Any, output: torch.nn.Linear) -> None:
         model.set_output_embeddings(output)
@@ -48,7 +49,7 @@ class WordLogitsReference:
 
 
 class ModulesReference:
-    """What sentence-transformers' modules, one after the other, leave under the name `feature`:
+    """The output of sentence-transformers' modules, run one after the other, under the name `feature`:
     sentence_embedding [1, dim] or token_embeddings [tokens, dim]."""
 
     def __init__(self, modules: ListOf[torch.nn.Module], tokenizer: Any, feature: str) -> None:
@@ -59,7 +60,7 @@ class ModulesReference:
     def __call__(self, sequence: Sequence) -> torch.Tensor:
         transformer: Any = self._modules[0]
         features: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, transformer.auto_model))
-        # The modules behind the transformer need the mask, whether or not the model takes it.
+        # The modules after the transformer need the mask, whether or not the transformer takes it.
         if "attention_mask" not in features:
             features["attention_mask"] = torch.ones_like(features["input_ids"])
         if sequence.tokens.pooled_positions is not None:
@@ -85,8 +86,8 @@ class HiddenStatesReference:
 
 
 def inputs_of(sequence: Sequence, tokenizer: Any, model: Any) -> dict[str, torch.Tensor]:
-    """A sequence as the library would hand it to a model: int64 [1, tokens] each, those that the tokeniser
-    makes and the model takes."""
+    """The inputs that the library would make of a sequence: int64 [1, tokens] each, those that both the
+    tokeniser makes and the model takes."""
     device = next(model.parameters()).device
     ids = torch.from_numpy(sequence.tokens.ids).long()[None]
     inputs = {"input_ids": ids}
@@ -112,6 +113,7 @@ def declares(model: Any, name: str) -> bool:
 
 
 def takes_type_ids(model: Any, tokenizer: Any) -> bool:
-    """Whether the model is meant to be told which text a token is of: it can be, and its tokeniser says."""
-    told = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
-    return told and declares(model, "token_type_ids")
+    """Whether the model distinguishes the texts of a pair by token types: it takes them, and its tokeniser
+    makes them."""
+    made = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
+    return made and declares(model, "token_type_ids")

@@ -8,13 +8,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from maxsimd.engine.errors import ModelLoadError
 
-# Stand in for the texts while a template is rendered; from Unicode's private use area.
+# Placeholders for the texts while a template is rendered, from Unicode's private use area.
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue0a0", "\ue0a1", "\ue0a2"
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What one pair's segment looks like: `before` the document and `after` it, or `before` alone."""
+    """One rendered segment: the text `before` the document and `after` it, or all of it in `before`."""
 
     before: str
     after: str | None
@@ -26,7 +26,7 @@ class ScoreTemplate:
 
     A segment may name `query`, `document` and `instruction`, or go through `messages`, which have the roles
     system (the instruction), query and document, as sentence-transformers' chat templates for rerankers do.
-    `variables` are handed to it as well. The document has its place in one segment, once.
+    `variables` are handed to it as well. The document occurs once in all segments.
     """
 
     segments: tuple[str, ...]
@@ -34,7 +34,7 @@ class ScoreTemplate:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def frames(self, query: str, instruction: str | None) -> list[Frame]:
-        """One frame a segment, with the query and the instruction (else the template's own) in place."""
+        """One frame a segment, with the query and the instruction (or the template's own) inserted."""
         frames = []
         for segment in self.segments:
             rendered = self._render(segment, instruction or self.instruction)
@@ -43,12 +43,11 @@ class ScoreTemplate:
         return frames
 
     def check(self) -> None:
-        """Raises ModelLoadError for a template without a place for the query, or without one for the
-        document."""
+        """Raises ModelLoadError unless the template has the query, and the document exactly once."""
         rendered = [self._render(segment, self.instruction or "") for segment in self.segments]
-        places = sum(segment.count(_DOCUMENT) for segment in rendered)
-        if places != 1:
-            raise ModelLoadError(f"the score template must have one place for the document, not {places}")
+        count = sum(segment.count(_DOCUMENT) for segment in rendered)
+        if count != 1:
+            raise ModelLoadError(f"the score template must have one place for the document, not {count}")
         if not any(_QUERY in segment for segment in rendered):
             raise ModelLoadError("the score template has no place for the query")
 

@@ -1,4 +1,4 @@
-"""Which architectures can be served, and the message for those that cannot."""
+"""Which architectures can be served, and the error messages for all others."""
 
 from transformers import CONFIG_MAPPING
 

@@ -1,5 +1,6 @@
-"""Checkpoints published with code of their own whose architecture transformers has by now: their config is
-said in transformers' terms, and no code of theirs is run. transformers renames the tensors as it reads them.
+"""Checkpoints that were published with code of their own, and whose architecture transformers has by now:
+their config is translated into transformers' terms, and their code is not run. transformers renames the
+tensors as it reads them.
 """
 
 import json
@@ -60,8 +61,8 @@ def _translation(config: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str,
 def in_transformers_terms(
     model: str, revision: str | None, files: CheckpointFiles, trust_remote_code: bool
 ) -> Iterator[str]:
-    """Where to load the checkpoint from: the place itself, or for the time of loading a folder that leads to
-    its files but has a config in transformers' terms."""
+    """The path to load the checkpoint from: its own, or a temporary folder with links to its files and a
+    config in transformers' terms."""
     translate = _translation(files.config)
     if translate is None or trust_remote_code or not files.config_at_root:
         yield model

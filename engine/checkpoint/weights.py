@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint: which there are, and single tensors out of them."""
+"""The weight files of a checkpoint: which ones there are, and reading single tensors from them."""
 
 import json
 
@@ -17,7 +17,7 @@ def refuse_pickles(model: str, revision: str | None, files: CheckpointFiles) -> 
     if files.config_at_root and not _has_safetensors(model, "", revision):
         raise _only_pickles(model, "")
     for folder in dict.fromkeys(module["path"] for module in files.modules if module.get("path")):
-        # Many modules have no weights at all, so that here the pickle itself must be looked for.
+        # Many modules have no weights at all, so a missing safetensors file alone proves nothing.
         if not _has_safetensors(model, f"{folder}/", revision):
             pickled = find_file(model, f"{folder}/{_PICKLED}", revision)
             if pickled is not None:

@@ -1,4 +1,8 @@
-"""The head of late interaction as one kernel: it gathers kept tokens, projects and normalises them."""
+"""The head of late interaction as one kernel, which gathers the pooled rows, projects and normalises them;
+compared with the plain head when it is built.
+"""
+
+import logging
 
 import numpy as np
 import torch
@@ -6,30 +10,29 @@ from numpy.typing import NDArray
 from sentence_transformers.base.modules import Dense, Normalize
 
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
-from maxsimd.engine.ops.triton.projection import is_supported, project
+from maxsimd.engine.execution.selfcheck.comparison import largest
+from maxsimd.engine.ops.triton.projection import Projection, is_supported, project
 from maxsimd.pooling.methods import GatheringHead, Head
 from maxsimd.pooling.transfer import to_device
 
-# Below which torch's normalize divides by this instead of by the length.
+log = logging.getLogger(__name__)
+
+# Below this length, torch's normalize divides by it instead.
 _EPSILON = 1e-12
+# How far the kernel may be from the plain head, as a share of the largest number, by the precision in which
+# it multiplies: several times what rounding the weights and the results explains.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+# Rows that are compared: more than a block of the kernel, and no multiple of one.
+_ROWS = 150
 
 
 class FusedProjection(GatheringHead):
     """A linear layer and an L2 normalisation, with products in the precision of the hidden states, sums in
-    float32, and results in `dtype`; other than by rows as they lie it is the head that it stands for."""
+    float32, and results in `dtype`. When called with rows instead of with indices, it is the `plain` head."""
 
-    def __init__(
-        self,
-        plain: Head,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        normalized: bool,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, plain: Head, projection: Projection, dtype: torch.dtype) -> None:
         self._plain = plain
-        self._weight = weight
-        self._bias = bias
-        self._normalized = normalized
+        self._projection = projection
         self._dtype = dtype
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -37,33 +40,65 @@ class FusedProjection(GatheringHead):
 
     def gather(self, hidden: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
         """What the head makes of `hidden[rows]`: [len(rows), dim]."""
-        index = to_device(rows, hidden.device)
-        return project(hidden, index, self._weight, self._bias, self._normalized, _EPSILON, self._dtype)
+        return project(hidden, to_device(rows, hidden.device), self._projection, self._dtype)
 
     def __str__(self) -> str:
         return str(self._plain)
 
 
 def fused(head: Head, products: torch.dtype, results: torch.dtype) -> Head:
-    """The same head as one kernel that multiplies in `products` and writes `results`; or the head itself,
-    where it is more than one projection and one normalisation."""
+    """The same head as one kernel that multiplies in `products` and writes `results`.
+
+    The head itself where it is more than one projection and one normalisation, and with a warning where the
+    kernel fails or gives something else."""
+    projection = _projection_of(head, products)
+    if projection is None or not is_supported(len(projection.weight)):
+        return head
+    ours = FusedProjection(head, projection, results)
+    mismatch = find_mismatch(ours, head, projection)
+    if mismatch is None:
+        return ours
+    log.warning("the fused projection is not used: %s", mismatch)
+    return head
+
+
+@torch.inference_mode()
+def find_mismatch(ours: GatheringHead, plain: Head, projection: Projection) -> str | None:
+    """None if a fused head gives for random rows what the plain head gives, else a description of the
+    mismatch."""
+    weight = projection.weight
+    random = np.random.default_rng(0)
+    states = torch.from_numpy(random.standard_normal((_ROWS, weight.shape[1])))
+    hidden = states.to(weight.device, weight.dtype)
+    rows = random.integers(0, _ROWS, _ROWS)
+    try:
+        found = ours.gather(hidden, rows).float()
+        expected = plain(hidden[to_device(rows, hidden.device)].float())
+        worst = largest([found - expected]) / (largest([expected]) or 1.0)
+    except Exception as error:
+        return f"it failed: {error}"
+    if worst <= _TOLERANCE[weight.dtype]:
+        return None
+    return f"it differs from the plain head by {worst:.2g} of the largest number"
+
+
+def _projection_of(head: Head, products: torch.dtype) -> Projection | None:
+    """What a head projects by, with weights for `products`; None if it does anything else."""
     inner, columns, normalized = head, None, False
     if isinstance(head, FirstColumns):
         inner, columns, normalized = head.inner, head.dimensions, head.normalised
     if not isinstance(inner, ModuleHead) or not inner.modules or not isinstance(inner.modules[0], Dense):
-        return head
+        return None
     dense, after = inner.modules[0], inner.modules[1:]
     if dense.use_residual or not isinstance(dense.activation_function, torch.nn.Identity):
-        return head
+        return None
     if type(dense.linear) is not torch.nn.Linear:  # laid out for the CPU's kernels
-        return head
+        return None
     if len(after) > 1 or not all(isinstance(module, Normalize) for module in after):
-        return head
+        return None
     if columns is not None and after and not normalized:
-        return head  # the first columns of a normalised row, which are not normalised themselves
-    # With a bias or without, the first columns hang on nothing but the first rows of the weight.
+        return None  # the first columns of a normalised row, which are not normalised themselves
+    # The first columns depend on the first rows of the weight alone, with or without a bias.
     weight = dense.linear.weight.detach()[:columns]
     bias = None if dense.linear.bias is None else dense.linear.bias.detach()[:columns].float().contiguous()
-    if not is_supported(len(weight)):
-        return head
-    return FusedProjection(head, weight.to(products).contiguous(), bias, bool(after) or normalized, results)
+    return Projection(weight.to(products).contiguous(), bias, _EPSILON if after or normalized else None)

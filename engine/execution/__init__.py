@@ -1,10 +1,12 @@
 """Packed execution: a step as one forward pass over [1, T] tokens, without padding.
 
-Sequences stand end to end and attend within themselves through a registered attention function. Where a
-backend lays rows out otherwise than in step order, the `PoolingCursor` says so and no one else knows.
+Sequences stand end to end and attend within themselves through a registered attention function. Where an
+attention backend wants rows in another order, the `PoolingCursor` says which row is whose, and nothing else
+needs to know.
 """
 
 from maxsimd.engine.execution.packed_runner import ModelRunner
-from maxsimd.engine.execution.prepare import PreparedModel, choose_device, choose_dtype, prepare
+from maxsimd.engine.execution.precision import choose_device, choose_dtype
+from maxsimd.engine.execution.prepare import PreparedModel, prepare
 
 __all__ = ["ModelRunner", "PreparedModel", "choose_device", "choose_dtype", "prepare"]

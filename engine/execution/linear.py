@@ -1,7 +1,9 @@
-"""Linear layers for the CPU: weights laid out once, what follows them fused in.
+"""Linear layers for the CPU: weights are laid out once, and the operation that follows is fused into the
+layer.
 
-Plain `nn.Linear` reorders its weight in every call and writes what GELU or a layer norm reads again. And what
-it gives for a row depends in the last bits on how many rows there are; with our own kernels it does not."""
+Plain `nn.Linear` reorders its weight in every call, and writes to memory what GELU or a layer norm reads
+again. Its result for a row depends in the last bits on the number of rows; that of our own kernels does not.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,10 +29,10 @@ _FUSABLE = {"dense": "intermediate_act_fn", "lin1": "activation"}
 
 
 class CompiledLinear(nn.Module):
-    """Stands in for an `nn.Linear` in inference, and for the GELU behind it when `gelu` is set, with our own
-    kernels. With int8 weights, activations are rounded to int8 too, row by row.
+    """Replaces an `nn.Linear` in inference by our own kernels, together with the GELU that follows it if
+    `gelu` is set. With int8 weights, activations are rounded to int8 too, row by row.
 
-    Models that ask for the precision or the shape of the `weight` are answered by one without contents."""
+    `weight` has no contents; it is there for models that ask for its precision or shape."""
 
     def __init__(self, layer: nn.Linear, gelu: bool, pack: Pack) -> None:
         super().__init__()
@@ -45,8 +47,8 @@ class CompiledLinear(nn.Module):
 
 
 class CompiledOutput(nn.Module):
-    """Stands in for what ends both halves of a BERT layer: a linear layer, the sum with the half's input, and
-    a layer norm."""
+    """Replaces the module that ends the attention and the feed-forward part of a BERT layer: a linear layer,
+    the residual sum, and a layer norm."""
 
     def __init__(self, output: Any, pack: Pack) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class CompiledOutput(nn.Module):
 
 
 class PrepackedLinear(nn.Module):
-    """Likewise, with oneDNN's kernels and bfloat16 weights."""
+    """Replaces an `nn.Linear` by oneDNN's kernels with bfloat16 weights."""
 
     def __init__(self, layer: nn.Linear, gelu: bool) -> None:
         super().__init__()
@@ -82,29 +84,31 @@ def is_prepacked_supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def compile_float32(module: nn.Module) -> int:
-    """Puts our kernels in the place of every float32 layer within a module that they can stand in for: a
-    backbone, or what a head is made of; returns how many weights that is."""
+    """Replaces every float32 layer that our kernels can compute, within a backbone or a head; returns the
+    number of weights."""
     return _compile(module, pack_float32, lambda layer: layer.weight.dtype is torch.float32)
 
 
 def compile_bfloat16(backbone: nn.Module) -> int:
-    """Likewise for every layer of a backbone that runs in bfloat16, with weights in bfloat16."""
+    """Replaces the layers of a backbone that runs in bfloat16, with weights in bfloat16; returns the number
+    of weights."""
     return _compile(backbone, pack_bfloat16)
 
 
 def compile_int8(backbone: nn.Module) -> int:
-    """Likewise with int8 weights."""
+    """Replaces the layers of a backbone that runs in bfloat16, with weights in int8; returns the number of
+    weights."""
     return _compile(backbone, pack_int8)
 
 
 def prepack(backbone: nn.Module) -> int:
-    """Replaces every `nn.Linear` by one that oneDNN has packed; returns how many weights that is."""
+    """Replaces every `nn.Linear` by one whose weight oneDNN has packed; returns the number of weights."""
     return _replace(backbone, PrepackedLinear)
 
 
 def hide(module: nn.Module) -> int:
-    """Puts layers that do the same, and show nothing of themselves, in the place of every `nn.Linear`:
-    whoever does with these does with any that stand in for it."""
+    """Replaces every `nn.Linear` by one that computes the same and hides its weight. A model that gives the
+    same with these calls its layers instead of reading their weights, so any replacement will do."""
     return _replace(module, lambda layer, gelu: _Hidden(layer, gelu))
 
 
@@ -151,7 +155,7 @@ def _replace(
 
 
 def _is_output(module: Any) -> bool:
-    """Whether a module is made of what ends the halves of a BERT layer, and does with it what they do."""
+    """Whether a module has the children of a BERT output module, and computes what such a module computes."""
     children = dict(module.named_children())
     if children.keys() != {"dense", "LayerNorm", "dropout"} or not type(module).__name__.endswith("Output"):
         return False
@@ -169,7 +173,7 @@ def _is_output(module: Any) -> bool:
         with torch.inference_mode():
             return torch.equal(module(x, residual), norm(dense(x) + residual))
     except (TypeError, RuntimeError):
-        return False  # it takes something else
+        return False  # its forward takes other arguments
 
 
 def _is_exact_gelu(activation: Any) -> bool:

@@ -1,5 +1,6 @@
-"""How a model is run: packed where that is proven, else padded where that is, else one by one through its own
-library."""
+"""How a model is run: packed where that is proven to be exact, else padded where that is, else one by one
+through its own library.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, Task
-from maxsimd.engine.execution import first_token_gate
-from maxsimd.engine.execution.attention.base import NAME, Attention, PackedAttention, register
-from maxsimd.engine.execution.first_token_gate import FirstRowsOnly
-from maxsimd.engine.execution.layout import Layout
+from maxsimd.engine.execution import cls_only_last_layer
+from maxsimd.engine.execution.attention.base import AttentionBackend
+from maxsimd.engine.execution.attention.interface import NAME, register
+from maxsimd.engine.execution.attention.recorded import RecordedBackend
+from maxsimd.engine.execution.cls_only_last_layer import ClsOnlyLastLayer
 from maxsimd.engine.execution.own_forward import OwnForwardRunner, finished
 from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.padded_runner import PaddedRunner
@@ -23,14 +25,16 @@ from maxsimd.engine.execution.selfcheck.samples import Sample
 
 log = logging.getLogger(__name__)
 
+Backend = AttentionBackend[Any]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Steps without padding; `gate` is for a last layer that is needed for first rows alone, `chunked` says
+    """Steps without padding. `cls_only` is the last layer if it computes only first rows; `chunked` says
     whether sequences may be cut between steps and share prefixes."""
 
     comparison: Comparison
-    gate: FirstRowsOnly | None
+    cls_only: ClsOnlyLastLayer | None
     chunked: bool
 
 
@@ -44,7 +48,8 @@ class Padded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneByOne:
-    """One sequence at a time through the model's own library; `not_packed` says why neither of the others."""
+    """One sequence at a time through the model's own library; `not_packed` says why it is neither of the
+    others."""
 
     not_packed: str
 
@@ -55,22 +60,22 @@ Execution = Packed | Padded | OneByOne
 def choose_execution(
     model: LoadedModel,
     device: torch.device,
-    attention: PackedAttention,
+    backend: Backend,
     samples: Sequence[Sample],
     packing_allowed: bool,
 ) -> Execution:
     """The fastest execution that is proven on the samples, for a backbone in float32.
 
-    Leaves the backbone as that execution needs it."""
+    Leaves the backbone as this execution needs it."""
     if len({len(sample.sequence) for sample in samples}) < 2:
         return _one_by_one("too few random texts of different lengths could be run to prove anything else")
     alone = why_one_by_one(model)
     if alone is not None:
         return _one_by_one(alone)
-    pooler = _take_off_pooler(model.backbone, samples[0])
+    pooler = _remove_pooler(model.backbone, samples[0])
     reason = "packing is off"
     if packing_allowed:
-        packed = try_packed(model, device, attention, samples)
+        packed = try_packed(model, device, backend, samples)
         if isinstance(packed, Packed):
             return packed
         reason = packed
@@ -85,41 +90,41 @@ def choose_execution(
 
 
 def try_packed(
-    model: LoadedModel, device: torch.device, attention: PackedAttention, samples: Sequence[Sample]
+    model: LoadedModel, device: torch.device, backend: Backend, samples: Sequence[Sample]
 ) -> Packed | str:
     """Packed execution where it is exact, else a description of the mismatch.
 
-    Leaves the backbone with packed attention in the one case and with its own in the other."""
+    Leaves the backbone with packed attention if it is, and with its own attention if it is not."""
     backbone: Any = model.backbone
     own = getattr(backbone.config, "_attn_implementation", None)
-    counted = _Counted(attention.everywhere)
+    recorded = RecordedBackend(backend)
     poolers = pooler_for(model.tasks)
     register()
     try:
         backbone.set_attn_implementation(NAME)
-        runner = PackedRunner(model, device, replace(attention, everywhere=counted))
+        runner = PackedRunner(model, device, recorded)
         comparison = compare(runner, poolers, samples)
         mismatch = None if comparison.agrees else f"packed and one-by-one results differ: {comparison}"
-        if counted.calls == 0:
-            # Such a model might still tell sequences apart by their positions, at the cost of a full mask.
+        if recorded.calls == 0:
+            # Such a model might still separate sequences by their positions, at the cost of a full mask.
             mismatch = "its attention cannot be replaced"
-        mismatch = mismatch or why_not_packed(model, counted.windows)
+        mismatch = mismatch or why_not_packed(model, recorded.windows)
     except Exception as error:
         mismatch = f"packed attention failed: {error}"
     if mismatch is not None:
         _set_attention(backbone, own)
         return mismatch
-    gate = _gate_if_exact(model, device, attention, samples)
-    return Packed(comparison, gate, model.causal and _is_exact_in_parts(model, device, attention, samples))
+    cls_only = _cls_only_if_exact(model, device, backend, samples)
+    return Packed(comparison, cls_only, model.causal and _is_exact_in_parts(model, device, backend, samples))
 
 
 def make_runner(
-    execution: Execution, model: LoadedModel, device: torch.device, attention: PackedAttention
+    execution: Execution, model: LoadedModel, device: torch.device, backend: Backend
 ) -> ModelRunner:
-    """The runner for what was chosen."""
+    """The runner for an execution."""
     match execution:
         case Packed():
-            return PackedRunner(model, device, attention, execution.gate, execution.chunked)
+            return PackedRunner(model, device, backend, execution.cls_only, execution.chunked)
         case Padded():
             return PaddedRunner(model, device)
         case OneByOne():
@@ -128,7 +133,7 @@ def make_runner(
 
 
 def tasks_for(execution: Execution, model: LoadedModel) -> Mapping[str, Task]:
-    """The model's tasks as they pool the rows of that runner."""
+    """The model's tasks as they pool the rows of the execution's runner."""
     if isinstance(execution, OneByOne):
         return {name: finished(task) for name, task in model.tasks.items()}
     return {name: replace(task, reference=None) for name, task in model.tasks.items()}
@@ -137,28 +142,6 @@ def tasks_for(execution: Execution, model: LoadedModel) -> Mapping[str, Task]:
 def _one_by_one(reason: str) -> OneByOne:
     log.warning("runs its sequences one by one, which is much slower: %s", reason)
     return OneByOne(reason)
-
-
-class _Counted:
-    """An attention function that knows how often it was called, and with which windows."""
-
-    def __init__(self, attention: Attention) -> None:
-        self._attention = attention
-        self.calls = 0
-        self.windows: set[int | None] = set()
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: Layout,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        self.calls += 1
-        self.windows.add(window)
-        return self._attention(q, k, v, layout, scale, window)
 
 
 def _try_padded(model: LoadedModel, device: torch.device, samples: Sequence[Sample]) -> Comparison | str:
@@ -170,36 +153,36 @@ def _try_padded(model: LoadedModel, device: torch.device, samples: Sequence[Samp
     return comparison if comparison.agrees else f"padded and one-by-one results differ: {comparison}"
 
 
-def _gate_if_exact(
-    model: LoadedModel, device: torch.device, attention: PackedAttention, samples: Sequence[Sample]
-) -> FirstRowsOnly | None:
-    """A gate that leaves the last layer's first rows alone, where the model needs no others and is shown to
-    give the same with it; else None, and the backbone as it was."""
-    if attention.first_rows is None or any(task.pooling != "cls" for task in model.tasks.values()):
+def _cls_only_if_exact(
+    model: LoadedModel, device: torch.device, backend: Backend, samples: Sequence[Sample]
+) -> ClsOnlyLastLayer | None:
+    """A last layer that computes only first rows, if the model needs no others and gives the same with it;
+    else None, and the backbone as it was."""
+    if not backend.supports_first_rows or any(task.pooling != "cls" for task in model.tasks.values()):
         return None
-    gate = first_token_gate.install(model.backbone)
-    if gate is None:
+    cls_only = cls_only_last_layer.install(model.backbone)
+    if cls_only is None:
         return None
-    runner = PackedRunner(model, device, attention, gate)
+    runner = PackedRunner(model, device, backend, cls_only)
     try:
         is_exact = compare(runner, pooler_for(model.tasks), samples).agrees
     except Exception:
         is_exact = False
     if is_exact:
-        return gate
-    first_token_gate.remove(model.backbone, gate)
+        return cls_only
+    cls_only_last_layer.remove(model.backbone, cls_only)
     return None
 
 
 def _is_exact_in_parts(
-    model: LoadedModel, device: torch.device, attention: PackedAttention, samples: Sequence[Sample]
+    model: LoadedModel, device: torch.device, backend: Backend, samples: Sequence[Sample]
 ) -> bool:
-    """Whether a sequence may be cut into chunks and begin with a shared prefix, shown on the longest
+    """Whether a sequence may be cut into chunks and begin with a shared prefix, as tried with the longest
     sample."""
     longest = max(samples, key=lambda sample: len(sample.sequence))
     if len(longest.sequence) < 2:
         return False
-    runner = PackedRunner(model, device, attention, chunked=True)
+    runner = PackedRunner(model, device, backend, chunked=True)
     try:
         comparison = compare_in_parts(runner, pooler_for(model.tasks), longest)
     except Exception as error:
@@ -210,9 +193,9 @@ def _is_exact_in_parts(
     return comparison.agrees
 
 
-def _take_off_pooler(backbone: Any, sample: Sample) -> torch.nn.Module | None:
-    """Takes a backbone's pooler away, whose work the heads do on pooled rows only, and returns it; None where
-    there is none, or the backbone cannot do without."""
+def _remove_pooler(backbone: Any, sample: Sample) -> torch.nn.Module | None:
+    """Removes a backbone's pooler, whose work the heads do on pooled rows alone, and returns it; None if
+    there is none, or the backbone does not run without it."""
     pooler: torch.nn.Module | None = getattr(backbone, "pooler", None)
     if pooler is None:
         return None

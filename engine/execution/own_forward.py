@@ -1,5 +1,6 @@
-"""Runs sequences one by one through the model's own library: slow, and right by definition. For models that
-neither packed nor padded execution is proven for."""
+"""Runs sequences one by one through the model's own library: slow, and right by definition. For models for
+which neither packed nor padded execution is proven.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from maxsimd.scheduler import Step
 
 
 class OwnForwardRunner:
-    """A `ModelRunner` whose rows are finished items: `references` makes them, by task."""
+    """A `ModelRunner` whose rows are finished items, made by the task's reference in `references`."""
 
     chunked = False
 
@@ -37,6 +38,6 @@ class OwnForwardRunner:
 
 
 def finished(task: Task) -> Task:
-    """The task for rows that are finished items: all of a sequence's, or its one."""
+    """The task for rows that are finished items: all rows of a sequence, or its only one."""
     pooling = "all" if task.pooling == "all" else "cls"
     return replace(task, pooling=pooling, head=after_reference(task.head), reference=None)

@@ -12,13 +12,14 @@ from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.transfer import to_device
 from maxsimd.scheduler import Chunk, Step
 
-# How much of a batch may be padding, and the tokens below which a pass of its own costs more than padding.
+# The share of a batch that may be padding, and the size in tokens up to which padding costs less than another
+# pass.
 PADDING = 0.1
 SMALL_BATCH = 256
 
 
 class PaddedRunner:
-    """Passes over [sequences, longest] with an attention mask, sequences of like length together."""
+    """Passes over [sequences, longest] with an attention mask, each over sequences of similar length."""
 
     chunked = False
 
@@ -35,8 +36,8 @@ class PaddedRunner:
         chunks: list[Chunk] = []
         starts: list[int] = []
         row = 0
-        for places in by_length([len(chunk) for chunk in step.chunks]):
-            batch = [step.chunks[place] for place in places]
+        for indices in by_length([len(chunk) for chunk in step.chunks]):
+            batch = [step.chunks[index] for index in indices]
             states = self._run(batch)  # [n, longest, hidden]
             hidden.append(states.flatten(0, 1))
             chunks += batch
@@ -74,19 +75,19 @@ class PaddedRunner:
 
 
 def by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Splits sequences into batches of like length, as lists of places in `lengths`, shortest first.
+    """Splits sequences into batches of similar length, each a list of indices into `lengths`, shortest first.
 
-    A batch takes in the next longer sequence while little of it is padding, or while it is small."""
+    A batch takes in the next longer sequence as long as little of it is padding, or it is small."""
     batches: list[list[int]] = []
     tokens = 0
-    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
-        length = lengths[place]
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        length = lengths[index]
         if batches:
             rows = length * (len(batches[-1]) + 1)
             if rows <= SMALL_BATCH or rows - tokens - length <= PADDING * rows:
-                batches[-1].append(place)
+                batches[-1].append(index)
                 tokens += length
                 continue
-        batches.append([place])
+        batches.append([index])
         tokens = length
     return batches

@@ -1,10 +1,11 @@
-"""Makes a loaded model ready to run on its device: precision, proof of packing, weight layout."""
+"""Prepares a loaded model to run on its device: precision, execution and its proof, weight layout."""
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,10 +13,10 @@ from maxsimd.engine.checkpoint import LoadedModel, Task
 from maxsimd.engine.checkpoint.load import LOADING
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution.attention.base import PackedAttention
+from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
 from maxsimd.engine.execution.attention.select import choose_attention
-from maxsimd.engine.execution.attention.torch_grouped import GROUPED
+from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.cuda_graphs import with_graphs
 from maxsimd.engine.execution.modes import (
     OneByOne,
@@ -25,6 +26,7 @@ from maxsimd.engine.execution.modes import (
     tasks_for,
 )
 from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
+from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name
 from maxsimd.engine.execution.selfcheck.findings import Finding, findings_of
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
 from maxsimd.engine.execution.selfcheck.proof import step_of
@@ -35,12 +37,16 @@ from maxsimd.engine.execution.weights import lay_out_weights, why_not_replaced
 
 log = logging.getLogger(__name__)
 
+Backend = AttentionBackend[Any]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedModel:
-    """How a model is run: its `tasks` as they pool the runner's rows, by which `execution` (packed, padded or
-    one by one) and `attention`, and `not_packed` for what reason, if it is not. `proof_seconds` is how long
-    it took to find out, `findings` what was compared, `quantized` how many of its weights are int8."""
+    """A model that is ready to run.
+
+    `tasks` pool the runner's rows. `execution` is packed, padded or one by one, `attention` the name of the
+    backend if it is packed, and `not_packed` the reason if it is not. `proof_seconds` is how long the proof
+    took, `findings` what was compared, and `quantized` how many of the weights are int8."""
 
     runner: ModelRunner
     tasks: Mapping[str, Task]
@@ -53,35 +59,8 @@ class PreparedModel:
     quantized: int
 
 
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it natively, else float32."""
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if capable else torch.float32
-
-
-def cast(backbone: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Puts the weights into a precision. Buffers that are not in the checkpoint stay as the model made them:
-    rotary frequencies, which must be float32 or far positions are lost."""
-    for module in backbone.modules():
-        for parameter in module.parameters(recurse=False):
-            parameter.data = parameter.data.to(dtype)
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                module.register_buffer(name, buffer.to(dtype))
-
-
 def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> PreparedModel:
-    """Settles precision and execution. The execution is proven in float32, whatever the model then runs in.
+    """Decides precision and execution. The execution is proven in float32, whatever the model then runs in.
 
     Raises ModelLoadError where int8 weights are asked for and cannot be multiplied here, and for a model that
     cannot be run or whose results are not finite."""
@@ -91,7 +70,7 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
         except ModelLoadError:
             raise
         except Exception as error:
-            precision = _shown(choose_dtype(config.dtype, device))
+            precision = dtype_name(choose_dtype(config.dtype, device))
             raise ModelLoadError(
                 f"{model.name!r} cannot be run in {precision}: {type(error).__name__}: {error}; try another "
                 "--dtype, or --kernels torch"
@@ -102,14 +81,14 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     dtype = choose_dtype(config.dtype, device)
     compiled = config.kernels == "auto" and is_compiled_supported(device, dtype)
     _refuse_quantization(config, compiled and dtype is torch.bfloat16)
-    attention = choose_attention(config.attention, model, device, dtype, compiled)
+    backend = choose_attention(config.attention, model, device, dtype, compiled)
     started = time.perf_counter()
     with one_thread(), _samples(model) as (samples, layers):
-        stand_in = _that_knows_float32(attention)
-        execution = choose_execution(model, device, stand_in, samples, config.packing == "auto")
+        in_proof = _in_float32(backend)
+        execution = choose_execution(model, device, in_proof, samples, config.packing == "auto")
         mismatch = None
         if not isinstance(execution, OneByOne) and device.type == "cpu":
-            runner = make_runner(execution, model, device, stand_in)
+            runner = make_runner(execution, model, device, in_proof)
             mismatch = why_not_replaced(model, runner, samples, compiled)
     proof_seconds = time.perf_counter() - started
     if isinstance(execution, OneByOne):
@@ -122,20 +101,20 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
         raise ModelLoadError(f"the linear layers of {model.name!r} cannot have int8 weights: {mismatch}")
     else:
         log.warning("linear layers are left as they are, which is slower: %s", mismatch)
-    runner = make_runner(execution, model, device, attention)
+    runner = make_runner(execution, model, device, backend)
     with layers(model.backbone):
         findings = findings_of(model, execution, dtype, runner, samples)
     if isinstance(runner, PackedRunner) and config.cuda_graphs == "auto":
         sequences = [sample.sequence for sample in samples]
         steps = [step_of(sequences), step_of(sequences[:1])]
-        runner = with_graphs(runner, attention, model.causal, device, steps)
+        runner = with_graphs(runner, backend, device, steps)
     is_packed = isinstance(execution, Packed)
     return PreparedModel(
         runner,
         tasks_for(execution, model),
         dtype,
         "packed" if is_packed else "padded",
-        attention.name if is_packed else None,
+        backend.name if is_packed else None,
         None if isinstance(execution, Packed) else execution.not_packed,
         findings,
         proof_seconds,
@@ -151,14 +130,15 @@ def _refuse_quantization(config: EngineConfig, possible: bool) -> None:
         )
 
 
-# Which of its layers a backbone has for a while: a sample of them, or all.
+# Leaves a backbone with some of its layers inside a context: a sample of them, or all.
 _Layers = Callable[[torch.nn.Module], AbstractContextManager[object]]
 
 
 @contextmanager
 def _samples(model: LoadedModel) -> Iterator[tuple[tuple[Sample, ...], _Layers]]:
-    """The model's samples, and for the time of comparing with them its backbone in float32 with the layers
-    that the samples come from: a few, or all of them where the model's own library cannot do with fewer."""
+    """The model's samples, with its backbone in float32 while they are compared, and the context manager that
+    leaves it with the layers that the samples come from: a few, or all if the model's own library fails with
+    fewer."""
     with sample_layers(model.backbone), in_float32(model.backbone):
         try:
             samples = make_samples(model)
@@ -174,7 +154,7 @@ def _samples(model: LoadedModel) -> Iterator[tuple[tuple[Sample, ...], _Layers]]
 def _one_by_one(
     model: LoadedModel, execution: OneByOne, config: EngineConfig, samples: Sequence[Sample], seconds: float
 ) -> PreparedModel:
-    """The model in float32, in which alone its own library is sure to run with the heads as they are."""
+    """The model in float32, the only precision in which its own library surely runs with float32 heads."""
     if config.quantization == "int8":
         raise ModelLoadError(
             f"a model that is run one by one cannot have int8 weights: {execution.not_packed}"
@@ -183,7 +163,7 @@ def _one_by_one(
         log.warning("a model that is run one by one is run in float32, not in %s", config.dtype)
     model.backbone.float()
     device = next(model.backbone.parameters()).device
-    runner = make_runner(execution, model, device, GROUPED)
+    runner = make_runner(execution, model, device, GroupedBackend())
     finding = Finding(
         "one by one", f"through the model's own library; it ran {len(samples)} random sequences"
     )
@@ -200,14 +180,9 @@ def _one_by_one(
     )
 
 
-def _that_knows_float32(attention: PackedAttention) -> PackedAttention:
-    """What stands in for an attention that knows no float32: with it layout, positions and masks are
-    proven."""
-    if attention.knows_float32:
-        return attention
-    first_rows = None if attention.first_rows is None else GROUPED.first_rows
-    return replace(GROUPED, first_rows=first_rows, arrangement=attention.arrangement)
-
-
-def _shown(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _in_float32(backend: Backend) -> Backend:
+    """The backend itself, or if it lacks float32 plain torch in its place, with which layout, positions and
+    masks are proven."""
+    if backend.supports_float32:
+        return backend
+    return GroupedBackend(backend.arrangement, supports_first_rows=backend.supports_first_rows)

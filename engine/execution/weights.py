@@ -1,5 +1,6 @@
-"""Weights of linear layers, laid out for the kernels that multiply them, where a model is shown to do with
-layers that stand in for its own: some models read their layers' weights instead of calling them."""
+"""Lays out the weights of linear layers for the kernels that multiply them, in models whose layers can be
+replaced: some models read their layers' weights instead of calling the layers.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,8 @@ from maxsimd.engine.execution.selfcheck.samples import Sample
 def why_not_replaced(
     model: LoadedModel, runner: ModelRunner, samples: Sequence[Sample], compiled: bool
 ) -> str | None:
-    """None where the model, in float32, gives what is expected of the samples with other layers in the place
-    of its linear ones, else a description of the mismatch. Leaves the layers as they were."""
+    """None if the model, in float32, gives the expected items for the samples with its linear layers
+    replaced, else a description of the mismatch. Leaves the layers as they were."""
     replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide
     roots = [model.backbone, *_head_modules(model)]
     try:
@@ -57,7 +58,7 @@ def _head_modules(model: LoadedModel) -> list[nn.Module]:
 
 @contextmanager
 def _restored(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Gives all modules at the end what they had: whatever was put in the place of an attribute meanwhile."""
+    """Restores at the end all attributes and children of the modules under `roots`."""
     before = [
         (module, dict(vars(module)), dict(module._modules)) for root in roots for module in root.modules()
     ]

@@ -8,6 +8,7 @@ import torch
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.attention import select as choice
+from maxsimd.engine.execution.attention.check import find_mismatch
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from tests.checkpoints import cross_encoders
 from tests.unit.kernel_checks import CHECKS, on
@@ -31,7 +32,7 @@ def test_attention_equals_plain_attention(
     if name not in candidates:
         pytest.skip(f"{name} is not here")
     model = load_model(EngineConfig(model=path), device)
-    assert choice.why_wrong(candidates[name](), model, device, torch.bfloat16) is None
+    assert find_mismatch(candidates[name](), model, device, torch.bfloat16) is None
 
 
 def test_maxsim_in_plain_torch_equals_the_reference() -> None:

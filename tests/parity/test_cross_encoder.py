@@ -1,6 +1,5 @@
 """Cross-encoders score as sentence-transformers' CrossEncoder.predict does."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, 
 from maxsimd.engine.execution.attention import select as choice
 from tests.engines import Engines
 from tests.parity.references import loaded
+from tests.unit.test_packed import LeakyBackend
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -104,13 +104,8 @@ async def test_with_a_broken_attention_the_engine_runs_padded_and_right(
     checkpoint: str, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences that leak into each other must be noticed at load."""
-
-    def leaky(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
-
-    broken = replace(choice.GROUPED, everywhere=leaky)
-    monkeypatch.setattr(choice, "GROUPED", broken)
-    monkeypatch.setattr(choice, "compiled_attention", lambda: broken)
+    monkeypatch.setattr(choice, "GroupedBackend", LeakyBackend)
+    monkeypatch.setattr(choice, "CompiledBackend", LeakyBackend)
     async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
         assert "differ" in (engine.device_model.prepared.not_packed or "")
         result = await engine.score(

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from maxsimd.engine.checkpoint import cross_encoder, heads, load_model
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
 from maxsimd.engine.execution import modes as execution
 from maxsimd.engine.execution import padded_runner as padded
-from maxsimd.engine.execution.attention.torch_grouped import GROUPED
+from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.comparison import comparison, largest
 from maxsimd.engine.execution.selfcheck.samples import make_samples
+from maxsimd.engine.ops.qkv import KV, QKV
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.parity import references
 
@@ -78,8 +78,8 @@ def leave_out_a_normalisation(patch: Patch) -> None:
     original = ModuleHead.__init__
 
     def without_normalize(head: ModuleHead, modules: Sequence[torch.nn.Module], feature: str) -> None:
-        kept = [module for module in modules if type(module).__name__ != "Normalize"]
-        original(head, kept, feature)
+        others = [module for module in modules if type(module).__name__ != "Normalize"]
+        original(head, others, feature)
 
     patch.setattr(ModuleHead, "__init__", without_normalize)
 
@@ -183,26 +183,36 @@ async def test_what_is_broken_is_noticed_and_scores_are_right(
     np.testing.assert_allclose(scores, reference, atol=1e-4)
 
 
-@pytest.mark.parametrize("part", ["chunk", "after_prefix"])
+class WrongChunks(GroupedBackend):
+    def with_prefill_kv(
+        self, qkv: QKV, contexts: Sequence[KV], metadata: GroupedMetadata, out: torch.Tensor
+    ) -> None:
+        super().with_prefill_kv(qkv, contexts, metadata, out)
+        for chunk in metadata.layout.prefill_chunks:
+            out[chunk.rows] *= 2
+
+
+class WrongPrefixes(GroupedBackend):
+    def shared_prefix(
+        self, qkv: QKV, prefixes: Sequence[KV], metadata: GroupedMetadata, out: torch.Tensor
+    ) -> None:
+        super().shared_prefix(qkv, prefixes, metadata, out)
+        for group in metadata.layout.shared_groups:
+            out[group.rows] *= 2
+
+
+@pytest.mark.parametrize("wrong", [WrongChunks, WrongPrefixes])
 async def test_chunks_and_prefixes_that_are_wrong_are_not_used(
-    part: str, tmp_path: Path, pairs: list[Pair]
+    wrong: type[GroupedBackend], tmp_path: Path
 ) -> None:
     """Such a model is packed still, but its sequences are not cut and share nothing."""
     model = load_model(EngineConfig(model=language_models.qwen3_reranker(tmp_path / "model")), CPU)
     model.backbone.float()
     samples = make_samples(model)
-    right = getattr(GROUPED, part)
-
-    def doubled(*arguments: Any) -> Any:
-        found = right(*arguments)
-        if found is None:
-            arguments[-1][-3:] *= 2  # written in place
-        return None if found is None else 2 * found
-
-    found = execution.try_packed(model, CPU, GROUPED, samples)
+    found = execution.try_packed(model, CPU, GroupedBackend(), samples)
     assert isinstance(found, execution.Packed)
     assert found.chunked
-    found = execution.try_packed(model, CPU, replace(GROUPED, **{part: doubled}), samples)
+    found = execution.try_packed(model, CPU, wrong(), samples)
     assert isinstance(found, execution.Packed)
     assert not found.chunked
 

@@ -1,5 +1,4 @@
-"""What every Triton kernel must do, on random ragged input: run interpreted on a CPU, or on a GPU as it
-is."""
+"""What every Triton kernel must do, on random ragged input: interpreted on a CPU, or compiled on a GPU."""
 
 from typing import Any
 
@@ -7,13 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.engine.execution.attention.torch_grouped import (
-    attend_chunk,
-    attend_groups_after_prefix,
-    attend_one_by_one,
-)
-from maxsimd.engine.execution.layout import Layout, SharedGroup
-from maxsimd.engine.execution.prefill_kv import Carry
+from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
+from maxsimd.engine.execution.lay_out import lay_out
+from maxsimd.engine.execution.layout import Layout, PrefillChunk, SharedGroup
+from maxsimd.engine.execution.prefill_kv import PrefillKV
+from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.test_maxsim import problems, random_ragged
@@ -39,13 +36,13 @@ def check_maxsim(device: str) -> None:
     @settings(max_examples=40, deadline=None)
     @given(problems(), st.sampled_from([1, 2, 7]), st.sampled_from(DTYPES))
     def compare(
-        problem: tuple[Ragged, Ragged, list[tuple[int, int]]], parts: int, dtype: torch.dtype
+        problem: tuple[Ragged, Ragged, list[tuple[int, int]]], split_k: int, dtype: torch.dtype
     ) -> None:
         queries, documents, pairs = problem
         queries, documents = queries.decoded(dtype), documents.decoded(dtype)
         exact = maxsim_reference(queries, documents, pairs)
         # Products of rounded numbers are exact in float32, so precision makes no difference.
-        ours = maxsim_triton(on(queries, device), on(documents, device), pairs, parts)
+        ours = maxsim_triton(on(queries, device), on(documents, device), pairs, split_k)
         torch.testing.assert_close(ours.cpu(), exact, atol=1e-5, rtol=1e-5)
 
     @settings(max_examples=15, deadline=None)
@@ -72,130 +69,170 @@ def check_maxsim(device: str) -> None:
     assert maxsim_triton(queries, documents, []).shape == (0,)
 
 
-def _heads(count: int, rows: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
+WINDOWS = st.none() | st.integers(2, 60)
+
+
+def random_heads(count: int, rows: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """As models hand them on: a view [heads, rows, dim] of rows in which heads stand side by side."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(rows, count, dim, generator=random).to(dtype).transpose(0, 1)
 
 
-def _on(device: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor.to(device) for tensor in tensors]
+def qkv_on(qkv: QKV, device: str) -> QKV:
+    query, key, value = (x.to(device) for x in (qkv.query, qkv.key, qkv.value))
+    return QKV(query, key, value, qkv.scaling, qkv.window)
 
 
-HEAD_DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
-PRECISIONS = st.sampled_from(DTYPES)
+def in_float32(qkv: QKV) -> QKV:
+    return QKV(qkv.query.float(), qkv.key.float(), qkv.value.float(), qkv.scaling, qkv.window)
 
 
-def check_attention(device: str) -> None:
-    from maxsimd.engine.execution.attention.triton_kernel import attend_triton
-    from maxsimd.engine.execution.layout import lay_out
+def check_attention_of_whole_sequences(device: str) -> None:
+    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+
+    ours, exact = TritonBackend(), OneByOneBackend()
 
     @settings(max_examples=60, deadline=None)
-    @given(attention_problems(), HEAD_DIMS, PRECISIONS)
-    def whole(problem: tuple[Any, ...], dim: int, dtype: torch.dtype) -> None:
+    @given(attention_problems(), DIMS, st.sampled_from(DTYPES))
+    def compare(problem: tuple[Any, ...], dim: int, dtype: torch.dtype) -> None:
         lengths, attended, kv_heads, repeats, causal, window = problem
         step = make_step(lengths, attended)
-        batch = lay_out(step, {}, causal=causal, arrangement=RAGGED, position_offset=0)
-        q = _heads(kv_heads * repeats, sum(lengths), dim, dtype, 0)
-        k, v = (_heads(kv_heads, sum(lengths), dim, dtype, seed) for seed in (1, 2))
-        ours = attend_triton(*_on(device, q, k, v), batch.layout, dim**-0.5, window)
-        exact = attend_one_by_one(q.float(), k.float(), v.float(), batch.layout, dim**-0.5, window)
-        close(ours, exact.nan_to_num(), dtype)
+        layout = lay_out(step, {}, causal=causal, arrangement=RAGGED, position_offset=0).layout
+        q = random_heads(kv_heads * repeats, sum(lengths), dim, dtype, 0)
+        k, v = (random_heads(kv_heads, sum(lengths), dim, dtype, seed) for seed in (1, 2))
+        qkv = QKV(q, k, v, dim**-0.5, window)
+        found = ours.full(qkv_on(qkv, device), ours.prepare(layout, torch.device(device)))
+        plain = exact.full(in_float32(qkv), exact.prepare(layout, torch.device("cpu")))
+        close(found, plain.nan_to_num(), dtype)
 
-    whole()
+    compare()
 
 
 def check_attention_of_chunks(device: str) -> None:
-    from maxsimd.engine.execution.attention.triton_kernel import attend_chunk_triton
+    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+
+    ours, exact = TritonBackend(), OneByOneBackend()
 
     @settings(max_examples=25, deadline=None)
-    @given(st.integers(1, 70), st.integers(0, 90), HEAD_DIMS, PRECISIONS, st.none() | st.integers(2, 20))
-    def chunk(tokens: int, earlier: int, dim: int, dtype: torch.dtype, window: int | None) -> None:
-        q = _heads(4, tokens, dim, dtype, 0)
-        k, v = (_heads(2, earlier + tokens, dim, dtype, seed) for seed in (1, 2))
-        layout = Layout((), (), True)
-        ours = attend_chunk_triton(*_on(device, q, k, v), layout, dim**-0.5, window)
-        close(ours, attend_chunk(q.float(), k.float(), v.float(), layout, dim**-0.5, window), dtype)
+    @given(
+        st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=3),
+        DIMS,
+        st.sampled_from(DTYPES),
+        WINDOWS,
+    )
+    def compare(lengths: list[tuple[int, int]], dim: int, dtype: torch.dtype, window: int | None) -> None:
+        rows = sum(tokens for tokens, _ in lengths)
+        q = random_heads(4, rows, dim, dtype, 0)
+        k, v = (random_heads(2, rows, dim, dtype, seed) for seed in (1, 2))
+        chunks: list[PrefillChunk] = []
+        contexts: list[KV] = []
+        row = 0
+        for tokens, earlier in lengths:
+            chunks.append(PrefillChunk(row, earlier, earlier + tokens, PrefillKV(), is_stored=True))
+            of_earlier = [random_heads(2, earlier, dim, dtype, seed) for seed in (row + 3, row + 4)]
+            own = (x[:, row : row + tokens] for x in (k, v))
+            contexts.append(KV(*(torch.cat(parts, dim=1) for parts in zip(of_earlier, own, strict=True))))
+            row += tokens
+        layout = Layout(True, prefill_chunks=tuple(chunks))
+        qkv = QKV(q, k, v, dim**-0.5, window)
+        there = [KV(*(x.to(device) for x in context)) for context in contexts]
+        wide = [KV(*(x.float() for x in context)) for context in contexts]
+        found = torch.full((rows, 4, dim), 9.0, dtype=dtype, device=device)
+        plain = torch.empty(rows, 4, dim)
+        ours.with_prefill_kv(qkv_on(qkv, device), there, ours.prepare(layout, torch.device(device)), found)
+        exact.with_prefill_kv(in_float32(qkv), wide, exact.prepare(layout, torch.device("cpu")), plain)
+        close(found, plain, dtype)
 
-    chunk()
+    compare()
 
 
-def check_attention_behind_prefixes(device: str) -> None:
-    from maxsimd.engine.execution.attention.triton_kernel import attend_after_prefix_triton
+def check_attention_after_prefixes(device: str) -> None:
+    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+
+    ours, exact = TritonBackend(), OneByOneBackend()
 
     @settings(max_examples=25, deadline=None)
     @given(
         st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=6),
         st.integers(1, 80),
-        HEAD_DIMS,
-        PRECISIONS,
-        st.none() | st.integers(2, 60),
+        DIMS,
+        st.sampled_from(DTYPES),
+        WINDOWS,
     )
-    def after_prefix(
+    def compare(
         sequences: list[tuple[int, int]], shared: int, dim: int, dtype: torch.dtype, window: int | None
     ) -> None:
-        carries = [Carry(), Carry()]
-        row, groups = 0, []
+        prefill_kv = [PrefillKV(), PrefillKV()]
+        row, groups, of_groups = 0, [], []
+        both = [KV(*(random_heads(2, shared + n, dim, dtype, seed + n) for seed in (3, 5))) for n in range(2)]
         for length, which in sorted(sequences, key=lambda item: item[1]):
-            groups.append(SharedGroup(row, 1, length, carries[which]))
+            groups.append(SharedGroup(row, 1, length, prefill_kv[which]))
+            of_groups.append(both[which])
             row += length
-        both = [[_heads(2, shared + n, dim, dtype, seed + n) for seed in (3, 5)] for n in range(2)]
-        prefixes: Any = [tuple(_on(device, *both[carries.index(group.prefix)])) for group in groups]
-        wide: Any = [(keys.float().cpu(), values.float().cpu()) for keys, values in prefixes]
-        q = _heads(4, row, dim, dtype, 0)
-        k, v = (_heads(2, row, dim, dtype, seed) for seed in (1, 2))
-        layout = Layout((), (), True, None, tuple(groups))
-        ours = torch.full((row, 4, dim), 9.0, dtype=dtype, device=device)
-        exact = torch.empty(row, 4, dim)
-        attend_after_prefix_triton(*_on(device, q, k, v), layout, prefixes, dim**-0.5, window, ours)
-        attend_groups_after_prefix(q.float(), k.float(), v.float(), layout, wide, dim**-0.5, window, exact)
-        close(ours, exact, dtype)
+        layout = Layout(True, shared_groups=tuple(groups))
+        q = random_heads(4, row, dim, dtype, 0)
+        k, v = (random_heads(2, row, dim, dtype, seed) for seed in (1, 2))
+        qkv = QKV(q, k, v, dim**-0.5, window)
+        there = [KV(*(x.to(device) for x in prefix)) for prefix in of_groups]
+        wide = [KV(*(x.float() for x in prefix)) for prefix in of_groups]
+        found = torch.full((row, 4, dim), 9.0, dtype=dtype, device=device)
+        plain = torch.empty(row, 4, dim)
+        ours.shared_prefix(qkv_on(qkv, device), there, ours.prepare(layout, torch.device(device)), found)
+        exact.shared_prefix(in_float32(qkv), wide, exact.prepare(layout, torch.device("cpu")), plain)
+        close(found, plain, dtype)
 
-    after_prefix()
+    compare()
 
 
 def check_projection(device: str) -> None:
-    from maxsimd.engine.ops.triton.projection import project
+    from maxsimd.engine.ops.triton.projection import Projection, project
 
     @settings(max_examples=40, deadline=None)
     @given(
         st.integers(1, 90),
         st.integers(0, 80),
-        st.sampled_from([16, 48, 100]),
-        st.sampled_from([16, 96, 128, 200, 1024]),
+        st.tuples(st.sampled_from([16, 48, 100]), st.sampled_from([16, 96, 128, 200, 1024])),
         st.sampled_from(DTYPES),
         st.booleans(),
         st.booleans(),
     )
     def compare(
-        tokens: int, kept: int, width: int, dim: int, dtype: torch.dtype, biased: bool, normalized: bool
+        tokens: int,
+        pooled: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        biased: bool,
+        normalized: bool,
     ) -> None:
+        width, dim = shape
         random = torch.Generator().manual_seed(tokens)
         hidden = torch.randn(tokens, width, generator=random).to(dtype)
-        rows = torch.randint(tokens, (kept,), generator=random)
+        rows = torch.randint(tokens, (pooled,), generator=random)
         weight = (torch.randn(dim, width, generator=random) * width**-0.5).to(dtype)
         bias = torch.randn(dim, generator=random) if biased else None
-        there = [tensor.to(device) for tensor in (hidden, rows, weight)]
-        more = None if bias is None else bias.to(device)
-        ours = project(*there, more, normalized, 1e-12, torch.float32)
+        projection = Projection(
+            weight.to(device), None if bias is None else bias.to(device), 1e-12 if normalized else None
+        )
+        ours = project(hidden.to(device), rows.to(device), projection, torch.float32)
         exact = torch.nn.functional.linear(hidden[rows].float(), weight.float(), bias)
         if normalized:
             exact = torch.nn.functional.normalize(exact, dim=-1)
         torch.testing.assert_close(ours.cpu(), exact, atol=1e-5, rtol=1e-5)
-        rounded = project(*there, more, normalized, 1e-12, torch.bfloat16)
+        rounded = project(hidden.to(device), rows.to(device), projection, torch.bfloat16)
         assert rounded.dtype is torch.bfloat16
         torch.testing.assert_close(rounded.float().cpu(), exact, atol=2e-2, rtol=1e-2)
 
     compare()
     nothing = torch.zeros(16, 16, device=device)
-    places = torch.arange(2, device=device)
-    assert (project(nothing, places, nothing, None, True, 1e-12, torch.float32) == 0).all()
+    rows = torch.arange(2, device=device)
+    assert (project(nothing, rows, Projection(nothing, None, 1e-12), torch.float32) == 0).all()
 
 
 CHECKS = [
     check_maxsim,
-    check_attention,
+    check_attention_of_whole_sequences,
     check_attention_of_chunks,
-    check_attention_behind_prefixes,
+    check_attention_after_prefixes,
     check_projection,
 ]

@@ -26,7 +26,7 @@ def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], Non
 CAPABILITIES = [80, 90, 100]
 # Shared memory that a program may have, of the smallest cards of a generation (86 and 89 among those of 8).
 SHARED = {80: 99, 90: 227, 100: 227}
-VARYING = {"longest_query", "parts", "count", "prefix_keys", "window", "repeats", "query_offsets"}
+VARYING = {"longest_query", "split_k", "count", "prefix_keys", "window", "repeats", "query_offsets"}
 VARYING |= {"document_offsets", "pair_queries", "pair_documents"}
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "i8": "*i8"}
 Items = tuple[tuple[str, Any], ...]
@@ -100,7 +100,7 @@ def test_maxsim_compiles(dtype: str, query: int, capability: int) -> None:
 
     tiles = maxsim.tiles_for(torch.device("cpu"), 128, BYTES.get(dtype, 2), query)
     types = {"queries": "*bf16" if dtype == "i8" else POINTERS[dtype], "documents": POINTERS[dtype]}
-    types |= dict.fromkeys(("scales", "best_of_part", "scores"), "*fp32")
+    types |= dict.fromkeys(("scales", "best_of_split", "scores"), "*fp32")
     types |= dict.fromkeys(("query_offsets", "document_offsets", "pair_queries", "pair_documents"), "*i32")
     constants = {"SCALED": dtype == "i8", "WHOLE": tiles.dim >= 128, "EMPTY": -1e9}
     constants |= {"BLOCK_Q": tiles.query, "BLOCK_D": tiles.document, "BLOCK_DIM": tiles.dim}
@@ -139,14 +139,14 @@ def test_projection_compiles(dtype: str, dim: int, capability: int) -> None:
     compile_for(projection.projection_kernel, capability, types, constants, **options)
 
 
-def test_documents_are_cut_into_parts_only_where_the_device_would_be_idle() -> None:
-    from maxsimd.engine.ops.triton.maxsim import TILES, parts_to_fill
+def test_documents_are_split_only_where_the_device_would_be_idle() -> None:
+    from maxsimd.engine.ops.triton.maxsim import MAX_SPLIT_K, choose_split_k
 
-    tiles = TILES[9][0]
-    assert parts_to_fill(132, 10_000, 180, tiles) == 1
-    assert parts_to_fill(132, 1, 8192, tiles) == 8192 // tiles.document
-    assert parts_to_fill(132, 100, 8192, tiles) == 3
-    assert parts_to_fill(132, 1, 20, tiles) == 1
+    assert choose_split_k(132, programs=10_000, tiles_of_longest=2) == 1
+    assert choose_split_k(132, programs=1, tiles_of_longest=50) == 50
+    assert choose_split_k(132, programs=1, tiles_of_longest=500) == MAX_SPLIT_K
+    assert choose_split_k(132, programs=100, tiles_of_longest=64) == 3
+    assert choose_split_k(132, programs=1, tiles_of_longest=0) == 1
 
 
 @given(
@@ -163,7 +163,7 @@ def test_blocks_cover_every_query_once_with_the_heaviest_first(
         table.append((row, length, 7 * row, length + earlier))
         row += length
     blocks = blocks_of(table, True, 5, queries)
-    covered = sorted(place for first, count, *_ in blocks.tolist() for place in range(first, first + count))
+    covered = sorted(row for first, count, *_ in blocks.tolist() for row in range(first, first + count))
     assert covered == list(range(row))
     of_row = {
         start + i: (start, keys - length + i) for start, length, _, keys in table for i in range(length)

@@ -2,38 +2,37 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sentence_transformers.base.modules import Dense, Normalize
 from transformers import BertConfig
 
 from maxsimd.engine import EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import LoadedModel, load_model
-from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
 from maxsimd.engine.device import warmup
 from maxsimd.engine.device.budget import bytes_a_token, tokens_that_fit
 from maxsimd.engine.execution import cuda_graphs as graphs
 from maxsimd.engine.execution.attention import select as choice
-from maxsimd.engine.execution.attention import varlen
-from maxsimd.engine.execution.attention.base import PackedAttention
-from maxsimd.engine.execution.attention.torch_grouped import GROUPED, attend_one_by_one
+from maxsimd.engine.execution.attention.base import AttentionMetadata
+from maxsimd.engine.execution.attention.check import find_mismatch
+from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
+from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
+from maxsimd.engine.execution.attention.varlen import FlashBackend, VarlenBackend
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.proof import step_of
 from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
+from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled, tiled
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
 from tests.checkpoints import cross_encoders
-from tests.unit.interpreted import run_interpreted
-from tests.unit.test_packed import RAGGED, plain_varlen
+from tests.unit.test_packed import plain_varlen
 
 CPU = torch.device("cpu")
 
@@ -43,15 +42,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = getattr(cross_encoders, request.param)(tmp_path_factory.mktemp(request.param))
     found = load_model(EngineConfig(model=path), CPU)
     found.backbone.float()
-    assert isinstance(try_packed(found, CPU, replace(GROUPED, first_rows=None), make_samples(found)), Packed)
+    assert isinstance(
+        try_packed(found, CPU, GroupedBackend(supports_first_rows=False), make_samples(found)), Packed
+    )
     return found
 
 
 @pytest.fixture
-def attention(monkeypatch: pytest.MonkeyPatch) -> PackedAttention:
+def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
     """By torch's kernel for GPUs, with plain torch in its place."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
-    return varlen.with_libraries(CPU)["varlen"]
+    return VarlenBackend(CPU)
 
 
 def steps_of(lengths: list[list[int]], vocabulary: int) -> list[Step]:
@@ -67,7 +68,7 @@ def steps_of(lengths: list[list[int]], vocabulary: int) -> list[Step]:
 
 
 def test_a_replayed_step_gives_what_it_gives_without_a_graph(
-    model: LoadedModel, attention: PackedAttention
+    model: LoadedModel, backend: VarlenBackend
 ) -> None:
     """Also after another step has been through the same graph."""
     replayed = 0
@@ -80,67 +81,88 @@ def test_a_replayed_step_gives_what_it_gives_without_a_graph(
 
         return replay
 
-    plain = PackedRunner(model, CPU, attention)
-    assert attention.tables is not None
-    graphed = GraphedRunner(plain, attention.tables, model.causal, CPU, capture)
+    plain = PackedRunner(model, CPU, backend)
+    graphed = GraphedRunner(plain, CPU)
     steps = steps_of([[9, 30, 1], [20], [3, 3, 3, 3], [60, 4], [300, 300], [2] * 40], 100)
-    graphed.capture_all(steps[0])
+    graphed.capture_all(backend, steps[0], capture)
     for step in steps:
         ours, cursor = graphed.forward(step)
         exact, expected = plain.forward(step)
         assert cursor.starts == expected.starts
         torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
     assert replayed == 4, "a long step and one of many sequences are not replayed"
-    assert graphs.why_different(graphed, plain, steps) is None
+    assert graphs.find_mismatch(graphed, plain, steps) is None
 
 
 def test_hidden_states_of_a_replayed_step_are_not_those_of_the_next(
-    model: LoadedModel, attention: PackedAttention
+    model: LoadedModel, backend: VarlenBackend
 ) -> None:
-    plain = PackedRunner(model, CPU, attention)
-    assert attention.tables is not None
-    graphed = GraphedRunner(plain, attention.tables, model.causal, CPU, lambda run: run)
+    plain = PackedRunner(model, CPU, backend)
+    graphed = GraphedRunner(plain, CPU)
     first, second = steps_of([[9, 3], [4, 8]], 100)
-    graphed.capture_all(first)
+    graphed.capture_all(backend, first, lambda run: run)
     hidden, _ = graphed.forward(first)
-    kept = hidden.clone()
+    before = hidden.clone()
     graphed.forward(second)
-    assert torch.equal(hidden, kept)
+    assert torch.equal(hidden, before)
 
 
-def test_a_graph_that_gives_something_else_is_found_out(
-    model: LoadedModel, attention: PackedAttention
-) -> None:
-    plain = PackedRunner(model, CPU, attention)
-    assert attention.tables is not None
-    # One that does nothing when it is replayed.
-    graphed = GraphedRunner(plain, attention.tables, model.causal, CPU, lambda run: lambda: None)
+def test_a_graph_that_gives_something_else_is_found_out(model: LoadedModel, backend: VarlenBackend) -> None:
+    plain = PackedRunner(model, CPU, backend)
+    graphed = GraphedRunner(plain, CPU)
     steps = [step_of(random_sequences(model, model.score_task))]
-    graphed.capture_all(steps[0])
-    assert "differ by" in (graphs.why_different(graphed, plain, steps) or "")
+    # A graph that does nothing when it is replayed.
+    graphed.capture_all(backend, steps[0], lambda run: lambda: None)
+    assert "differ by" in (graphs.find_mismatch(graphed, plain, steps) or "")
 
 
-def test_attention_by_a_library_equals_plain_attention(
-    model: LoadedModel, attention: PackedAttention
-) -> None:
-    assert choice.why_wrong(attention, model, CPU, torch.float32) is None
+def test_attention_by_a_library_equals_plain_attention(model: LoadedModel, backend: VarlenBackend) -> None:
+    assert find_mismatch(backend, model, CPU, torch.float32) is None
+
+
+class DoubledBackend(OneByOneBackend):
+    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
+        return 2 * super().full(qkv, metadata)
+
+
+class DoubledChunkBackend(OneByOneBackend):
+    def with_prefill_kv(
+        self, qkv: QKV, contexts: Any, metadata: AttentionMetadata, out: torch.Tensor
+    ) -> None:
+        super().with_prefill_kv(qkv, contexts, metadata, out)
+        out *= 2
+
+
+class DoubledPrefixBackend(OneByOneBackend):
+    def shared_prefix(self, qkv: QKV, prefixes: Any, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        super().shared_prefix(qkv, prefixes, metadata, out)
+        out *= 2
+
+
+class FailingBackend(OneByOneBackend):
+    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available")
+
+
+class NanBackend(OneByOneBackend):
+    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
+        return super().full(qkv, metadata).index_fill_(0, torch.tensor([5]), torch.nan)
+
+
+@pytest.mark.parametrize("broken", [DoubledBackend, DoubledChunkBackend, DoubledPrefixBackend, NanBackend])
+def test_every_part_of_attention_is_checked(model: LoadedModel, broken: type[OneByOneBackend]) -> None:
+    """Chunks and prefixes only where a model has them."""
+    assert find_mismatch(OneByOneBackend(), model, CPU, torch.float32) is None
+    is_used = model.causal or broken in (DoubledBackend, NanBackend)
+    mismatch = find_mismatch(broken(), model, CPU, torch.float32)
+    assert (mismatch is not None and "differs" in mismatch) == is_used
 
 
 def test_attention_that_is_wrong_or_fails_is_passed_over(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def doubled(*arguments: Any) -> torch.Tensor:
-        return 2 * attend_one_by_one(*arguments)
-
-    def failing(*arguments: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel image is available")
-
-    right = replace(GROUPED, everywhere=attend_one_by_one, arrangement=RAGGED)
-    candidates = {
-        "wrong": lambda: replace(right, everywhere=doubled),
-        "broken": lambda: replace(right, everywhere=failing),
-        "right": lambda: right,
-    }
+    right = OneByOneBackend()
+    candidates = {"wrong": DoubledBackend, "broken": FailingBackend, "right": lambda: right}
     monkeypatch.setattr(choice, "candidates", lambda device, dtype: candidates)
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.Tensor, "to", _to_cpu_instead(torch.Tensor.to))
@@ -149,7 +171,8 @@ def test_attention_that_is_wrong_or_fails_is_passed_over(
     assert "by wrong is not used: it differs" in caplog.text
     assert "by broken is not used: it failed: no kernel image" in caplog.text
     del candidates["right"]
-    assert choice.choose_attention("auto", model, gpu, torch.float32, False) is GROUPED
+    chosen = choice.choose_attention("auto", model, gpu, torch.float32, False)
+    assert isinstance(chosen, GroupedBackend)
 
 
 def _to_cpu_instead(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -191,8 +214,8 @@ def test_flash_attention_is_called_as_it_is_documented(
         flash_attn_varlen_func = staticmethod(flash)
 
     monkeypatch.setattr("importlib.import_module", lambda name: Package)
-    assert choice.why_wrong(varlen.with_libraries(CPU)["flash"], model, CPU, torch.float32) is None
-    assert calls == [model.causal], "key lengths of their own go another way"
+    assert find_mismatch(FlashBackend(CPU), model, CPU, torch.float32) is None
+    assert calls == [model.causal], "key lengths of their own are left to another backend"
 
 
 def test_a_maxsim_that_is_wrong_or_fails_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,7 +230,7 @@ def test_a_maxsim_that_is_wrong_or_fails_is_replaced(caplog: pytest.LogCaptureFi
 
 def test_a_model_is_warmed_up_by_what_it_will_run(model: LoadedModel) -> None:
     pooler = DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()})
-    warmup.warm_up(model, PackedRunner(model, CPU, GROUPED), pooler)
+    warmup.warm_up(model, PackedRunner(model, CPU, GroupedBackend()), pooler)
     assert pooler.num_states == 0
 
 
@@ -217,46 +240,6 @@ def test_maxima_on_a_device_equal_those_on_the_cpu() -> None:
     similarities = torch.randn(7, 5)
     expected = torch.stack([part.amax(dim=0) for part in similarities.split(blocks.tolist())])
     assert torch.equal(tiled.maxima_by_torch(similarities, blocks), expected)
-
-
-def _heads() -> list[tuple[Any, bool]]:
-    """Heads of 24 inputs, and whether one kernel can take their place."""
-    identity, norm = torch.nn.Identity(), Normalize(module_input_name="x")
-
-    def dense(**options: Any) -> Dense:
-        torch.manual_seed(0)
-        return Dense(24, 32, **{"activation_function": identity, "module_input_name": "x", **options})
-
-    whole = ModuleHead([dense(bias=False), norm], "x")
-    return [
-        (whole, True),
-        (ModuleHead([dense()], "x"), True),
-        (FirstColumns(ModuleHead([dense(), norm], "x"), 20, True), True),
-        (FirstColumns(ModuleHead([dense()], "x"), 20, False), True),
-        (FirstColumns(whole, 20, False), False),
-        (ModuleHead([norm], "x"), False),
-        (ModuleHead([dense(activation_function=torch.nn.Tanh()), norm], "x"), False),
-        (ModuleHead([dense(use_residual=True), norm], "x"), False),
-        (ModuleHead([dense(), norm, norm], "x"), False),
-    ]
-
-
-def check_fused_heads() -> None:
-    from maxsimd.engine.device.fused_head import FusedProjection, fused
-
-    hidden, rows = torch.randn(30, 24), np.array([0, 3, 29, 3])
-    for head, possible in _heads():
-        ours = fused(head, torch.float32, torch.float32)
-        assert isinstance(ours, FusedProjection) == possible, str(head)
-        if isinstance(ours, FusedProjection):
-            exact = head(hidden[rows]).detach()
-            torch.testing.assert_close(ours.gather(hidden, rows), exact, atol=1e-5, rtol=1e-5)
-            assert str(ours) == str(head)
-
-
-def test_a_fused_head_equals_the_one_it_stands_for() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(check_fused_heads)
 
 
 def test_rows_with_scales_are_decoded() -> None:

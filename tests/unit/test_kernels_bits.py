@@ -9,14 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.engine.execution.attention.cpu_kernel import (
-    attend_after_prefix_compiled,
-    attend_chunk_compiled,
-    attend_compiled,
-    attend_first_rows_compiled,
-)
-from maxsimd.engine.execution.layout import Group, Layout, SharedGroup
-from maxsimd.engine.execution.prefill_kv import Carry
+from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
+from maxsimd.engine.execution.layout import Group, Layout, PrefillChunk, SharedGroup
+from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.ops.cpu.linear import (
     Norm,
     Weights,
@@ -27,7 +22,11 @@ from maxsimd.engine.ops.cpu.linear import (
     pack_int8,
     use_amx,
 )
+from maxsimd.engine.ops.qkv import KV, QKV
 from tests.unit.test_kernels import amx, needs_kernels
+from tests.unit.test_packed import CPU, full
+
+ATTENTION = CompiledBackend()
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -147,14 +146,14 @@ WINDOWS = st.none() | st.integers(2, 30)
 Crowd = tuple[list[int], tuple[int, int], int, torch.dtype]
 
 
-def heads_of(crowd: Crowd, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def qkv_of(crowd: Crowd, rows: int, window: int | None = None) -> QKV:
     _, (kv_heads, repeats), head_dim, dtype = crowd
     random = torch.Generator().manual_seed(rows)
     q, k, v = (
         torch.randn(rows, heads, head_dim, generator=random).to(dtype).transpose(0, 1)
         for heads in (kv_heads * repeats, kv_heads, kv_heads)
     )
-    return q, k, v
+    return QKV(q, k, v, 0.2, window)
 
 
 def side_by_side(lengths: list[int], causal: bool) -> Layout:
@@ -163,7 +162,7 @@ def side_by_side(lengths: list[int], causal: bool) -> Layout:
     for length in lengths:
         groups.append(Group(row, 1, length, (length if causal or length < 3 else length - 1,)))
         row += length
-    return Layout(tuple(groups), (), causal)
+    return Layout(causal, tuple(groups))
 
 
 @needs_kernels
@@ -173,14 +172,13 @@ def test_a_sequence_attends_to_the_same_bits_alone_and_in_a_crowd(
     crowd: Crowd, causal: bool, window: int | None
 ) -> None:
     lengths = crowd[0]
-    q, k, v = heads_of(crowd, sum(lengths))
-    everything = attend_compiled(q, k, v, side_by_side(lengths, causal), 0.2, window)
+    qkv = qkv_of(crowd, sum(lengths), window)
+    everything = full(ATTENTION, qkv, side_by_side(lengths, causal))
     with threads(1):
-        assert torch.equal(attend_compiled(q, k, v, side_by_side(lengths, causal), 0.2, window), everything)
+        assert torch.equal(full(ATTENTION, qkv, side_by_side(lengths, causal)), everything)
     for group in side_by_side(lengths, causal).groups:
-        alone = (x[:, group.rows] for x in (q, k, v))
         layout = side_by_side([group.length], causal)
-        assert torch.equal(attend_compiled(*alone, layout, 0.2, window), everything[group.rows])
+        assert torch.equal(full(ATTENTION, qkv.of_rows(group.rows), layout), everything[group.rows])
 
 
 @needs_kernels
@@ -188,11 +186,11 @@ def test_a_sequence_attends_to_the_same_bits_alone_and_in_a_crowd(
 @settings(deadline=None)
 def test_first_rows_alone_attend_to_the_same_bits(crowd: Crowd) -> None:
     lengths = crowd[0]
-    q, k, v = heads_of(crowd, sum(lengths))
+    qkv = qkv_of(crowd, sum(lengths))
     layout = side_by_side(lengths, False)
     first = [group.first_row for group in layout.groups]
-    everything = attend_compiled(q, k, v, layout, 0.2, None)
-    assert torch.equal(attend_first_rows_compiled(q, k, v, layout, 0.2)[first], everything[first])
+    everything = full(ATTENTION, qkv, layout)
+    assert torch.equal(ATTENTION.first_rows(qkv, ATTENTION.prepare(layout, CPU))[first], everything[first])
 
 
 @needs_kernels
@@ -202,13 +200,18 @@ def test_a_causal_sequence_attends_to_the_same_bits_in_chunks(
     crowd: Crowd, window: int | None, data: st.DataObject
 ) -> None:
     length = sum(crowd[0])
-    q, k, v = heads_of(crowd, length)
-    whole = attend_compiled(q, k, v, side_by_side([length], True), 0.2, window)
-    layout, start = Layout((), (), True), 0
+    qkv = qkv_of(crowd, length, window)
+    whole = full(ATTENTION, qkv, side_by_side([length], True))
+    start = 0
     while start < length:
         stop = start + data.draw(st.integers(1, length - start))
-        chunk = attend_chunk_compiled(q[:, start:stop], k[:, :stop], v[:, :stop], layout, 0.2, window)
-        assert torch.equal(chunk, whole[start:stop])
+        chunk = PrefillChunk(0, start, stop, PrefillKV(), is_stored=False)
+        metadata = ATTENTION.prepare(Layout(True, prefill_chunks=(chunk,)), CPU)
+        of_chunk = qkv.of_rows(slice(start, stop))
+        out = of_chunk.new_output()
+        context = KV(qkv.key[:, :stop], qkv.value[:, :stop])
+        ATTENTION.with_prefill_kv(of_chunk, [context], metadata, out)
+        assert torch.equal(out, whole[start:stop])
         start = stop
 
 
@@ -220,18 +223,17 @@ def test_sequences_attend_to_the_same_bits_behind_a_prefix_and_whole(
 ) -> None:
     """The first of the crowd is the beginning that the others share."""
     before, *lengths = crowd[0]
-    q, k, v = heads_of(crowd, sum(crowd[0]))
-    carry, groups, row = Carry(), [], before
+    qkv = qkv_of(crowd, sum(crowd[0]), window)
+    prefill_kv, groups, row = PrefillKV(), [], before
     for length in lengths:
-        groups.append(SharedGroup(row, 1, length, carry))
+        groups.append(SharedGroup(row, 1, length, prefill_kv))
         row += length
-    after = torch.zeros(row, q.shape[0], q.shape[2], dtype=q.dtype)
-    prefixes = [(k[:, :before], v[:, :before])] * len(groups)
-    attend_after_prefix_compiled(
-        q, k, v, Layout((), (), True, None, tuple(groups)), prefixes, 0.2, window, after
-    )
+    after = torch.zeros_like(qkv.new_output())
+    prefixes = [KV(qkv.key[:, :before], qkv.value[:, :before])] * len(groups)
+    metadata = ATTENTION.prepare(Layout(True, shared_groups=tuple(groups)), CPU)
+    ATTENTION.shared_prefix(qkv, prefixes, metadata, after)
     for group in groups:
         rows = [*range(before), *range(group.first_row, group.rows.stop)]
-        alone = (x[:, rows] for x in (q, k, v))
-        whole = attend_compiled(*alone, side_by_side([len(rows)], True), 0.2, window)
+        q, k, v = (x[:, rows] for x in (qkv.query, qkv.key, qkv.value))
+        whole = full(ATTENTION, QKV(q, k, v, 0.2, window), side_by_side([len(rows)], True))
         assert torch.equal(after[group.rows], whole[before:])

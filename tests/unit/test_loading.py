@@ -12,8 +12,8 @@ from transformers import DynamicCache
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.execution import prepare
-from maxsimd.engine.execution.attention.base import NAME, register
-from maxsimd.engine.execution.attention.torch_grouped import GROUPED
+from maxsimd.engine.execution.attention.interface import NAME, register
+from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.padded_runner import PaddedRunner
 from maxsimd.engine.execution.selfcheck.proof import step_of
@@ -186,4 +186,4 @@ def _states(runner: type[PackedRunner] | type[PaddedRunner], model: LoadedModel,
         return PaddedRunner(model, CPU).forward(step)[0]
     register()
     model.backbone.set_attn_implementation(NAME)
-    return PackedRunner(model, CPU, GROUPED).forward(step)[0]
+    return PackedRunner(model, CPU, GroupedBackend()).forward(step)[0]

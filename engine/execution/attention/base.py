@@ -1,113 +1,87 @@
-"""Attention within each sequence of a packed step, registered with transformers under one name.
-
-`attend` is called by every layer of the model with the step's layout among its keyword arguments. It hands
-the parts of a step to a `PackedAttention`, of which there are several.
+"""The interface of attention backends, and the metadata that a backend makes of a step's layout. Nothing here
+depends on transformers, whose calls come through `interface.py`.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
-from transformers import AttentionInterface
 
 from maxsimd.engine.execution.layout import Arrangement, Layout
-from maxsimd.scheduler import Chunk
-
-NAME = "maxsimd_packed"
-# (queries, keys, values [heads, rows, head_dim], layout, scaling, window) -> [rows, heads, head_dim]
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float, int | None], torch.Tensor]
-# (queries, keys, values, layout, scaling) -> as above, where only each sequence's first row is defined
-FirstRowsAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float], torch.Tensor]
-# Keys and values [kv_heads, length, head_dim] of the prefix of each of a layout's shared groups
-Prefixes = list[tuple[torch.Tensor, torch.Tensor]]
-# (queries, keys, values, layout, prefixes, scaling, window, output) -> the shared groups' rows of the output
-SharedAttention = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Layout, Prefixes, float, int | None, torch.Tensor], None
-]
-# (a chunk's queries [heads, tokens, head_dim], all keys and values so far, layout, scaling, window) ->
-# [tokens, heads, head_dim]; the queries are those of the last keys
-ChunkAttention = Attention
-# (layout of whole sequences, number of sequences) -> what `Layout.masks` must hold, on the host, filled up to
-# so many sequences
-Tables = Callable[[Layout, int], dict[object, torch.Tensor]]
+from maxsimd.engine.ops.qkv import KV, QKV
 
 
-@dataclass(frozen=True, slots=True)
-class PackedAttention:
-    """One way to attend within the sequences of a step: those that are whole, chunks of a cut one, and those
-    that share a prefix; and the arrangement of rows that it wants. Without `first_rows`, a last layer that is
-    needed for these alone is computed whole. Not all know float32. With `tables` it may be captured in a CUDA
-    graph."""
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """What a backend needs of a step besides queries, keys and values, for `device`. Made once a step and
+    read by every layer.
+
+    Subclasses add what their backend needs. What only some steps need is a `cached_property`."""
+
+    layout: Layout
+    device: torch.device
+
+
+M = TypeVar("M", bound=AttentionMetadata)
+
+
+class AttentionBackend(ABC, Generic[M]):
+    """One way to attend within the sequences of a step, with metadata of its own.
+
+    A subclass overrides what it does better and inherits the rest. `supports_float32` says whether it takes
+    float32; `supports_first_rows` whether `first_rows` is worth calling. Where it is not, a last layer of
+    which only the first rows are needed is computed whole."""
 
     name: str
-    everywhere: Attention
-    first_rows: FirstRowsAttention | None
-    chunk: ChunkAttention
-    after_prefix: SharedAttention
     arrangement: Arrangement
-    knows_float32: bool
-    tables: Tables | None = None
+    supports_float32: bool = True
+    supports_first_rows: bool = False
+
+    @abstractmethod
+    def prepare(self, layout: Layout, device: torch.device) -> M:
+        """The metadata of a step."""
+
+    @abstractmethod
+    def full(self, qkv: QKV, metadata: M) -> torch.Tensor:
+        """Attention within each whole sequence: [rows, heads, head_dim]. The rows of `layout.groups` come
+        first among those of `qkv`; any rows after them are padding, whose result has no meaning."""
+
+    def first_rows(self, qkv: QKV, metadata: M) -> torch.Tensor:
+        """As `full`, but only the first row of each sequence is defined."""
+        return self.full(qkv, metadata)
+
+    @abstractmethod
+    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
+        """Attention of the rows of each of `layout.prefill_chunks` to their context: all keys and values of
+        their sequence up to and including the chunk. Writes these rows of `out` [rows, heads, head_dim]."""
+
+    @abstractmethod
+    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
+        """Cascade attention: each sequence in `layout.shared_groups` attends to its group's prefix and then
+        to itself. `prefixes` has one entry a group. Writes these rows of `out` [rows, heads, head_dim]."""
 
 
-def attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    layout: Layout | None = None,
-    attention: PackedAttention | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query, key and value are [1, heads, rows, head_dim].
+class CaptureMetadata(Protocol):
+    """Metadata for a CUDA graph: its tensors stay at one address while their contents change."""
 
-    Returns [1, rows, heads, head_dim]. Features that are not understood raise, so that the proof at load
-    fails and the model is run padded."""
-    if layout is None or attention is None:
-        raise RuntimeError("packed attention was called outside of a packed step")
-    if (
-        kwargs.get("softcap") is not None
-        or kwargs.get("s_aux") is not None
-        or kwargs.get("position_bias") is not None
-    ):
-        raise NotImplementedError("packed attention knows neither softcap, sinks nor position bias")
-    q, k, v = query[0], key[0], value[0]
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    carried = [
-        (rows, *carry.extend(module.layer_idx, chunk.start, k[:, rows], v[:, rows], _keeps(chunk)))
-        for chunk, rows, carry in layout.carried
-    ]
-    if layout.gate is not None and layout.gate.belongs_to(module):
-        assert attention.first_rows is not None
-        return attention.first_rows(q, k, v, layout, scale)[None], None
-    if not carried and not layout.shared:
-        return attention.everywhere(q, k, v, layout, scale, sliding_window)[None], None
-    out = torch.empty(q.shape[1], q.shape[0], v.shape[-1], dtype=q.dtype, device=q.device)
-    if layout.groups:
-        stop = layout.groups[-1].rows.stop
-        out[:stop] = attention.everywhere(
-            q[:, :stop], k[:, :stop], v[:, :stop], layout, scale, sliding_window
-        )
-    for rows, keys, values in carried:
-        out[rows] = attention.chunk(q[:, rows], keys, values, layout, scale, sliding_window)
-    if layout.shared:
-        whole = {
-            prefix: prefix.whole(module.layer_idx) for prefix in {group.prefix for group in layout.shared}
-        }
-        prefixes = [whole[group.prefix] for group in layout.shared]
-        attention.after_prefix(q, k, v, layout, prefixes, scale, sliding_window, out)
-    return out[None], None
+    @property
+    def metadata(self) -> AttentionMetadata:
+        """What the captured launches read."""
+        ...
+
+    def load(self, layout: Layout) -> None:
+        """Replaces the contents by those of another layout, before a replay."""
+        ...
 
 
-def _keeps(chunk: Chunk) -> bool:
-    """Whether a chunk's keys and values are needed after its step."""
-    return chunk.is_prefix or not chunk.is_last
+@runtime_checkable
+class CapturableBackend(Protocol):
+    """A backend whose attention of whole sequences may be captured in a CUDA graph."""
 
-
-def register() -> None:
-    """Makes the function known to transformers. It is not registered for masks: for a name that is not known
-    there, transformers makes none, and the layout says it all."""
-    AttentionInterface.register(NAME, attend)
+    def prepare_for_capture(
+        self, layout: Layout, max_sequences: int, device: torch.device
+    ) -> CaptureMetadata:
+        """Metadata for layouts of up to `max_sequences` whole sequences and as many rows as `layout` has."""
+        ...

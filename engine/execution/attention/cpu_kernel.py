@@ -1,14 +1,18 @@
-"""Attention for a CPU that runs our compiled kernels: sequences as they stand, without padding.
+"""Attention for a CPU that runs our compiled kernels: sequences end to end, without padding.
 
 A token's result is the same to the last bit whatever else is in the step, and however its sequence is cut.
 """
 
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
 import torch
 
-from maxsimd.engine.execution.attention.base import PackedAttention, Prefixes
+from maxsimd.engine.execution.attention.base import AttentionBackend, AttentionMetadata
 from maxsimd.engine.execution.layout import Arrangement, Layout
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu.attention import attention
+from maxsimd.engine.ops.qkv import KV, QKV
 
 
 def is_compiled_supported(device: torch.device, dtype: torch.dtype) -> bool:
@@ -16,96 +20,82 @@ def is_compiled_supported(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and kernels.is_available()
 
 
-def attend_compiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, window: int | None
-) -> torch.Tensor:
-    """One kernel over all sequences."""
-    out = _outputs(q, v)
-    attention(q, k, v, _sequences(layout), [], scale, layout.causal, window, out)
-    out[layout.groups[-1].rows.stop :] = 0
-    return out
+class CompiledMetadata(AttentionMetadata):
+    """Tables of sequences for the kernel, int64 [n, 4] each: first row, queries, own keys, and the index of
+    what comes before them or -1."""
 
-
-def attend_first_rows_compiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float
-) -> torch.Tensor:
-    """As `attend_compiled`, but only for the first token of each sequence; other rows are left undefined."""
-    out = _outputs(q, v)
-    sequences = _sequences(layout).clone()
-    sequences[:, 1] = 1
-    attention(q, k, v, sequences, [], scale, layout.causal, None, out)
-    return out
-
-
-def attend_chunk_compiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, window: int | None
-) -> torch.Tensor:
-    """A chunk's queries against its own and all earlier keys, which are a prefix to it."""
-    tokens = q.shape[1]
-    before = k.shape[1] - tokens
-    out = _outputs(q, v)
-    sequence = torch.tensor([(0, tokens, tokens, 0)])
-    prefix = (k[:, :before], v[:, :before])
-    attention(q, k[:, before:], v[:, before:], sequence, [prefix], scale, True, window, out)
-    return out
-
-
-def attend_after_prefix_compiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    prefixes: Prefixes,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
-    """One kernel over all sequences that share prefixes."""
-    attention(q, k, v, _after_prefixes(layout), prefixes, scale, True, window, out)
-
-
-def _outputs(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return q.new_empty(q.shape[1], q.shape[0], v.shape[-1])  # [rows, heads, head_dim]
-
-
-def _sequences(layout: Layout) -> torch.Tensor:
-    """First row, queries, keys and no prefix of each sequence, int64 [n, 4]; worked out once a step."""
-    sequences = layout.masks.get("sequences")
-    if sequences is None:
-        sequences = torch.tensor(
-            [
-                (group.first_row + i * group.length, group.length, keys, -1)
-                for group in layout.groups
-                for i, keys in enumerate(group.key_lengths)
-            ]
+    @cached_property
+    def sequences(self) -> torch.Tensor:
+        """The whole sequences."""
+        return _table(
+            (group.first_row + i * group.length, group.length, keys, -1)
+            for group in self.layout.groups
+            for i, keys in enumerate(group.key_lengths)
         )
-        layout.masks["sequences"] = sequences
-    return sequences
 
+    @cached_property
+    def first_queries(self) -> torch.Tensor:
+        """The whole sequences with one query each."""
+        sequences = self.sequences.clone()
+        sequences[:, 1] = 1
+        return sequences
 
-def _after_prefixes(layout: Layout) -> torch.Tensor:
-    """Likewise of the sequences that share prefixes, each of which belongs to a group."""
-    sequences = layout.masks.get("after prefixes")
-    if sequences is None:
-        sequences = torch.tensor(
-            [
-                (group.first_row + i * group.length, group.length, group.length, prefix)
-                for prefix, group in enumerate(layout.shared)
-                for i in range(group.count)
-            ]
+    @cached_property
+    def prefill_chunks(self) -> torch.Tensor:
+        """The prefill chunks, each after a context of its own."""
+        return _table(
+            (chunk.first_row, chunk.num_tokens, chunk.num_tokens, index)
+            for index, chunk in enumerate(self.layout.prefill_chunks)
         )
-        layout.masks["after prefixes"] = sequences
-    return sequences
+
+    @cached_property
+    def shared_sequences(self) -> torch.Tensor:
+        """The sequences that share prefixes, each after the prefix of its group."""
+        return _table(
+            (group.first_row + i * group.length, group.length, group.length, index)
+            for index, group in enumerate(self.layout.shared_groups)
+            for i in range(group.count)
+        )
 
 
-def compiled_attention() -> PackedAttention:
-    """Attention by our kernels, which take sequences and steps of any length."""
-    return PackedAttention(
-        "compiled",
-        attend_compiled,
-        attend_first_rows_compiled,
-        attend_chunk_compiled,
-        attend_after_prefix_compiled,
-        Arrangement(False, False, row_multiple=1),
-        knows_float32=True,
-    )
+class CompiledBackend(AttentionBackend[CompiledMetadata]):
+    """Attention by our kernel, which takes sequences and steps of any length: one call for all sequences."""
+
+    name = "compiled"
+    arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
+    supports_first_rows = True
+
+    def prepare(self, layout: Layout, device: torch.device) -> CompiledMetadata:
+        return CompiledMetadata(layout, device)
+
+    def full(self, qkv: QKV, metadata: CompiledMetadata) -> torch.Tensor:
+        out = qkv.new_output()
+        layout = metadata.layout
+        attention(qkv, metadata.sequences, [], layout.causal, out)
+        out[layout.groups[-1].rows.stop :] = 0
+        return out
+
+    def first_rows(self, qkv: QKV, metadata: CompiledMetadata) -> torch.Tensor:
+        out = qkv.new_output()
+        attention(qkv, metadata.first_queries, [], metadata.layout.causal, out)
+        return out
+
+    def with_prefill_kv(
+        self, qkv: QKV, contexts: Sequence[KV], metadata: CompiledMetadata, out: torch.Tensor
+    ) -> None:
+        # A chunk's own keys are in the step's rows; what comes before them is a prefix to the kernel.
+        chunks = metadata.layout.prefill_chunks
+        before = [
+            KV(*(x[:, : x.shape[1] - chunk.num_tokens] for x in context))
+            for chunk, context in zip(chunks, contexts, strict=True)
+        ]
+        attention(qkv, metadata.prefill_chunks, before, True, out)
+
+    def shared_prefix(
+        self, qkv: QKV, prefixes: Sequence[KV], metadata: CompiledMetadata, out: torch.Tensor
+    ) -> None:
+        attention(qkv, metadata.shared_sequences, prefixes, True, out)
+
+
+def _table(sequences: Iterable[tuple[int, int, int, int]]) -> torch.Tensor:
+    return torch.tensor(list(sequences), dtype=torch.int64)

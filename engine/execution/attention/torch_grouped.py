@@ -1,214 +1,169 @@
-"""Packed attention in plain torch, on any device.
+"""Packed attention in plain torch, on any device: sequences of similar length at a time, as batched
+products."""
 
-`attend_one_by_one` is the reference that all others are tested against; the rest takes groups of like length
-at a time, as batched products.
-"""
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from maxsimd.engine.execution.attention.base import PackedAttention, Prefixes
-from maxsimd.engine.execution.layout import ROW_MULTIPLE, Arrangement, Group, Layout, SharedGroup
+from maxsimd.engine.execution.attention.base import AttentionMetadata
+from maxsimd.engine.execution.attention.one_by_one import OneByOneAttention, repeat_heads, visible
+from maxsimd.engine.execution.layout import Arrangement, Group, Layout, SharedGroup
+from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.pooling.transfer import to_device
 
-
-def attend_one_by_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, window: int | None
-) -> torch.Tensor:
-    """The plain reference: `scaled_dot_product_attention` for each sequence by itself."""
-    out = torch.zeros(q.shape[1], q.shape[0], v.shape[-1], dtype=q.dtype, device=q.device)
-    for group in layout.groups:
-        for i, keys in enumerate(group.key_lengths):
-            start = group.first_row + i * group.length
-            rows, seen = slice(start, start + group.length), slice(start, start + keys)
-            mask = visible(group.length, keys, layout.causal, window, q.device)
-            kk, vv = _repeat_heads(k[:, seen], q), _repeat_heads(v[:, seen], q)
-            out[rows] = F.scaled_dot_product_attention(q[:, rows], kk, vv, mask, scale=scale).transpose(0, 1)
-    return out
+# Matrix libraries compile a kernel for each new shape, which takes time, and memory that is hardly ever
+# freed. So the number of rows of a step is a multiple of this, and lengths within it are rounded
+# (`grouping.py`).
+ROW_MULTIPLE = 32
+GROUPED_ROWS = Arrangement(groups_whole=True, groups_shared=True, row_multiple=ROW_MULTIPLE)
 
 
-def attend_grouped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, window: int | None
-) -> torch.Tensor:
-    """For the CPU: one batched product a group of like length, softmax, one batched product."""
-    heads, rows, _ = q.shape
-    out = torch.empty(rows, heads, v.shape[-1], dtype=q.dtype, device=q.device)
-    for group in layout.groups:
-        qq, kk, vv = (_of_group(x, group) for x in (q, k, v))
-        if layout.causal:
-            attended = _causal_group(qq, kk, vv, group.length, scale, window)
-        else:
-            attended = _bidirectional_group(qq, kk, vv, group, layout, scale, window)
-        out[group.rows].unflatten(0, (group.count, group.length)).copy_(attended.transpose(1, 2))
-    out[layout.groups[-1].rows.stop :] = 0
-    return out
+class GroupedMetadata(AttentionMetadata):
+    """Which keys of each group are padding."""
+
+    @cached_property
+    def hidden_keys(self) -> dict[Group, torch.Tensor]:
+        """The keys that must not be seen, for each group that has any: bool [count, 1, 1, columns] over the
+        columns from the end of its shortest sequence on, because no other column can be padding."""
+        hidden = {}
+        for group in self.layout.groups:
+            shortest = min(group.key_lengths)
+            if shortest < group.length:
+                keys = to_device(torch.tensor(group.key_lengths), self.device)
+                columns = torch.arange(shortest, group.length, device=self.device)
+                hidden[group] = (columns[None, :] >= keys[:, None])[:, None, None, :]
+        return hidden
 
 
-def attend_first_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float
-) -> torch.Tensor:
-    """As `attend_grouped`, but only for the first token of each sequence; other rows are left undefined."""
-    heads, rows, _ = q.shape
-    out = torch.empty(rows, heads, v.shape[-1], dtype=q.dtype, device=q.device)
-    for group in layout.groups:
-        qq, kk, vv = (_of_group(x, group) for x in (q, k, v))
-        attended = _bidirectional_group(qq[:, :, :1], kk, vv, group, layout, scale, None)
-        out[group.rows].unflatten(0, (group.count, group.length))[:, 0] = attended[:, :, 0]
-    return out
+G = TypeVar("G", bound=GroupedMetadata)
 
 
-def attend_groups_after_prefix(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    prefixes: Prefixes,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
-    """What shares a prefix, a group of like length at a time."""
-    for group, prefix in zip(layout.shared, prefixes, strict=True):
-        qq, kk, vv = (_of_group(x, group) for x in (q, k, v))
-        attended = _attend_after_prefix(qq, kk, vv, *prefix, scale, window)
-        out[group.rows].unflatten(0, (group.count, group.length)).copy_(attended.transpose(1, 2))
+class GroupedAttention(OneByOneAttention[G]):
+    """One batched product a group, softmax, one batched product; chunks of cut sequences one by one."""
+
+    def full(self, qkv: QKV, metadata: G) -> torch.Tensor:
+        out = qkv.new_output()
+        layout = metadata.layout
+        for group in layout.groups:
+            of_group = _of_group(qkv, group)
+            attended = _causal(of_group) if layout.causal else _bidirectional(of_group, group, metadata)
+            _rows_of(out, group).copy_(attended.transpose(1, 2))
+        out[layout.groups[-1].rows.stop :] = 0
+        return out
+
+    def first_rows(self, qkv: QKV, metadata: G) -> torch.Tensor:
+        out = qkv.new_output()
+        for group in metadata.layout.groups:
+            whole = _of_group(qkv, group)
+            first = QKV(whole.query[:, :, :1], whole.key, whole.value, whole.scaling, whole.window)
+            _rows_of(out, group)[:, 0] = _bidirectional(first, group, metadata)[:, :, 0]
+        return out
+
+    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: G, out: torch.Tensor) -> None:
+        for group, prefix in zip(metadata.layout.shared_groups, prefixes, strict=True):
+            attended = _after_prefix(_of_group(qkv, group), prefix)
+            _rows_of(out, group).copy_(attended.transpose(1, 2))
 
 
-def _attend_after_prefix(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    prefix_keys: torch.Tensor,
-    prefix_values: torch.Tensor,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """Queries [n, heads, tokens, head_dim] against one prefix [kv_heads, before, head_dim] and then each
-    against its own keys; as many out as in."""
-    n, _, tokens, _ = q.shape
-    keys = torch.cat([prefix_keys.expand(n, -1, -1, -1), k], dim=2)
-    values = torch.cat([prefix_values.expand(n, -1, -1, -1), v], dim=2)
-    mask = visible(tokens, keys.shape[2], True, window, q.device)
-    grouped_heads = k.shape[1] != q.shape[1]
-    return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=grouped_heads)
+class GroupedBackend(GroupedAttention[GroupedMetadata]):
+    """Attention by plain torch. `arrangement` and `supports_first_rows` are options, so that it can replace
+    another backend in a proof."""
+
+    name = "grouped"
+
+    def __init__(self, arrangement: Arrangement = GROUPED_ROWS, *, supports_first_rows: bool = True) -> None:
+        self.arrangement = arrangement
+        self.supports_first_rows = supports_first_rows
+
+    def prepare(self, layout: Layout, device: torch.device) -> GroupedMetadata:
+        return GroupedMetadata(layout, device)
 
 
-def _of_group(x: torch.Tensor, group: Group | SharedGroup) -> torch.Tensor:
-    """A group's part of [heads, rows, head_dim], as a view [n, heads, length, head_dim]."""
-    part: torch.Tensor = x[:, group.rows].unflatten(1, (group.count, group.length))
-    return part.transpose(0, 1)
+def _rows_of(out: torch.Tensor, group: Group | SharedGroup) -> torch.Tensor:
+    """A group's part of [rows, heads, head_dim], as a view [n, length, heads, head_dim]."""
+    part: torch.Tensor = out[group.rows].unflatten(0, (group.count, group.length))
+    return part
 
 
-def _bidirectional_group(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: Group,
-    layout: Layout,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """Queries [n, heads, tokens, head_dim] of a group against its keys and values; as many out as in."""
-    n, heads, tokens, head_dim = q.shape
-    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-    keys = k.shape[2]
+def _of_group(qkv: QKV, group: Group | SharedGroup) -> QKV:
+    """A group's queries, keys and values, as views [n, heads, length, head_dim]."""
+    query, key, value = (
+        x[:, group.rows].unflatten(1, (group.count, group.length)).transpose(0, 1)
+        for x in (qkv.query, qkv.key, qkv.value)
+    )
+    return QKV(query, key, value, qkv.scaling, qkv.window)
+
+
+def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.Tensor:
+    """Queries [n, heads, tokens, head_dim] of a group, all or the first ones, against its keys and values:
+    as many rows as queries."""
+    n, heads, tokens, head_dim = qkv.query.shape
+    key, value = repeat_heads(qkv.key, qkv.query), repeat_heads(qkv.value, qkv.query)
     # One product over all sequences and heads, with the scaling in it.
     weights = torch.baddbmm(
-        q.new_empty(n * heads, tokens, keys),
-        q.reshape(n * heads, tokens, head_dim),
-        k.reshape(n * heads, keys, head_dim).transpose(1, 2),
+        qkv.query.new_empty(n * heads, tokens, group.length),
+        qkv.query.reshape(n * heads, tokens, head_dim),
+        key.reshape(n * heads, group.length, head_dim).transpose(1, 2),
         beta=0,
-        alpha=scale,
+        alpha=qkv.scaling,
     ).unflatten(0, (n, heads))  # [n, heads, tokens, keys]
-    values = v.reshape(n * heads, keys, v.shape[-1])
-    _hide(weights, group, layout, window)
+    values = value.reshape(n * heads, group.length, value.shape[-1])
+    _hide(weights, group, qkv.window, metadata)
     attended: torch.Tensor = torch.bmm(torch.softmax(weights, dim=-1).flatten(0, 1), values)
     attended = attended.view(n, heads, tokens, -1)
-    _clear_blind_rows(attended, group, window)
+    _clear_blind_rows(attended, group, qkv.window)
     return attended
 
 
-def _causal_group(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, scale: float, window: int | None
-) -> torch.Tensor:
-    """Padding stands at the end, where no real token of a causal model can see it."""
-    grouped_heads = k.shape[1] != q.shape[1]
-    if window is None or window >= length:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped_heads)
-    mask = visible(length, length, True, window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=grouped_heads)
+def _causal(qkv: QKV) -> torch.Tensor:
+    """Causal attention of each sequence of a group; no token sees the padding, which comes last."""
+    length = qkv.query.shape[2]
+    gqa = qkv.key.shape[1] != qkv.query.shape[1]
+    windowed = qkv.window is not None and qkv.window < length
+    mask = visible(length, length, True, qkv.window, qkv.query.device) if windowed else None
+    return F.scaled_dot_product_attention(
+        qkv.query,
+        qkv.key,
+        qkv.value,
+        mask,
+        is_causal=not windowed,
+        scale=qkv.scaling,
+        enable_gqa=gqa,
+    )
 
 
-def _hide(weights: torch.Tensor, group: Group, layout: Layout, window: int | None) -> None:
-    """Takes out of `weights` [n, heads, length, length] the keys that must not be seen.
+def _after_prefix(qkv: QKV, prefix: KV) -> torch.Tensor:
+    """Queries [n, heads, tokens, head_dim] against one prefix [kv_heads, before, head_dim] and then each
+    sequence against itself."""
+    n, _, tokens, _ = qkv.query.shape
+    key = torch.cat([prefix.key.expand(n, -1, -1, -1), qkv.key], dim=2)
+    value = torch.cat([prefix.value.expand(n, -1, -1, -1), qkv.value], dim=2)
+    mask = visible(tokens, key.shape[2], True, qkv.window, qkv.query.device)
+    gqa = qkv.key.shape[1] != qkv.query.shape[1]
+    return F.scaled_dot_product_attention(qkv.query, key, value, mask, scale=qkv.scaling, enable_gqa=gqa)
 
-    Only the columns from the shortest sequence's end on can be padding, so only they are touched."""
-    length, shortest = group.length, min(group.key_lengths)
+
+def _hide(weights: torch.Tensor, group: Group, window: int | None, metadata: GroupedMetadata) -> None:
+    """Masks in `weights` [n, heads, tokens, length] the keys that must not be seen."""
     low = torch.finfo(weights.dtype).min
-    if shortest < length:
-        hidden = layout.masks.get(group)
-        if hidden is None:
-            keys = to_device(torch.tensor(group.key_lengths), weights.device)
-            columns = torch.arange(shortest, length, device=weights.device)
-            hidden = (columns[None, :] >= keys[:, None])[:, None, None, :]
-            layout.masks[group] = hidden
-        weights[..., shortest:].masked_fill_(hidden, low)
-    if window is not None and window < length:
-        seen = visible(length, length, False, window, weights.device)
+    hidden = metadata.hidden_keys.get(group)
+    if hidden is not None:
+        weights[..., -hidden.shape[-1] :].masked_fill_(hidden, low)
+    if window is not None and window < group.length:
+        seen = visible(weights.shape[2], group.length, False, window, weights.device)
         if seen is not None:
             weights.masked_fill_(~seen, low)
 
 
 def _clear_blind_rows(attended: torch.Tensor, group: Group, window: int | None) -> None:
-    """Zeroes rows of [n, heads, tokens, head_dim] whose window holds no key that may be seen, which is what
-    attention over nothing gives. Such are tokens that fill up a query, far behind its attended ones."""
+    """Zeroes the rows of [n, heads, tokens, head_dim] that see no key at all, because their window holds none
+    that may be seen. Such are the tokens that expand a query, far behind its attended ones."""
     tokens = attended.shape[2]
     if window is None or min(group.key_lengths) + window > tokens:
         return
     first_blind = to_device(torch.tensor(group.key_lengths), attended.device) + (window - 1)
     blind = torch.arange(tokens, device=attended.device)[None, :] >= first_blind[:, None]
     attended.masked_fill_(blind[:, None, :, None], 0)
-
-
-def attend_chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, window: int | None
-) -> torch.Tensor:
-    """A chunk's queries against its own and all earlier keys."""
-    tokens, keys = q.shape[1], k.shape[1]
-    mask = visible(tokens, keys, True, window, q.device)
-    return F.scaled_dot_product_attention(
-        q[None], _repeat_heads(k, q)[None], _repeat_heads(v, q)[None], mask, scale=scale
-    )[0].transpose(0, 1)
-
-
-def visible(
-    tokens: int, keys: int, causal: bool, window: int | None, device: torch.device
-) -> torch.Tensor | None:
-    """Which keys each token sees, as bool [tokens, keys], or None for all of them.
-
-    Causal tokens are the last of the keys' sequence; a window counts as transformers' masks count it."""
-    row = torch.arange(tokens, device=device)[:, None]
-    column = torch.arange(keys, device=device)[None, :]
-    if causal:
-        row = row + (keys - tokens)
-        seen = column <= row
-        return seen if window is None else seen & (column > row - window)
-    # ModernBERT hands its layers the half-window plus one; its mask sees distances up to the half-window.
-    return None if window is None else (row - column).abs() < window
-
-
-def _repeat_heads(kv: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Keys or values [..., kv_heads, tokens, head_dim] repeated for grouped-query attention."""
-    repeats = q.shape[-3] // kv.shape[-3]
-    return kv if repeats == 1 else kv.repeat_interleave(repeats, dim=-3)
-
-
-GROUPED = PackedAttention(
-    "grouped",
-    attend_grouped,
-    attend_first_rows,
-    attend_chunk,
-    attend_groups_after_prefix,
-    Arrangement(True, True, ROW_MULTIPLE),
-    knows_float32=True,
-)

@@ -1,4 +1,4 @@
-"""What was compared at load, in words: for the log, the model card and `inspect --check`."""
+"""The results of all comparisons at load, in words: for the log, the model card and `inspect --check`."""
 
 import logging
 import math
@@ -11,20 +11,21 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.modes import Packed, Padded
 from maxsimd.engine.execution.packed_runner import ModelRunner
+from maxsimd.engine.execution.precision import dtype_name
 from maxsimd.engine.execution.selfcheck.comparison import Comparison
 from maxsimd.engine.execution.selfcheck.proof import compare, compare_bits, compare_in_parts, pooler_for
 from maxsimd.engine.execution.selfcheck.samples import Sample
 
 log = logging.getLogger(__name__)
 
-# How far the numbers of a lower precision may be from those of float32, as a share of the largest: beyond the
-# one a warning says so, beyond the other they are taken to be wrong.
+# How far the numbers of a lower precision may be from those of float32, as a share of the largest: a warning
+# is logged beyond the first limit, and the model is refused beyond the second.
 _FAR, _WRONG = 0.15, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that was compared at load, and what came of it."""
+    """Something that was compared at load, and the result."""
 
     subject: str
     result: str
@@ -40,10 +41,10 @@ def findings_of(
     runner: ModelRunner,
     samples: Sequence[Sample],
 ) -> tuple[Finding, ...]:
-    """What was compared in float32, and what the model as it stands now gives for the samples.
+    """The comparison in float32, and those of the model as it runs now, on the samples.
 
-    Raises ModelLoadError where that is not finite, or wrong."""
-    precision = str(dtype).removeprefix("torch.")
+    Raises ModelLoadError if its results are not finite, or wrong."""
+    precision = dtype_name(dtype)
     name = "packed" if isinstance(execution, Packed) else "padded"
     own = f"as the model's own library one by one: {execution.comparison}"
     findings = [Finding(f"{name}, in float32", own)]

@@ -1,5 +1,6 @@
-"""A backbone in float32 for a while: all but its large tables, whose rows are widened as they are taken,
-because to convert a whole vocabulary takes longer than all that is proven with it."""
+"""A backbone in float32 for the time of a proof: all but its large embedding tables, whose rows are converted
+as they are looked up, because converting a whole vocabulary takes longer than the proof.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +8,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-# Tables with fewer numbers are converted like all else.
+# Tables with fewer numbers are converted like everything else.
 _LARGE = 4_000_000
 
 
 @contextmanager
 def in_float32(backbone: nn.Module) -> Iterator[None]:
-    """Makes the layers that the backbone has float32, which they stay; large tables keep their precision."""
+    """Converts the layers that the backbone now has to float32, for good; large tables keep their
+    precision."""
     tables = {
         module
         for module in backbone.modules()

@@ -18,19 +18,18 @@ from maxsimd.pooling.methods import METHODS
 from maxsimd.scheduler import Chunk, Step, Tokens
 from maxsimd.scheduler import Sequence as TokenSequence
 
-# How far float32 rounding moves hidden states, as a share of the largest. Some heads leave little of large
-# states, so that this is most of what they make.
+# How far float32 rounding moves hidden states, as a share of the largest. Heads that make small numbers of
+# large states amplify it.
 _ROUNDING = 1e-6
 
 
 def pooler_for(tasks: Mapping[str, Task]) -> DispatchPooler:
-    """The pooling of some tasks, as in serving but for merging of tokens."""
+    """The pooling of some tasks, as in serving but without merging of tokens."""
     return DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in tasks.items()})
 
 
 def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
-    """Runs all samples in one step and compares their items: the comparison of the task that is furthest
-    off."""
+    """Runs all samples in one step and compares their items: the comparison of the task that differs most."""
     hidden, cursor = runner.forward(step_of(sample.sequence for sample in samples))
     items, moved = (_items(pooler, rows, cursor) for rows in (hidden, _rounded_otherwise(hidden)))
     comparisons = []
@@ -46,8 +45,8 @@ def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sampl
 
 
 def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample) -> Comparison:
-    """Runs a sample in two chunks, and compares its item; if it is a pair, also after a prefix that is run by
-    itself."""
+    """Runs a sample in two chunks and compares its item; if it is a pair, also behind its first half as a
+    shared prefix."""
     sequence = sample.sequence
     middle = len(sequence) // 2
     types = None if sequence.tokens.type_ids is None else sequence.tokens.type_ids[:middle]
@@ -73,8 +72,8 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample
 
 
 def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
-    """The samples' items from one step against each one's from a step of its own, on one thread: the
-    difference is 0 where a sequence's item depends on itself alone, to the last bit."""
+    """The samples' items from one step against those from a step for each sample, on one thread: the
+    difference is 0 if a sequence's item depends on that sequence alone, to the last bit."""
     sequences = [sample.sequence for sample in samples]
     together = _items(pooler, *runner.forward(step_of(sequences)))
     with one_thread():
@@ -88,12 +87,12 @@ def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[
 
 
 def step_of(sequences: Iterable[TokenSequence]) -> Step:
-    """One step with these sequences whole."""
+    """One step with all of these sequences, whole."""
     return Step(0, tuple(Chunk(sequence, 0, len(sequence)) for sequence in sequences))
 
 
 def _rounded_otherwise(hidden: torch.Tensor) -> torch.Tensor:
-    """Hidden states [rows, hidden] moved at random by as much as float32 rounding moves each row."""
+    """Hidden states [rows, hidden] with random noise, as large as what float32 rounding does to each row."""
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(hidden.shape, generator=random).to(hidden.device, hidden.dtype)
     return hidden + noise * (_ROUNDING * hidden.abs().amax(dim=-1, keepdim=True))
@@ -101,5 +100,5 @@ def _rounded_otherwise(hidden: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _items(pooler: DispatchPooler, hidden: torch.Tensor, cursor: PoolingCursor) -> dict[int, torch.Tensor]:
-    """The items [n, dim] of the sequences that are finished, by their keys."""
+    """The items [n, dim] of the finished sequences, by sequence id."""
     return {sequence.sequence_id: item for pooled in pooler.pool(hidden, cursor) for sequence, item in pooled}

@@ -1,14 +1,15 @@
-"""Models whose sequences must not share a pass, or not without padding, for what their configs say. Random
-texts as short as the proof's would not show it."""
+"""Models whose sequences must not share a pass, or not without padding, because of what their configs say.
+Random texts as short as those of the proof would not show it.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 from maxsimd.engine.checkpoint import LoadedModel
 
-# Attention that packed execution carries out, by the names that configs have for kinds of layers.
+# Kinds of layers, by their names in configs, whose attention packed execution computes.
 _PACKABLE = frozenset({"full_attention", "sliding_attention"})
-# Rotary positions whose frequencies follow from the longest sequence of a pass.
+# Kinds of rotary positions whose frequencies depend on the longest sequence of a pass.
 _BY_LENGTH = frozenset({"longrope", "dynamic"})
 # Random texts reach beyond windows up to this many tokens.
 LONGEST_WINDOW = 1024
@@ -34,8 +35,8 @@ def why_one_by_one(model: LoadedModel) -> str | None:
 
 
 def why_not_packed(model: LoadedModel, windows: set[int | None]) -> str | None:
-    """Why a model cannot be packed though short sequences may not show it, or None. `windows` are those that
-    its layers have asked for."""
+    """Why a model cannot be packed, though short sequences may not show it, or None. `windows` are those that
+    its layers asked for."""
     config = _config(model)
     others = set(getattr(config, "layer_types", None) or ()) - _PACKABLE
     if others:
@@ -44,7 +45,7 @@ def why_not_packed(model: LoadedModel, windows: set[int | None]) -> str | None:
     if isinstance(chunk, int) and chunk < model.max_tokens:
         return f"it attends within chunks of {chunk} tokens"
     window = window_of(config)
-    # ModernBERT's layers ask for one more. A window within reach of the samples is proven by them.
+    # ModernBERT's layers ask for one more. Samples that reach beyond a window prove it themselves.
     if (
         window is not None
         and LONGEST_WINDOW < window < model.max_tokens

@@ -1,7 +1,8 @@
-"""A backbone with few of its layers for a while: one of each kind, and the last.
+"""A backbone with a sample of its layers for the time of a proof: one of each kind, and the last.
 
-The layers of a model differ in their weights and perhaps in kind, so what is proven of these is taken to be
-so of all, in a fraction of the time and memory."""
+The layers of a model differ in their weights and perhaps in kind, so what is proven for these holds for all,
+in a fraction of the time and memory.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-# How modules call their own place among the layers, which makes no other kind of them.
-_PLACES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
+# The names by which modules hold their own index among the layers, which says nothing about their kind.
+_INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
 
 
 @contextmanager
 def sample_layers(backbone: Any) -> Iterator[None]:
-    """Leaves the backbone with the first of its layers of each kind, and its last. All of them where its list
-    of layers cannot be told."""
+    """Leaves the backbone with the first of its layers of each kind, and its last; with all of them if its
+    list of layers is not found."""
     found = _layer_list(backbone)
     if found is None:
         yield
@@ -30,7 +31,7 @@ def sample_layers(backbone: Any) -> Iterator[None]:
 
 
 def _layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
-    """The one list of as many modules as the model has layers, by its parent and name."""
+    """The only list that has as many modules as the model has layers, with its parent and name."""
     count = getattr(backbone.config, "num_hidden_layers", None)
     lists = [
         (parent, name, child)
@@ -42,8 +43,8 @@ def _layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
 
 
 def _one_of_each_kind(layers: nn.ModuleList, config: Any) -> list[nn.Module]:
-    """All layers up to the first of the kind that comes last, and the last. Layers keep their places, because
-    models look kinds up by them."""
+    """The shortest run of first layers that has all kinds, and the last layer. Layers stay at their index,
+    because models look up kinds by it."""
     *others, last = layers
     named = getattr(config, "layer_types", None) or [None] * len(layers)
     kinds = [(_kind(layer), name) for layer, name in zip(others, named, strict=False)]
@@ -52,13 +53,13 @@ def _one_of_each_kind(layers: nn.ModuleList, config: Any) -> list[nn.Module]:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """What tells kinds of layers apart: the types, shapes and plain settings of all that they are made of."""
+    """What distinguishes kinds of layers: the types, shapes and plain settings of all their modules."""
     kind: list[object] = [(name, tuple(tensor.shape)) for name, tensor in layer.named_parameters()]
     for name, module in layer.named_modules():
         settings = {
             key: value
             for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str | type(None)) and key not in _PLACES
+            if isinstance(value, bool | int | float | str | type(None)) and key not in _INDEX_NAMES
         }
         kind.append((name, type(module), tuple(sorted(settings.items(), key=repr))))
     return tuple(kind)

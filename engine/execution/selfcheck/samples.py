@@ -1,5 +1,5 @@
-"""Samples: random sequences like those that a model will be given, with what its own library makes of
-each."""
+"""Samples: random sequences like those that a model will be given, with the item that its own library makes
+of each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,8 +29,8 @@ class Sample:
 def make_samples(model: LoadedModel) -> tuple[Sample, ...]:
     """Samples for every task of a model in float32.
 
-    Leaves out sequences that the model's own library fails on. Raises ModelLoadError where it fails on all of
-    a task, or makes numbers of them that are not finite."""
+    Leaves out sequences on which the model's own library fails. Raises ModelLoadError if it fails on all of a
+    task, or gives numbers that are not finite."""
     samples: list[Sample] = []
     for name, task in model.tasks.items():
         assert task.reference is not None
@@ -57,8 +57,8 @@ def make_samples(model: LoadedModel) -> tuple[Sample, ...]:
 
 
 def random_sequences(model: LoadedModel, task: str) -> list[Sequence]:
-    """Random sequences for a task: texts or pairs of them as the tokeniser puts them together, or plain token
-    ids where a template does. Some are longer than the model's window, if it has one."""
+    """Random sequences for a task: texts or pairs as the tokeniser joins them, or plain token ids where a
+    template joins them. Some are longer than the model's window, if it has one."""
     random = np.random.default_rng(0)
     beyond = _beyond_window(model.backbone)
     lengths = [(5, 8), (1, 1), (3, 14), (9, beyond)]
@@ -78,12 +78,12 @@ def random_sequences(model: LoadedModel, task: str) -> list[Sequence]:
 
 
 def _special_readings(model: LoadedModel, task: str, sequences: list[Sequence]) -> Iterator[Sequence]:
-    """The sequences as a checkpoint's rules have them read beside the plain way: with tokens at the end that
-    none attends to (query expansion), and with a prompt that is left out of pooling."""
+    """Sequences with the special rules of a checkpoint: with tokens at the end that no token attends to
+    (query expansion), and with a prompt that takes no part in pooling."""
     expansion = model.query.expansion
     if task == "token_embed" and expansion is not None and not expansion.attended:
         for attended in (3, len(sequences[-1]) - 4):
-            # Far behind the attended tokens some see no token at all through a window.
+            # With a window, tokens far behind the attended ones see no token at all.
             yield _of_task(task, replace(sequences[-1].tokens, attended_len=max(1, attended)))
     if task == "embed" and not model.document.pool_prompt:
         longest = sequences[-1]
@@ -97,7 +97,7 @@ def _beyond_window(backbone: Any) -> int:
 
 
 def _random_ids(model: LoadedModel, count: int, random: np.random.Generator) -> NDArray[np.int32]:
-    """Token ids of the vocabulary but for special ones."""
+    """Token ids from the vocabulary, without special tokens."""
     size = int(model.tokenizer.backend_tokenizer.get_vocab_size())
     rows = getattr(model.backbone.config, "vocab_size", None)
     size = min(size, rows) if isinstance(rows, int) else size

@@ -1,5 +1,6 @@
-"""One thread for a while: a proof's sequences are so short that threads cost more than they bring, and on a
-machine with other work to do, far more."""
+"""One thread for the time of a proof, whose sequences are so short that more threads cost more than they
+gain, and far more on a busy machine.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

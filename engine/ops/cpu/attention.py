@@ -1,7 +1,7 @@
 """Attention within each sequence of packed rows, compiled: float32, or bfloat16 with float32 sums.
 
-What comes out for a query is the same to the last bit whatever other sequences and queries there are, however
-many of its keys stand in a prefix, and however many threads there are.
+A query's result is the same to the last bit whatever other sequences and queries are in the call, however
+many of its keys come from a prefix, and however many threads there are.
 """
 
 from collections.abc import Sequence
@@ -9,65 +9,31 @@ from collections.abc import Sequence
 import torch
 
 from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT32, kernels
+from maxsimd.engine.ops.qkv import KV, QKV
 
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-_DIMS = 16  # of a head are computed together
+_DIMS = 16  # the kernel takes head sizes that are multiples of this
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sequences: torch.Tensor,
-    prefixes: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    scale: float,
-    causal: bool,
-    window: int | None,
-    out: torch.Tensor,
+    qkv: QKV, sequences: torch.Tensor, prefixes: Sequence[KV], causal: bool, out: torch.Tensor
 ) -> None:
-    """softmax(q k^T * scale) v for q [heads, rows, head_dim] and k, v [key_heads, rows, head_dim] of one
-    precision, where the heads of v may have another size.
+    """softmax(query key^T * scaling) value, for queries, keys and values of one precision.
 
-    `sequences`, int64 [n, 4], holds of each its first row, how many queries to compute from there, how many
-    keys of its own they may see, and the index of the prefix whose keys and values [key_heads, length,
-    head_dim] stand before these, or -1. A causal query sees the keys up to its own; with a window, only those
-    less than so many positions away. Writes these queries' rows of `out` [rows, heads, head_dim], zero where
-    no key is seen."""
-    if {tensor.dtype for tensor in (k, v, out, *(part for pair in prefixes for part in pair))} != {q.dtype}:
-        raise TypeError(f"queries are {q.dtype}, and keys, values and output must be too")
-    largest = max(q.shape[-1], v.shape[-1])
+    `sequences`, int64 [n, 4], holds for each sequence its first row, the number of its queries to compute
+    from there, the number of its own keys that they may see, and the index in `prefixes` of the keys and
+    values that come before its own, or -1. A causal query sees the keys up to its own. Writes these queries'
+    rows of `out` [rows, heads, head_dim of the values]; a row that sees no key becomes zero."""
+    tensors = (qkv.key, qkv.value, out, *(tensor for prefix in prefixes for tensor in prefix))
+    if {tensor.dtype for tensor in tensors} != {qkv.query.dtype}:
+        raise TypeError(f"queries are {qkv.query.dtype}, and keys, values and output must be too")
+    largest = max(qkv.query.shape[-1], qkv.value.shape[-1])
     dims = largest + -largest % _DIMS
-    wide = _widened(out, dims)
-    _attention(
-        _widened(q, dims),
-        _widened(k, dims),
-        _widened(v, dims),
-        sequences,
-        [(_widened(keys, dims), _widened(values, dims)) for keys, values in prefixes],
-        scale,
-        causal,
-        window,
-        wide,
-    )
-    if wide is not out:
-        out.copy_(wide[..., : out.shape[-1]])
-
-
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sequences: torch.Tensor,
-    prefixes: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    scale: float,
-    causal: bool,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
-    """As above for heads of one size, a multiple of 16."""
-    q, k, v = map(_readable, (q, k, v))
+    q, k, v = (_readable(_padded(x, dims)) for x in (qkv.query, qkv.key, qkv.value))
+    padded_out = _padded(out, dims)
     strides = torch.tensor([stride for x in (q, k, v) for stride in x.stride()[:2]])
-    pairs = [(_readable(keys), _readable(values)) for keys, values in prefixes]  # kept alive by this name
+    # The padded prefixes must outlive the call, which is given their addresses alone.
+    pairs = [(_readable(_padded(keys, dims)), _readable(_padded(values, dims))) for keys, values in prefixes]
     table = torch.tensor(
         [
             (*(x.data_ptr() for x in pair), *(n for x in pair for n in x.stride()[:2]), pair[0].shape[1])
@@ -89,19 +55,23 @@ def _attention(
         table.data_ptr(),
         len(pairs),
         causal,
-        window or 0,
-        scale,
-        out.data_ptr(),
+        qkv.window or 0,
+        qkv.scaling,
+        padded_out.data_ptr(),
     )
+    if padded_out is not out:
+        out.copy_(padded_out[..., : out.shape[-1]])
 
 
-def _widened(x: torch.Tensor, dims: int) -> torch.Tensor:
-    """x with its last dimension filled up with zeros, which change no product; x itself where it is full."""
+def _padded(x: torch.Tensor, dims: int) -> torch.Tensor:
+    """x with its last dimension padded to `dims` with zeros, which change no product; x itself if it has that
+    size."""
     missing = dims - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """Dimensions are read in one piece, those of bfloat16 in pairs."""
+    """x as the kernel reads it: the dimensions of a row are contiguous, those of bfloat16 start at an even
+    element."""
     even = x.dtype is torch.float32 or x.stride(1) % 2 == 0
     return x if x.stride(2) == 1 and even else x.contiguous()

@@ -1,11 +1,11 @@
-"""Finds the compiled library and loads it, once."""
+"""Finds and loads the compiled library, once."""
 
 import ctypes
 import functools
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-# Not for its names: it brings the OpenMP runtime whose threads the kernels are to share.
+# Imported for its OpenMP runtime, whose threads the kernels share.
 import torch  # noqa: F401
 
 _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -32,7 +32,7 @@ FLOAT32, BFLOAT16, INT8 = range(3)
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library with its argument types told, or None where it was not built or cannot run.
+    """The library with its argument types declared, or None if it was not built or cannot run here.
 
     Its functions release Python's lock and compute on as many threads as torch does."""
     path = next((path for path in map(_path, EXTENSION_SUFFIXES) if path.exists()), None)
@@ -52,12 +52,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def is_available() -> bool:
-    """Whether the kernels are there and this processor can run them."""
+    """Whether the kernels were built and this processor can run them."""
     return library() is not None
 
 
 def kernels() -> ctypes.CDLL:
-    """The library; RuntimeError where `is_available` would have said no."""
+    """The library. Raises RuntimeError if the kernels are not available."""
     loaded = library()
     if loaded is None:
         raise RuntimeError("the compiled kernels are not available on this machine")

@@ -1,7 +1,8 @@
 """Linear layers, compiled, and what follows them: float32 with weights in float32, bfloat16 with weights in
 bfloat16 or int8.
 
-What comes out for a row is the same to the last bit whatever other rows there are, and however many threads.
+A row's result is the same to the last bit whatever other rows are in the call, and however many threads there
+are.
 """
 
 from dataclasses import dataclass
@@ -10,18 +11,18 @@ import torch
 
 from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT32, INT8, kernels
 
-LANES = 16  # columns of a packed block, and units to a multiple of which a column is filled up
-PANEL = 32  # columns to a multiple of which a layer is filled up
+LANES = 16  # columns of a packed block; columns are padded to a multiple of this many units
+PANEL = 32  # layers are padded to a multiple of this many columns
 INT8_MAX = 127
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """The weights [columns, inputs] of a layer, packed, and the precision of its inputs and outputs. With
-    int8 each column has a scale and the sum of its weights, which takes away the offset of the unsigned
+    """The packed weights [columns, inputs] of a layer, and the precision of its inputs and outputs. int8
+    weights have a scale for each column, and its sum of weights, which cancels the offset of the unsigned
     activations."""
 
-    packed: torch.Tensor  # int32 [columns / 16, units, 16], filled up with zeros
+    packed: torch.Tensor  # int32 [columns / 16, units, 16], padded with zeros
     inputs: int
     columns: int
     dtype: torch.dtype
@@ -52,10 +53,15 @@ def pack_int8(weight: torch.Tensor) -> Weights:
     bfloat16 inputs."""
     columns, inputs = weight.shape
     scales = weight.float().abs().amax(dim=1) / INT8_MAX
-    # A column of zeros has the scale 0, and any number will do to divide by.
+    # A column of zeros has the scale 0, and may be divided by any number.
     rounded = (weight.float() / scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
     sums = rounded.sum(dim=1, dtype=torch.int32)
     return Weights(_pack(rounded), inputs, columns, torch.bfloat16, scales, sums)
+
+
+# Address and row stride of the residual, addresses of the norm's weight and bias, epsilon.
+_NormArgs = tuple[int | None, int, int | None, int | None, float]
+_NO_NORM: _NormArgs = (None, 0, None, None, 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,11 +74,11 @@ class Norm:
 
 
 def linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, gelu: bool = False) -> torch.Tensor:
-    """`x @ weight.T + bias`, through GELU (exact form) if asked: [..., inputs] -> [..., columns], x being of
-    the precision that the weights were packed for, and the bias float32.
+    """`x @ weight.T + bias`, then GELU (exact form) if `gelu` is set: [..., inputs] -> [..., columns]. x has
+    the precision that the weights were packed for, and the bias is float32.
 
     With int8 weights, each row of x is rounded to int8 with a scale of its own."""
-    return _linear(x, weights, bias, gelu, (None, 0, None, None, 0.0))
+    return _linear(x, weights, bias, gelu, _NO_NORM)
 
 
 def linear_norm(
@@ -80,13 +86,13 @@ def linear_norm(
 ) -> torch.Tensor:
     """`norm(linear(x) + residual)`, where residual is [..., columns] with the rows and the precision of x."""
     rows = _as_rows(residual, weights.columns, weights.dtype)
-    added = (rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon)
-    return _linear(x, weights, bias, False, added)
+    norm_args = (rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon)
+    return _linear(x, weights, bias, False, norm_args)
 
 
 def use_amx(wanted: bool) -> bool:
-    """Whether products of bfloat16 and int8 go through AMX tiles where the processor has them, as they do
-    unless told otherwise; returns whether they do now. For tests of the way without."""
+    """Switches the use of AMX tiles for products of bfloat16 and int8, which is on by default where the
+    processor has them; returns whether they are used now. For tests of the kernels without AMX."""
     return bool(kernels().maxsimd_use_amx(wanted))
 
 
@@ -95,7 +101,7 @@ def _linear(
     weights: Weights,
     bias: torch.Tensor | None,
     gelu: bool,
-    norm: tuple[int | None, int, int | None, int | None, float],
+    norm_args: _NormArgs,
 ) -> torch.Tensor:
     rows = _as_rows(x, weights.inputs, weights.dtype)
     out = torch.empty(len(rows), weights.columns, dtype=weights.dtype)
@@ -112,14 +118,14 @@ def _linear(
         None if bias is None else bias.data_ptr(),
         weights.columns,
         gelu,
-        *norm,
+        *norm_args,
         out.data_ptr(),
     )
     return out.view(*x.shape[:-1], weights.columns)
 
 
 def _as_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """x as [rows, columns], each row in one piece."""
+    """x as [rows, columns], each row contiguous."""
     if x.dtype is not dtype:
         raise TypeError(f"a layer whose weights were packed for {dtype} was given {x.dtype}")
     rows = x.reshape(-1, columns)
@@ -127,7 +133,7 @@ def _as_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
-    """Weights [columns, inputs] in units of 32 bits, filled up with zeros to whole tiles, as blocks of 16
+    """Weights [columns, inputs] in units of 32 bits, padded with zeros to whole tiles, as blocks of 16
     columns: int32 [blocks, units, 16]."""
     columns, inputs = weight.shape
     per_unit = 4 // weight.element_size()

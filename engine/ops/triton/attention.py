@@ -1,9 +1,9 @@
-"""Attention within the sequences of a step as a Triton kernel: softmax on the fly, nothing padded, nothing
-kept.
+"""Attention within the sequences of a step as a Triton kernel with an online softmax: nothing is padded, and
+no attention weight is written to memory.
 
-Source of the recurrence: FlashAttention-2, Dao 2023 (arXiv 2307.08691). Programs take a block of one
-sequence's queries and one head each, and walk over the keys that these may see: first those of a prefix that
-many sequences share, if there is one, then the sequence's own.
+Source of the recurrence: FlashAttention-2, Dao 2023 (arXiv 2307.08691). Each program takes a block of one
+sequence's queries and one head, and walks over the keys that these queries may see: first those of a prefix
+that many sequences share, if there is one, then the sequence's own.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.launch import generation, next_power_of_two
 from maxsimd.engine.ops.triton.product import add_product
 
@@ -29,7 +30,8 @@ LARGEST_HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a program is cut up: queries, keys at a time, its warps and how many loads are on their way."""
+    """What one program works on: a block of `queries` against `keys` at a time, with this many warps and
+    stages of prefetched loads."""
 
     queries: int
     keys: int
@@ -37,14 +39,14 @@ class Tiles:
     stages: int
 
 
-# By the bytes of a head's row, for the generations that have as much shared memory (164 KiB and more).
+# By the bytes of one row of a head, for compute capability 9 and above (227 KiB of shared memory).
 _TILES = {
     128: Tiles(128, 64, 4, 3),
     256: Tiles(128, 64, 8, 2),
     512: Tiles(64, 32, 4, 2),
     1024: Tiles(32, 16, 4, 2),
 }
-# For consumer cards of generation 8 and for what is not known: 99 KiB.
+# For all others: consumer cards of compute capability 8 have 99 KiB.
 _SMALL_TILES = {
     128: Tiles(64, 64, 4, 2),
     256: Tiles(64, 32, 4, 2),
@@ -75,7 +77,12 @@ def _over_keys(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Takes keys `start` to `stop` in; `key_position` is the position of key 0."""
+    """One pass of the online softmax over keys `start` to `stop`, where key 0 is at position `key_position`.
+
+    For each query, `highest` is the largest weight so far (in powers of two), `total` the sum of 2^(weight -
+    highest), and `attended` the sum of values with these weights. Whenever a block of keys raises `highest`,
+    what was summed before is scaled down to the new maximum. Dividing `attended` by `total` at the end gives
+    the attention over all keys."""
     columns = tl.arange(0, BLOCK_DIM)
     in_dim = columns < head_dim
     nothing = tl.zeros((query.shape[0], BLOCK_K), tl.float32)
@@ -96,7 +103,7 @@ def _over_keys(  # type: ignore[no-untyped-def]
             seen = seen & (-ahead < window)
         weight = tl.where(seen, weight, float("-inf"))
         higher = tl.maximum(highest, tl.max(weight, axis=1))
-        # A query that has seen no key yet: infinity minus infinity is no number.
+        # A query that has seen no key yet has -inf here, and -inf minus -inf would be NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         share = tl.exp2(weight - base[:, None])
         shrunk = tl.exp2(highest - base)
@@ -189,13 +196,13 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + head * out_head + rows * out_row + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
-def is_supported(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether heads [heads, rows, head_dim] are of a size that the kernel takes."""
-    return q.shape[-1] == v.shape[-1] <= LARGEST_HEAD
+def is_supported(qkv: QKV) -> bool:
+    """Whether the kernel takes heads of this size."""
+    return qkv.query.shape[-1] == qkv.value.shape[-1] <= LARGEST_HEAD
 
 
 def tiles_for(device: torch.device, head_dim: int, itemsize: int) -> Tiles:
-    """The tiles for a device and heads of so many dimensions of so many bytes."""
+    """The tiles for a device and heads of `head_dim` numbers of `itemsize` bytes each."""
     row = max(128, next_power_of_two(head_dim) * itemsize)
     return (_TILES if generation(device) >= 9 else _SMALL_TILES)[row]
 
@@ -206,10 +213,10 @@ def blocks_of(
     prefix_keys: int,
     queries: int,
 ) -> "NDArray[np.int32]":
-    """Cuts sequences (first row, queries, first key, keys) into blocks of so many queries.
+    """Cuts sequences (first row, queries, first key, keys) into blocks of at most `queries` queries.
 
-    Each block is (first row, queries, position of the first of them, first key, keys): int32 [blocks, 5],
-    those with the most keys to see first. Positions count from the first key of the prefix; causal queries
+    Each block is (first row, queries, position of its first query, first key, keys): int32 [blocks, 5]. The
+    blocks that see the most keys come first. Positions count from the first key of the prefix; causal queries
     are the last of their sequence's keys."""
     table = np.asarray(sequences, dtype=np.int64).reshape(-1, 4)
     counts = -(-table[:, 1] // queries)
@@ -224,27 +231,17 @@ def blocks_of(
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: torch.Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    out: torch.Tensor,
-    prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
+    qkv: QKV, blocks: torch.Tensor, causal: bool, out: torch.Tensor, prefix: KV | None = None
 ) -> None:
-    """Attends with queries [heads, rows, head_dim] to keys and values [kv_heads, keys, head_dim], block by
-    block.
+    """Attends block by block: `blocks` is int32 [blocks, 5] on the device, cut by `blocks_of` with
+    `tiles_for(...).queries` and the same `causal`.
 
-    `blocks` is int32 [blocks, 5] on the device, cut with `tiles_for(...).queries` and as `causal` as here.
-    With a `window` distances below it are seen. All blocks see the keys and values [kv_heads, tokens,
-    head_dim] of a `prefix`, if there is one, before their own. Writes the blocks' rows of `out` [rows, heads,
-    head_dim]."""
-    heads, _, head_dim = q.shape
-    tiles = tiles_for(q.device, head_dim, q.itemsize)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    before = (k[:, :0], v[:, :0]) if prefix is None else prefix
+    All blocks see the keys and values of the `prefix`, if there is one, before their own. Writes the blocks'
+    rows of `out` [rows, heads, head_dim]."""
+    heads, _, head_dim = qkv.query.shape
+    tiles = tiles_for(qkv.query.device, head_dim, qkv.query.itemsize)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (qkv.query, qkv.key, qkv.value))
+    before = KV(k[:, :0], v[:, :0]) if prefix is None else prefix
     before_k, before_v = (x if x.stride(-1) == 1 else x.contiguous() for x in before)
     if len(blocks) == 0:
         return
@@ -252,9 +249,9 @@ def attention(
         q, k, v, before_k, before_v, out, blocks,
         *_strides(q), *_strides(k), *_strides(v), *_strides(before_k), *_strides(before_v),
         out.stride(1), out.stride(0),
-        before_k.shape[1], scale * LOG2_E, window or 0, head_dim, heads // k.shape[0],
+        before_k.shape[1], qkv.scaling * LOG2_E, qkv.window or 0, head_dim, heads // k.shape[0],
         CAUSAL=causal,
-        WINDOWED=window is not None,
+        WINDOWED=qkv.window is not None,
         PREFIXED=prefix is not None,
         BLOCK_Q=tiles.queries,
         BLOCK_K=tiles.keys,

@@ -1,4 +1,4 @@
-"""What all launches have in common: where they can run, and which generation of hardware it is."""
+"""What all launches need to know of a device: whether it runs Triton kernels, and its generation and size."""
 
 import functools
 import importlib.util
@@ -6,12 +6,12 @@ import os
 
 import torch
 
-# Read by Triton when a kernel is defined.
+# Triton reads this variable when a kernel is defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton is there and can run on a device: CUDA always, a CPU only where it interprets."""
+    """Whether Triton is installed and runs on a device: on CUDA always, on a CPU only as an interpreter."""
     if importlib.util.find_spec("triton") is None:
         return False
     return device.type == "cuda" or INTERPRETED
@@ -19,17 +19,17 @@ def runs_on(device: torch.device) -> bool:
 
 @functools.cache
 def generation(device: torch.device) -> int:
-    """The major number of a GPU's compute capability; 0 for what is none."""
+    """The major number of a GPU's compute capability; 0 for other devices."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs a GPU works on at the same time, at the least; 1 for what is none."""
+    """The number of a GPU's multiprocessors; 1 for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is not below `n`, and no less than the 16 that a product's sides
-    need."""
+    """The smallest power of two that is at least `n`, and at least 16, the smallest side of a product's
+    tile."""
     return max(16, 1 << (n - 1).bit_length())

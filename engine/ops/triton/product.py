@@ -1,11 +1,11 @@
-"""The matrix product of two tiles, as all kernels take it."""
+"""The matrix product of two tiles, for all kernels."""
 
 import triton
 import triton.language as tl
 
 from maxsimd.engine.ops.triton.launch import INTERPRETED
 
-# The interpreter takes bfloat16 for integers of 16 bits when it multiplies.
+# The interpreter multiplies bfloat16 numbers as if they were 16-bit integers.
 _WIDEN = tl.constexpr(INTERPRETED)
 
 

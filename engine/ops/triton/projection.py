@@ -1,6 +1,6 @@
 """Token embeddings from hidden states in one Triton kernel: gather, projection and L2 normalisation.
 
-What leaves it is what is scored and kept; the hidden states of tokens that are left out are never read.
+Its output is what is scored and cached; the hidden states of tokens that are skipped are never read.
 Source of the head: ColBERT, Khattab & Zaharia 2020 (arXiv 2004.12832), section 3.2.
 """
 
@@ -13,14 +13,14 @@ import triton.language as tl
 from maxsimd.engine.ops.triton.launch import generation, next_power_of_two
 from maxsimd.engine.ops.triton.product import add_product
 
-# A row's dimensions stay in the registers of one program until its length is known.
+# One program holds all dimensions of a row in registers until it has the row's length.
 LARGEST_DIM = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a program is cut up: rows, hidden dimensions at a time, its warps and how many loads are on their
-    way."""
+    """What one program works on: `rows` rows, `hidden` input dimensions at a time, with this many warps and
+    stages of prefetched loads."""
 
     rows: int
     hidden: int
@@ -28,14 +28,24 @@ class Tiles:
     stages: int
 
 
-# By dimensions, in 16 bits, for generations with 164 KiB of shared memory and more.
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """`row @ weight.T + bias`, with `weight` [dim, width] and `bias` float32 [dim]. With an `epsilon`, each
+    result is divided by its length, or by `epsilon` where it is shorter than that."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    epsilon: float | None
+
+
+# By embedding dimensions, for 16-bit numbers and compute capability 9 and above (227 KiB of shared memory).
 _TILES = {
     128: Tiles(128, 64, 8, 3),
     256: Tiles(64, 64, 8, 2),
     512: Tiles(32, 32, 8, 2),
     1024: Tiles(16, 32, 8, 1),
 }
-# For others, and for float32.
+# For all other devices, and for float32.
 _SMALL_TILES = {
     128: Tiles(64, 32, 4, 2),
     256: Tiles(32, 32, 4, 2),
@@ -63,10 +73,10 @@ def projection_kernel(  # type: ignore[no-untyped-def]
     BLOCK_HIDDEN: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Program i: BLOCK_ROWS of the gathered rows, with all their dimensions."""
-    place = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    there = place < count
-    row = tl.load(rows + place, mask=there, other=0)[:, None]
+    """Program i projects the i-th BLOCK_ROWS of the gathered rows, with all output dimensions."""
+    position = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    there = position < count
+    row = tl.load(rows + position, mask=there, other=0)[:, None]
     outputs = tl.arange(0, BLOCK_DIM)
     in_dim = outputs < dim
     total = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
@@ -85,35 +95,28 @@ def projection_kernel(  # type: ignore[no-untyped-def]
     if NORMALIZED:
         length = tl.sqrt(tl.sum(total * total, axis=1))
         total = total / tl.maximum(length, epsilon)[:, None]
-    at = place[:, None].to(tl.int64) * dim + outputs[None, :]
+    at = position[:, None].to(tl.int64) * dim + outputs[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=there[:, None] & in_dim[None, :])
 
 
 def is_supported(dim: int) -> bool:
-    """Whether embeddings of so many dimensions can be made."""
+    """Whether the kernel can make embeddings of `dim` dimensions."""
     return dim <= LARGEST_DIM
 
 
 def tiles_for(device: torch.device, dim: int, itemsize: int) -> Tiles:
-    """The tiles for a device, embeddings of so many dimensions, and products of so many bytes a number."""
+    """The tiles for a device, embeddings of `dim` dimensions, and hidden states of `itemsize` bytes a
+    number."""
     tiles = _TILES if generation(device) >= 9 and itemsize == 2 else _SMALL_TILES
     return tiles[max(128, next_power_of_two(dim))]
 
 
 def project(
-    hidden: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    normalized: bool,
-    epsilon: float,
-    dtype: torch.dtype,
+    hidden: torch.Tensor, rows: torch.Tensor, projection: Projection, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`hidden[rows] @ weight.T + bias`, each row divided by its length (at least `epsilon`) where
-    `normalized`.
-
-    `hidden` is [n, width], `rows` int64 [count], `weight` [dim, width] in the precision of `hidden`, `bias`
-    float32 [dim]; the result is `dtype` [count, dim]. Sums and lengths are float32."""
+    """The embeddings `dtype` [count, dim] of `hidden[rows]`, for hidden states [n, width] in the precision of
+    the weight and `rows` int64 [count]. Sums and lengths are float32."""
+    weight, bias = projection.weight, projection.bias
     dim, width = weight.shape
     out = torch.empty(len(rows), dim, dtype=dtype, device=hidden.device)
     if len(rows) == 0:
@@ -131,9 +134,9 @@ def project(
         dim,
         hidden.stride(0),
         weight.stride(0),
-        epsilon,
+        0.0 if projection.epsilon is None else projection.epsilon,
         BIASED=bias is not None,
-        NORMALIZED=normalized,
+        NORMALIZED=projection.epsilon is not None,
         BLOCK_ROWS=tiles.rows,
         BLOCK_HIDDEN=tiles.hidden,
         BLOCK_DIM=next_power_of_two(dim),

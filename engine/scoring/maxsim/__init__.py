@@ -1,6 +1,6 @@
 """MaxSim over packed ragged embeddings, in several backends with one signature.
 
-`reference` says what is right; the others must agree with it.
+`reference` is the definition; the others must agree with it.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ __all__ = ["MaxSim", "choose_maxsim", "maxsim_avx512", "maxsim_reference", "maxs
 
 
 def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True) -> tuple[str, MaxSim]:
-    """The backend for a name (auto, reference, tiled, avx512, triton), and the name it goes by.
+    """The backend for a name (auto, reference, tiled, avx512, triton), with its own name.
 
     `auto` is Triton on a CUDA device that has it, elsewhere the AVX-512 kernel where it is allowed and runs,
     else `tiled`, which is plain torch and runs on any device. Raises ValueError where the named

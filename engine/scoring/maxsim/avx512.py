@@ -1,4 +1,5 @@
-"""MaxSim by the compiled kernel, where it can be; what it does not know goes the plain CPU's way."""
+"""MaxSim by the compiled kernel, and in plain torch for precisions and dimensions that the kernel does not
+take."""
 
 from collections.abc import Sequence
 

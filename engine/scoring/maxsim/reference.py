@@ -1,4 +1,4 @@
-"""MaxSim in its plainest form: what all faster backends are tested against."""
+"""MaxSim in its plainest form, against which all faster backends are tested."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def maxsim_reference(queries: Ragged, documents: Ragged, pairs: Sequence[tuple[i
     """score(q, d) = sum over query tokens i of max over document tokens j of <q_i, d_j>.
 
     Source: Khattab & Zaharia, ColBERT (SIGIR 2020), equation 3. `queries.values` is [Tq, dim] and
-    `documents.values` [Td, dim], normalised by whoever made them; returns float32 [pairs].
+    `documents.values` [Td, dim], already normalised if the model normalises; returns float32 [pairs].
     """
     scores = torch.full((len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device)
     for i, (query, document) in enumerate(pairs):

@@ -11,12 +11,12 @@ from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.transfer import to_device
 
 # Rows over which the first level takes maxima, halving by halving: a power of two. A document's similarities
-# are filled up to a multiple of it with those of its last token, which no maximum notices.
+# are padded to a multiple of it with those of its last token, which changes no maximum.
 BLOCK = 32
-# What the similarities of a tile of documents may take, to stay in the second-level cache.
+# The size of the similarities of a tile of documents, so that they stay in the second-level cache.
 TILE_BYTES = 2 * 1024 * 1024
 
-# The shapes of products that are not float32: rows, and what the query's tokens are filled up to.
+# The shapes of products that are not float32: their rows, and the multiple to which query tokens are padded.
 PIECES = (4096, 2048, 1024, 512, 256, 128, 64)
 COLUMNS = 16
 
@@ -33,11 +33,11 @@ def maxsim_tiled(queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, 
     for i, (query, document) in enumerate(pairs):
         if lengths[document]:
             pairs_of.setdefault(query, []).append(i)
-    for query, places in pairs_of.items():
-        wanted = np.array([pairs[i][1] for i in places])
+    for query, indices in pairs_of.items():
+        wanted = np.array([pairs[i][1] for i in indices])
         tokens = _tokens_of(wanted, documents, lengths)
         best = _best_matches(queries[query].to(tokens.dtype), tokens, lengths[wanted])
-        scores[to_device(torch.tensor(places), scores.device)] = best.sum(dim=1)
+        scores[to_device(torch.tensor(indices), scores.device)] = best.sum(dim=1)
     return scores
 
 
@@ -64,15 +64,17 @@ def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Rows) -> t
 
 
 def maxima_by_torch(rows: torch.Tensor, counts: Rows) -> torch.Tensor:
-    """Maxima over so many rows of each item at a time, where they are: float32 [items, columns]."""
+    """Maxima over consecutive rows, `counts[i]` of them for item i, on the rows' device: float32 [items,
+    columns]."""
     owner = to_device(np.repeat(np.arange(len(counts)), counts), rows.device)
     best = torch.full((len(counts), rows.shape[1]), float("-inf"), device=rows.device)
     return best.scatter_reduce_(0, owner[:, None].expand_as(rows), rows, "amax")
 
 
 def _product(rows: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
-    """`rows @ transposed`, where that is not float32 in pieces of few different shapes, because a kernel is
-    compiled for each and takes memory that is never given back. The last piece overlaps the one before it."""
+    """`rows @ transposed`. Unless it is float32, it is computed in pieces of few different shapes, because a
+    kernel is compiled for each shape and its memory is never freed. The last piece overlaps the one before
+    it."""
     count, columns = len(rows), transposed.shape[1]
     if rows.dtype is torch.float32 or rows.device.type != "cpu":
         return rows @ transposed
@@ -91,8 +93,8 @@ def _product(rows: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
 
 
 def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows by index, moved as large numbers where they can be: there is a fast way for these, and none for
-    bfloat16."""
+    """Rows by index, copied as int64 where their size allows it: torch has a fast path for int64, and none
+    for bfloat16."""
     if not rows.is_contiguous() or rows.shape[1] * rows.itemsize % 8:
         return rows.index_select(0, index)
     return rows.view(torch.int64).index_select(0, index).view(rows.dtype)
@@ -108,7 +110,7 @@ def _maxima(similarity: torch.Tensor) -> torch.Tensor:
 
 
 def _filled_rows(lengths: Rows, blocks: Rows, offsets: Rows) -> Rows:
-    """The rows of documents filled up to whole blocks with each one's last row."""
+    """The indices of the documents' rows, each document padded to whole blocks with its last row."""
     rows = blocks * BLOCK
     within = np.arange(rows.sum()) - np.repeat(_offsets(rows)[:-1], rows)
     filled: Rows = np.repeat(offsets[:-1], rows) + np.minimum(within, np.repeat(lengths - 1, rows))
@@ -116,7 +118,7 @@ def _filled_rows(lengths: Rows, blocks: Rows, offsets: Rows) -> Rows:
 
 
 def _tiles(offsets: Rows, rows: int) -> Iterator[tuple[int, int]]:
-    """Runs of documents with at most so many rows together, or of one longer one."""
+    """Runs of documents, as (first, last), that have at most `rows` rows together, or one longer document."""
     first, count = 0, len(offsets) - 1
     while first < count:
         last = int(np.searchsorted(offsets, offsets[first] + rows, side="right")) - 1

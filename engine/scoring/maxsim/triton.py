@@ -1,37 +1,32 @@
-"""MaxSim by the Triton kernel: everything the CPU knows of a step reaches the device in one copy."""
+"""MaxSim by the Triton kernel: all indices and offsets of a step reach the device in one copy."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from maxsimd.engine.ops.triton.maxsim import maxsim
+from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.transfer import to_device
 
 
 def maxsim_triton(
-    queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, int]], parts: int | None = None
+    queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, int]], split_k: int | None = None
 ) -> torch.Tensor:
-    """As `maxsim_reference`; documents may be int8 rows with a scale each. `parts` as the kernel has it."""
+    """As `maxsim_reference`; documents may be int8 rows with a scale each. The kernel divides each document
+    among `split_k` programs, by default as many as keep the device busy."""
     device = documents.values.device
     if not pairs:
         return torch.empty(0, dtype=torch.float32, device=device)
-    wanted = np.asarray(pairs, dtype=np.int32)
-    numbers = [np.asarray(queries.offsets), np.asarray(documents.offsets), wanted[:, 0], wanted[:, 1]]
+    indices = np.asarray(pairs, dtype=np.int32)
+    numbers = [np.asarray(queries.offsets), np.asarray(documents.offsets), indices[:, 0], indices[:, 1]]
     together = to_device(np.concatenate(numbers).astype(np.int32), device)
     query_offsets, document_offsets, pair_queries, pair_documents = together.split([len(x) for x in numbers])
     return maxsim(
-        queries.values,
-        documents.values,
-        documents.scales,
-        query_offsets,
-        document_offsets,
-        pair_queries,
-        pair_documents,
-        max(1, *queries.lengths),
-        max(documents.lengths),
+        PackedTokens(queries.values, query_offsets, max(1, *queries.lengths)),
+        PackedTokens(documents.values, document_offsets, max(documents.lengths), documents.scales),
+        Pairs(pair_queries, pair_documents),
         EMPTY_DOCUMENT_SCORE,
-        parts,
+        split_k=split_k,
     )

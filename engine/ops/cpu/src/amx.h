@@ -1,7 +1,7 @@
 // Products in AMX tiles, of bfloat16 and int8, on processors that have them.
 //
-// A block of packed columns is a sequence of tiles: sixteen units of sixteen columns are a kilobyte. Four tiles of
-// sums stand for 32 rows and 32 columns. What a tile's rows hold beyond those that are present is of no account.
+// A block of packed columns is a sequence of tiles: sixteen units of sixteen columns are a kilobyte. Four tiles hold
+// the sums of 32 rows and 32 columns. The rows of a tile beyond those that are present may hold anything.
 #pragma once
 
 #include <atomic>
@@ -73,7 +73,7 @@ inline __attribute__((always_inline)) void load_tile(const Unit* from, int64_t s
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride * sizeof(Unit)), "i"(TILE) : "memory");
 }
 
-// Likewise of what will not be needed again soon.
+// As above, for data that is not needed again soon.
 template <int TILE>
 inline __attribute__((always_inline)) void load_tile_once(const Unit* from, int64_t stride) {
     asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride * sizeof(Unit)), "i"(TILE) : "memory");
@@ -84,9 +84,9 @@ inline __attribute__((always_inline)) void store_tile(Unit* to, int64_t stride) 
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride * sizeof(Unit)), "i"(TILE) : "memory");
 }
 
-// Multiplies in tiles. Holds a thread's tile registers as long as it lives.
+// Multiplies in tiles. Configures a thread's tile registers for as long as it lives.
 //
-// What stands behind the products of a tile is computed between the products of the next, so that neither waits.
+// The epilogue of a tile is computed between the products of the next one, so that neither waits for the other.
 template <class Number>
 class Tiles {
   public:
@@ -127,7 +127,7 @@ class Tiles {
     void complete() { finish_some(TILE_ROWS); }
 
   private:
-    // Whether rows can be read where they are: whole tiles in whole cache lines.
+    // Whether rows can be read without a copy: whole tiles in whole cache lines.
     bool is_in_place() const {
         return std::is_same_v<Number, BFloat16> && linear_.inputs % 32 == 0 && linear_.x_stride % 32 == 0 &&
                (uintptr_t)linear_.x % 64 == 0;
@@ -138,7 +138,7 @@ class Tiles {
         int64_t stride;
     };
 
-    // Sixteen rows of the task: as they are in memory, or what was copied of them.
+    // Sixteen rows of the task: where they are in memory, or in the copy.
     Half half(int64_t row) {
         if (row < in_place_)
             return {(const Unit*)(linear_.x + (first_ + row) * linear_.x_stride), linear_.x_stride / 2};
@@ -179,7 +179,7 @@ class Tiles {
         const int64_t count = std::min(rows, pending_.count - pending_.done);
         if (count == 0) return;
         const int64_t row = pending_.row + pending_.done;
-        // Rows that are read in place have no scales.
+        // Rows that are read without a copy are not quantised, so they have no scales.
         const float* scales = in_place_ ? nullptr : rows_.scales(row);
         finish(linear_, sums_ + pending_.done * PANEL, scales, count, first_ + row, pending_.column);
         pending_.done += count;

@@ -1,9 +1,9 @@
 // Attention within each sequence of a packed step, in float32 or bfloat16 with float32 sums.
 //
-// A task is one sequence and one head of keys. Its keys and values, behind those of its prefix if it has one, are
-// packed once; then a tile of queries at a time goes through products, softmax and products again, all of it in the
-// first-level cache. A query's sums go through its keys in order, from the first key of its sequence on, so that its
-// result is the same to the last bit whatever tile it is in, and whichever of its keys are a prefix.
+// A task is one sequence and one head of keys. Its keys and values, after those of its prefix if it has one, are
+// packed once; then one tile of queries at a time goes through products, softmax and products again, all of it in the
+// first-level cache. A query's sums run over its keys in order, from the first key of its sequence on, so that its
+// result is the same to the last bit whatever tile it is in, and however many of its keys belong to a prefix.
 
 #include <algorithm>
 #include <limits>
@@ -24,14 +24,14 @@ struct Heads {
     const Value* at(int64_t head, int64_t row) const { return values + head * head_stride + row * row_stride; }
 };
 
-// Keys and values [key_heads][length][head_dim] that stand before those of a sequence.
+// Keys and values [key_heads][length][head_dim] that come before a sequence's own.
 template <class Value>
 struct Prefix {
     Heads<Value> k, v;
     int64_t length;
 };
 
-// What a sequence attends to: so many keys of its own, from its first row on, behind those of a prefix.
+// What a sequence attends to: the keys of a prefix, if it has one, and then `own_keys` keys from its first row on.
 template <class Value>
 struct Sequence {
     int64_t first_row, queries, own_keys;
@@ -128,8 +128,8 @@ inline __mmask16 between(int64_t column, int64_t first, int64_t last) {
     return first_lanes(last - column) & ~first_lanes(first - column);
 }
 
-// Products of one query with keys into weights, not yet divided by their sum, which is returned. Of columns
-// [from, to) those in [first, last) are seen. `scale` makes powers of two of the products.
+// Turns the products of one query with keys into weights, and returns their sum, by which they are not divided yet.
+// Of the columns [from, to), the query sees those in [first, last). `scale` turns products into powers of two.
 template <class Number>
 inline float soften(const float* products, typename Number::Value* weights, float scale, int64_t first, int64_t last,
                     int64_t from, int64_t to) {
@@ -192,7 +192,7 @@ void attend_tile(const Attention<typename Number::Value>& a, Scratch<Number>& sc
     const int64_t to = std::max(from, round_up(a.last_key(position + ROWS - 1, keys), 2 * LANES));
     for (int64_t column = from; column < to; column += 2 * LANES)
         product_tile<Number, ROWS, 2>(a, queries, scratch, column);
-    const float scale = a.scale * 1.44269504f;  // of e in powers of two
+    const float scale = a.scale * 1.44269504f;  // times log2(e)
     float totals[ROWS];
     for (int i = 0; i < ROWS; i++)
         totals[i] =
@@ -232,7 +232,7 @@ void attend_sequence(const Attention<typename Number::Value>& a, Scratch<Number>
         }
 }
 
-// `sequences` is [count][4] and `prefixes` [prefix_count][7], as told below.
+// `sequences` is [count][4] and `prefixes` [prefix_count][7], as described below.
 template <class Number>
 void attend(const Attention<typename Number::Value>& a, const int64_t* sequences, int64_t count,
             const int64_t* prefixes, int64_t prefix_count) {
@@ -259,9 +259,9 @@ extern "C" {
 
 // q [heads][rows][head_dim], k and v [key_heads][rows][head_dim], float32 if `kind` is 0 or bfloat16 if it is 1, with
 // strides in elements (of heads and of rows, six numbers, those of bfloat16 rows even); head_dim a multiple of 16.
-// `sequences` is [count][4]: first row, how many of its queries to compute from there, how many keys of its own they
-// may see, and which prefix stands before these, or -1. `prefixes` is [n][7]: the addresses of keys and values, their
-// strides as above, and their length. Writes out [rows][heads][head_dim].
+// `sequences` is [count][4]: the first row, the number of queries to compute from there, the number of the sequence's
+// own keys that they may see, and the index of the prefix that comes before these, or -1. `prefixes` is [n][7]: the
+// addresses of keys and values, their strides as above, and their length. Writes out [rows][heads][head_dim].
 void maxsimd_attention(int kind, const void* q, const void* k, const void* v, const int64_t* strides, int64_t heads,
                        int64_t key_heads, int64_t head_dim, const int64_t* sequences, int64_t count,
                        const int64_t* prefixes, int64_t prefix_count, int causal, int64_t window, float scale,

@@ -1,4 +1,4 @@
-// Functions of sixteen numbers at once, each as exact as the kind of number asks that its result is written in.
+// Functions of sixteen numbers at once, each as exact as the precision in which its result is written.
 #pragma once
 
 #include "tile.h"
@@ -36,7 +36,7 @@ inline __m512 gelu(__m512 x) {
     constexpr float fit[] = {0.15690508f, -0.07719228f, 0.05469175f, -0.04013447f, 0.02837208f, -0.01891483f,
                              0.01115702f, -0.00541324f, 0.00307923f, -0.00225917f, 0.00081934f};
     const __m512 bound = _mm512_set1_ps(4.5f);
-    x = _mm512_max_ps(_mm512_set1_ps(-4.5f), x);  // at the very left there is nothing but a zero; NaN stays NaN
+    x = _mm512_max_ps(_mm512_set1_ps(-4.5f), x);  // below -4.5 the result is zero; NaN stays NaN
     const __m512 near = _mm512_min_ps(x, bound);
     const __m512 s = _mm512_fmsub_ps(_mm512_mul_ps(near, near), _mm512_set1_ps(2 / (4.5f * 4.5f)), _mm512_set1_ps(1));
     return _mm512_mul_ps(x, _mm512_fmadd_ps(near, polynomial(s, fit), _mm512_set1_ps(0.5f)));
@@ -51,7 +51,7 @@ inline __m512 gelu<Float32>(__m512 x) {
     const __m512 a = _mm512_min_ps(_mm512_set1_ps(12), _mm512_abs_ps(x));
     const __m512 one = _mm512_set1_ps(1);
     const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(a, _mm512_set1_ps(0.3f), one));
-    const __m512 minus_half = _mm512_set1_ps(-0.72134752f);  // of e in powers of two
+    const __m512 minus_half = _mm512_set1_ps(-0.72134752f);  // -1/2 times log2(e)
     const __m512 falling = power_of_two<Float32>(_mm512_mul_ps(_mm512_mul_ps(a, a), minus_half));
     const __m512 share = _mm512_mul_ps(_mm512_mul_ps(t, polynomial(t, fit)), falling);
     return _mm512_fnmadd_ps(a, share, _mm512_max_ps(_mm512_setzero_ps(), x));

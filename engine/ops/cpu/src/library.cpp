@@ -1,9 +1,9 @@
-// What is asked before any other function of this library is called.
+// The function to call before any other of this library.
 
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Whether this processor has every instruction that the kernels are compiled to.
+// Whether this processor has every instruction that the kernels use.
 int maxsimd_is_supported() {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -1,7 +1,7 @@
-// Linear layers with bias, and GELU or residual and layer norm behind them: float32 with weights in float32, or
+// Linear layers with bias, followed by GELU or by residual and layer norm: float32 with weights in float32, or
 // bfloat16 with weights in bfloat16 or int8.
 //
-// A task takes a block of rows through a range of columns, a panel of 32 at a time. A row's sums go through its
+// A task computes a block of rows for a range of columns, a panel of 32 columns at a time. A row's sums run over its
 // inputs in order, so that its results are the same to the last bit whatever other rows there are.
 
 #include <algorithm>
@@ -21,8 +21,8 @@ template <class Number>
 class Vectors {
   public:
     static constexpr int TILE_ROWS = 12;
-    static constexpr int64_t MOST_ROWS = 8 * TILE_ROWS;  // of a task: they stay in the second-level cache
-    static constexpr int64_t STRETCH = 64;               // units that are multiplied between two looks ahead
+    static constexpr int64_t MOST_ROWS = 8 * TILE_ROWS;  // of a task, so that they stay in the second-level cache
+    static constexpr int64_t STRETCH = 64;               // units that are multiplied between two prefetches
 
     Vectors(const Linear<Number>& linear, int64_t most) : linear_(linear), rows_(most, linear.units()) {}
 
@@ -32,8 +32,8 @@ class Vectors {
         for (int64_t row = 0; row < count; row++) rows_.take(linear_, first + row, row);
     }
 
-    // All rows through the columns from `first` on: few rows and all of these columns at a time. Those from `next` on
-    // will follow.
+    // Computes all rows for the columns from `first` on: few rows and all of these columns at a time. The columns from
+    // `next` on are computed afterwards.
     void multiply_all(int64_t first, int64_t last, int64_t next) {
         // Tiles of nearly equal height, so that none is too low to keep the multipliers busy.
         const int64_t tiles = (count_ + TILE_ROWS - 1) / TILE_ROWS;
@@ -79,12 +79,12 @@ class Vectors {
     alignas(64) Unit sums_[TILE_ROWS * PANEL];
 };
 
-// `Way` is how rows are multiplied; each thread has one of its own.
+// `Way` multiplies the rows, by vectors or by tiles; each thread has its own.
 template <class Way, class Number>
 void run_by(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
     if (linear.rows == 0) return;
     const int64_t threads = omp_get_max_threads(), panels = (linear.columns + PANEL - 1) / PANEL;
-    // Blocks of rows of equal size, as many for each thread as for the others; few rows are shared out by columns.
+    // Blocks of rows of equal size, the same number for each thread. If there are few rows, threads divide the columns.
     const int64_t tiles = (linear.rows + Way::TILE_ROWS - 1) / Way::TILE_ROWS;
     const int64_t most_blocks = (linear.rows + Way::MOST_ROWS - 1) / Way::MOST_ROWS;
     const int64_t blocks = std::min(tiles, round_up(most_blocks, 2 * threads));
@@ -135,9 +135,9 @@ void maxsimd_pack(const void* rows, int64_t count, int64_t units, void* packed) 
 }
 
 // x [rows][inputs] -> out [rows][columns], float32 if `kind` is 0, bfloat16 if it is 1 or, with int8 weights, 2.
-// x_stride is in elements. Weights are packed and filled up with zeros: to `packed_units` a column, a multiple of 16,
-// and a multiple of 32 columns. With a residual [rows][columns], its rows residual_stride apart, out is the layer norm
-// of its sum with it.
+// x_stride is in elements. Weights are packed and padded with zeros to `packed_units` a column, a multiple of 16, and
+// to a multiple of 32 columns. With a residual [rows][columns], whose rows are residual_stride apart, out is the layer
+// norm of the sum of the layer's output and the residual.
 void maxsimd_linear(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, const void* weights,
                     int64_t packed_units, const float* weight_scales, const int32_t* weight_sums, const float* bias,
                     int64_t columns, int gelu, const void* residual, int64_t residual_stride, const float* norm_weight,
@@ -158,8 +158,8 @@ void maxsimd_linear(int kind, const void* x, int64_t x_stride, int64_t rows, int
         compute(Int8{});
 }
 
-// Whether products go through AMX tiles where the processor has them, as they do unless told otherwise; returns
-// whether they do now.
+// Switches the use of AMX tiles, which is on by default where the processor has them; returns whether they are used
+// now.
 int maxsimd_use_amx(int wanted) {
     maxsimd::amx_wanted = wanted != 0;
     return maxsimd::uses_amx();

@@ -1,5 +1,5 @@
-// What a linear layer is asked to do, and what it does behind its products: scales, bias and GELU, or residual and
-// layer norm. All of it looks at one row at a time.
+// The arguments of a linear layer, and its epilogue: scales, bias and GELU, or residual and layer norm. The epilogue
+// reads one row at a time.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +11,15 @@
 
 namespace maxsimd {
 
-constexpr int PANEL = 2 * LANES;  // columns that are multiplied together, and a multiple of which are packed
+constexpr int PANEL = 2 * LANES;  // columns that are multiplied together; packed columns are a multiple
 
 template <class Number>
 struct Linear {
     using Value = typename Number::Value;
     const Value* x;  // [rows], x_stride apart
     int64_t x_stride, rows, inputs;
-    const Unit* weights;         // packed, see tile.h; filled up with zeros to whole panels
-    int64_t packed_units;        // of a column; filled up with zeros too
+    const Unit* weights;         // packed, see tile.h; padded with zeros to whole panels
+    int64_t packed_units;        // of a column; padded with zeros too
     const float* weight_scales;  // [columns], int8 only
     const int32_t* weight_sums;  // [columns], int8 only
     const float* bias;           // [columns] or null
@@ -29,20 +29,20 @@ struct Linear {
 
     int64_t units() const { return (inputs + Number::PER_UNIT - 1) / Number::PER_UNIT; }
     const Unit* block(int64_t column) const { return weights + column * packed_units; }
-    // So many panels' weights stay in the second-level cache while rows pass by.
+    // The number of panels whose weights stay in the second-level cache while all rows are multiplied with them.
     int64_t cached_panels() const {
         constexpr int64_t cached = 1 << 20;
         return std::max<int64_t>(1, cached / (packed_units * PANEL * (int64_t)sizeof(Unit)));
     }
 };
 
-// Weights that will be wanted soon, brought into the second-level cache a few lines at a time.
+// Prefetches the weights that are needed next into the second-level cache, a few lines at a time.
 class Ahead {
   public:
     // Part `part` of `parts` of the panel at a column.
     template <class Number>
     Ahead(const Linear<Number>& linear, int64_t column, int64_t part, int64_t parts) {
-        // While few rows pass by there is no time for it.
+        // With few rows there is no time to prefetch in.
         const int64_t lines = parts < 4 ? 0 : 2 * linear.packed_units;
         next_ = linear.block(column) + lines * part / parts * LANES;
         left_ = lines * (part + 1) / parts - lines * part / parts;
@@ -67,7 +67,7 @@ struct Norm {
     float epsilon;
 };
 
-// What becomes of the sums of sixteen columns.
+// The epilogue of the sums of sixteen columns.
 template <class Number>
 struct Edge {
     __mmask16 mask;
@@ -109,7 +109,7 @@ __attribute__((noinline)) void finish(const Linear<Number>& linear, const Unit* 
         }
 }
 
-// A row of the output, made norm(row + residual). `sums` has room for it.
+// Replaces a row of the output by norm(row + residual). `sums` is scratch memory for one row.
 template <class Value>
 __attribute__((noinline)) void normalise(Value* row, const Value* residual, const Norm<Value>& norm, int64_t columns,
                                          float* sums) {

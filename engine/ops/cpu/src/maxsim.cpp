@@ -1,6 +1,6 @@
-// MaxSim over ragged token embeddings: products stay in registers, only their maxima leave them.
+// MaxSim over ragged token embeddings: products stay in registers, and only their maxima are written.
 //
-// A query is packed once and stands still; a document's tokens pass by in tiles of rows.
+// A query is packed once; a document's tokens are read in tiles of rows.
 
 #include <limits>
 #include <vector>
@@ -11,7 +11,7 @@ namespace maxsimd {
 
 template <class Number, int ROWS, int BLOCKS>
 inline void keep_maxima(const Unit* rows, const Unit* query, int64_t units, __m512 (&best)[BLOCKS]) {
-    // Documents come from memory once: the next tile is on its way while this one is multiplied.
+    // Documents are read from memory once: the next tile is prefetched while this one is multiplied.
     for (int64_t ahead = 0; ahead < ROWS * units; ahead += LANES)
         _mm_prefetch((const char*)(rows + ROWS * units + ahead), _MM_HINT_T0);
     typename Number::Sum sums[ROWS][BLOCKS];

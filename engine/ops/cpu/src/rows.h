@@ -1,4 +1,4 @@
-// The activations of a task: a copy of its rows in units, filled up with zeros, with int8 weights quantised.
+// The activations of a task: a copy of its rows in units, padded with zeros, and quantised if the weights are int8.
 #pragma once
 
 #include <cstring>
@@ -9,9 +9,9 @@
 
 namespace maxsimd {
 
-// A row of bfloat16 as unsigned bytes around 128, filled up with such zeros; returns its scale.
+// Quantises a row of bfloat16 to unsigned bytes whose zero is 128, padded with such zeros; returns its scale.
 inline float quantise(const uint16_t* row, int64_t inputs, uint8_t* out) {
-    // Without their sign, bfloat16 numbers are ordered as the integers that their bits are.
+    // Without their sign, bfloat16 numbers have the same order as their bits read as integers.
     __m512i largest = _mm512_setzero_si512();
     for (int64_t i = 0; i < inputs; i += 2 * LANES) {
         const int64_t left = inputs - i;
@@ -25,7 +25,7 @@ inline float quantise(const uint16_t* row, int64_t inputs, uint8_t* out) {
     float size;
     std::memcpy(&size, &most, sizeof size);
     const __m512 inverse = _mm512_set1_ps(size > 0 ? 127 / size : 0);
-    // Added to a small number, this leaves its nearest integer in the lowest bits, and 128 on top of it.
+    // Adding this to a small number leaves its nearest integer, plus 128, in the lowest bits.
     const __m512 rounder = _mm512_set1_ps(12582912.0f + 128);
     for (int64_t i = 0; i < round_up(inputs, 4); i += LANES) {
         const __m512 values = load(row + i, first_lanes(inputs - i));
@@ -35,8 +35,8 @@ inline float quantise(const uint16_t* row, int64_t inputs, uint8_t* out) {
     return size / 127;
 }
 
-// Room for so many rows, each a whole number of cache lines and of tiles. Rows that lie a multiple of 2 KiB apart
-// would crowd into few sets of the first-level cache.
+// Memory for `most` rows, each a whole number of cache lines and of tiles. Rows at a distance of a multiple of 2 KiB
+// would compete for few sets of the first-level cache.
 class Rows {
   public:
     Rows(int64_t most, int64_t units)
@@ -49,7 +49,7 @@ class Rows {
     const float* scales(int64_t row) const { return scales_.data() + row; }  // int8 only
     Unit* at(int64_t row) { return (Unit*)round_up((int64_t)storage_.get(), 64) + row * stride_; }
 
-    // Takes the row of a layer's input as row `to`.
+    // Copies a row of a layer's input to row `to`.
     template <class Number>
     void take(const Linear<Number>& linear, int64_t row, int64_t to) {
         const auto* x = linear.x + row * linear.x_stride;
@@ -62,7 +62,7 @@ class Rows {
 
   private:
     int64_t units_, stride_;
-    std::unique_ptr<Unit[]> storage_;  // left as it is found
+    std::unique_ptr<Unit[]> storage_;  // not initialised
     std::vector<float> scales_;
 };
 

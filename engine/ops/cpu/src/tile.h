@@ -1,7 +1,7 @@
-// The one inner loop of all kernels here: a tile of rows times 16-column blocks, kept in registers.
+// The one inner loop of all kernels here: a tile of rows times blocks of 16 columns, with sums in registers.
 //
 // Operands are counted in 32-bit units along the dimension that is summed over: one float32, two bfloat16 or
-// four int8. Rows lie as they are in memory, `stride` units apart. The other operand is packed: blocks of 16
+// four int8. Rows are read as they are in memory, `stride` units apart. The other operand is packed: blocks of 16
 // columns, `block_stride` apart, each [units][16], so that one load takes a unit of sixteen columns.
 //
 // Products of bfloat16 and int8 are written in assembly: GCC 12 moves their sums about (two moves for each int8
@@ -18,7 +18,7 @@ namespace maxsimd {
 using Unit = uint32_t;
 constexpr int LANES = 16;
 
-// Each kind of number says how many of them a unit holds, and what the kernels read and write for it.
+// Each kind of number has the count that a unit holds, and the type that the kernels read and write for it.
 struct Float32 {
     using Value = float;
     using Sum = __m512;
@@ -72,7 +72,7 @@ inline __attribute__((always_inline)) void multiply(const Unit* rows, int64_t st
     }
 }
 
-// What sums begin from.
+// The initial sums.
 template <class Number, int ROWS, int BLOCKS>
 inline __attribute__((always_inline)) void clear(typename Number::Sum (&sums)[ROWS][BLOCKS]) {
 #pragma GCC unroll 16
@@ -90,7 +90,7 @@ inline __attribute__((always_inline)) void multiply_anew(const Unit* rows, int64
     multiply<Number, ROWS, BLOCKS>(rows, stride, packed, block_stride, units, sums);
 }
 
-// Which of 16 lanes are among the `left` that are left.
+// The mask of the first `left` of 16 lanes.
 inline __mmask16 first_lanes(int64_t left) {
     return left >= LANES ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
 }

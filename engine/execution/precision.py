@@ -1,0 +1,35 @@
+"""Devices and precisions: which ones a configuration means, and how weights are converted."""
+
+import torch
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it natively, else float32."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if capable else torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a precision as users write it, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cast(backbone: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Converts the weights to a precision. Buffers that are not in the checkpoint stay as the model made
+    them: rotary frequencies among them, whose rounding would lose far positions."""
+    for module in backbone.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module.register_buffer(name, buffer.to(dtype))
