@@ -15,7 +15,6 @@ ROOMS = ["scheduler", "pooling", "engine", "api", "bench"]
 OLD_NAMES = {
     "after_prefix": "shared_prefix",
     "attach": "nothing: cached documents are scheduled like other work",
-    "attended": "attended_len",
     "behind_linear": "epilogue_args",
     "carried": "prefill_kv",
     "carries": "prefill_kv",

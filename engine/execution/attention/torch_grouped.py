@@ -64,7 +64,7 @@ class GroupedAttention(OneByOneAttention[G]):
 
     def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: G, out: torch.Tensor) -> None:
         for group, prefix in zip(metadata.layout.shared_groups, prefixes, strict=True):
-            attended = _after_prefix(_of_group(qkv, group), prefix)
+            attended = _attend_behind_prefix(_of_group(qkv, group), prefix)
             _rows_of(out, group).copy_(attended.transpose(1, 2))
 
 
@@ -135,7 +135,7 @@ def _causal(qkv: QKV) -> torch.Tensor:
     )
 
 
-def _after_prefix(qkv: QKV, prefix: KV) -> torch.Tensor:
+def _attend_behind_prefix(qkv: QKV, prefix: KV) -> torch.Tensor:
     """Queries [n, heads, tokens, head_dim] against one prefix [kv_heads, before, head_dim] and then each
     sequence against itself."""
     n, _, tokens, _ = qkv.query.shape
