@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,6 +152,39 @@ def test_no_file_holds_more_than_400_lines(room: str) -> None:
     for path in _files(room):
         lines = len(path.read_text(encoding="utf-8").splitlines())
         assert lines <= 400, f"{path.relative_to(ROOT)} has {lines} lines: split it"
+
+
+def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_function_has_more_than_60_lines(room: str) -> None:
+    for path in _files(room):
+        for function in _functions(path):
+            assert function.end_lineno is not None
+            # The parameters of a kernel have a line each.
+            is_kernel = any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+            first = function.body[0].lineno if is_kernel else function.lineno
+            lines = function.end_lineno - first + 1
+            assert lines <= 60, f"{path.relative_to(ROOT)}: {function.name} has {lines} lines: split it"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_function_has_more_than_6_parameters(room: str) -> None:
+    """Keyword-only options of public functions do not count, nor do those of kernels and commands."""
+    for path in _files(room):
+        for function in _functions(path):
+            decorators = " ".join(ast.unparse(decorator) for decorator in function.decorator_list)
+            if "jit" in decorators or "click" in decorators or "option" in decorators:
+                continue
+            names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+            count = len([name for name in names if name not in ("self", "cls")])
+            if function.name.startswith("_") and function.name != "__init__":
+                count += len(function.args.kwonlyargs)
+            assert count <= 6, f"{path.relative_to(ROOT)}: {function.name} has {count} parameters"
 
 
 def test_few_modules_stand_directly_in_the_engine() -> None:
