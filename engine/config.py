@@ -74,11 +74,11 @@ class EngineConfig:
         "auto", "auto runs what all pairs of a query begin with once (causal models); off runs it every time."
     )
     dimensions: int | None = option(
-        None, "Keep the first so many columns of every embedding, for matryoshka models."
+        None, "Number of columns of every embedding to use, the first ones, for matryoshka models."
     )
     doc_token_pooling: float | None = option(
         None,
-        "Merge token embeddings of documents, about so many into one (late interaction); 2 halves them.",
+        "Factor by which documents' token embeddings become fewer (late interaction); 2 halves them.",
     )
     query_prompt: str | None = option(
         None, "Text put before every query, instead of what the checkpoint says (E5: 'query: ')."
@@ -98,11 +98,12 @@ class EngineConfig:
         128, "Memory for embeddings of documents, in MiB, so that none is encoded twice; 0 for none."
     )
     cache_dir: str | None = option(
-        None, "Folder to keep embeddings of documents in as well, shared by servers and kept over restarts."
+        None,
+        "Folder to cache embeddings of documents in as well; servers may share it.",
     )
     cache_disk_mb: int = option(4096, "Most MiB in that folder; the oldest go first.")
     cache_precision: Literal["auto", "float32", "bfloat16", "int8"] = option(
-        "auto", "What embeddings are kept in, and documents scored with; auto is the model's precision."
+        "auto", "Precision that embeddings are cached in and documents scored with; auto is the model's."
     )
     threads: int | None = option(None, "Threads for computing on the CPU; by default torch's own choice.")
     tokenizer_threads: int = option(2, "Threads for tokenisation and other work that blocks.")

@@ -317,7 +317,7 @@ class Engine:
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Runs something that blocks in the engine's thread pool."""
-        return await asyncio.get_running_loop().run_in_executor(self._require().pool, function)
+        return await self._require().in_pool(function)
 
     async def _launch(self) -> Running:
         device = DeviceThread()

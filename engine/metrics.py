@@ -86,9 +86,10 @@ class _CacheCollector(Collector):
         for name, help, value in counts:
             yield CounterMetricFamily(f"maxsimd_cache_{name}", help, value=value)
         sizes = (
-            ("entries", "Embeddings that are kept", cache.entries),
+            ("entries", "Embeddings in the cache", cache.entries),
             ("memory_bytes", "Memory that they take", cache.memory_bytes),
             ("disk_bytes", "Disk that they take", cache.disk_bytes),
+            ("staged", "Embeddings that are still to be written", cache.num_staged),
         )
         for name, help, value in sizes:
             yield GaugeMetricFamily(f"maxsimd_cache_{name}", help, value=value)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
+from typing import TypeVar
 
 from maxsimd.engine.actors.actor import Mailbox
 from maxsimd.engine.actors.messages import Admit, Cancel, SchedulerMessage
@@ -24,6 +25,8 @@ from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Scheduler, StepLimits
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Running:
@@ -54,7 +57,7 @@ class Running:
         self._num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
-        self.pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="maxsimd-pool")
+        self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="maxsimd-pool")
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
         self.preprocessor = Preprocessor(
             model,
@@ -117,20 +120,35 @@ class Running:
                 await self._empty.wait()
         except TimeoutError:
             log.warning("stopping with %d requests unfinished after %s seconds", self._num_inside, grace)
+        finally:
+            await asyncio.shield(self._free())
+
+    async def in_pool(self, function: Callable[[], T]) -> T:
+        """Runs something that blocks in the thread pool. Raises EngineDeadError where the engine is stopped
+        before its turn comes."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EngineDeadError(self._reason) from None
+
+    async def _free(self) -> None:
+        """Ends actors and threads, and closes the cache once nothing reads it any more."""
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
         await asyncio.to_thread(self._device.close)
         self._metrics.watch(None)
+        await asyncio.to_thread(self._pool.shutdown, wait=True, cancel_futures=True)
         if self.device_model.cache is not None:
-            self.device_model.cache.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+            await asyncio.to_thread(self.device_model.cache.close)
 
     async def _prepare_and_wait(
         self, ids: RequestIds, prepare: Callable[[RequestIds], Prepared], options: RunOptions
     ) -> tuple[Prepared, list[Value]]:
         started = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(self.pool, prepare, ids)
+        prepared = await self.in_pool(lambda: prepare(ids))
         self._metrics.preprocess_seconds.observe(time.perf_counter() - started)
         self._check_room(prepared.work)
         future = self._future()

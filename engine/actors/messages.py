@@ -80,6 +80,13 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetAttempt:
+    """Runner to scoring: the attempt at a step with these sequences has failed, forget their windows."""
+
+    sequence_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class DropRequest:
     """Runner to scoring: this request has ended, forget its queries and windows."""
 
@@ -106,4 +113,4 @@ class StepReport:
 SchedulerMessage = Admit | Cancel | StepReport
 RunnerMessage = Step | Release
 PoolingMessage = Pool | FreeSequences
-ScoringMessage = Score | Commit | DropRequest
+ScoringMessage = Score | Commit | ForgetAttempt | DropRequest

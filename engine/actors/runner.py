@@ -8,6 +8,7 @@ delivered; then one commit releases queries, windows, prefixes, and keys and val
 import asyncio
 import logging
 import time
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from maxsimd.engine.actors.cut_sequences import CutSequences
 from maxsimd.engine.actors.messages import (
     Commit,
     DropRequest,
+    ForgetAttempt,
     FreeSequences,
     Pool,
     PoolingMessage,
@@ -28,7 +30,7 @@ from maxsimd.engine.actors.messages import (
     ScoringMessage,
     StepReport,
 )
-from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.execution import ModelRunner
 from maxsimd.engine.scoring.documents import CacheHit, Duplicate, SkippedSequence
 from maxsimd.engine.scoring.outcome import Arrival, RequestFailure, Result, StepOutcome
@@ -85,14 +87,18 @@ class RunnerActor(Actor[RunnerMessage]):
         except Exception as error:
             if is_device_error(error):
                 raise
-            await self._recover(step, error)
+            failure, described = error, traceback.format_exc()
+            # The traceback holds the attempt's frames and so its tensors, whose memory the next one needs.
+            failure.__traceback__ = None
+        else:
+            if arrival is None:
+                self._finish(attempt, results or [])
+            else:
+                # The next step may start meanwhile; this one's results follow when they have arrived.
+                assert self._deliveries is not None
+                self._deliveries.create_task(self._finish_later(attempt, arrival))
             return
-        if arrival is None:
-            self._finish(attempt, results or [])
-            return
-        # The next step may start meanwhile; this one's results follow when they have arrived.
-        assert self._deliveries is not None
-        self._deliveries.create_task(self._finish_later(attempt, arrival))
+        await self._recover(step, failure, described)
 
     async def _attempt(self, step: Step) -> "_Attempt":
         """Runs, pools and scores a step. What it changes, a second attempt overwrites."""
@@ -159,24 +165,34 @@ class RunnerActor(Actor[RunnerMessage]):
                 new.append(chunk)
             elif key in coming:
                 skipped.append(Duplicate(chunk.sequence))
-            elif (entry := self._cache.get(key)) is not None:
+            elif (entry := self._look_up(key)) is not None:
                 skipped.append(CacheHit(chunk.sequence, entry))
             else:
                 coming.add(key)
                 new.append(chunk)
         return tuple(new), skipped
 
-    async def _recover(self, step: Step, error: Exception) -> None:
-        out_of_memory = _is_out_of_memory(error)
+    def _look_up(self, key: bytes) -> CachedEmbedding | None:
+        """A cached embedding; none where the cache cannot be read, which fails no step."""
+        assert self._cache is not None
+        try:
+            return self._cache.get(key)
+        except Exception:
+            log.exception("the cache cannot be read; the document is run")
+            return None
+
+    async def _recover(self, step: Step, error: Exception, described: str) -> None:
+        out_of_memory = is_out_of_memory(error)
         if out_of_memory:
             torch.cuda.empty_cache()
             self._scheduler.post(StepReport(step.step_id, 0, out_of_memory=True))
         if step.num_parts > 1:
             log.warning("a step of %d parts failed and is tried in halves: %s", step.num_parts, error)
+            self._scoring.tell(ForgetAttempt(frozenset(chunk.sequence.sequence_id for chunk in step.chunks)))
             for half in step.halves():
                 await self._run(half)
             return
-        log.exception("a step of one part (%d tokens) cannot be run", step.num_tokens, exc_info=error)
+        log.error("a step of one part (%d tokens) cannot be run:\n%s", step.num_tokens, described)
         part: Any = step.chunks[0].sequence if step.chunks else step.cached[0]
         reason = (
             "the device has not enough memory for this input" if out_of_memory else "the model failed on it"
@@ -195,17 +211,22 @@ class _Attempt:
     outcome: StepOutcome
 
 
+# How the device, its libraries and Triton begin the messages of their errors.
+_DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
+_OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+
+
 def is_device_error(error: BaseException) -> bool:
     """Whether the device itself has failed (an illegal address, a lost GPU): nothing will run on it again.
 
-    torch says so by a class of its own, or in words: "CUDA error: ..."."""
-    if isinstance(error, torch.OutOfMemoryError):
+    torch says so by a class of its own, or in words, as Triton does. Running out of memory is none."""
+    if is_out_of_memory(error):
         return False
-    return isinstance(error, torch.AcceleratorError) or (
-        isinstance(error, RuntimeError) and "CUDA error" in str(error)
-    )
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _DEVICE_ERRORS)
+    return said or isinstance(error, torch.AcceleratorError)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    # torch has a class of its own for the GPU, but says it in words on the CPU.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was not enough memory, on the device or the host: torch says it in several ways."""
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)

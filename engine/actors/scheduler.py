@@ -133,9 +133,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
         if self._in_flight[report.step_id] <= 0:
             del self._in_flight[report.step_id]
         self._metrics.tokens.inc(report.num_tokens)
-        self._metrics.step_seconds.observe(report.seconds)
         work = report.num_tokens + report.cached_price
         if work and report.seconds > 0:
+            self._metrics.step_seconds.observe(report.seconds)
             rate = work / report.seconds
             self.tokens_per_second = (
                 0.8 * self.tokens_per_second + 0.2 * rate if self.tokens_per_second else rate

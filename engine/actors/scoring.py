@@ -3,7 +3,7 @@
 import torch
 
 from maxsimd.engine.actors.actor import Actor, Mailbox
-from maxsimd.engine.actors.messages import Commit, DropRequest, Score, ScoringMessage
+from maxsimd.engine.actors.messages import Commit, DropRequest, ForgetAttempt, Score, ScoringMessage
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.scoring.outcome import Arrival, Output, StepOutcome
 from maxsimd.pooling.dispatch import Pooled
@@ -30,6 +30,8 @@ class ScoringActor(Actor[ScoringMessage]):
                     return self._score(message)
             case Commit():
                 self._scorer.commit(message.releases)
+            case ForgetAttempt():
+                self._scorer.forget(message.sequence_ids)
             case DropRequest():
                 self._scorer.drop_request(message.request_id)
         return None

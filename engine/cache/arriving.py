@@ -18,9 +18,11 @@ class About:
 
 class Arriving:
     """A step's new embeddings, copied to the host in one go; they may be read once the work that was launched
-    before is done."""
+    before is done. Raises ValueError where there are not as many abouts as embeddings."""
 
     def __init__(self, abouts: list[About], embeddings: Ragged) -> None:
+        if len(abouts) != len(embeddings):
+            raise ValueError(f"{len(embeddings)} embeddings cannot go by {len(abouts)} keys")
         self._abouts = abouts
         scales = None if embeddings.scales is None else to_host(embeddings.scales)
         self._on_host = Ragged(to_host(embeddings.values), embeddings.offsets, scales)

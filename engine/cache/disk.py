@@ -68,12 +68,12 @@ class DiskStore:
                 if data is None:
                     return None
                 entry = CachedEmbedding.from_bytes(memoryview(data)[_SEQUENCE.size :])
+            if entry is None:
+                log.warning("an entry of the cache is damaged and is left out")
+                self.drop(key)
         except lmdb.Error as error:
             log.warning("the cache cannot be read: %s", error)
             return None
-        if entry is None:
-            log.warning("an entry of the cache is damaged and is left out")
-            self.drop(key)
         return entry
 
     def newest(self) -> Iterator[tuple[bytes, CachedEmbedding]]:

@@ -60,6 +60,10 @@ class CachedEmbedding:
         scaled = dtype is torch.int8
         if len(payload) != size + (rows * 4 if scaled else 0):
             return None
+        if rows == 0:
+            return cls(
+                torch.zeros(0, dim, dtype=dtype), torch.zeros(0) if scaled else None, tokens, bool(truncated)
+            )
         whole = bytearray(payload)  # torch wants memory that it may write to
         values = torch.frombuffer(whole, dtype=dtype, count=rows * dim).view(rows, dim)
         scales = torch.frombuffer(whole, dtype=torch.float32, count=rows, offset=size) if scaled else None

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import ceil
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
@@ -20,11 +21,13 @@ from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Window
 from maxsimd.scheduler import Sequence as TokenSequence
 
-# A batch of cached documents has at most this many rows, so that scoring it takes no new memory.
-CACHED_ROWS = 16_384
-# Scoring this many cached rows takes about as long as running a token through a small model; a large one
-# takes longer for its tokens, so that its cached documents cost too much rather than too little.
-ROWS_PER_TOKEN = 128
+# A batch of cached documents has at most this many rows and documents, so that scoring it takes no new memory
+# and little time.
+CACHED_ROWS, CACHED_DOCUMENTS = 16_384, 512
+# Scoring this many cached rows, or handling this many cached documents, takes about as long as running a
+# token through a small model (MiniLM-L6). A large one takes longer for its tokens, so that its cached
+# documents cost too much rather than too little.
+ROWS_PER_TOKEN, DOCUMENTS_PER_TOKEN = 128, 4
 
 
 class TwoStageStrategy:
@@ -119,12 +122,13 @@ class TwoStageStrategy:
 
 
 def in_batches(documents: Sequence[CachedDocument], query_id: int) -> Iterator[CachedBatch]:
-    """Cached documents of one query in batches of at most `CACHED_ROWS` rows, or of one document."""
+    """Cached documents of one query in batches of at most `CACHED_ROWS` rows, or of one document, and of at
+    most `CACHED_DOCUMENTS` documents."""
     batch: list[CachedDocument] = []
     rows = 0
     for document in documents:
         length = len(document.embedding.rows)
-        if batch and rows + length > CACHED_ROWS:
+        if batch and (rows + length > CACHED_ROWS or len(batch) == CACHED_DOCUMENTS):
             yield _priced(batch, rows, query_id)
             batch, rows = [], 0
         batch.append(document)
@@ -134,8 +138,8 @@ def in_batches(documents: Sequence[CachedDocument], query_id: int) -> Iterator[C
 
 
 def _priced(documents: list[CachedDocument], rows: int, query_id: int) -> CachedBatch:
-    price = -(-rows // ROWS_PER_TOKEN)
-    return CachedBatch(documents[0].slot.request_id, query_id, max(1, price), tuple(documents))
+    price = ceil(rows / ROWS_PER_TOKEN + len(documents) / DOCUMENTS_PER_TOKEN)
+    return CachedBatch(documents[0].slot.request_id, query_id, price, tuple(documents))
 
 
 def _instructed(rules: RoleRules, instruction: str | None) -> RoleRules:

@@ -2,6 +2,7 @@
 they are complete, and documents whose embeddings are cached."""
 
 from collections import Counter
+from collections.abc import Collection
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
@@ -75,8 +76,9 @@ class DocumentScorer:
     ) -> ScoredDocuments:
         """Scores all documents that a step completes: one batch a task, whatever requests they belong to.
 
-        Stores the step's queries and windows by their ids, so that calling it again for the same step does no
-        harm; releases nothing, which `commit` does once the scores are delivered."""
+        Stores the step's queries and windows by their ids, and releases nothing, which `commit` does once the
+        scores are delivered. Before it is called again for sequences of a step that failed, `forget` must be
+        called with their ids."""
         made = ScoredDocuments()
         new_rows: dict[bytes, torch.Tensor] = {}
         for task in pooled:
@@ -90,6 +92,10 @@ class DocumentScorer:
             rows = self._end_to_end([document.embedding for document in batch.documents])
             self._against_queries(targets, rows, made)
         return made
+
+    def forget(self, sequence_ids: Collection[int]) -> None:
+        """Forgets the windows that a failed attempt has stored. Its queries the next one overwrites."""
+        self.windows.forget(sequence_ids)
 
     def commit(self, releases: Releases) -> None:
         """Releases the queries and the complete documents that a delivered step has used up."""

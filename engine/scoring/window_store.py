@@ -1,5 +1,7 @@
 """The windows of documents that were too long for one sequence, until all of a document's are there."""
 
+from collections.abc import Collection
+
 import torch
 
 from maxsimd.scheduler import Sequence, Window
@@ -8,7 +10,7 @@ from maxsimd.scheduler import Sequence, Window
 class WindowStore:
     """Holds each window's token embeddings until its document is complete.
 
-    Putting a window twice has the effect of putting it once, so that a step may be retried."""
+    Where a step is tried again, its windows are forgotten first: a document is complete exactly once."""
 
     def __init__(self) -> None:
         self._held: dict[int, dict[int, torch.Tensor]] = {}
@@ -32,6 +34,15 @@ class WindowStore:
     def tokens(self, document_id: int) -> int:
         """How many tokens the windows of a document have that have arrived."""
         return sum(self._tokens[document_id].values())
+
+    def forget(self, sequence_ids: Collection[int]) -> None:
+        """Forgets the windows with these sequence ids, as if they had not been put."""
+        for document_id, windows in list(self._held.items()):
+            for sequence_id in [found for found in windows if found in sequence_ids]:
+                del windows[sequence_id]
+                del self._tokens[document_id][sequence_id]
+            if not windows:
+                self.release(document_id)
 
     def release(self, document_id: int) -> None:
         """Forgets a document that has been scored."""

@@ -62,7 +62,7 @@ async def test_a_late_interaction_score_does_not_depend_on_the_budget(
 async def test_nothing_is_kept_after_the_sequences_are_done(qwen3_embedding: str, texts: list[str]) -> None:
     async with Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=16)) as engine:
         work = asyncio.create_task(engine.embed(texts))
-        await until(lambda: engine.device_model.prepared.runner.held > 0)
+        await until(lambda: engine.stats().device.prefill_kv > 0)
         await work
         # The last one's result is there just before its keys and values go.
         await until(lambda: engine.stats().device.prefill_kv == 0)

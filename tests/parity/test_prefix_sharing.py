@@ -1,6 +1,7 @@
 """What stands before the documents of a query is run once, and the scores are the same."""
 
 import asyncio
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,9 @@ async def test_a_request_that_is_cancelled_leaves_no_prefix_behind(
     checkpoint: str, documents: list[str]
 ) -> None:
     async with Engine(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=200)) as engine:
-        runner = engine.device_model.prepared.runner
         for delay in (0, 0.005, 0.05):
             task = asyncio.create_task(engine.score(QUERY, documents, truncation=CUT_LONG))
-            await until(lambda: runner.held > 0)
+            await until(lambda: engine.stats().device.prefill_kv > 0)
             await asyncio.sleep(delay)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -120,7 +120,7 @@ def _paths(
     """Where each pair of a request, or each window, is split, and its tokens."""
     running: Any = engine._running
     request = ScoreRequest(queries=(query,), documents=tuple(documents), truncation=truncation)
-    prepared = running.preprocessor.score(request, RequestIds(0, running.keys))
+    prepared = running.preprocessor.score(request, RequestIds(0, count()))
     return [
         (one.shared_prefix_len, one.tokens.ids.tolist())
         for one in prepared.sequences

@@ -62,6 +62,7 @@ def test_a_folder_outlives_the_server(
     server = start_server("--cache-dir", folder)
     first = rerank(server, documents)
     if kill:
+        wait_for(lambda: server.metric("maxsimd_cache_staged") == 0)
         server.process.kill()
         server.process.wait()
     else:
@@ -78,6 +79,7 @@ def test_two_servers_share_a_folder(start_server: StartServer, tmp_path: Path, p
     documents = [pair.document for pair in pairs[:20]]
     one, other = (start_server("--cache-dir", folder) for _ in range(2))
     first = rerank(one, documents)
+    wait_for(lambda: one.metric("maxsimd_cache_staged") == 0)
     second = rerank(other, documents)
     assert second["usage"]["prompt_tokens_details"]["cached_documents"] == 20
     np.testing.assert_allclose(scores(first), scores(second), atol=1e-3)

@@ -130,7 +130,7 @@ def test_the_report_on_peers_shows_ratios_and_shares_of_the_peak() -> None:
 
 
 def test_the_report_shows_what_no_peer_does() -> None:
-    assert "| kept in memory ms | 3.5 |" in markdown(PEERS).splitlines()
+    assert "| cached in memory ms | 3.5 |" in markdown(PEERS).splitlines()
     assert "| ms a document, 10 | 7.0 |" in markdown(PEERS).splitlines()
 
 

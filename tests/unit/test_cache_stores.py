@@ -190,7 +190,9 @@ def test_arriving_embeddings_become_entries_of_their_own(precision: Precision) -
         [About(key(1), 11, False), About(key(2), 12, True)], Ragged(values, (0, 2, 5), scales)
     )
     expected = [rounded(first, precision), rounded(second, precision)]
-    entries = arriving.entries()
+    assert (len(arriving), arriving.keys) == (2, [key(1), key(2)])
+    assert arriving.nbytes == values.nbytes + (0 if scales is None else scales.nbytes)
+    entries = [(name, arriving.entry(i)) for i, name in enumerate(arriving.keys)]
     values.zero_()
     if scales is not None:
         scales.zero_()
@@ -205,8 +207,8 @@ def test_arriving_embeddings_become_entries_of_their_own(precision: Precision) -
 
 
 def test_as_many_embeddings_arrive_as_are_described() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        Arriving([About(key(1), 1, False)], Ragged(torch.zeros(2, 4), (0, 1, 2))).entries()
+    with pytest.raises(ValueError, match="2 embeddings cannot go by 1 keys"):
+        Arriving([About(key(1), 1, False)], Ragged(torch.zeros(2, 4), (0, 1, 2)))
 
 
 # Disk

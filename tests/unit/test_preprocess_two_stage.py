@@ -7,7 +7,13 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Prepared, usage_of
-from maxsimd.engine.preprocess.two_stage import CACHED_ROWS, ROWS_PER_TOKEN, in_batches
+from maxsimd.engine.preprocess.two_stage import (
+    CACHED_DOCUMENTS,
+    CACHED_ROWS,
+    DOCUMENTS_PER_TOKEN,
+    ROWS_PER_TOKEN,
+    in_batches,
+)
 from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
 from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.scheduler import ResultSlot, Role, Sequence
@@ -244,17 +250,26 @@ def batches(*rows: int) -> list[tuple[int, int]]:
 def test_a_batch_is_full_at_exactly_its_rows() -> None:
     half = CACHED_ROWS // 2
     full = CACHED_ROWS // ROWS_PER_TOKEN
-    assert batches(half, half) == [(2, full)]
-    assert batches(half, half, 1) == [(2, full), (1, 1)]
-    assert batches(half, half + 1) == [(1, full // 2), (1, full // 2 + 1)]
-    assert batches(half + 1, half, half) == [(1, full // 2 + 1), (2, full)]
+    assert batches(half, half) == [(2, full + 1)]
+    assert batches(half, half, 1) == [(2, full + 1), (1, 1)]
+    assert batches(half, half + 1) == [(1, full // 2 + 1), (1, full // 2 + 1)]
+    assert batches(half + 1, half, half) == [(1, full // 2 + 1), (2, full + 1)]
     assert batches(1, CACHED_ROWS + 1, 1) == [(1, 1), (1, full + 1), (1, 1)]
     assert batches() == []
+
+
+def test_a_batch_is_full_at_exactly_its_number_of_documents() -> None:
+    price = CACHED_DOCUMENTS // DOCUMENTS_PER_TOKEN
+    assert batches(*[0] * CACHED_DOCUMENTS) == [(CACHED_DOCUMENTS, price)]
+    assert batches(*[0] * (CACHED_DOCUMENTS + 1)) == [(CACHED_DOCUMENTS, price), (1, 1)]
 
 
 def test_a_batch_s_price_is_rounded_up_and_at_least_one_token() -> None:
     assert batches(1) == [(1, 1)]
     assert batches(0) == [(1, 1)]
-    assert batches(ROWS_PER_TOKEN) == [(1, 1)]
-    assert batches(ROWS_PER_TOKEN, 1) == [(2, 2)]
-    assert batches(2 * ROWS_PER_TOKEN) == [(1, 2)]
+    rest = ROWS_PER_TOKEN - ROWS_PER_TOKEN // DOCUMENTS_PER_TOKEN
+    assert batches(rest) == [(1, 1)]
+    assert batches(rest + 1) == [(1, 2)]
+    assert batches(2 * ROWS_PER_TOKEN) == [(1, 3)]
+    assert batches(*[0] * DOCUMENTS_PER_TOKEN) == [(DOCUMENTS_PER_TOKEN, 1)]
+    assert batches(*[0] * (DOCUMENTS_PER_TOKEN + 1)) == [(DOCUMENTS_PER_TOKEN + 1, 2)]

@@ -7,16 +7,18 @@ import inspect
 import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, EngineDeadError, RequestFailedError, Truncation
 from maxsimd.engine.actors import scoring as scoring_module
 from maxsimd.engine.actors.cut_sequences import CutSequences
-from maxsimd.engine.actors.runner import RunnerActor
+from maxsimd.engine.actors.runner import RunnerActor, is_device_error, is_out_of_memory
 from maxsimd.engine.actors.scoring import ScoringActor
 from maxsimd.engine.cache import Arriving, EmbeddingCache
 from maxsimd.engine.cache.writer import CacheWriter
@@ -110,7 +112,8 @@ class Faults:
                 super().generic_visit(node)
                 for field in ("body", "orelse"):
                     statements = getattr(node, field, None)
-                    if isinstance(statements, list) and not isinstance(node, ast.Module):
+                    # What a `try` guards may fail without harm; that is tested where the guarded code is.
+                    if isinstance(statements, list) and not isinstance(node, ast.Module | ast.Try):
                         setattr(node, field, [new for one in statements for new in self._before(one)])
                 return node
 
@@ -219,6 +222,8 @@ async def _run_with(
 
 def _assert_right(found: list[Any], expected: list[Any], where: str) -> None:
     assert len(found) == len(expected)
+    # The fault is raised once, so that it can break no more than a part that stands alone.
+    assert sum(isinstance(got, BaseException) for got in found) <= 1, f"{where}: {found}"
     for got, right in zip(found, expected, strict=True):
         if isinstance(got, BaseException):
             assert isinstance(got, RequestFailedError), f"{where}: {got!r}"
@@ -274,6 +279,49 @@ async def test_a_failed_delivery_or_commit_ends_the_engine_and_says_so(
             for one in found:
                 assert not isinstance(one, BaseException) or isinstance(one, EngineDeadError)
     assert reached, "no request came this way"
+
+
+async def test_windows_of_a_failed_attempt_count_once(
+    delivery: str, configs: list[EngineConfig], pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with all windows of a document fails after they were stored, and is run in halves."""
+    short = [f"document {i}" for i in range(12)]
+    long = " ".join(" ".join(pair.document.split()[:20]) for pair in pairs[:4])
+    windows = Truncation(windows=True, max_tokens=40, window_overlap=4)
+    async with Engine(replace(configs[0], max_batch_tokens=512)) as engine:
+        expected = await engine.score("a query", [long, *short], truncation=windows, cache="bypass")
+        original, left = scoring_module.to_host, [1]
+
+        def fails_once(tensor: torch.Tensor) -> torch.Tensor:
+            if left:
+                left.pop()
+                raise MemoryError("planted after scoring")
+            return original(tensor)
+
+        monkeypatch.setattr(scoring_module, "to_host", fails_once)
+        found = await engine.score("a query", [long, *short], truncation=windows, cache="bypass")
+        assert not left
+        np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
+        await until(lambda: engine.stats() == EngineStats())
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"), True),
+        (torch.AcceleratorError("device-side assert triggered"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), False),
+        (RuntimeError("CUDA error: out of memory"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (MemoryError(), False),
+        (RuntimeError("shapes cannot be multiplied"), False),
+    ],
+)
+def test_only_errors_of_the_device_itself_are_taken_for_such(error: Exception, expected: bool) -> None:
+    assert is_device_error(error) is expected
+    assert is_out_of_memory(error) is (not expected and "shapes" not in str(error))
 
 
 async def test_an_error_of_the_device_itself_is_not_tried_again(
