@@ -216,7 +216,7 @@ def test_cached_documents_are_not_run_but_scored_in_batches_of_their_query(task:
     ]
     assert slots_of(prepared) == [0, 2]
     (batch,) = prepared.cached
-    assert (batch.request_id, batch.waits_for, batch.price) == (7, 100, 2)
+    assert (batch.request_id, batch.waits_for, batch.price) == (7, 100, 3)
     assert [(one.slot, one.embedding.tokens) for one in batch.documents] == [
         (ResultSlot(7, 1), 3),
         (ResultSlot(7, 3), 5),
