@@ -121,7 +121,7 @@ def bench_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds:
 @click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
 def bench_cache(documents: int, rounds: int, json_file: str | None, **values: Any) -> None:
-    """One large request: encoded, kept in memory, and kept on disk over a restart."""
+    """One large request: encoded, cached in memory, and cached on disk over a restart."""
     config = config_from(EngineConfig, values)
     from maxsimd.bench.cache import measure_cache
 

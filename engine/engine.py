@@ -164,7 +164,7 @@ class Engine:
         Scores are in the documents' order and higher is better: MaxSim sums for late interaction, cosines
         for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
         for cross-encoders. `instruction` is for models that take one. `cache` says whether embeddings of
-        documents that are kept are taken, and new ones kept.
+        documents are taken from the cache, and new ones cached.
         """
         model = self.model
         if model.score_task == "classify" and len(model.labels) != 1:
@@ -310,7 +310,7 @@ class Engine:
         return ClassifyResult(scores, self.model.labels, usage_of(prepared))
 
     async def clear_cache(self) -> None:
-        """Forgets all embeddings that are kept, on disk as well."""
+        """Forgets all cached embeddings, on disk as well."""
         cache = self.device_model.cache
         if cache is not None:
             await self.in_thread(cache.clear)

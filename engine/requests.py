@@ -18,7 +18,7 @@ Value: TypeAlias = float | NDArray[np.float32]
 # Called on the event loop with how many of a request's values are there so far, and how many there will be.
 Progress: TypeAlias = Callable[[int, int], None]
 
-# use: take documents' embeddings that are kept, and keep new ones; bypass: neither; refresh: make and keep.
+# use: take cached embeddings of documents, and cache new ones; bypass: neither; refresh: run all and cache them.
 CacheMode = Literal["use", "bypass", "refresh"]
 
 
@@ -91,7 +91,7 @@ class EmbedRequest:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of a request: a query that is scored late counts once, a pair counts whole, and a document that
-    a request has twice counts once. Those that were not run, because the documents' embeddings were kept or
+    a request has twice counts once. Those that were not run, because the documents' embeddings were cached or
     all pairs began with them, are also in `cached_tokens`."""
 
     prompt_tokens: int

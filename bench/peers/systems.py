@@ -33,7 +33,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers POST /rerank and /score; `command` is told the port, and the checkpoint if there
+    """A server that answers POST /rerank and /score; `command` is given the port, and the checkpoint if there
     is one."""
 
     name: str

@@ -1,6 +1,6 @@
 """The embedding cache: a document that has been encoded is not encoded again.
 
-Kept by content, in memory and, if asked for, on disk; safe to use from any thread.
+Stored by content, in memory and, if asked for, on disk; safe to use from any thread.
 """
 
 from maxsimd.engine.cache.arriving import About, Arriving

@@ -77,7 +77,7 @@ class DiskStore:
         return entry
 
     def newest(self) -> Iterator[tuple[bytes, CachedEmbedding]]:
-        """The entries that are whole, those kept last first. Ends early where the store cannot be read."""
+        """The entries that are whole, the newest first. Ends early where the store cannot be read."""
         try:
             with self._env.begin(buffers=True) as transaction:
                 cursor = transaction.cursor(self._order)

@@ -1,4 +1,4 @@
-"""What is kept of a document: its embedding in the store's precision, and what the forward pass counted."""
+"""What is cached of a document: its embedding in the store's precision, and what the forward pass counted."""
 
 import struct
 import zlib

@@ -17,7 +17,7 @@ from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
 
-# How much longer a start may take so that what was kept before it is in memory.
+# How much longer a start may take so that the newest of what is on disk is in memory.
 _WARMING_SECONDS = 0.5
 
 
@@ -52,7 +52,7 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto":
         dim = model.tasks[model.score_task].dim
         maxsim_name, maxsim = checked_maxsim(maxsim_name, maxsim, dim, device, prepared.dtype)
-    # Embeddings leave a fused head as they are kept and scored; int8 is rounded from float32.
+    # Embeddings leave a fused head as they are cached and scored; int8 is rounded from float32.
     as_int8 = cache is not None and cache.precision == "int8"
     results = torch.float32 if as_int8 else prepared.dtype
     pooler = _pooler(model, prepared, results if maxsim_name == "triton" else None)
@@ -64,7 +64,7 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
 
 
 def _without_references(model: LoadedModel) -> LoadedModel:
-    """The model without what it was proven against, so that weights which only that needs are let go."""
+    """The model without what it was proven against, so that weights which only that needs are freed."""
     return replace(model, tasks={name: replace(task, reference=None) for name, task in model.tasks.items()})
 
 
