@@ -1,4 +1,4 @@
-"""The embedding cache: one request of many documents, encoded, cached in memory, and on disk over a restart."""
+"""The embedding cache: one request, encoded, cached in memory, and on disk over a restart."""
 
 import statistics
 import tempfile

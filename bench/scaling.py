@@ -49,7 +49,7 @@ async def _under_clients(running: Running, texts: list[str], clients: int) -> di
 
 
 async def _by_size(running: Running, texts: list[str], rounds: int) -> dict[str, Any]:
-    """The same documents in requests of every size; the largest has them several times, each with a number."""
+    """The same documents in requests of every size; the largest has them several times, numbered."""
     seconds: dict[int, list[float]] = {size: [] for size in SIZES}
     base = [f"{i // len(texts)} {texts[i % len(texts)]}" for i in range(SMALL)]
     memory = []

@@ -18,7 +18,7 @@ Value: TypeAlias = float | NDArray[np.float32]
 # Called on the event loop with how many of a request's values are there so far, and how many there will be.
 Progress: TypeAlias = Callable[[int, int], None]
 
-# use: take cached embeddings of documents, and cache new ones; bypass: neither; refresh: run all and cache them.
+# use: take documents from the cache, and cache new ones; bypass: neither; refresh: run all and cache them.
 CacheMode = Literal["use", "bypass", "refresh"]
 
 

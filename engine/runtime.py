@@ -205,7 +205,7 @@ class Running:
         return future
 
     async def _supervise(self, actors: DeviceActors) -> None:
-        """Runs the actors of both loops; when one dies, all do, and every waiting caller gets EngineDeadError."""
+        """Runs the actors of both loops; when one dies, all do, and callers get EngineDeadError."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.scheduler.run())

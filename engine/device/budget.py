@@ -9,7 +9,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 ON_A_CPU, ON_A_GPU = 2_048, 16_384
 _LEAST = 1_024
 
-# A step's tensors may take this share of what is free; keys and values of cut sequences, and queries, need room too.
+# A step's tensors may take this share of what is free; keys, values and queries that are held need room too.
 _SHARE = 0.5
 
 
