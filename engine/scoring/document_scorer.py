@@ -78,7 +78,7 @@ class DocumentScorer:
         Stores the step's queries and windows by their ids, so that calling it again for the same step does no
         harm; releases nothing, which `commit` does once the scores are delivered."""
         made = ScoredDocuments()
-        new_rows: dict[bytes, torch.Tensor] = {}
+        new_rows: dict[bytes, Ragged] = {}
         for task in pooled:
             self._store_queries(task)
             documents, items = self._complete_documents(task, made)
@@ -121,6 +121,9 @@ class DocumentScorer:
             whole: torch.Tensor | None = item
             if document.window is not None:
                 whole = self.windows.put(sequence, document.window, item)
+                # After an attempt that failed, all windows may be there from the first of this attempt on.
+                if document.window.document_id in made.complete:
+                    continue
             if whole is not None:
                 documents.append(sequence)
                 items.append(whole)
@@ -132,7 +135,7 @@ class DocumentScorer:
         self,
         documents: list[Sequence],
         items: Ragged,
-        new_rows: dict[bytes, torch.Tensor],
+        new_rows: dict[bytes, Ragged],
         made: ScoredDocuments,
     ) -> list[tuple[list[Sequence], Ragged]]:
         """Starts copying new embeddings to the host for the cache.
@@ -152,10 +155,10 @@ class DocumentScorer:
             documents = [documents[i] for i in cacheable]
         rounded = self._cache.rounded(items)
         made.new_embeddings.append(Arriving([self._about(document) for document in documents], rounded))
-        decoded = rounded.decoded(self._dtype)
-        for document, rows in zip(documents, decoded, strict=True):
-            new_rows[_required_key(document)] = rows
-        return [*parts, (documents, rounded if self._takes_int8 else decoded)]
+        rows = rounded if self._takes_int8 else rounded.decoded(self._dtype)
+        for i, document in enumerate(documents):
+            new_rows[_required_key(document)] = rows.item(i)
+        return [*parts, (documents, rows)]
 
     def _about(self, sequence: Sequence) -> About:
         document = _document(sequence)
@@ -165,11 +168,11 @@ class DocumentScorer:
         return About(_required_key(sequence), tokens, document.truncated)
 
     def _score_skipped(
-        self, skipped: ListOf[SkippedSequence], new_rows: dict[bytes, torch.Tensor], made: ScoredDocuments
+        self, skipped: ListOf[SkippedSequence], new_rows: dict[bytes, Ragged], made: ScoredDocuments
     ) -> None:
         duplicates = [one.sequence for one in skipped if isinstance(one, Duplicate)]
         if duplicates:
-            rows = Ragged.from_items([new_rows[_required_key(sequence)] for sequence in duplicates])
+            rows = Ragged.join([new_rows[_required_key(sequence)] for sequence in duplicates])
             self._against_queries([_target(sequence) for sequence in duplicates], rows, made)
         hits = [one for one in skipped if isinstance(one, CacheHit)]
         if hits:
