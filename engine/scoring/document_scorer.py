@@ -39,10 +39,12 @@ class ScoredDocuments:
     new_embeddings: list[Arriving] = field(default_factory=list)
     consumers: Counter[int] = field(default_factory=Counter)
     complete: set[int] = field(default_factory=set)
+    windows: dict[int, set[int]] = field(default_factory=dict)
 
     @property
     def releases(self) -> Releases:
-        return Releases(dict(self.consumers), frozenset(self.complete))
+        windows = {document_id: frozenset(stored) for document_id, stored in self.windows.items()}
+        return Releases(dict(self.consumers), frozenset(self.complete), windows)
 
 
 class DocumentScorer:
@@ -95,6 +97,8 @@ class DocumentScorer:
         """Releases the queries and the complete documents that a delivered step has used up."""
         for query_id, consumers in releases.queries.items():
             self.queries.release(query_id, consumers)
+        for document_id, stored in releases.windows.items():
+            self.windows.commit(document_id, stored)
         for document_id in releases.documents:
             self.windows.release(document_id)
 
@@ -121,6 +125,7 @@ class DocumentScorer:
             whole: torch.Tensor | None = item
             if document.window is not None:
                 whole = self.windows.put(sequence, document.window, item)
+                made.windows.setdefault(document.window.document_id, set()).add(sequence.sequence_id)
                 # After an attempt that failed, all windows may be there from the first of this attempt on.
                 if document.window.document_id in made.complete:
                     continue

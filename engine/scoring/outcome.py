@@ -15,7 +15,7 @@ from maxsimd.scheduler import ResultSlot
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The value of one place in a request's results."""
+    """The value for one slot of a request's results."""
 
     slot: ResultSlot
     value: Value
@@ -41,10 +41,12 @@ class Output:
 @dataclass(frozen=True, slots=True, eq=False)
 class Releases:
     """What a step has used up: how many consumers of each query, by its sequence id, have been scored, and
-    which documents that were read through windows are complete."""
+    which documents that were read through windows are complete; and which windows it has stored, by their
+    document's id."""
 
     queries: Mapping[int, int] = field(default_factory=dict)
     documents: frozenset[int] = frozenset()
+    windows: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 class Arrival(Protocol):

@@ -479,3 +479,30 @@ def test_a_document_whose_windows_were_all_stored_by_an_attempt_that_failed_is_s
     assert dict(made.releases.queries) == {1: 2}
     ours.commit(made.releases)
     assert len(ours.queries) == 1, "the document of the other half is still to come"
+
+
+@pytest.mark.parametrize("later_first", [False, True])
+def test_windows_that_come_again_after_their_document_was_scored_leave_nothing(later_first: bool) -> None:
+    """The step is tried again in halves, with one window in each: the first completes the document with what
+    the attempt that failed has stored. The other way round, of two steps the later is committed first."""
+    ours = scorer()
+    slot = ResultSlot(7, 0)
+    windows = [document(10 + i, slot, 1, window=Window(10, 2)) for i in range(2)]
+    asked = pooled((query(1, 7, 2), rows(1)))
+    halves = [pooled((windows[i], rows(10 + i))) for i in range(2)]
+    expected = {slot: pytest.approx(plain(rows(1), torch.cat([rows(10), rows(11)])), abs=1e-5)}
+    if later_first:
+        first = ours.score([asked, halves[0]], [], [])
+        second = ours.score([halves[1]], [], [])
+        assert (scores(first), scores(second)) == ({}, expected)
+        ours.commit(second.releases)
+        ours.commit(first.releases)
+    else:
+        ours.score([asked, *halves], [], [])
+        first = ours.score([asked, halves[0]], [], [])
+        assert scores(first) == expected
+        ours.commit(first.releases)
+        second = ours.score([halves[1]], [], [])
+        assert scores(second) == {}
+        ours.commit(second.releases)
+    assert (len(ours.queries), len(ours.windows)) == (0, 0)

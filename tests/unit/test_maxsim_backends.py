@@ -1,4 +1,4 @@
-"""MaxSim backends on what is ragged, empty, scaled or not a number; and which backend a name stands for."""
+"""MaxSim backends on what is ragged, empty, scaled or not a number; and which backend a name means."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -8,7 +8,7 @@ import torch
 
 from maxsimd.pooling import methods
 from maxsimd.pooling.cursor import PoolingCursor, take_rows
-from maxsimd.pooling.dispatch import TOKENS, DispatchPooler
+from maxsimd.pooling.dispatch import TOKENS, DispatchPooler, Pooled
 from maxsimd.pooling.methods import (
     METHODS,
     AllPool,
@@ -18,6 +18,7 @@ from maxsimd.pooling.methods import (
     MeanPool,
     WeightedMeanPool,
 )
+from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.token_pooling import TokenPooling, merging_documents
 from maxsimd.pooling.transfer import to_device, to_host
 from maxsimd.scheduler import Chunk, DocumentPayload, ResultSlot, Role, Sequence, Tokens
@@ -284,12 +285,12 @@ def test_the_chunks_of_a_sequence_are_put_together_by_where_they_start() -> None
 
 
 def test_means_are_of_the_pooled_rows_and_of_none_they_are_zero() -> None:
-    sequences = [text(1, 3, [0, 2]), text(2, 2, []), text(3, 2)]
-    cursor = PoolingCursor(tuple(map(whole, sequences)), (0, 3, 6))
+    sequences = [text(1, 3, [0, 2]), text(2, 2, []), text(3, 2), text(4, 1)]
+    cursor = PoolingCursor(tuple(map(whole, sequences)), (0, 3, 6, 5))
     plain = MeanPool(as_is).pool(numbered(8), cursor)
-    assert plain.values[:, 0].tolist() == pytest.approx([1, 0, 6.5])
+    assert plain.values[:, 0].tolist() == pytest.approx([1, 0, 6.5, 5])
     weighted = WeightedMeanPool(as_is).pool(numbered(8), cursor)
-    assert weighted.values[:, 0].tolist() == pytest.approx([(0 * 1 + 2 * 3) / 4, 0, (6 * 1 + 7 * 2) / 3])
+    assert weighted.values[:, 0].tolist() == pytest.approx([(0 * 1 + 2 * 3) / 4, 0, (6 * 1 + 7 * 2) / 3, 5])
     alone = PoolingCursor((whole(sequences[1]),), (0,))
     assert WeightedMeanPool(as_is).pool(numbered(8), alone).values.tolist() == [[0, 0]]
 
@@ -328,6 +329,30 @@ def test_on_another_device_the_head_is_applied_at_once(monkeypatch: pytest.Monke
 
     AllPool(head).pool(numbered(7).to("meta"), PoolingCursor((whole(text(1, 7)),), (0,)))
     assert seen == [7]
+
+
+@pytest.mark.parametrize("name", ["mean", "weighted-mean", "last", "cls"])
+def test_on_another_device_vectors_are_made_there(name: str) -> None:
+    cursor = PoolingCursor((whole(text(1, 4)), whole(text(2, 3))), (0, 4))
+    items = METHODS[name](as_is).pool(numbered(7).to("meta"), cursor)
+    assert (items.values.device.type, items.values.shape) == ("meta", (2, 2))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("starts", [(0,), (0, 2, 4)])
+def test_every_chunk_needs_a_start(name: str, starts: tuple[int, ...]) -> None:
+    cursor = PoolingCursor((whole(text(1, 2)), whole(text(2, 2))), starts)
+    with pytest.raises(ValueError, match="argument 2 is"):
+        METHODS[name](as_is).pool(numbered(6), cursor)
+
+
+def test_every_sequence_needs_an_item() -> None:
+    items = Ragged.from_items([numbered(2)])
+    sequences = (text(1, 2), text(2, 2))
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        list(Pooled("all", sequences, items))
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        _merging({Role.TEXT}).pool(items, sequences)
 
 
 def test_a_head_that_gathers_takes_the_rows_itself() -> None:

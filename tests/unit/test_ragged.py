@@ -101,3 +101,19 @@ def test_on_another_device_scales_are_applied_there() -> None:
     assert decoded.values.dtype is torch.bfloat16
     assert decoded.values.shape == (5, 3)
     assert (decoded.offsets, decoded.scales) == (items.offsets, None)
+
+
+class OnGpu(torch.Tensor):
+    """Numbers that say that they are on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+
+def test_there_they_are_multiplied_as_on_a_cpu() -> None:
+    items = _scaled([2, 3])
+    assert items.scales is not None
+    elsewhere = Ragged(items.values.as_subclass(OnGpu), items.offsets, items.scales)
+    decoded = elsewhere.decoded(torch.float32).values.as_subclass(torch.Tensor)
+    torch.testing.assert_close(decoded, items.decoded(torch.float32).values)

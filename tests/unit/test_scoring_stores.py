@@ -1,4 +1,4 @@
-"""What scoring holds between steps: queries until their last consumer, windows until their document is read."""
+"""What scoring holds between steps: queries until their last consumer, windows until a document is whole."""
 
 import numpy as np
 import pytest
@@ -100,24 +100,30 @@ def test_documents_are_apart_and_are_released_one_by_one() -> None:
     store.put(_window(1, first), first, torch.ones(1, 4))
     store.put(_window(2, second, length=9), second, torch.ones(1, 4))
     assert len(store) == 2
+    store.commit(1, {1})
+    assert len(store) == 2
     store.release(1)
     assert len(store) == 1
     assert store.tokens(2) == 9
     store.release(1)
+    store.commit(1, {1})
+    store.commit(2, {2})
     store.release(2)
     assert len(store) == 0
 
 
-def test_a_document_released_starts_anew() -> None:
+def test_a_document_that_was_scored_waits_for_windows_of_steps_that_are_not_committed() -> None:
     store = WindowStore()
     window = Window(1, 2)
-    store.put(_window(1, window, length=3), window, torch.ones(1, 4))
+    store.put(_window(1, window), window, torch.ones(1, 4))
+    assert store.put(_window(2, window), window, torch.ones(1, 4)) is not None
+    store.commit(1, {1})
     store.release(1)
-    assert store.put(_window(3, window, length=4), window, torch.ones(1, 4)) is None
-    assert store.tokens(1) == 4
-    store.release(1)
-    # Its request may be dropped after that, too.
-    store.drop_request(0)
+    assert len(store) == 1
+    assert store.tokens(1) == 0
+    assert store.put(_window(2, window), window, torch.ones(1, 4)) is None
+    assert store.tokens(1) == 0
+    store.commit(1, {2})
     assert len(store) == 0
 
 
