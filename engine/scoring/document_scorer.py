@@ -160,10 +160,9 @@ class DocumentScorer:
             documents = [documents[i] for i in cacheable]
         rounded = self._cache.rounded(items)
         made.new_embeddings.append(Arriving([self._about(document) for document in documents], rounded))
-        rows = rounded if self._takes_int8 else rounded.decoded(self._dtype)
         for i, document in enumerate(documents):
-            new_rows[_required_key(document)] = rows.item(i)
-        return [*parts, (documents, rows)]
+            new_rows[_required_key(document)] = rounded.item(i)
+        return [*parts, (documents, rounded)]
 
     def _about(self, sequence: Sequence) -> About:
         document = _document(sequence)
