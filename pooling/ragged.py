@@ -30,11 +30,25 @@ class Ragged:
     def from_items(cls, items: Sequence[torch.Tensor]) -> "Ragged":
         return cls.from_lengths(torch.cat(list(items)), [len(item) for item in items])
 
+    @classmethod
+    def join(cls, parts: Sequence["Ragged"]) -> "Ragged":
+        """The items of all parts, one after the other; either all parts have scales or none has."""
+        lengths = [length for part in parts for length in part.lengths]
+        scales = [part.scales for part in parts if part.scales is not None]
+        values = torch.cat([part.values for part in parts])
+        return cls(values, (0, *accumulate(lengths)), torch.cat(scales) if scales else None)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def item(self, index: int) -> "Ragged":
+        """One item by itself, with its scales."""
+        start, stop = self.offsets[index : index + 2]
+        scales = None if self.scales is None else self.scales[start:stop]
+        return Ragged(self.values[start:stop], (0, stop - start), scales)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.values.split(self.lengths))

@@ -80,7 +80,7 @@ class DocumentScorer:
         scores are delivered. Before it is called again for sequences of a step that failed, `forget` must be
         called with their ids."""
         made = ScoredDocuments()
-        new_rows: dict[bytes, torch.Tensor] = {}
+        new_rows: dict[bytes, Ragged] = {}
         for task in pooled:
             self._store_queries(task)
             documents, items = self._complete_documents(task, made)
@@ -138,7 +138,7 @@ class DocumentScorer:
         self,
         documents: list[Sequence],
         items: Ragged,
-        new_rows: dict[bytes, torch.Tensor],
+        new_rows: dict[bytes, Ragged],
         made: ScoredDocuments,
     ) -> list[tuple[list[Sequence], Ragged]]:
         """Starts copying new embeddings to the host for the cache.
@@ -158,10 +158,9 @@ class DocumentScorer:
             documents = [documents[i] for i in cacheable]
         rounded = self._cache.rounded(items)
         made.new_embeddings.append(Arriving([self._about(document) for document in documents], rounded))
-        decoded = rounded.decoded(self._dtype)
-        for document, rows in zip(documents, decoded, strict=True):
-            new_rows[_required_key(document)] = rows
-        return [*parts, (documents, rounded if self._takes_int8 else decoded)]
+        for i, document in enumerate(documents):
+            new_rows[_required_key(document)] = rounded.item(i)
+        return [*parts, (documents, rounded)]
 
     def _about(self, sequence: Sequence) -> About:
         document = _document(sequence)
@@ -171,11 +170,11 @@ class DocumentScorer:
         return About(_required_key(sequence), tokens, document.truncated)
 
     def _score_skipped(
-        self, skipped: ListOf[SkippedSequence], new_rows: dict[bytes, torch.Tensor], made: ScoredDocuments
+        self, skipped: ListOf[SkippedSequence], new_rows: dict[bytes, Ragged], made: ScoredDocuments
     ) -> None:
         duplicates = [one.sequence for one in skipped if isinstance(one, Duplicate)]
         if duplicates:
-            rows = Ragged.from_items([new_rows[_required_key(sequence)] for sequence in duplicates])
+            rows = Ragged.join([new_rows[_required_key(sequence)] for sequence in duplicates])
             self._against_queries([_target(sequence) for sequence in duplicates], rows, made)
         hits = [one for one in skipped if isinstance(one, CacheHit)]
         if hits:

@@ -15,7 +15,7 @@ from maxsimd.scheduler import ResultSlot
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The value of one place in a request's results."""
+    """The value for one slot of a request's results."""
 
     slot: ResultSlot
     value: Value

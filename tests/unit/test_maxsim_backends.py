@@ -1,0 +1,407 @@
+"""MaxSim backends on what is ragged, empty, scaled or not a number; and which backend a name means."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.ops import triton as triton_ops
+from maxsimd.engine.scoring.maxsim import (
+    MaxSim,
+    avx512,
+    choose_maxsim,
+    maxsim_avx512,
+    maxsim_reference,
+    maxsim_tiled,
+    tiled,
+)
+from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
+from maxsimd.pooling.ragged import Ragged
+
+pytestmark = pytest.mark.fast
+
+BACKENDS = [
+    pytest.param(maxsim_reference, id="reference"),
+    pytest.param(maxsim_tiled, id="tiled"),
+    pytest.param(
+        maxsim_avx512,
+        id="avx512",
+        marks=pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernel"),
+    ),
+]
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+Problem = tuple[Ragged, Ragged, list[tuple[int, int]]]
+
+
+def ragged(lengths: list[int], dim: int, seed: int) -> Ragged:
+    random = torch.Generator().manual_seed(seed)
+    return Ragged.from_lengths(torch.randn(sum(lengths), dim, generator=random), lengths)
+
+
+def plain(queries: Ragged, documents: Ragged, pairs: list[tuple[int, int]]) -> list[float]:
+    """The definition, number by number, in double precision."""
+    found = []
+    for q, d in pairs:
+        query, document = queries[q].double().numpy(), documents[d].double().numpy()
+        if len(document):
+            found.append(float(sum(max(np.dot(a, b) for b in document) for a in query)))
+        else:
+            found.append(-1e9)
+    return found
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    dim = draw(st.sampled_from([1, 2, 7, 16]))
+    queries = draw(st.lists(st.integers(0, 18), min_size=1, max_size=4))
+    documents = draw(st.lists(st.integers(0, 70), min_size=1, max_size=6))
+    pair = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
+    pairs = draw(st.lists(pair, max_size=10) | st.just([(0, i) for i in range(len(documents))]))
+    return ragged(queries, dim, 1), ragged(documents, dim, 2), pairs
+
+
+@pytest.mark.parametrize("maxsim", BACKENDS)
+@given(problems())
+def test_every_backend_follows_the_definition(maxsim: MaxSim, problem: Problem) -> None:
+    scores = maxsim(*problem)
+    assert scores.dtype is torch.float32
+    assert scores.shape == (len(problem[2]),)
+    assert scores.tolist() == pytest.approx(plain(*problem), abs=2e-3, rel=1e-5)
+
+
+@pytest.mark.parametrize("maxsim", BACKENDS)
+@given(problems())
+def test_bfloat16_embeddings_score_as_their_exact_values(maxsim: MaxSim, problem: Problem) -> None:
+    queries, documents = (items.decoded(torch.bfloat16) for items in problem[:2])
+    scores = maxsim(queries, documents, problem[2])
+    assert scores.dtype is torch.float32
+    assert scores.tolist() == pytest.approx(plain(queries, documents, problem[2]), abs=0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("maxsim", BACKENDS)
+@given(problems())
+def test_int8_embeddings_score_as_their_decoded_values(maxsim: MaxSim, problem: Problem) -> None:
+    queries, documents, pairs = problem
+    scales = documents.values.abs().amax(dim=1).clamp(min=1e-12) / 127
+    rounded = (documents.values / scales[:, None]).round().to(torch.int8)
+    decoded = Ragged(rounded, documents.offsets, scales).decoded(torch.float32)
+    exact = Ragged(rounded.double() * scales.double()[:, None], documents.offsets)
+    assert maxsim(queries, decoded, pairs).tolist() == pytest.approx(
+        plain(queries, exact, pairs), abs=2e-3, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("maxsim", BACKENDS)
+def test_a_document_without_tokens_has_the_lowest_score_of_all(maxsim: MaxSim) -> None:
+    queries, documents = ragged([3, 2], 4, 1), ragged([0, 2, 0], 4, 2)
+    scores = maxsim(queries, documents, [(0, 0), (1, 1), (1, 2)])
+    assert scores[[0, 2]].tolist() == [EMPTY_DOCUMENT_SCORE] * 2 == [-1e9] * 2
+    assert maxsim(queries, ragged([0], 4, 2), [(0, 0)]).tolist() == [-1e9]
+    assert maxsim(queries, documents, []).shape == (0,)
+
+
+@pytest.mark.parametrize("maxsim", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_or_query_that_is_no_number_makes_its_own_scores_no_number(
+    maxsim: MaxSim, dtype: torch.dtype
+) -> None:
+    queries, documents = ragged([3, 2], 4, 1), ragged([40, 5, 33], 4, 2)
+    documents[1][:] = torch.nan
+    queries[1][0] = torch.nan
+    pairs = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2)]
+    scores = maxsim(queries.decoded(dtype), documents.decoded(dtype), pairs)
+    assert scores.isnan().tolist() == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize("maxsim", [maxsim_reference, maxsim_tiled])
+@pytest.mark.parametrize("row", [0, 17, 39])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_row_that_is_no_number_is_enough(maxsim: MaxSim, row: int, dtype: torch.dtype) -> None:
+    queries, documents = ragged([3], 4, 1), ragged([40, 40], 4, 2)
+    documents[1][row] = torch.nan
+    scores = maxsim(queries.decoded(dtype), documents.decoded(dtype), [(0, 0), (0, 1)])
+    assert scores.isnan().tolist() == [False, True]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 12))
+def test_tiles_are_runs_of_documents_that_fit_or_one_that_does_not(lengths: list[int], rows: int) -> None:
+    offsets = tiled._offsets(np.array(lengths))
+    assert offsets.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    tiles = list(tiled._tiles(offsets, rows))
+    assert [first for first, _ in tiles] == [0, *(last for _, last in tiles[:-1])]
+    assert tiles[-1][1] == len(lengths)
+    for first, last in tiles:
+        assert last > first
+        assert sum(lengths[first:last]) <= rows or last == first + 1
+        if last < len(lengths):
+            assert sum(lengths[first : last + 1]) > rows, "no tile is smaller than it must be"
+
+
+@pytest.mark.parametrize("tile_bytes", [1, 4 * 3 * 40, 4 * 3 * 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_do_not_depend_on_the_size_of_a_tile(
+    monkeypatch: pytest.MonkeyPatch, tile_bytes: int, dtype: torch.dtype
+) -> None:
+    queries = ragged([3, 16], 8, 1).decoded(dtype)
+    documents = ragged([40, 1, 64, 33, 32, 90, 2, 5], 8, 2).decoded(dtype)
+    pairs = [(q, d) for q in range(2) for d in range(8)]
+    monkeypatch.setattr(tiled, "TILE_BYTES", tile_bytes)
+    sizes: list[int] = []
+    product = tiled._product
+    monkeypatch.setattr(tiled, "_product", lambda rows, q: sizes.append(len(rows)) or product(rows, q))
+    scores = maxsim_tiled(queries, documents, pairs)
+    tolerance = 1e-4 if dtype is torch.float32 else 0.5
+    assert scores.tolist() == pytest.approx(plain(queries, documents, pairs), abs=tolerance)
+    rows = [tile_bytes // (length * documents.values.itemsize) for length in (3, 16)]
+    lengths = documents.lengths
+    expected = []
+    for most in rows:
+        tiles = tiled._tiles(tiled._offsets(np.array(lengths)), most)
+        expected += [sum(lengths[first:last]) for first, last in tiles]
+    assert sizes == expected
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.data())
+def test_the_tokens_of_the_wanted_documents_stand_end_to_end(lengths: list[int], data: st.DataObject) -> None:
+    documents = ragged(lengths, 3, 1)
+    wanted = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=8))
+    found = tiled._tokens_of(np.array(wanted), documents, np.array(lengths))
+    assert torch.equal(found, torch.cat([documents[i] for i in wanted]))
+
+
+def test_documents_side_by_side_are_not_copied() -> None:
+    documents = ragged([2, 3, 4, 1], 3, 1)
+    lengths = np.array(documents.lengths)
+    side_by_side = tiled._tokens_of(np.array([1, 2]), documents, lengths)
+    assert side_by_side.data_ptr() == documents[1].data_ptr()
+    assert len(side_by_side) == 7
+    assert tiled._tokens_of(np.array([1, 3]), documents, lengths).data_ptr() != documents[1].data_ptr()
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 3))
+def test_maxima_by_torch_are_those_of_consecutive_rows(counts: list[int], columns: int) -> None:
+    rows = torch.randn(sum(counts), columns, generator=torch.Generator().manual_seed(0)) - 3
+    found = tiled.maxima_by_torch(rows, np.array(counts))
+    assert torch.equal(found, torch.stack([part.amax(dim=0) for part in rows.split(counts)]))
+    assert tiled.maxima_by_torch(rows.to("meta"), np.array(counts)).device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 8])
+def test_rows_by_index_are_those_rows(dtype: torch.dtype, columns: int) -> None:
+    rows = ragged([9], 2 * columns, 1).values.to(dtype)
+    index = torch.tensor([8, 0, 0, 3])
+    for some in (rows[:, :columns].contiguous(), rows[:, columns:]):
+        taken = tiled._take(some, index)
+        assert taken.dtype is dtype
+        assert torch.equal(taken, some[index])
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 32])
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129, 200, 4096, 4097, 6500])
+def test_products_are_made_in_pieces_of_few_shapes(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int
+) -> None:
+    shapes: set[tuple[int, int]] = set()
+    mm = torch.mm
+
+    def noted(first: torch.Tensor, second: torch.Tensor, *, out: torch.Tensor) -> None:
+        shapes.add((len(first), second.shape[1]))
+        mm(first, second, out=out)
+
+    monkeypatch.setattr(torch, "mm", noted)
+    random = torch.Generator().manual_seed(rows)
+    values = torch.randn(rows, 4, generator=random).bfloat16()
+    transposed = torch.randn(4, columns, generator=random).bfloat16()
+    found = tiled._product(values, transposed)
+    assert found.shape == (rows, columns)
+    exact = values.float() @ transposed.float()
+    torch.testing.assert_close(found.float(), exact, atol=0.05, rtol=0.02)
+    assert {size for size, _ in shapes} <= set(tiled.PIECES)
+    assert {width for _, width in shapes} == {-(-columns // tiled.COLUMNS) * tiled.COLUMNS}
+    assert max(size for size, _ in shapes) == max([s for s in tiled.PIECES if s <= rows] or [64])
+
+
+def test_float32_is_multiplied_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "mm", None)
+    values, transposed = ragged([5], 4, 1).values, ragged([4], 3, 2).values
+    assert torch.equal(tiled._product(values, transposed), values @ transposed)
+
+
+def test_scores_are_made_on_the_documents_device() -> None:
+    queries, documents = ragged([3], 4, 1), ragged([2, 5], 4, 2)
+    elsewhere = [Ragged(items.values.to("meta"), items.offsets) for items in (queries, documents)]
+    for maxsim in (maxsim_reference, maxsim_tiled):
+        scores = maxsim(elsewhere[0], elsewhere[1], [(0, 1), (0, 0)])
+        assert (scores.device.type, scores.shape) == ("meta", (2,))
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the compiled kernel is given; it answers by the definition."""
+    calls: list[tuple[Any, ...]] = []
+
+    def kernel(q: Any, q_offsets: Any, d: Any, d_offsets: Any, pairs: Any, empty: float) -> torch.Tensor:
+        calls.append((q.dtype, d.dtype, list(pairs), empty))
+        return maxsim_reference(Ragged(q, q_offsets), Ragged(d, d_offsets), pairs)
+
+    monkeypatch.setattr(avx512, "maxsim", kernel)
+    return calls
+
+
+def test_the_kernel_is_given_pairs_of_one_query_together_and_scores_come_back_in_order(
+    kernel_calls: list[tuple[Any, ...]],
+) -> None:
+    queries, documents = ragged([2, 3, 1], 4, 1), ragged([4, 2, 5], 4, 2)
+    pairs = [(2, 0), (0, 1), (1, 1), (2, 2), (0, 0)]
+    scores = maxsim_avx512(queries, documents, pairs)
+    assert scores.tolist() == pytest.approx(plain(queries, documents, pairs), abs=1e-4)
+    assert kernel_calls[0][2] == [(0, 1), (0, 0), (1, 1), (2, 0), (2, 2)]
+    assert kernel_calls[0][3] == -1e9
+
+
+def test_the_kernel_computes_in_the_documents_precision(kernel_calls: list[tuple[Any, ...]]) -> None:
+    queries, documents = ragged([2], 4, 1), ragged([4], 4, 2)
+    maxsim_avx512(queries, documents.decoded(torch.bfloat16), [(0, 0)])
+    maxsim_avx512(queries.decoded(torch.bfloat16), documents, [(0, 0)])
+    assert [call[:2] for call in kernel_calls] == [(torch.bfloat16,) * 2, (torch.float32,) * 2]
+
+
+def test_what_the_kernel_does_not_take_goes_the_plain_way(kernel_calls: list[tuple[Any, ...]]) -> None:
+    queries, documents = ragged([2], 5, 1), ragged([4], 5, 2).decoded(torch.bfloat16)
+    scores = maxsim_avx512(queries, documents, [(0, 0)])
+    assert torch.equal(scores, maxsim_tiled(queries, documents, [(0, 0)]))
+    assert kernel_calls == []
+
+
+@dataclass
+class Launches:
+    """Answers the Triton kernel's launches by the definition, and notes them."""
+
+    noted: list[Any] = field(default_factory=list)
+
+    def __call__(
+        self, queries: Any, documents: Any, pairs: Any, empty_score: float, *, split_k: int | None
+    ) -> torch.Tensor:
+        self.noted.append((queries, documents, pairs, split_k))
+        items = [
+            Ragged(packed.values, tuple(packed.offsets.tolist()), packed.scales).decoded(torch.float32)
+            for packed in (queries, documents)
+        ]
+        wanted = list(zip(pairs.queries.tolist(), pairs.documents.tolist(), strict=True))
+        scores = maxsim_reference(items[0], items[1], wanted)
+        return torch.where(scores == EMPTY_DOCUMENT_SCORE, empty_score, scores)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    pytest.importorskip("triton")
+    from maxsimd.engine.scoring.maxsim import triton
+
+    launches = Launches()
+    monkeypatch.setattr(triton, "maxsim", launches)
+    return launches
+
+
+def _triton(
+    queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, int]], *split: int
+) -> torch.Tensor:
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+    return maxsim_triton(queries, documents, pairs, *split)
+
+
+def test_triton_is_given_all_indices_as_int32_and_the_longest_lengths(launches: Launches) -> None:
+    queries, documents = ragged([2, 7, 1], 4, 1), ragged([0, 3, 9, 2], 4, 2)
+    pairs = [(2, 0), (0, 1), (1, 2), (1, 3), (0, 2)]
+    scores = _triton(queries, documents, pairs, 5)
+    assert scores.tolist() == pytest.approx(plain(queries, documents, pairs), abs=1e-4)
+    [(packed_queries, packed_documents, indices, split_k)] = launches.noted
+    assert (packed_queries.longest, packed_documents.longest, split_k) == (7, 9, 5)
+    for numbers in (packed_queries.offsets, packed_documents.offsets, indices.queries, indices.documents):
+        assert numbers.dtype is torch.int32
+    assert packed_queries.scales is None
+    assert packed_documents.scales is None
+
+
+def test_triton_is_given_int8_rows_with_their_scales(launches: Launches) -> None:
+    queries = ragged([2], 4, 1)
+    values = torch.randint(-127, 128, (7, 4), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    documents = Ragged(values, (0, 3, 7), torch.linspace(0.1, 0.7, 7))
+    pairs = [(0, 1), (0, 0)]
+    scores = _triton(queries, documents, pairs)
+    assert scores.tolist() == pytest.approx(plain(queries, documents.decoded(torch.float32), pairs), rel=1e-4)
+    assert launches.noted[0][1].values.dtype is torch.int8
+    assert launches.noted[0][3] is None
+
+
+def test_triton_is_given_room_for_one_token_where_no_query_has_any(launches: Launches) -> None:
+    _triton(ragged([0, 0], 4, 1), ragged([2], 4, 2), [(1, 0)])
+    assert launches.noted[0][0].longest == 1
+
+
+def test_triton_is_not_launched_for_no_pair(launches: Launches) -> None:
+    scores = _triton(ragged([2], 4, 1), ragged([2], 4, 2), [])
+    assert (scores.shape, scores.dtype, scores.device) == ((0,), torch.float32, CPU)
+    elsewhere = Ragged(torch.empty(2, 4, device="meta"), (0, 2))
+    assert _triton(elsewhere, elsewhere, []).device.type == "meta"
+    assert launches.noted == []
+
+
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("has_triton", [False, True])
+@pytest.mark.parametrize(
+    ("name", "device", "compiled_allowed"),
+    [
+        (name, device, allowed)
+        for name in ("auto", "reference", "tiled", "avx512", "triton")
+        for device in (CPU, GPU)
+        for allowed in (False, True)
+    ],
+)
+def test_a_name_means_the_best_backend_that_runs_there(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    device: torch.device,
+    compiled_allowed: bool,
+    built: bool,
+    has_triton: bool,
+) -> None:
+    if has_triton:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "is_available", lambda: built)
+    # Interpreted, Triton runs on a CPU, too.
+    monkeypatch.setattr(triton_ops, "runs_on", lambda device: has_triton)
+    can_run = {
+        "reference": True,
+        "tiled": True,
+        "avx512": built and device.type == "cpu",
+        "triton": has_triton,
+    }
+    if name == "auto":
+        best = {"cpu": ["avx512"] if compiled_allowed else [], "cuda": ["triton"]}[device.type]
+        chosen: str | None = next((backend for backend in best if can_run[backend]), "tiled")
+    else:
+        chosen = name if can_run[name] else None
+    if chosen is None:
+        message = (
+            f"^the MaxSim backend '{name}' cannot run on this {device.type}; "
+            "use --maxsim auto, tiled or reference$"
+        )
+        with pytest.raises(ValueError, match=message):
+            choose_maxsim(name, device, compiled_allowed)
+        return
+    found, backend = choose_maxsim(name, device, compiled_allowed)
+    assert found == chosen
+    assert backend.__name__ == f"maxsim_{chosen}"
+
+
+def test_compiled_kernels_are_allowed_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "is_available", lambda: True)
+    assert choose_maxsim("auto", CPU)[0] == "avx512"
