@@ -215,7 +215,10 @@ async def _run_with(
     await workload.prepare(engine)
     faults.arm(function, statement)
     try:
-        return await workload.run(engine)
+        found = await workload.run(engine)
+        # A commit follows the delivery of results.
+        await until(lambda: not engine.is_healthy or engine.stats() == EngineStats())
+        return found
     finally:
         faults.disarm()
 
