@@ -186,9 +186,9 @@ class RunnerActor(Actor[RunnerMessage]):
         if out_of_memory:
             torch.cuda.empty_cache()
             self._scheduler.post(StepReport(step.step_id, 0, out_of_memory=True))
+        self._scoring.tell(ForgetAttempt(frozenset(chunk.sequence.sequence_id for chunk in step.chunks)))
         if step.num_parts > 1:
             log.warning("a step of %d parts failed and is tried in halves: %s", step.num_parts, error)
-            self._scoring.tell(ForgetAttempt(frozenset(chunk.sequence.sequence_id for chunk in step.chunks)))
             for half in step.halves():
                 await self._run(half)
             return

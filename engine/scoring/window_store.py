@@ -22,8 +22,8 @@ class WindowStore:
 
     def put(self, sequence: Sequence, window: Window, embedding: torch.Tensor) -> torch.Tensor | None:
         """The embeddings of the whole document [tokens, dim] once its last window is there, else None."""
-        document = self._held.setdefault(window.document_id, {})
         self._requests[window.document_id] = sequence.request_id
+        document = self._held.setdefault(window.document_id, {})
         self._tokens.setdefault(window.document_id, {})[sequence.sequence_id] = len(sequence)
         # A clone, so that one window does not hold the whole step's tensor alive.
         document[sequence.sequence_id] = embedding.clone()
