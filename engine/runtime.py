@@ -138,11 +138,14 @@ class Running:
         """Ends actors and threads, and closes the cache once nothing reads it any more."""
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
-        await asyncio.to_thread(self._device.close)
         self._metrics.watch(None)
-        await asyncio.to_thread(self._pool.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._end_threads)
+
+    def _end_threads(self) -> None:
+        self._device.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
         if self.device_model.cache is not None:
-            await asyncio.to_thread(self.device_model.cache.close)
+            self.device_model.cache.close()
 
     async def _prepare_and_wait(
         self, ids: RequestIds, prepare: Callable[[RequestIds], Prepared], options: RunOptions
