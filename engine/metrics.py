@@ -81,6 +81,7 @@ class _CacheCollector(Collector):
         counts = (
             ("hits", "Documents whose embeddings were there", cache.hits),
             ("misses", "Documents whose embeddings were not there", cache.misses),
+            ("skipped", "Embeddings that were not cached because writing did not keep up", cache.skipped),
             ("evictions", "Embeddings that went to make room", cache.evictions),
         )
         for name, help, value in counts:

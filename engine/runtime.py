@@ -109,6 +109,7 @@ class Running:
             open_requests=self.scheduler.open_requests,
             waiting_tokens=self.scheduler.waiting_tokens,
             waiting_sequences=self.scheduler.waiting_sequences,
+            waiting_cached=self.scheduler.waiting_cached,
             steps_in_flight=self.scheduler.in_flight,
             device=self._actors.stats(),
         )

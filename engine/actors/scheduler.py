@@ -69,6 +69,11 @@ class SchedulerActor(Actor[SchedulerMessage]):
         return self._scheduler.waiting_sequences
 
     @property
+    def waiting_cached(self) -> int:
+        """Batches of cached documents that wait for a step."""
+        return self._scheduler.waiting_cached
+
+    @property
     def open_requests(self) -> int:
         """Requests of which values are missing."""
         return len(self._open)

@@ -141,6 +141,11 @@ class EmbeddingCache:
         return self._writer.num_staged
 
     @property
+    def skipped(self) -> int:
+        """How many embeddings were not cached because writing did not keep up."""
+        return self._writer.skipped
+
+    @property
     def entries(self) -> int:
         return len(self._memory) if self._disk is None else max(len(self._memory), len(self._disk))
 

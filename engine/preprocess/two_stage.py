@@ -24,9 +24,8 @@ from maxsimd.scheduler import Sequence as TokenSequence
 # A batch of cached documents has at most this many rows and documents, so that scoring it takes no new memory
 # and little time.
 CACHED_ROWS, CACHED_DOCUMENTS = 16_384, 512
-# Scoring this many cached rows, or handling this many cached documents, takes about as long as running a
-# token through a small model (MiniLM-L6). A large one takes longer for its tokens, so that its cached
-# documents cost too much rather than too little.
+# An estimate for a small model (MiniLM-L6): scoring this many cached rows, or handling this many cached
+# documents, takes as long as running a token. It is not measured on the machine at hand.
 ROWS_PER_TOKEN, DOCUMENTS_PER_TOKEN = 128, 4
 
 

@@ -97,6 +97,9 @@ async def test_cancelled_cached_documents_leave_the_queue_and_the_device(
 ) -> None:
     task = asyncio.create_task(engine.score("a query", documents, truncation=CUT_LONG))
     await _until_tokens_wait(engine, 0)
+    async with asyncio.timeout(20):
+        while engine.stats().waiting_cached == 0:
+            await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

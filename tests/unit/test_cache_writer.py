@@ -1,0 +1,69 @@
+"""The cache's writer: what it cannot take in is not cached, and counted."""
+
+import threading
+
+import torch
+
+from maxsimd.engine.cache import About, Arriving, CachedEmbedding
+from maxsimd.engine.cache.writer import CacheWriter
+from maxsimd.pooling.ragged import Ragged
+
+
+def arriving(*keys: bytes) -> Arriving:
+    """Embeddings of one row of four float32 numbers, 16 bytes each."""
+    rows = Ragged(torch.arange(4.0 * len(keys)).view(-1, 4), tuple(range(len(keys) + 1)))
+    return Arriving([About(key, 3, False) for key in keys], rows)
+
+
+class Written:
+    """Takes what is written once `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.entries: dict[bytes, CachedEmbedding] = {}
+
+    def write(self, entries: list[tuple[bytes, CachedEmbedding]]) -> None:
+        self.go.wait(20)
+        self.entries |= dict(entries)
+
+
+def test_staged_embeddings_are_found_and_written() -> None:
+    written = Written()
+    writer = CacheWriter(written.write, limit=1000)
+    writer.stage(arriving(b"a", b"b"))
+    found = writer.get(b"b")
+    assert found is not None
+    assert found.rows.tolist() == [[4, 5, 6, 7]]
+    assert (writer.num_staged, writer.flush(0)) == (2, False)
+    written.go.set()
+    assert writer.flush(20)
+    assert (writer.num_staged, writer.get(b"b"), set(written.entries)) == (0, None, {b"a", b"b"})
+    writer.close()
+
+
+def test_what_exceeds_the_limit_is_skipped_and_counted() -> None:
+    written = Written()
+    writer = CacheWriter(written.write, limit=48)
+    writer.stage(arriving(b"a", b"b"))
+    writer.stage(arriving(b"c", b"d"))
+    writer.stage(arriving(b"e"))
+    assert (writer.skipped, writer.num_staged, writer.get(b"c")) == (2, 3, None)
+    written.go.set()
+    writer.close()
+    assert set(written.entries) == {b"a", b"b", b"e"}
+
+
+def test_a_write_that_fails_harms_no_other() -> None:
+    tried: list[list[bytes]] = []
+
+    def write(entries: list[tuple[bytes, CachedEmbedding]]) -> None:
+        tried.append([key for key, _ in entries])
+        if tried[-1] == [b"a"]:
+            raise OSError("no space left")
+
+    writer = CacheWriter(write, limit=1000)
+    writer.stage(arriving(b"a"))
+    writer.stage(arriving(b"b"))
+    assert writer.flush(20)
+    writer.close()
+    assert (tried, writer.num_staged) == ([[b"a"], [b"b"]], 0)
