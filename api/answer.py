@@ -33,7 +33,7 @@ class Answer:
 async def wire_answer(engine: Engine, response: Any, items: int = 0) -> Answer:
     """A wire type, or a list of them, as JSON; `items` says how large it is."""
     if items > LARGE_ANSWER:
-        body = await engine.in_thread(lambda: msgspec.json.encode(response))
+        body = await engine.in_thread(lambda: msgspec.json.encode(response), 10 * items)
     else:
         body = msgspec.json.encode(response)
     return Answer(200, {"Content-Type": "application/json"}, body)

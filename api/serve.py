@@ -1,10 +1,8 @@
 """The life of a server process: listen, load, serve, drain, leave."""
 
 import asyncio
-import gc
 import logging
 import signal
-import sys
 import time
 
 import uvloop
@@ -12,23 +10,21 @@ from aiohttp import web
 
 from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.interpreter import garbage_left_alone, switching_often
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.device.load import DeviceModel
 
 log = logging.getLogger("maxsimd.serve")
 
 _LEAVING_SECONDS = 0.05
-# How long a thread may hold Python's lock while the event loop wants it; Python's own 5 ms are too long for a
-# server whose device thread and tokenisers want it as well.
-_SWITCH_SECONDS = 0.0005
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
     """Serves until SIGTERM or SIGINT; returns the process's exit status.
 
     `started` is when the command was given (perf_counter), for the log."""
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    return uvloop.run(_serve(engine_config, server_config, started))
+    with switching_often():
+        return uvloop.run(_serve(engine_config, server_config, started))
 
 
 async def _serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
@@ -47,32 +43,28 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
     port = runner.addresses[0][1]
     try:
         await engine.start()
-        # What a start leaves behind stays as it is: walking through it would stop everything for a tenth of a
-        # second now and then.
-        gc.collect()
-        gc.freeze()
-        log.info(
-            "%s is ready on http://%s:%d after %.1f s: %s",
-            engine.model.name,
-            server_config.host,
-            port,
-            time.perf_counter() - started,
-            _how_it_runs(engine),
-        )
-        died = asyncio.create_task(engine.until_dead())
-        asked = asyncio.create_task(stop.wait())
-        await asyncio.wait({died, asked}, return_when=asyncio.FIRST_COMPLETED)
-        await _drain(runner, site, server_config.grace_seconds)
-        died.cancel()
-        asked.cancel()
-        return 0 if engine.death is None else 1
+        with garbage_left_alone():
+            log.info(
+                "%s is ready on http://%s:%d after %.1f s: %s",
+                engine.model.name,
+                server_config.host,
+                port,
+                time.perf_counter() - started,
+                _how_it_runs(engine),
+            )
+            died = asyncio.create_task(engine.until_dead())
+            asked = asyncio.create_task(stop.wait())
+            await asyncio.wait({died, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await _drain(runner, site, server_config.grace_seconds)
+            died.cancel()
+            asked.cancel()
+            return 0 if engine.death is None else 1
     except ModelLoadError as error:
         log.error("%s", error)
         return 1
     finally:
         await engine.stop(grace=server_config.grace_seconds)
         await runner.cleanup()
-        gc.unfreeze()
 
 
 def _how_it_runs(engine: Engine) -> str:

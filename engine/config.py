@@ -49,7 +49,9 @@ class EngineConfig:
     max_queued_tokens: int = option(
         8_000_000, "Requests are refused while more tokens than this wait; a lone request is never refused."
     )
-    steps_in_flight: int = option(2, "Steps handed to the device ahead of their results; 1 or 2.")
+    steps_in_flight: int = option(
+        2, "Steps on the device at a time, 1 or 2; the second is chosen when the first is about to end."
+    )
     quantization: Literal["none", "int8"] = option(
         "none", "int8 rounds the weights of linear layers, and what they multiply, to int8; on a CPU only."
     )

@@ -313,11 +313,12 @@ class Engine:
         """Forgets all cached embeddings, on disk as well."""
         cache = self.device_model.cache
         if cache is not None:
-            await self.in_thread(cache.clear)
+            await self.in_thread(cache.clear, 0)
 
-    async def in_thread(self, function: Callable[[], T]) -> T:
-        """Runs something that blocks in the engine's thread pool."""
-        return await self._require().in_pool(function)
+    async def in_thread(self, function: Callable[[], T], size: int) -> T:
+        """Runs something that blocks in the engine's thread pool, where small work goes before large; `size`
+        is about how many characters it reads or writes."""
+        return await self._require().in_pool(function, size)
 
     async def _launch(self) -> Running:
         device = DeviceThread()
@@ -340,12 +341,12 @@ class Engine:
         self._check_task(request.task)
         check_dimensions(dimensions, self.model.tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
-        return await running.run(lambda ids: running.preprocessor.embed(request, ids), options)
+        return await running.run(lambda ids: running.preprocessor.embed(request, ids), request.size, options)
 
     async def _pairs(self, request: ScoreRequest, options: RunOptions) -> tuple[Prepared, list[Value]]:
         running = self._require()
         self.metrics.request_documents.observe(len(request.documents))
-        return await running.run(lambda ids: running.preprocessor.score(request, ids), options)
+        return await running.run(lambda ids: running.preprocessor.score(request, ids), request.size, options)
 
     def _check_task(self, task: str) -> None:
         tasks = self.model.tasks

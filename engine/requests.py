@@ -3,7 +3,7 @@
 Plain data: texts in, numbers out. The engine turns a request into sequences; see `preprocess`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -71,6 +71,11 @@ class ScoreRequest:
     instruction: str | None = None
     cache: CacheMode = "use"
 
+    @property
+    def size(self) -> int:
+        """How many characters there are to read; each text counts as some more."""
+        return _size(self.queries) + _size(self.documents)
+
     def query_of(self, document: int) -> int:
         return 0 if len(self.queries) == 1 else document
 
@@ -86,6 +91,15 @@ class EmbedRequest:
     input_type: InputType | None = None
     prompt_name: str | None = None
     truncation: Truncation = REFUSE_LONG
+
+    @property
+    def size(self) -> int:
+        """How many characters or token ids there are to read; each text counts as some more."""
+        return _size(self.texts)
+
+
+def _size(texts: Sequence[str | tuple[int, ...]]) -> int:
+    return sum(map(len, texts)) + 64 * len(texts)
 
 
 @dataclass(frozen=True, slots=True)

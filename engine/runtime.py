@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from typing import TypeVar
@@ -16,10 +15,12 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.budget import default_budget
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread
+from maxsimd.engine.device.thread_priority import lower_thread_priority
 from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTimeoutError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import RunOptions, Value
 from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Scheduler, StepLimits
@@ -57,7 +58,7 @@ class Running:
         self._num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
-        self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="maxsimd-pool")
+        self._pool = WorkerPool(config.tokenizer_threads, lower_thread_priority)
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
         self.preprocessor = Preprocessor(
             model,
@@ -83,16 +84,17 @@ class Running:
     async def run(
         self,
         prepare: Callable[[RequestIds], Prepared],
+        size: int,
         options: RunOptions,
     ) -> tuple[Prepared, list[Value]]:
-        """Prepares a request in the thread pool, queues it and waits for its values.
+        """Prepares a request of `size` characters in the thread pool, queues it and waits for its values.
 
         `options.progress` is called on this loop whenever some have come. Raises QueueFullError and
         RequestTimeoutError; when it is cancelled, so is its work."""
         with self._new_request() as ids:
             try:
                 async with asyncio.timeout(options.timeout):
-                    return await self._prepare_and_wait(ids, prepare, options)
+                    return await self._prepare_and_wait(ids, prepare, size, options)
             except TimeoutError:
                 self._abandon(ids.request_id)
                 raise RequestTimeoutError(
@@ -124,14 +126,19 @@ class Running:
         finally:
             await asyncio.shield(self._free())
 
-    async def in_pool(self, function: Callable[[], T]) -> T:
-        """Runs something that blocks in the thread pool. Raises EngineDeadError where the engine is stopped
-        before its turn comes."""
+    async def in_pool(self, function: Callable[[], T], size: int) -> T:
+        """Runs something that blocks, and reads or writes about `size` characters, in the thread pool. When
+        this is cancelled, the work is withdrawn. Raises EngineDeadError where the engine is stopped before it
+        is done."""
+        work = self._pool.submit(function, size)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+            return await asyncio.wrap_future(work.future)
+        except WithdrawnError:
+            raise EngineDeadError(self._reason) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
+                work.withdraw()
                 raise
             raise EngineDeadError(self._reason) from None
 
@@ -144,15 +151,15 @@ class Running:
 
     def _end_threads(self) -> None:
         self._device.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
         if self.device_model.cache is not None:
             self.device_model.cache.close()
 
     async def _prepare_and_wait(
-        self, ids: RequestIds, prepare: Callable[[RequestIds], Prepared], options: RunOptions
+        self, ids: RequestIds, prepare: Callable[[RequestIds], Prepared], size: int, options: RunOptions
     ) -> tuple[Prepared, list[Value]]:
         started = time.perf_counter()
-        prepared = await self.in_pool(lambda: prepare(ids))
+        prepared = await self.in_pool(lambda: prepare(ids), size)
         self._metrics.preprocess_seconds.observe(time.perf_counter() - started)
         self._check_room(prepared.work)
         future = self._future()

@@ -139,10 +139,14 @@ class Chunk:
         return start > 0 and self.start == start and self.is_last
 
 
+# Cached batches that are run and delivered together: some ten milliseconds of scoring.
+_BATCHES_TOGETHER = 4
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One forward pass, and the cached documents scored with it. `step_id` counts steps; a step that is split
-    after a failure keeps its id in both halves."""
+    """One forward pass, and the cached documents scored after it. `step_id` counts steps; a step that is
+    split keeps its id in all parts."""
 
     step_id: int
     chunks: tuple[Chunk, ...]
@@ -157,6 +161,14 @@ class Step:
     def num_parts(self) -> int:
         """Into how many steps it can be split: chunks and cached batches."""
         return len(self.chunks) + len(self.cached)
+
+    def stages(self) -> list["Step"]:
+        """What is run and delivered one after the other: the chunks, then some cached batches at a time, so
+        that the results of a forward pass do not wait for other requests' cached documents."""
+        stages = [Step(self.step_id, self.chunks)] if self.chunks else []
+        for start in range(0, len(self.cached), _BATCHES_TOGETHER):
+            stages.append(Step(self.step_id, (), self.cached[start : start + _BATCHES_TOGETHER]))
+        return stages
 
     def halves(self) -> tuple["Step", "Step"]:
         """The two halves of a step that failed as a whole; needs at least two parts. Chunks stay before

@@ -34,7 +34,8 @@ async def embeddings(state: ServerState, body: wire.EmbeddingsRequest) -> Answer
         ]
         return wire.EmbeddingsResponse(new_id("embd"), now(), state.model_name, data, usage_of(result.usage))
 
-    return await wire_answer(state.engine, await state.engine.in_thread(build), result.embeddings.size)
+    response = await state.engine.in_thread(build, 10 * result.embeddings.size)
+    return await wire_answer(state.engine, response, result.embeddings.size)
 
 
 async def pooling(state: ServerState, body: wire.PoolingRequest) -> Answer:
@@ -47,8 +48,9 @@ async def pooling(state: ServerState, body: wire.PoolingRequest) -> Answer:
         data = [wire.Pooling(i, _encode(item, body.encoding_format)) for i, item in enumerate(pooled)]
         return wire.PoolingResponse(new_id("pooling"), now(), state.model_name, data, usage_of(result.usage))
 
-    response = await state.engine.in_thread(build)
-    return await wire_answer(state.engine, response, sum(item.size for item in pooled))
+    num_values = sum(item.size for item in pooled)
+    response = await state.engine.in_thread(build, 10 * num_values)
+    return await wire_answer(state.engine, response, num_values)
 
 
 async def _pool(

@@ -57,7 +57,7 @@ async def tokenize(state: ServerState, body: wire.TokenizeRequest) -> Answer:
     text = body.text if body.text is not None else body.prompt
     if text is None:
         raise InvalidRequestError("text is missing", "text")
-    ids, tokens = await state.engine.in_thread(lambda: state.engine.tokenizer.encode_whole(text))
+    ids, tokens = await state.engine.in_thread(lambda: state.engine.tokenizer.encode_whole(text), len(text))
     shown = tokens if body.return_token_strs else None
     response = wire.TokenizeResponse(ids, len(ids), state.engine.max_tokens, shown)
     return await wire_answer(state.engine, response, len(ids))
@@ -67,7 +67,7 @@ async def detokenize(state: ServerState, body: wire.DetokenizeRequest) -> Answer
     tokenizer = state.engine.tokenizer
     if any(token >= tokenizer.vocabulary_size for token in body.tokens):
         raise InvalidRequestError(f"tokens must be below {tokenizer.vocabulary_size}", "tokens")
-    text = await state.engine.in_thread(lambda: tokenizer.decode(body.tokens))
+    text = await state.engine.in_thread(lambda: tokenizer.decode(body.tokens), len(body.tokens))
     return await wire_answer(state.engine, {"text": text, "prompt": text}, len(body.tokens))
 
 

@@ -69,7 +69,7 @@ async def _read(state: ServerState, body: Body) -> bytearray:
 async def _parse(state: ServerState, body: bytearray, kind: type[T]) -> T:
     try:
         if len(body) > LARGE_BODY:
-            return await state.engine.in_thread(lambda: msgspec.json.decode(body, type=kind))
+            return await state.engine.in_thread(lambda: msgspec.json.decode(body, type=kind), len(body))
         return msgspec.json.decode(body, type=kind)
     except UnicodeDecodeError as error:
         raise body_not_unicode(error.reason) from error

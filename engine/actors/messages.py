@@ -97,8 +97,8 @@ class DropRequest:
 class StepReport:
     """Runner to scheduler: what became of `num_parts` chunks and cached batches of a step.
 
-    `num_tokens` were run and documents of the price `cached_price` (tokens) were scored from the cache in
-    `seconds`."""
+    `num_tokens` were run and documents of the price `cached_price` (tokens) were scored from the cache;
+    `seconds` have passed since the step was begun."""
 
     step_id: int
     num_parts: int
@@ -110,7 +110,15 @@ class StepReport:
     out_of_memory: bool = False
 
 
-SchedulerMessage = Admit | Cancel | StepReport
+@dataclass(frozen=True, slots=True)
+class StepEnding:
+    """Runner to scheduler: the forward pass of a step is launched and only its last stage is left, so that
+    the device will soon have nothing to do."""
+
+    step_id: int
+
+
+SchedulerMessage = Admit | Cancel | StepEnding | StepReport
 RunnerMessage = Step | Release
 PoolingMessage = Pool | FreeSequences
 ScoringMessage = Score | Commit | ForgetAttempt | DropRequest

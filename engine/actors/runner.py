@@ -1,8 +1,8 @@
 """The actor that runs steps. Lives on the device thread's event loop.
 
-A step is a transaction, and the runner owns it: forward, pooling and scoring are attempts, without effect
-beyond what they return (state is overwritten by key, so that a second attempt does no harm). Then results are
-delivered; then one commit releases queries, windows, prefixes, and keys and values together.
+A stage of a step is a transaction, and the runner owns it: forward, pooling and scoring are attempts, without
+effect beyond what they return (state is overwritten by key, so that a second attempt does no harm). Then
+results are delivered; then one commit releases queries, windows, prefixes, and keys and values together.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from maxsimd.engine.actors.messages import (
     SchedulerMessage,
     Score,
     ScoringMessage,
+    StepEnding,
     StepReport,
 )
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
@@ -43,9 +44,10 @@ log = logging.getLogger(__name__)
 class RunnerActor(Actor[RunnerMessage]):
     """Owns the model, the transaction of each step, and the policy for steps that fail.
 
-    A step that fails on the way to delivery is tried again in halves, until the sequence that breaks it
-    stands alone; only that sequence's request fails. An error of the device itself, and whatever fails in
-    delivery or commit, ends the engine.
+    A step is run in stages, each a transaction by itself; when the last is under way, the scheduler is told,
+    so that it chooses the next one. A stage that fails on the way to delivery is tried again in halves, until
+    the sequence that breaks it stands alone; only that sequence's request fails. An error of the device, and
+    whatever fails in delivery or commit, ends the engine.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class RunnerActor(Actor[RunnerMessage]):
         self._scheduler = scheduler
         self._cache = cache
         self._deliveries: asyncio.TaskGroup | None = None
+        self._started = 0.0
         self.cut_sequences = CutSequences()
 
     async def run(self) -> None:
@@ -77,11 +80,15 @@ class RunnerActor(Actor[RunnerMessage]):
             self._scoring.tell(DropRequest(message.request_id))
             return
         self.cut_sequences.note(message)
-        await self._run(message)
+        self._started = time.perf_counter()
+        *stages, last = message.stages()
+        for stage in stages:
+            await self._run(stage)
+        await self._run(last, is_last=True)
 
-    async def _run(self, step: Step) -> None:
+    async def _run(self, step: Step, *, is_last: bool = False) -> None:
         try:
-            attempt = await self._attempt(step)
+            attempt = await self._attempt(step, is_last)
             arrival = attempt.outcome.arrival
             results = attempt.outcome.results() if arrival is None else None
         except Exception as error:
@@ -100,13 +107,15 @@ class RunnerActor(Actor[RunnerMessage]):
             return
         await self._recover(step, failure, described)
 
-    async def _attempt(self, step: Step) -> "_Attempt":
-        """Runs, pools and scores a step. What it changes, a second attempt overwrites."""
-        started = time.perf_counter()
+    async def _attempt(self, step: Step, is_last: bool) -> "_Attempt":
+        """Runs, pools and scores a stage of a step. What it changes, a second attempt overwrites."""
+        started = self._started
         chunks, skipped = self._split_cached(step)
         pooled: list[Pooled] = []
         if chunks:
             states, cursor = self._runner.forward(Step(step.step_id, chunks))
+            if is_last:
+                self._scheduler.post(StepEnding(step.step_id))
             pooled = await self._pooling.ask(Pool(states, cursor))
         outcome = await self._scoring.ask(Score(pooled, skipped, step.cached))
         return _Attempt(step, sum(map(len, chunks)), started, outcome)
@@ -203,7 +212,8 @@ class RunnerActor(Actor[RunnerMessage]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attempt:
-    """An attempt that succeeded, begun at `started` (perf_counter) with `num_tokens` run."""
+    """An attempt at a stage that succeeded, with `num_tokens` run; its step was begun at `started`
+    (perf_counter)."""
 
     step: Step
     num_tokens: int

@@ -14,6 +14,7 @@ from maxsimd.engine.actors.messages import (
     Release,
     RunnerMessage,
     SchedulerMessage,
+    StepEnding,
     StepReport,
 )
 from maxsimd.engine.errors import RequestFailedError
@@ -33,6 +34,14 @@ class _Open:
     missing: int
     future: asyncio.Future[list[Value]]
     progress: Progress | None
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """A step on the device: how many of its parts are not reported, and the work of those that are."""
+
+    parts_left: int
+    work: int = 0
 
 
 class SchedulerActor(Actor[SchedulerMessage]):
@@ -55,7 +64,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._steps_in_flight = steps_in_flight
         self._metrics = metrics
         self._open: dict[int, _Open] = {}
-        self._in_flight: dict[int, int] = {}
+        # The steps on the device, and which of them are about to end.
+        self._in_flight: dict[int, _InFlight] = {}
+        self._ending: set[int] = set()
         self._posted_tokens = 0
         self.tokens_per_second = 0.0
 
@@ -94,6 +105,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 self._admit(message)
             case Cancel():
                 self._end(message.request_id)
+            case StepEnding():
+                self._ending.add(message.step_id)
             case StepReport():
                 self._account(message)
         self._dispatch()
@@ -124,27 +137,26 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._runner.post(Release(request_id))
 
     def _dispatch(self) -> None:
-        while len(self._in_flight) < self._steps_in_flight:
+        """Chooses steps as late as keeps the device busy, so that a request that comes meanwhile can still be
+        in the next one: the first, and another when all that are on the device are about to end."""
+        while len(self._ending) == len(self._in_flight) < self._steps_in_flight:
             step = self._scheduler.schedule()
             if step is None:
                 return
-            self._in_flight[step.step_id] = step.num_parts
+            self._in_flight[step.step_id] = _InFlight(step.num_parts)
             self._metrics.step_tokens.observe(step.num_tokens)
             self._metrics.step_sequences.observe(len(step.chunks))
             self._runner.post(step)
 
     def _account(self, report: StepReport) -> None:
-        self._in_flight[report.step_id] -= report.num_parts
-        if self._in_flight[report.step_id] <= 0:
-            del self._in_flight[report.step_id]
+        step = self._in_flight[report.step_id]
+        step.parts_left -= report.num_parts
+        step.work += report.num_tokens + report.cached_price
         self._metrics.tokens.inc(report.num_tokens)
-        work = report.num_tokens + report.cached_price
-        if work and report.seconds > 0:
-            self._metrics.step_seconds.observe(report.seconds)
-            rate = work / report.seconds
-            self.tokens_per_second = (
-                0.8 * self.tokens_per_second + 0.2 * rate if self.tokens_per_second else rate
-            )
+        if step.parts_left <= 0:
+            del self._in_flight[report.step_id]
+            self._ending.discard(report.step_id)
+            self._measure(step.work, report.seconds)
         if report.out_of_memory:
             log.warning("the device ran out of memory; steps are smaller for a while")
             self._scheduler.reduce_budget()
@@ -154,6 +166,15 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._store(result)
         for request_id in dict.fromkeys(result.slot.request_id for result in report.results):
             self._resolve(request_id)
+
+    def _measure(self, work: int, seconds: float) -> None:
+        """Notes how fast a step was."""
+        if work and seconds > 0:
+            self._metrics.step_seconds.observe(seconds)
+            rate = work / seconds
+            self.tokens_per_second = (
+                0.8 * self.tokens_per_second + 0.2 * rate if self.tokens_per_second else rate
+            )
 
     def _store(self, result: Result) -> None:
         open_request = self._open.get(result.slot.request_id)

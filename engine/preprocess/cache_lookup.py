@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.preprocess.long_inputs import LongInputs
 from maxsimd.engine.preprocess.texts import BuiltText
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +34,44 @@ class CacheLookup:
 
     def find(self, texts: Sequence[str]) -> list[CachedEmbedding | CacheKeys]:
         """For each text its embedding, or the keys to cache it under. Counts hits and misses."""
-        keys = [self._keys(text) for text in texts]
-        if self._refresh:
-            for key in keys:
-                self._cache.drop(key.plain)
-                self._cache.drop(key.as_requested)
-            return list(keys)
-        found = [self._get(key) for key in keys]
-        hits = sum(entry is not None for entry in found)
-        self._cache.count(hits, len(found) - hits)
-        return [key if entry is None else entry for key, entry in zip(keys, found, strict=True)]
+        find = self._drop if self._refresh else self._find
+        found: list[CachedEmbedding | CacheKeys] = []
+        for text in texts:
+            yield_to_smaller()
+            found.append(find(text))
+        if not self._refresh:
+            hits = sum(isinstance(entry, CachedEmbedding) for entry in found)
+            self._cache.count(hits, len(found) - hits)
+        return found
 
     def key_for(self, keys: CacheKeys, windows: Sequence[BuiltText]) -> bytes:
         """The key for a document that is read through `windows`, or through one sequence."""
         whole = len(windows) == 1 and not windows[0].truncated
         return keys.plain if whole and self._is_plain(len(windows[0].tokens)) else keys.as_requested
 
-    def _keys(self, text: str) -> CacheKeys:
-        # These words are part of the keys of caches on disk.
-        return CacheKeys(
-            self._cache.key(text, "as it is"), self._cache.key(text, self._long_inputs.signature)
-        )
-
-    def _get(self, keys: CacheKeys) -> CachedEmbedding | None:
+    def _find(self, text: str) -> CachedEmbedding | CacheKeys:
+        plain_key = self._plain_key(text)
         if self._long_inputs.max_document_tokens is None:
-            plain = self._cache.get(keys.plain)
+            plain = self._cache.get(plain_key)
             if plain is not None and plain.tokens <= self._long_inputs.limit and self._is_plain(plain.tokens):
                 return plain
-        return self._cache.get(keys.as_requested)
+        keys = CacheKeys(plain_key, self._key_as_requested(text))
+        entry = self._cache.get(keys.as_requested)
+        return keys if entry is None else entry
+
+    def _drop(self, text: str) -> CacheKeys:
+        keys = CacheKeys(self._plain_key(text), self._key_as_requested(text))
+        self._cache.drop(keys.plain)
+        self._cache.drop(keys.as_requested)
+        return keys
+
+    # The words and signatures that follow are part of the keys of caches on disk.
+
+    def _plain_key(self, text: str) -> bytes:
+        return self._cache.key(text, "as it is")
+
+    def _key_as_requested(self, text: str) -> bytes:
+        return self._cache.key(text, self._long_inputs.signature)
 
     def _is_plain(self, tokens: int) -> bool:
         """Whether any request would read a document as this one does that comes to this number of `tokens`.

@@ -8,6 +8,7 @@ from maxsimd.engine.preprocess.pair_joiner import JoinedPair, PairJoiner
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import Sequence, Tokens
 from maxsimd.scheduler.payload import TokenIds
@@ -33,7 +34,10 @@ class PairStrategy:
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
         long_inputs = self._limits.applied_to(request.truncation)
         queries = [long_inputs.query(tokens) for tokens in self._tokenizer.encode(request.queries, "queries")]
-        pairs = list(self._joiner.join(request, queries, long_inputs))
+        pairs = []
+        for pair in self._joiner.join(request, queries, long_inputs):
+            yield_to_smaller()
+            pairs.append(pair)
         shared = _shared_prefixes(pairs, ids) if self._share_prefixes else []
         prefix_of = {i: prefix for prefix, positions in shared for i in positions}
         sequences = [prefix for prefix, _ in shared]

@@ -11,6 +11,7 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room, no_room
 from maxsimd.engine.preprocess.strategy import SHORTEST_TEXT
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.scheduler import Tokens
 from maxsimd.scheduler.payload import TokenIds
 
@@ -111,6 +112,7 @@ class TextBuilder:
     def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_end: int) -> BuiltText:
         """Does what the checkpoint's rules for the role ask for: expansion, and tokens left out of pooling,
         which are those before `prompt_end` and those of the skip list."""
+        yield_to_smaller()
         attended_len = len(ids)
         expansion = self._rules.expansion
         if expansion is not None and len(ids) < expansion.length:

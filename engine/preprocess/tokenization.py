@@ -5,7 +5,7 @@ document, and truncation is arithmetic on lengths. The special tokens around tex
 tokeniser itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -14,10 +14,14 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.scheduler.payload import TokenIds
 
 Side = Literal["left", "right"]
 IdType = TypeVar("IdType", np.int32, np.int64)
+
+# Texts are tokenised in parts of at most this many texts and characters, or of one text: some milliseconds.
+_PART_TEXTS, _PART_CHARACTERS = 256, 65_536
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,13 +65,15 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str], param: str) -> list[TokenIds]:
         """The token ids of each text, without special tokens. `param` names the field in errors."""
-        if not texts:
-            return []
-        try:
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise _not_unicode(param) from error
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        token_ids: list[TokenIds] = []
+        for part in _parts(texts):
+            yield_to_smaller()
+            try:
+                encodings = self._tokenizer.encode_batch_fast(part, add_special_tokens=False)
+            except (TypeError, UnicodeEncodeError) as error:
+                raise _not_unicode(param) from error
+            token_ids += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        return token_ids
 
     def span(self, text: str, start: int, stop: int, param: str) -> tuple[int, int]:
         """The first token that holds one of the characters `start` to `stop` of a text, and the one after the
@@ -92,6 +98,19 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _parts(texts: Sequence[str]) -> Iterator[list[str]]:
+    part: list[str] = []
+    characters = 0
+    for text in texts:
+        if part and (characters + len(text) > _PART_CHARACTERS or len(part) == _PART_TEXTS):
+            yield part
+            part, characters = [], 0
+        part.append(text)
+        characters += len(text)
+    if part:
+        yield part
 
 
 def _not_unicode(param: str) -> InvalidRequestError:

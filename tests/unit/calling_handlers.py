@@ -85,9 +85,9 @@ class RecordingEngine(Engine):
         self.calls.append(("classify", texts, options))
         return await super().classify(*texts, **options)
 
-    async def in_thread(self, function: Any) -> Any:
+    async def in_thread(self, function: Any, size: int) -> Any:
         self.in_threads += 1
-        return await super().in_thread(function)
+        return await super().in_thread(function, size)
 
 
 class Caller:

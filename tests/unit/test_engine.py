@@ -26,6 +26,7 @@ from maxsimd.engine import (
     Truncation,
 )
 from maxsimd.engine.actors.runner import RunnerActor
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.stats import DeviceStats, EngineStats
 from maxsimd.scheduler import Step
 from tests.waiting import until
@@ -171,6 +172,27 @@ async def test_a_cancelled_prefill_leaves_no_state_on_the_device(qwen3_embedding
         await until(lambda: engine.stats() == EngineStats())
 
 
+async def test_small_requests_are_served_while_large_work_is_under_way_and_a_cancelled_one_ends() -> None:
+    ended = []
+
+    def endless() -> None:
+        try:
+            while True:
+                yield_to_smaller()
+        finally:
+            ended.append(True)
+
+    async with Engine(EngineConfig(tokenizer_threads=1)) as engine, asyncio.timeout(30):
+        large = [asyncio.create_task(engine.in_thread(endless, 10**6)) for _ in range(2)]
+        for _ in range(10):
+            assert (await engine.score("a", ["b"])).scores
+        assert not any(task.done() for task in large)
+        for task in large:
+            task.cancel()
+        await asyncio.gather(*large, return_exceptions=True)
+        await until(lambda: bool(ended))
+
+
 async def test_a_timeout_ends_the_request_and_its_work(engine: Engine, pairs: list[Pair]) -> None:
     documents = [pair.document for pair in pairs] * 10
     with pytest.raises(RequestTimeoutError, match=r"within 0.2 seconds"):
@@ -252,7 +274,7 @@ async def test_a_score_that_is_not_a_number_fails_its_request_only(engine: Engin
 async def test_when_an_actor_dies_every_caller_is_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def die(*args: object) -> None:
+    async def die(*args: object, **options: object) -> None:
         raise RuntimeError("beyond repair")
 
     monkeypatch.setattr(RunnerActor, "_run", die)
@@ -310,7 +332,7 @@ async def test_of_two_starts_at_a_time_one_is_refused() -> None:
 async def test_an_engine_that_has_died_can_be_started_again_and_is_watched_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def die(*args: object) -> None:
+    async def die(*args: object, **options: object) -> None:
         raise RuntimeError("beyond repair")
 
     engine = Engine(EngineConfig())

@@ -102,6 +102,6 @@ async def test_a_sequence_that_no_step_can_hold_fails_its_request_alone() -> Non
     async with Engine(EngineConfig(max_batch_tokens=64)) as engine:
         running: Any = engine._running
         with pytest.raises(RequestFailedError, match="100 tokens do not fit a step of 64"):
-            await running.run(too_long, RunOptions())
+            await running.run(too_long, 0, RunOptions())
         assert engine.is_healthy
         assert (await engine.score("a", ["b"])).scores

@@ -111,6 +111,30 @@ def test_a_step_splits_into_halves_that_hold_all_of_it(num_chunks: int, num_cach
     assert not (first.cached and second.chunks), "a query comes before what is scored against it"
 
 
+@pytest.mark.parametrize(
+    ("num_chunks", "num_cached", "expected"),
+    [
+        (2, 0, [(2, 0)]),
+        (0, 4, [(0, 4)]),
+        (2, 5, [(2, 0), (0, 4), (0, 1)]),
+        (0, 12, [(0, 4), (0, 4), (0, 4)]),
+    ],
+)
+def test_a_step_is_run_in_stages_chunks_first(
+    num_chunks: int, num_cached: int, expected: list[tuple[int, int]]
+) -> None:
+    step = Step(
+        4,
+        tuple(Chunk(text, 0, len(text)) for text in texts(0, [5] * num_chunks)),
+        tuple(cached(0, price) for price in range(1, num_cached + 1)),
+    )
+    stages = step.stages()
+    assert [(len(stage.chunks), len(stage.cached)) for stage in stages] == expected
+    assert {stage.step_id for stage in stages} == {4}
+    assert [chunk for stage in stages for chunk in stage.chunks] == [*step.chunks]
+    assert [batch for stage in stages for batch in stage.cached] == [*step.cached]
+
+
 def test_a_step_counts_the_tokens_that_are_run() -> None:
     made = query(0, 0, 10)
     assert Step(1, (Chunk(made, 0, 4), Chunk(made, 6, 10)), (cached(0, 100),)).num_tokens == 8

@@ -1,0 +1,171 @@
+"""The threads for work that blocks: preparing requests, reading large bodies, writing large answers.
+
+Small work goes first. Large work calls `yield_to_smaller` as it goes along.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+# So that large work is not put off for ever, every fourth piece of work is the one that has waited longest.
+_OLDEST_EVERY = 4
+# Work of this class and above is large: from 65,536 characters on.
+_LARGE = 8
+
+
+class WithdrawnError(Exception):
+    """Raised in work, by `yield_to_smaller`, when nobody waits for its result any more."""
+
+
+class Work(Generic[T]):
+    """A function to be called in a pool's threads; `future` is for its result. Larger work has a higher
+    `size_class`: each class is for sizes up to four times those of the one before."""
+
+    def __init__(self, pool: "WorkerPool", function: Callable[[], T], size: int, number: int) -> None:
+        self.pool = pool
+        self.function = function
+        self.size_class = size.bit_length() // 2
+        self.number = number
+        self.future: Future[T] = Future()
+        self.is_withdrawn = False
+
+    @property
+    def is_large(self) -> bool:
+        return self.size_class >= _LARGE
+
+    def withdraw(self) -> None:
+        """Says that nobody waits for the result any more: it is not begun, or ends where it next yields."""
+        self.is_withdrawn = True
+        self.future.cancel()
+
+    def run(self) -> None:
+        """Calls the function on this thread, unless it was withdrawn before it began."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        outer, _running.work = getattr(_running, "work", None), self
+        try:
+            self.future.set_result(self.function())
+        except BaseException as error:
+            self.future.set_exception(error)
+        finally:
+            _running.work = outer
+
+
+class _Running(threading.local):
+    """The work that this thread runs; None for threads that are no pool's."""
+
+    work: Work[Any] | None = None
+
+
+_running = _Running()
+
+
+def yield_to_smaller() -> None:
+    """Lets one piece of smaller work that waits go first, on this thread. For work to call every millisecond
+    or so. Raises WithdrawnError once nobody waits for the result; does nothing outside of a pool's threads.
+    """
+    work = _running.work
+    if work is None:
+        return
+    if work.is_withdrawn:
+        raise WithdrawnError
+    work.pool.run_smaller(work.size_class)
+
+
+class WorkerPool:
+    """A number of threads, started as work comes, each of which calls `initialise` first. All of them but one
+    may do large work at once, or the only one."""
+
+    def __init__(self, threads: int, initialise: Callable[[], None]) -> None:
+        self._initialise = initialise
+        self._num_threads = threads
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._waiting: dict[int, deque[Work[Any]]] = {}
+        self._at_work: set[Work[Any]] = set()
+        self._num_submitted = 0
+        self._num_taken = 0
+        self._num_large = 0
+        self._is_closed = False
+
+    def submit(self, function: Callable[[], T], size: int) -> Work[T]:
+        """Has a function called by a thread, before larger work. `size` is about how many characters it reads
+        or writes. Once the pool is closed, the work's future is cancelled at once."""
+        with self._changed:
+            self._num_submitted += 1
+            work = Work(self, function, size, self._num_submitted)
+            if self._is_closed:
+                work.withdraw()
+                return work
+            self._waiting.setdefault(work.size_class, deque()).append(work)
+            if len(self._threads) < self._num_threads:
+                name = f"maxsimd-pool_{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._threads[-1].start()
+            self._changed.notify()
+        return work
+
+    def run_smaller(self, size_class: int) -> None:
+        """Runs one piece of work that waits and is of a lower class, if there is one."""
+        if not self._waiting:
+            return
+        with self._changed:
+            smallest = min(self._waiting, default=size_class)
+            work = self._take(smallest) if smallest < size_class else None
+        if work is not None:
+            self._run(work)
+
+    def close(self) -> None:
+        """Cancels what waits, withdraws what is under way, and returns once all threads have ended."""
+        with self._changed:
+            self._is_closed = True
+            stopped = [*self._at_work, *(work for queue in self._waiting.values() for work in queue)]
+            self._waiting.clear()
+            self._changed.notify_all()
+        for work in stopped:
+            work.withdraw()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        self._initialise()
+        while (work := self._next()) is not None:
+            self._run(work)
+
+    def _run(self, work: Work[Any]) -> None:
+        try:
+            work.run()
+        finally:
+            with self._changed:
+                self._at_work.discard(work)
+                if work.is_large:
+                    self._num_large -= 1
+                    self._changed.notify()
+
+    def _next(self) -> Work[Any] | None:
+        """Waits for the work that is next; None once the pool is closed."""
+        with self._changed:
+            while not self._is_closed:
+                may_be_large = self._num_large < max(1, self._num_threads - 1)
+                classes = [each for each in self._waiting if may_be_large or each < _LARGE]
+                if not classes:
+                    self._changed.wait()
+                    continue
+                self._num_taken += 1
+                if self._num_taken % _OLDEST_EVERY:
+                    return self._take(min(classes))
+                return self._take(min(classes, key=lambda each: self._waiting[each][0].number))
+            return None
+
+    def _take(self, size_class: int) -> Work[Any]:
+        queue = self._waiting[size_class]
+        work = queue.popleft()
+        if not queue:
+            del self._waiting[size_class]
+        self._at_work.add(work)
+        self._num_large += work.is_large
+        return work

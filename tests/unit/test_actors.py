@@ -1,0 +1,110 @@
+"""When the actor that owns the queue hands steps to the device."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from maxsimd.engine.actors.actor import Mailbox
+from maxsimd.engine.actors.messages import Admit, RunnerMessage, SchedulerMessage, StepEnding, StepReport
+from maxsimd.engine.actors.scheduler import SchedulerActor
+from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.scoring.outcome import Result
+from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits
+from tests.unit.scheduled_requests import texts
+
+
+class Device:
+    """A scheduler actor, and what it has sent to the device."""
+
+    def __init__(self, steps_in_flight: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.steps: list[Step] = []
+        runner: Mailbox[RunnerMessage] = Mailbox(loop)
+        runner.post = self._sent  # type: ignore[method-assign]
+        mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
+        scheduler = Scheduler(StepLimits(8, 100, chunked=False))
+        self.metrics = EngineMetrics()
+        self.actor = SchedulerActor(mailbox, scheduler, runner, steps_in_flight, self.metrics)
+
+    def _sent(self, message: Any) -> None:
+        assert isinstance(message, Step)
+        self.steps.append(message)
+
+    async def admit(self, request_id: int, lengths: list[int]) -> asyncio.Future[Any]:
+        values: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        sequences = texts(request_id, lengths, 100 * request_id)
+        await self.actor.receive(
+            Admit(
+                request_id=request_id,
+                sequences=sequences,
+                cached=[],
+                num_tokens=0,
+                num_results=len(lengths),
+                priority=0,
+                tenant="",
+                values=values,
+            )
+        )
+        return values
+
+    async def report(self, step: Step, first: int, last: int, seconds: float) -> None:
+        """Reports the chunks `first` to `last` of a step, with a value each."""
+        chunks = step.chunks[first:last]
+        results = tuple(
+            Result(ResultSlot(chunk.sequence.request_id, chunk.sequence.sequence_id % 100), 1.0)
+            for chunk in chunks
+        )
+        num_tokens = sum(map(len, chunks))
+        await self.actor.receive(StepReport(step.step_id, len(chunks), num_tokens, 0, seconds, results))
+
+
+async def test_the_next_step_is_chosen_when_the_one_on_the_device_is_about_to_end() -> None:
+    device = Device(steps_in_flight=2)
+    await device.admit(1, [4, 4, 4, 4, 4, 4])
+    assert len(device.steps) == 1
+    await device.admit(2, [2])
+    assert len(device.steps) == 1
+    await device.actor.receive(StepEnding(device.steps[0].step_id))
+    assert len(device.steps) == 2
+    assert 2 in {chunk.sequence.request_id for chunk in device.steps[1].chunks}, "it came in time"
+    await device.actor.receive(StepEnding(device.steps[1].step_id))
+    assert len(device.steps) == 2, "as many as are allowed"
+    await device.report(device.steps[0], 0, 2, 0.5)
+    assert len(device.steps) == 3
+    assert device.actor.in_flight == 2
+
+
+async def test_with_one_step_in_flight_the_next_waits_for_the_report() -> None:
+    device = Device(steps_in_flight=1)
+    await device.admit(1, [4, 4, 4, 4])
+    await device.actor.receive(StepEnding(device.steps[0].step_id))
+    assert len(device.steps) == 1
+    await device.report(device.steps[0], 0, 2, 0.5)
+    assert len(device.steps) == 2
+
+
+async def test_a_step_that_is_reported_in_parts_ends_with_the_last_and_is_measured_once() -> None:
+    device = Device(steps_in_flight=2)
+    values = await device.admit(1, [4, 4, 4])
+    (step,) = device.steps
+    await device.report(step, 0, 1, 0.5)
+    assert (len(device.steps), device.actor.in_flight) == (1, 1)
+    assert device.actor.tokens_per_second == 0
+    await device.report(step, 1, 2, 2.0)
+    assert device.actor.tokens_per_second == pytest.approx(8 / 2.0)
+    assert device.metrics.registry.get_sample_value("maxsimd_step_seconds_sum") == 2.0
+    await device.report(device.steps[1], 0, 1, 1.0)
+    assert values.result() == [1.0, 1.0, 1.0]
+    assert device.actor.in_flight == 0
+
+
+async def test_a_step_that_ended_is_about_to_end_no_more() -> None:
+    """Else the next would be chosen too early for ever."""
+    device = Device(steps_in_flight=2)
+    await device.admit(1, [8, 8, 8])
+    await device.actor.receive(StepEnding(device.steps[0].step_id))
+    await device.report(device.steps[0], 0, 1, 0.5)
+    assert len(device.steps) == 2
+    await device.admit(2, [1])
+    assert len(device.steps) == 2
