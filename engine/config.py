@@ -50,7 +50,7 @@ class EngineConfig:
         8_000_000, "Requests are refused while more tokens than this wait; a lone request is never refused."
     )
     steps_in_flight: int = option(
-        2, "Steps on the device at a time, 1 or 2; the second is chosen when the first is about to end."
+        2, "Steps on the device at a time, 1 or 2; chosen when the one before is in its last stage."
     )
     quantization: Literal["none", "int8"] = option(
         "none", "int8 rounds the weights of linear layers, and what they multiply, to int8; on a CPU only."

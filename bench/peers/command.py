@@ -17,7 +17,11 @@ from maxsimd.bench.running import run_and_clean_up
 @click.option(
     "--vllm", "vllm_executable", type=click.Path(exists=True), help="The command vllm of its environment."
 )
-@click.option("--before", type=click.Path(exists=True), help="The command maxsimd of another version.")
+@click.option(
+    "--before",
+    type=click.Path(exists=True),
+    help="The command maxsimd of another version.",
+)
 @click.option(
     "--threads", type=int, default=os.cpu_count(), show_default=True, help="Cores that vLLM is given."
 )

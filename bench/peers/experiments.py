@@ -67,12 +67,13 @@ class Contest:
         self._senders = senders
 
     async def run(self, load: Load, rounds: int, among: frozenset[str] | None = None) -> Outcome:
-        """The first round warms up and is not counted; each round has requests of its own."""
+        """The first round warms up and is not counted; each round has requests of its own, and the order of
+        systems turns round, so that none always comes after the same one."""
         names = [name for name in self._senders if among is None or name in among]
         turns: dict[str, list[Turn]] = {name: [] for name in names}
         for number in range(rounds + 1):
             requests = load.make(seed=number)
-            for name in names:
+            for name in names if number % 2 else names[::-1]:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 turn = await _turn(self._senders[name], requests, load.concurrency)
                 if number:

@@ -17,7 +17,8 @@ from maxsimd.bench.peers.experiments import Arena, Contest, Load, Outcome
 from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd, vllm
 
 OURS = "maxsimd bfloat16"
-BEFORE = "maxsimd before"
+# The last word of a name is its precision.
+BEFORE = "maxsimd before, bfloat16"
 QUANTIZED = "maxsimd int8"
 CROSS_ENCODER = ("cross-encoder", "pairs", "single", "documents", "load")
 EXPERIMENTS = (*CROSS_ENCODER, "colbert", "maxsim", *ALONE)
@@ -43,8 +44,8 @@ class Results:
 async def run_peers(
     wanted: frozenset[str], rounds: int, vllm_executable: str | None, threads: int, before: str | None
 ) -> Results:
-    """Runs the experiments one after another; `before` is the command of another version of this server.
-    Systems that cannot be started end the run with an error."""
+    """Runs the experiments one after another; `before`, the command of another version, takes the
+    place of sentence-transformers. Systems that cannot be started end the run with an error."""
     small, large = _bert_products(6, 384), _bert_products(12, 768)
     results = Results(_limits(), {"cross-encoder": small, "pairs": small, "colbert": large})
     servers: list[System] = [maxsimd(OURS), maxsimd(QUANTIZED, "--quantization", "int8")]
@@ -59,6 +60,7 @@ async def run_peers(
             plain = [
                 SentenceTransformers(f"sentence-transformers {dtype}", dtype)
                 for dtype in ("bfloat16", "float32")
+                if before is None
             ]
             checkpoint = save_cross_encoder(Path(folder, "cross-encoder"))
             await _contest([*servers, *plain], checkpoint, wanted & set(CROSS_ENCODER), rounds, results)

@@ -112,8 +112,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class StepEnding:
-    """Runner to scheduler: the forward pass of a step is launched and only its last stage is left, so that
-    the device will soon have nothing to do."""
+    """Runner to scheduler: the last stage of a step has begun; choose the next step, so that the device has
+    something to do afterwards."""
 
     step_id: int
 

@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 class RunnerActor(Actor[RunnerMessage]):
     """Owns the model, the transaction of each step, and the policy for steps that fail.
 
-    A step is run in stages, each a transaction by itself; when the last is under way, the scheduler is told,
-    so that it chooses the next one. A stage that fails on the way to delivery is tried again in halves, until
+    A step is run in stages, each a transaction by itself; when the last begins, the scheduler is told and
+    chooses the next step meanwhile. A stage that fails on the way to delivery is tried again in halves, until
     the sequence that breaks it stands alone; only that sequence's request fails. An error of the device, and
     whatever fails in delivery or commit, ends the engine.
     """
@@ -84,11 +84,12 @@ class RunnerActor(Actor[RunnerMessage]):
         *stages, last = message.stages()
         for stage in stages:
             await self._run(stage)
-        await self._run(last, is_last=True)
+        self._scheduler.post(StepEnding(message.step_id))
+        await self._run(last)
 
-    async def _run(self, step: Step, *, is_last: bool = False) -> None:
+    async def _run(self, step: Step) -> None:
         try:
-            attempt = await self._attempt(step, is_last)
+            attempt = await self._attempt(step)
             arrival = attempt.outcome.arrival
             results = attempt.outcome.results() if arrival is None else None
         except Exception as error:
@@ -107,15 +108,13 @@ class RunnerActor(Actor[RunnerMessage]):
             return
         await self._recover(step, failure, described)
 
-    async def _attempt(self, step: Step, is_last: bool) -> "_Attempt":
+    async def _attempt(self, step: Step) -> "_Attempt":
         """Runs, pools and scores a stage of a step. What it changes, a second attempt overwrites."""
         started = self._started
         chunks, skipped = self._split_cached(step)
         pooled: list[Pooled] = []
         if chunks:
             states, cursor = self._runner.forward(Step(step.step_id, chunks))
-            if is_last:
-                self._scheduler.post(StepEnding(step.step_id))
             pooled = await self._pooling.ask(Pool(states, cursor))
         outcome = await self._scoring.ask(Score(pooled, skipped, step.cached))
         return _Attempt(step, sum(map(len, chunks)), started, outcome)

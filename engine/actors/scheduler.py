@@ -64,7 +64,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._steps_in_flight = steps_in_flight
         self._metrics = metrics
         self._open: dict[int, _Open] = {}
-        # The steps on the device, and which of them are about to end.
+        # The steps on the device, and which of them are in their last stage.
         self._in_flight: dict[int, _InFlight] = {}
         self._ending: set[int] = set()
         self._posted_tokens = 0
@@ -137,8 +137,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._runner.post(Release(request_id))
 
     def _dispatch(self) -> None:
-        """Chooses steps as late as keeps the device busy, so that a request that comes meanwhile can still be
-        in the next one: the first, and another when all that are on the device are about to end."""
+        """Chooses the next step when all that are on the device have begun their last stages: late, so that a
+        request that comes meanwhile can still be in it, and in time to keep the device busy."""
         while len(self._ending) == len(self._in_flight) < self._steps_in_flight:
             step = self._scheduler.schedule()
             if step is None:

@@ -59,7 +59,7 @@ class Device:
         await self.actor.receive(StepReport(step.step_id, len(chunks), num_tokens, 0, seconds, results))
 
 
-async def test_the_next_step_is_chosen_when_the_one_on_the_device_is_about_to_end() -> None:
+async def test_the_next_step_is_chosen_when_the_one_on_the_device_is_in_its_last_stage() -> None:
     device = Device(steps_in_flight=2)
     await device.admit(1, [4, 4, 4, 4, 4, 4])
     assert len(device.steps) == 1
@@ -99,7 +99,7 @@ async def test_a_step_that_is_reported_in_parts_ends_with_the_last_and_is_measur
     assert device.actor.in_flight == 0
 
 
-async def test_a_step_that_ended_is_about_to_end_no_more() -> None:
+async def test_a_step_that_ended_counts_no_more_as_ending() -> None:
     """Else the next would be chosen too early for ever."""
     device = Device(steps_in_flight=2)
     await device.admit(1, [8, 8, 8])

@@ -274,7 +274,7 @@ async def test_a_score_that_is_not_a_number_fails_its_request_only(engine: Engin
 async def test_when_an_actor_dies_every_caller_is_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def die(*args: object, **options: object) -> None:
+    async def die(*args: object) -> None:
         raise RuntimeError("beyond repair")
 
     monkeypatch.setattr(RunnerActor, "_run", die)
@@ -332,7 +332,7 @@ async def test_of_two_starts_at_a_time_one_is_refused() -> None:
 async def test_an_engine_that_has_died_can_be_started_again_and_is_watched_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def die(*args: object, **options: object) -> None:
+    async def die(*args: object) -> None:
         raise RuntimeError("beyond repair")
 
     engine = Engine(EngineConfig())
