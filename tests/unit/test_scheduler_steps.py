@@ -175,13 +175,17 @@ def test_one_that_must_be_cut_has_the_sequence_mid_prefill_finished_first() -> N
 
 
 def test_the_sequence_mid_prefill_goes_on_however_many_that_must_be_cut_come_first() -> None:
-    """More than are looked at in a step."""
+    """More than are looked at in a step; what its end leaves of a step goes to the first of them."""
     scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.01)
-    scheduler.admit(0, texts(0, [10_000]))
+    scheduler.admit(0, texts(0, [301] + [200] * 5))
     scheduler.schedule()
-    for number in range(1, 100):
+    for number in range(100, 200):
         scheduler.admit(number, texts(number, [150], number))
-    assert [spans(scheduler.schedule()) for _ in range(2)] == [[(0, 100, 200)], [(0, 200, 300)]]
+    assert [spans(scheduler.schedule()) for _ in range(3)] == [
+        [(0, 100, 200)],
+        [(0, 200, 300)],
+        [(0, 300, 301), (100, 0, 99)],
+    ]
 
 
 def test_the_sequence_mid_prefill_joins_no_step_that_holds_all_its_sequences() -> None:
@@ -197,6 +201,17 @@ def test_the_sequence_mid_prefill_joins_no_step_that_holds_all_its_sequences() -
     ]
 
 
+def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | None = None) -> Scheduler:
+    """Request 1, the oldest, must be cut; but of request 2, which was cut before it, 50 tokens are left."""
+    limits = StepLimits(100, sequences, chunked=True)
+    scheduler = Scheduler(limits, oldest_share=0.5, weights=weights)
+    scheduler.admit(0, texts(0, [100]), tenant="a")
+    scheduler.admit(1, texts(1, [4000], 1), tenant="a")
+    scheduler.admit(2, texts(2, [250], 2), tenant="b")
+    assert [spans(scheduler.schedule()) for _ in range(3)] == [[(0, 0, 100)], [(2, 0, 100)], [(2, 100, 200)]]
+    return scheduler
+
+
 @pytest.mark.parametrize(
     ("sequences", "expected"),
     [(2, [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]), (1, [[(2, 200, 250)], [(1, 0, 100)]])],
@@ -205,12 +220,38 @@ def test_the_end_of_a_cut_sequence_leaves_its_room_to_the_oldest_that_must_be_cu
     sequences: int, expected: list[list[tuple[int, int, int]]]
 ) -> None:
     """Its turn came earlier in the step, when it could not be cut."""
-    scheduler = Scheduler(StepLimits(100, sequences, chunked=True), oldest_share=0.5)
+    scheduler = one_that_waits_to_be_cut(sequences)
+    assert [spans(scheduler.schedule()) for _ in range(2)] == expected
+
+
+def test_the_oldest_takes_the_next_cut_however_many_come_before_it() -> None:
+    """More than are looked at in a step; its short sequence goes before its cut."""
+    scheduler = one_that_waits_to_be_cut(weights={"b": 100.0})
+    scheduler.admit(1, texts(1, [1], 3))
+    for number in range(100, 200):
+        scheduler.admit(number, texts(number, [150], number), tenant="b")
+    assert spans(scheduler.schedule()) == [(2, 200, 250), (3, 0, 1), (1, 0, 49)]
+
+
+def test_cancelling_who_waits_to_be_cut_leaves_the_next_cut_to_others() -> None:
+    scheduler = one_that_waits_to_be_cut()
+    scheduler.admit(3, texts(3, [150], 3), tenant="b")
+    scheduler.cancel(1)
+    assert spans(scheduler.schedule()) == [(2, 200, 250), (3, 0, 50)]
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [([4000], {2: 100}), ([4000, 5], {1: 5, 3: 95})])
+def test_the_sequence_mid_prefill_is_hurried_where_nothing_of_the_oldest_fits(
+    lengths: list[int], expected: dict[int, int]
+) -> None:
+    """Past a smaller request of its own tenant, and only as long as the step is empty."""
+    scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.5)
     scheduler.admit(0, texts(0, [100]), tenant="a")
-    scheduler.admit(1, texts(1, [4000], 1), tenant="a")
-    scheduler.admit(2, texts(2, [250], 2), tenant="b")
-    before = [[(0, 0, 100)], [(2, 0, 100)], [(2, 100, 200)]]
-    assert [spans(scheduler.schedule()) for _ in range(5)] == before + expected
+    scheduler.admit(1, texts(1, lengths, 1), tenant="a")
+    scheduler.admit(2, texts(2, [1000], 3), tenant="b")
+    assert [tokens_by_request(scheduler.schedule()) for _ in range(2)] == [{0: 100}, {2: 100}]
+    scheduler.admit(3, texts(3, [1] * 100, 4), tenant="b")
+    assert tokens_by_request(scheduler.schedule()) == expected
 
 
 def test_the_part_of_the_oldest_ends_with_the_step() -> None:
@@ -278,6 +319,15 @@ def test_cancelling_counts_back_what_follows_a_cut_sequence() -> None:
     assert (scheduler.waiting_sequences, scheduler.is_mid_prefill) == (2, True)
     scheduler.cancel(0)
     assert (scheduler.waiting_sequences, scheduler.waiting_tokens, scheduler.is_mid_prefill) == (0, 0, False)
+
+
+def test_cancelling_counts_back_the_cached_batches_that_are_left() -> None:
+    scheduler = bidirectional(50)
+    scheduler.admit(0, [], [cached(0, 20)] * 5)
+    scheduler.schedule()
+    assert scheduler.waiting_cached == 3
+    scheduler.cancel(0)
+    assert scheduler.waiting_cached == 0
 
 
 def test_a_step_may_hold_cached_batches_only() -> None:
