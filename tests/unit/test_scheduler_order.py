@@ -240,9 +240,8 @@ def test_a_tenant_that_is_alone_gets_everything() -> None:
     assert tokens_by_request(scheduler.schedule()) == {0: 100}
 
 
-@pytest.mark.parametrize("weight", [1e-6, 1.0, 1e6])
-def test_a_tenant_saves_up_no_share_while_it_has_no_work(weight: float) -> None:
-    scheduler = scheduler_of(100, weights={"a": weight, "b": weight})
+def test_a_tenant_saves_up_no_share_while_it_has_no_work() -> None:
+    scheduler = scheduler_of(100, weights={"a": 1.0, "b": 1.0})
     scheduler.admit(0, texts(0, [10] * 500), tenant="a")
     for _ in range(20):
         scheduler.schedule()

@@ -75,6 +75,12 @@ def test_a_step_holds_at_most_the_allowed_number_of_sequences() -> None:
     assert [len(step.cached) for step in steps] == [4, 0, 0]
 
 
+def test_cached_batches_that_fit_join_a_step_that_holds_all_its_sequences() -> None:
+    scheduler = bidirectional(100, sequences=1)
+    scheduler.admit(0, texts(0, [10]), [cached(0, 95), cached(0, 50)])
+    assert [prices(step) for step in run_dry(scheduler)] == [[50], [95]]
+
+
 def test_documents_follow_their_query_in_the_same_step() -> None:
     scheduler = bidirectional(100)
     sequences, batches = two_stage(0, [10], [20, 30], [5])
