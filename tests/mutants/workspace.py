@@ -18,7 +18,7 @@ _DECORATORS = {"property", "cached_property", "contextmanager", "asynccontextman
 
 # Added to the tests' conftest. One failing example is enough, so no smaller one is looked for. The shortest
 # tests, by the times that mutmut has noted, run first, because the first that fails ends a mutant. One that
-# computes far longer than noted fails, because mutmut gives a mutant that runs in circles the time of all tests.
+# computes far longer than noted fails: to a mutant that runs in circles mutmut gives the time of all tests.
 _CONFTEST = """
 import gc
 import json

@@ -300,7 +300,7 @@ def test_nothing_is_held_of_a_tenant_that_is_even_with_the_others() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
 def test_a_weight_that_means_nothing_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match="^the weight of tenant 'a' must be positive and finite"):
+    with pytest.raises(ValueError, match=r"^the weight of tenant 'a' must be positive and finite"):
         Scheduler(StepLimits(100, 100, chunked=False), weights={"a": weight})
 
 

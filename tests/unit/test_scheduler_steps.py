@@ -37,7 +37,7 @@ def causal(tokens: int, sequences: int = 100) -> Scheduler:
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(0, 1), (1, 0)])
 def test_limits_that_allow_nothing_are_refused(tokens: int, sequences: int) -> None:
-    with pytest.raises(ValueError, match="^a step must hold at least one token and one sequence$"):
+    with pytest.raises(ValueError, match=r"^a step must hold at least one token and one sequence$"):
         StepLimits(tokens, sequences, chunked=True)
     StepLimits(1, 1, chunked=True)
 
@@ -46,7 +46,7 @@ def test_a_sequence_that_can_never_fit_is_refused_with_its_whole_request() -> No
     scheduler = bidirectional(100)
     assert scheduler.fits(100)
     assert not scheduler.fits(101)
-    with pytest.raises(ValueError, match="^101 tokens do not fit a step of 100$"):
+    with pytest.raises(ValueError, match=r"^101 tokens do not fit a step of 100$"):
         scheduler.admit(0, texts(0, [5, 101]), [cached(0, 5)])
     assert scheduler.waiting_sequences == scheduler.waiting_requests == scheduler.waiting_cached == 0
     scheduler.admit(0, texts(0, [100]))
