@@ -180,18 +180,19 @@ def test_one_that_must_be_cut_has_the_sequence_mid_prefill_finished_first() -> N
     assert all(step.num_tokens == 100 for step in steps[:-1])
 
 
-def test_the_sequence_mid_prefill_goes_on_however_many_that_must_be_cut_come_first() -> None:
+@pytest.mark.parametrize(
+    ("length", "expected"), [(201, [(0, 100, 200)]), (101, [(0, 100, 101), (100, 0, 99)])]
+)
+def test_the_sequence_mid_prefill_goes_on_however_many_that_must_be_cut_come_first(
+    length: int, expected: list[tuple[int, int, int]]
+) -> None:
     """More than are looked at in a step; what its end leaves of a step goes to the first of them."""
     scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.01)
-    scheduler.admit(0, texts(0, [301] + [200] * 5))
+    scheduler.admit(0, texts(0, [length] * 6))
     scheduler.schedule()
     for number in range(100, 200):
         scheduler.admit(number, texts(number, [150], number))
-    assert [spans(scheduler.schedule()) for _ in range(3)] == [
-        [(0, 100, 200)],
-        [(0, 200, 300)],
-        [(0, 300, 301), (100, 0, 99)],
-    ]
+    assert spans(scheduler.schedule()) == expected
 
 
 def test_the_sequence_mid_prefill_joins_no_step_that_holds_all_its_sequences() -> None:
