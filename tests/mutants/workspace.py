@@ -17,10 +17,12 @@ WORKSPACES = ROOT / "build" / "mutants"
 _DECORATORS = {"property", "cached_property", "contextmanager", "asynccontextmanager", "cache"}
 
 # Added to the tests' conftest. One failing example is enough, so no smaller one is looked for. The shortest
-# tests, by the times that mutmut has noted, run first, because the first that fails ends a mutant.
+# tests, by the times that mutmut has noted, run first, because the first that fails ends a mutant. One that
+# computes far longer than noted fails: to a mutant that runs in circles mutmut gives the time of all tests.
 _CONFTEST = """
 import gc
 import json
+import signal
 from hypothesis import Phase
 
 settings.register_profile(
@@ -38,6 +40,25 @@ def pytest_collection_modifyitems(items):
     if noted.exists():
         seconds = json.loads(noted.read_text())["duration_by_test"]
         items.sort(key=lambda item: seconds.get(item.nodeid, 0))
+        for item in items:
+            item.noted_seconds = seconds.get(item.nodeid)
+
+
+def _runs_in_circles(signum, frame):
+    pytest.fail("computes far longer than without the mutant")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    noted = getattr(item, "noted_seconds", None)
+    if noted is None:
+        return (yield)
+    signal.signal(signal.SIGPROF, _runs_in_circles)
+    signal.setitimer(signal.ITIMER_PROF, 3 + 5 * noted, 1)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def pytest_collection_finish(session):

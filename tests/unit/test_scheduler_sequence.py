@@ -40,22 +40,24 @@ def test_a_document_waits_for_its_query() -> None:
     made = Sequence.document(1, SLOT, "embed", tokens(5), payload)
     assert (made.request_id, made.waits_for, made.num_consumers, made.prefix_id) == (7, 9, 0, None)
     assert (made.payload.role, made.payload.slot, made.payload.document) == (Role.DOCUMENT, SLOT, payload)
+    assert made.payload.task == "embed"
     assert (payload.num_windows, DocumentPayload(9).num_windows) == (3, 1)
 
 
 def test_a_pair_runs_only_what_follows_its_prefix() -> None:
     prefix, pair = pairs(7, 20, [30])
     assert (prefix.is_prefix, prefix.num_consumers, prefix.payload.slot) == (True, 1, None)
+    assert prefix.payload.task == "", "nothing of a prefix is pooled"
     assert (pair.waits_for, pair.prefix_id, pair.shared_prefix_len) == (0, 0, 20)
     assert (len(pair), pair.num_new_tokens, pair.num_consumers, pair.is_prefix) == (50, 30, 0, False)
     assert (pair.payload.role, pair.payload.task) == (Role.PAIR, "classify")
     alone = Sequence.pair(1, SLOT, tokens(5))
     assert (alone.waits_for, alone.prefix_id, alone.num_new_tokens, alone.request_id) == (None, None, 5, 7)
-    assert alone.payload.role is Role.PAIR
+    assert (alone.sequence_id, alone.payload.role, alone.payload.slot) == (1, Role.PAIR, SLOT)
 
 
 def test_a_sequence_needs_a_token() -> None:
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
         Tokens(np.zeros(0, dtype=np.int32))
     assert len(tokens(1)) == 1
 
@@ -67,7 +69,7 @@ def test_all_tokens_are_attended_unless_a_length_is_given() -> None:
 
 @pytest.mark.parametrize(("price", "documents"), [(0, ("document",)), (1, ())])
 def test_a_cached_batch_needs_a_price_and_a_document(price: int, documents: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="a price of at least one token and a document"):
+    with pytest.raises(ValueError, match=r"^a cached batch needs a price of at least one token and a doc"):
         CachedBatch(0, 0, price, documents)
     assert CachedBatch(0, 0, 1, ("document",)).price == 1
 
@@ -85,14 +87,16 @@ def test_a_chunk_says_which_part_it_is(start: int, stop: int, expected: tuple[bo
     assert not chunk.is_all_after_prefix
 
 
-def test_a_chunk_of_a_pair_says_whether_it_is_all_after_the_prefix() -> None:
-    prefix, pair = pairs(0, 20, [30])
-    assert Chunk(prefix, 0, 20).is_prefix
-    assert not Chunk(prefix, 0, 20).is_all_after_prefix
-    assert Chunk(pair, 20, 50).is_all_after_prefix
-    assert not Chunk(pair, 20, 49).is_all_after_prefix
-    assert not Chunk(pair, 21, 50).is_all_after_prefix
-    assert not Chunk(pair, 20, 50).is_prefix
+@pytest.mark.parametrize("shared", [1, 20])
+def test_a_chunk_of_a_pair_says_whether_it_is_all_after_the_prefix(shared: int) -> None:
+    prefix, pair = pairs(0, shared, [30])
+    stop = len(pair)
+    assert Chunk(prefix, 0, shared).is_prefix
+    assert not Chunk(prefix, 0, shared).is_all_after_prefix
+    assert Chunk(pair, shared, stop).is_all_after_prefix
+    assert not Chunk(pair, shared, stop - 1).is_all_after_prefix
+    assert not Chunk(pair, shared + 1, stop).is_all_after_prefix
+    assert not Chunk(pair, shared, stop).is_prefix
 
 
 @pytest.mark.parametrize(

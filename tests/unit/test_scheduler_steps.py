@@ -37,7 +37,7 @@ def causal(tokens: int, sequences: int = 100) -> Scheduler:
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(0, 1), (1, 0)])
 def test_limits_that_allow_nothing_are_refused(tokens: int, sequences: int) -> None:
-    with pytest.raises(ValueError, match="at least one token and one sequence"):
+    with pytest.raises(ValueError, match=r"^a step must hold at least one token and one sequence$"):
         StepLimits(tokens, sequences, chunked=True)
     StepLimits(1, 1, chunked=True)
 
@@ -46,7 +46,7 @@ def test_a_sequence_that_can_never_fit_is_refused_with_its_whole_request() -> No
     scheduler = bidirectional(100)
     assert scheduler.fits(100)
     assert not scheduler.fits(101)
-    with pytest.raises(ValueError, match="101 tokens do not fit a step of 100"):
+    with pytest.raises(ValueError, match=r"^101 tokens do not fit a step of 100$"):
         scheduler.admit(0, texts(0, [5, 101]), [cached(0, 5)])
     assert scheduler.waiting_sequences == scheduler.waiting_requests == scheduler.waiting_cached == 0
     scheduler.admit(0, texts(0, [100]))
@@ -73,6 +73,12 @@ def test_a_step_holds_at_most_the_allowed_number_of_sequences() -> None:
     steps = run_dry(scheduler)
     assert [len(step.chunks) for step in steps] == [3, 3, 1]
     assert [len(step.cached) for step in steps] == [4, 0, 0]
+
+
+def test_cached_batches_that_fit_join_a_step_that_holds_all_its_sequences() -> None:
+    scheduler = bidirectional(100, sequences=1)
+    scheduler.admit(0, texts(0, [10]), [cached(0, 95), cached(0, 50)])
+    assert [prices(step) for step in run_dry(scheduler)] == [[50], [95]]
 
 
 def test_documents_follow_their_query_in_the_same_step() -> None:
@@ -174,6 +180,94 @@ def test_one_that_must_be_cut_has_the_sequence_mid_prefill_finished_first() -> N
     assert all(step.num_tokens == 100 for step in steps[:-1])
 
 
+@pytest.mark.parametrize(
+    ("length", "expected"), [(201, [(0, 100, 200)]), (101, [(0, 100, 101), (100, 0, 99)])]
+)
+def test_the_sequence_mid_prefill_goes_on_however_many_that_must_be_cut_come_first(
+    length: int, expected: list[tuple[int, int, int]]
+) -> None:
+    """More than are looked at in a step; what its end leaves of a step goes to the first of them."""
+    scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.01)
+    scheduler.admit(0, texts(0, [length] * 6))
+    scheduler.schedule()
+    for number in range(100, 200):
+        scheduler.admit(number, texts(number, [150], number))
+    assert spans(scheduler.schedule()) == expected
+
+
+def test_the_sequence_mid_prefill_joins_no_step_that_holds_all_its_sequences() -> None:
+    scheduler = Scheduler(StepLimits(10, 2, chunked=True), oldest_share=0.01)
+    scheduler.admit(0, texts(0, [25]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [1] * 4, 1))
+    assert [spans(step) for step in run_dry(scheduler)] == [
+        [(1, 0, 1), (2, 0, 1)],
+        [(3, 0, 1), (4, 0, 1)],
+        [(0, 10, 20)],
+        [(0, 20, 25)],
+    ]
+
+
+def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | None = None) -> Scheduler:
+    """Request 1, the oldest, must be cut; but of request 2, which was cut before it, 50 tokens are left."""
+    limits = StepLimits(100, sequences, chunked=True)
+    scheduler = Scheduler(limits, oldest_share=0.5, weights=weights)
+    scheduler.admit(0, texts(0, [100]), tenant="a")
+    scheduler.admit(1, texts(1, [4000], 1), tenant="a")
+    scheduler.admit(2, texts(2, [250], 2), tenant="b")
+    assert [spans(scheduler.schedule()) for _ in range(3)] == [[(0, 0, 100)], [(2, 0, 100)], [(2, 100, 200)]]
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("sequences", "expected"),
+    [(2, [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]), (1, [[(2, 200, 250)], [(1, 0, 100)]])],
+)
+def test_the_end_of_a_cut_sequence_leaves_its_room_to_the_oldest_that_must_be_cut(
+    sequences: int, expected: list[list[tuple[int, int, int]]]
+) -> None:
+    """Its turn came earlier in the step, when it could not be cut."""
+    scheduler = one_that_waits_to_be_cut(sequences)
+    assert [spans(scheduler.schedule()) for _ in range(2)] == expected
+
+
+def test_the_oldest_takes_the_next_cut_however_many_come_before_it() -> None:
+    """More than are looked at in a step; its short sequence goes before its cut."""
+    scheduler = one_that_waits_to_be_cut(weights={"b": 100.0})
+    scheduler.admit(1, texts(1, [1], 3))
+    for number in range(100, 200):
+        scheduler.admit(number, texts(number, [150], number), tenant="b")
+    assert spans(scheduler.schedule()) == [(2, 200, 250), (3, 0, 1), (1, 0, 49)]
+
+
+def test_cancelling_who_waits_to_be_cut_leaves_the_next_cut_to_others() -> None:
+    scheduler = one_that_waits_to_be_cut()
+    scheduler.admit(3, texts(3, [150], 3), tenant="b")
+    scheduler.cancel(1)
+    assert spans(scheduler.schedule()) == [(2, 200, 250), (3, 0, 50)]
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [([4000], {2: 100}), ([4000, 5], {1: 5, 3: 95})])
+def test_the_sequence_mid_prefill_is_hurried_where_nothing_of_the_oldest_fits(
+    lengths: list[int], expected: dict[int, int]
+) -> None:
+    """Past a smaller request of its own tenant, and only as long as the step is empty."""
+    scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.5)
+    scheduler.admit(0, texts(0, [100]), tenant="a")
+    scheduler.admit(1, texts(1, lengths, 1), tenant="a")
+    scheduler.admit(2, texts(2, [1000], 3), tenant="b")
+    assert [tokens_by_request(scheduler.schedule()) for _ in range(2)] == [{0: 100}, {2: 100}]
+    scheduler.admit(3, texts(3, [1] * 100, 4), tenant="b")
+    assert tokens_by_request(scheduler.schedule()) == expected
+
+
+def test_the_part_of_the_oldest_ends_with_the_step() -> None:
+    """Its part is larger than the step, because short sequences could not use up earlier ones."""
+    scheduler = Scheduler(StepLimits(100, 1, chunked=True), oldest_share=0.5)
+    scheduler.admit(0, texts(0, [1, 1, 1, 250]))
+    assert [cost(step) for step in run_dry(scheduler)] == [1, 1, 1, 100, 100, 50]
+
+
 @pytest.mark.parametrize("length", [110, 190])
 def test_the_oldest_takes_the_next_cut_from_those_that_are_served_before_it(length: int) -> None:
     """Others whose sequences must be cut keep coming; each is of a smaller class than the oldest."""
@@ -222,6 +316,25 @@ def test_cancelling_counts_back_what_was_waiting_only() -> None:
     left = sum(len(chunk) for step in run_dry(scheduler) for chunk in step.chunks)
     assert left <= 7
     assert scheduler.waiting_tokens == scheduler.waiting_sequences == scheduler.waiting_cached == 0
+
+
+def test_cancelling_counts_back_what_follows_a_cut_sequence() -> None:
+    scheduler = causal(10)
+    scheduler.admit(0, texts(0, [25, 15, 15]))
+    for _ in range(3):
+        scheduler.schedule()
+    assert (scheduler.waiting_sequences, scheduler.is_mid_prefill) == (2, True)
+    scheduler.cancel(0)
+    assert (scheduler.waiting_sequences, scheduler.waiting_tokens, scheduler.is_mid_prefill) == (0, 0, False)
+
+
+def test_cancelling_counts_back_the_cached_batches_that_are_left() -> None:
+    scheduler = bidirectional(50)
+    scheduler.admit(0, [], [cached(0, 20)] * 5)
+    scheduler.schedule()
+    assert scheduler.waiting_cached == 3
+    scheduler.cancel(0)
+    assert scheduler.waiting_cached == 0
 
 
 def test_a_step_may_hold_cached_batches_only() -> None:
