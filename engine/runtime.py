@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# With the work of this many full steps waiting, the device is not idle soon if the next requests come slowly.
+_ENOUGH_STEPS = 2
+
 
 class Running:
     """Everything that exists only while an engine runs; complete when made.
@@ -58,7 +61,11 @@ class Running:
         self._num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
-        self._pool = WorkerPool(config.tokenizer_threads, lower_thread_priority)
+        self._pool = WorkerPool(
+            config.tokenizer_threads,
+            lower_thread_priority,
+            lambda: self.scheduler.waiting_tokens > _ENOUGH_STEPS * budget,
+        )
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
         self.preprocessor = Preprocessor(
             model,

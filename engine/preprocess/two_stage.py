@@ -26,7 +26,7 @@ from maxsimd.scheduler import Sequence as TokenSequence
 CACHED_ROWS, CACHED_DOCUMENTS = 16_384, 512
 # An estimate for a small model (MiniLM-L6): scoring this many cached rows, or handling this many cached
 # documents, takes as long as running a token. It is not measured on the machine at hand.
-ROWS_PER_TOKEN, DOCUMENTS_PER_TOKEN = 64, 2
+ROWS_PER_TOKEN, DOCUMENTS_PER_TOKEN = 128, 4
 
 
 class TwoStageStrategy:

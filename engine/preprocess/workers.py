@@ -1,9 +1,11 @@
 """The threads for work that blocks: preparing requests, reading large bodies, writing large answers.
 
-Small work goes first. Large work calls `yield_to_smaller` as it goes along.
+Small work goes first. Large work calls `yield_to_smaller` as it goes along; while the device has enough to do,
+it goes slowly, because it takes processor time and Python's lock from the device's threads.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +17,9 @@ T = TypeVar("T")
 _OLDEST_EVERY = 4
 # Work of this class and above is large: from 65,536 characters on.
 _LARGE = 8
+# While the device has enough to do, large work rests this many times as long as it has worked, but at most
+# 0.05 seconds at a time.
+_REST, _LONGEST_NAP = 4, 0.05
 
 
 class WithdrawnError(Exception):
@@ -32,6 +37,8 @@ class Work(Generic[T]):
         self.number = number
         self.future: Future[T] = Future()
         self.is_withdrawn = False
+        # When it was begun or last went on (perf_counter).
+        self.resumed = 0.0
 
     @property
     def is_large(self) -> bool:
@@ -46,7 +53,8 @@ class Work(Generic[T]):
         """Calls the function on this thread, unless it was withdrawn before it began."""
         if not self.future.set_running_or_notify_cancel():
             return
-        outer, _running.work = getattr(_running, "work", None), self
+        outer, _running.work = _running.work, self
+        self.resumed = time.perf_counter()
         try:
             self.future.set_result(self.function())
         except BaseException as error:
@@ -74,14 +82,19 @@ def yield_to_smaller() -> None:
     if work.is_withdrawn:
         raise WithdrawnError
     work.pool.run_smaller(work.size_class)
+    if work.is_large:
+        work.pool.rest(work)
 
 
 class WorkerPool:
     """A number of threads, started as work comes, each of which calls `initialise` first. All of them but one
-    may do large work at once, or the only one."""
+    may do large work at once, or the only one. `has_enough` says whether the device has enough to do."""
 
-    def __init__(self, threads: int, initialise: Callable[[], None]) -> None:
+    def __init__(
+        self, threads: int, initialise: Callable[[], None], has_enough: Callable[[], bool] = lambda: False
+    ) -> None:
         self._initialise = initialise
+        self._has_enough = has_enough
         self._num_threads = threads
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
@@ -118,6 +131,16 @@ class WorkerPool:
             work = self._take(smallest) if smallest < size_class else None
         if work is not None:
             self._run(work)
+
+    def rest(self, work: Work[Any]) -> None:
+        """Keeps large work waiting for a while, or until other work comes, if the device has enough to do."""
+        worked = time.perf_counter() - work.resumed
+        if worked < 0.001:
+            return
+        if self._has_enough():
+            with self._changed:
+                self._changed.wait(min(_REST * worked, _LONGEST_NAP))
+        work.resumed = time.perf_counter()
 
     def close(self) -> None:
         """Cancels what waits, withdraws what is under way, and returns once all threads have ended."""

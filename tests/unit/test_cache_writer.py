@@ -1,7 +1,10 @@
 """The cache's writer: what it cannot take in is not cached, and counted."""
 
+import os
+import sys
 import threading
 
+import pytest
 import torch
 
 from maxsimd.engine.cache import About, Arriving, CachedEmbedding
@@ -25,6 +28,29 @@ class Written:
     def write(self, entries: list[tuple[bytes, CachedEmbedding]]) -> None:
         self.go.wait(20)
         self.entries |= dict(entries)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_an_entry_is_copied_by_the_calling_thread_alone() -> None:
+    """OpenMP's threads for one more thread would slow down those of the device thread."""
+    tall = Ragged(torch.randn(4096, 64), (0, 4096), torch.rand(4096))
+    arriving = Arriving([About(b"a", 3, False)], tall)
+    threads, entries = [], []
+
+    def copy() -> None:
+        threads.append(len(os.listdir("/proc/self/task")))
+        entries.append(arriving.entry(0))
+        threads.append(len(os.listdir("/proc/self/task")))
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    (entry,) = entries
+    assert torch.equal(entry.rows, tall.values)
+    assert entry.rows.data_ptr() != tall.values.data_ptr()
+    assert entry.scales is not None
+    assert torch.equal(entry.scales, tall.scales)
+    assert threads[0] == threads[1]
 
 
 def test_staged_embeddings_are_found_and_written() -> None:

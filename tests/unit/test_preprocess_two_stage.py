@@ -216,7 +216,7 @@ def test_cached_documents_are_not_run_but_scored_in_batches_of_their_query(task:
     ]
     assert slots_of(prepared) == [0, 2]
     (batch,) = prepared.cached
-    assert (batch.request_id, batch.waits_for, batch.price) == (7, 100, 5)
+    assert (batch.request_id, batch.waits_for, batch.price) == (7, 100, 3)
     assert [(one.slot, one.embedding.tokens) for one in batch.documents] == [
         (ResultSlot(7, 1), 3),
         (ResultSlot(7, 3), 5),
@@ -227,7 +227,7 @@ def test_cached_documents_are_not_run_but_scored_in_batches_of_their_query(task:
     assert prepared.truncated == 1, "cut when it was cached"
     usage = usage_of(prepared)
     assert (usage.prompt_tokens, usage.cached_tokens, usage.cached_documents) == (3 + 3 + 4 + 8, 8, 2)
-    assert (prepared.num_new_tokens, prepared.work) == (10, 15)
+    assert (prepared.num_new_tokens, prepared.work) == (10, 13)
 
 
 def test_cached_documents_of_two_queries_are_in_batches_of_their_own() -> None:

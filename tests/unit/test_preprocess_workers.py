@@ -1,12 +1,14 @@
 """The pool's threads: small work goes first, also between the parts of large work."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 
+from maxsimd.engine.preprocess import workers
 from maxsimd.engine.preprocess.workers import WithdrawnError, Work, WorkerPool, yield_to_smaller
 
 SMALL, LARGE = 10, 1_000_000
@@ -175,3 +177,44 @@ def test_closing_ends_all_work_and_all_threads() -> None:
         pool.submit(lambda: None, SMALL).future.result(PATIENCE)
     assert len(started) == 2
     assert not any(thread.is_alive() for thread in started)
+
+
+@pytest.mark.parametrize("has_enough", [True, False])
+def test_large_work_rests_while_the_device_has_enough_to_do(
+    monkeypatch: pytest.MonkeyPatch, has_enough: bool
+) -> None:
+    monkeypatch.setattr(workers, "_REST", 1e9)
+    monkeypatch.setattr(workers, "_LONGEST_NAP", 1e6)
+    pool = WorkerPool(1, lambda: None, lambda: has_enough)
+    worked = threading.Event()
+
+    def large() -> str:
+        time.sleep(0.01)
+        worked.set()
+        yield_to_smaller()
+        return "went on"
+
+    work = pool.submit(large, LARGE)
+    assert worked.wait(PATIENCE)
+    if has_enough:
+        with pytest.raises(TimeoutError):
+            work.future.result(0.2)
+        while not work.future.done():  # until one comes after the rest has begun
+            pool.submit(lambda: None, SMALL)
+            time.sleep(0.01)
+    assert work.future.result(PATIENCE) == "went on"
+    pool.close()
+
+
+def test_small_work_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_REST", 1e9)
+    monkeypatch.setattr(workers, "_LONGEST_NAP", 1e6)
+    pool = WorkerPool(1, lambda: None, lambda: True)
+
+    def small() -> str:
+        time.sleep(0.01)
+        yield_to_smaller()
+        return "went on"
+
+    assert pool.submit(small, SMALL).future.result(PATIENCE) == "went on"
+    pool.close()
