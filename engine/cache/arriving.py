@@ -51,8 +51,8 @@ class Arriving:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy made by this thread alone. torch would start OpenMP threads for each thread that copies. With more
-    of them than cores, those of the device thread sleep between operations instead of spinning: then MaxSim
-    takes twice as long, and a forward pass a tenth longer."""
+    """A copy made by this thread alone. torch would start OpenMP threads for each thread that copies. With
+    more of them than cores, those of the device thread sleep between operations instead of spinning: then
+    MaxSim takes twice as long, and a forward pass a tenth longer."""
     bytes_ = tensor.view(torch.uint8).numpy().copy()
     return torch.from_numpy(bytes_).view(tensor.dtype)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -47,6 +46,7 @@ class TextBuilder:
         # The most tokens of a sequence in this role, as the checkpoint sets it.
         self.own_length = rules.max_tokens
         special_tokens = self._template.special_tokens
+        self._prompt_length = len(tokenizer.encode([rules.prompt], param)[0]) if rules.prompt else 0
         self._room = Room(long_inputs.limit - special_tokens, special_tokens)
         if self._room.tokens < 1:
             raise no_room(long_inputs.limit, special_tokens)
@@ -92,12 +92,6 @@ class TextBuilder:
         fitted = self._long_inputs.fit(ids, room, name, self.own_length, self._max_tokens)
         types = np.zeros(len(fitted.tokens), dtype=np.int32)
         return self._completed(fitted.tokens.astype(np.int32), types, fitted.truncated, prompt_end=0)
-
-    @cached_property
-    def _prompt_length(self) -> int:
-        """How many tokens the prompt has."""
-        prompt = self._rules.prompt
-        return len(self._tokenizer.encode([prompt], self._param)[0]) if prompt else 0
 
     def _filled(self, fitted: Fitted[np.int32], name: InputName) -> BuiltText:
         """The sequence of a text that fits: special tokens around it."""

@@ -1,7 +1,7 @@
 """The threads for work that blocks: preparing requests, reading large bodies, writing large answers.
 
-Small work goes first. Large work calls `yield_to_smaller` as it goes along; while the device has enough to do,
-it goes slowly, because it takes processor time and Python's lock from the device's threads.
+Small work goes first. Large work calls `yield_to_smaller` as it goes along. While the device has enough to
+do, large work goes slowly, because it takes processor time and Python's lock from the device's threads.
 """
 
 import threading
@@ -119,7 +119,8 @@ class WorkerPool:
                 name = f"maxsimd-pool_{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
                 self._threads[-1].start()
-            self._changed.notify()
+            # All, because those that rest wait for the same as those that have nothing to do.
+            self._changed.notify_all()
         return work
 
     def run_smaller(self, size_class: int) -> None:
@@ -167,7 +168,7 @@ class WorkerPool:
                 self._at_work.discard(work)
                 if work.is_large:
                     self._num_large -= 1
-                    self._changed.notify()
+                    self._changed.notify_all()
 
     def _next(self) -> Work[Any] | None:
         """Waits for the work that is next; None once the pool is closed."""
