@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+import maxsimd.api
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.failures import as_api_error, error_answer
 from maxsimd.api.keys import has_valid_key, read_keys
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, InvalidRequestError
 
-API = Path(__file__).parents[2] / "api"
+API = Path(maxsimd.api.__file__).parent
 
 
 def _imports(path: Path) -> set[str]:
