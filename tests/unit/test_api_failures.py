@@ -46,6 +46,7 @@ UNEXPECTED = "internal error; the log has it under this request's id"
         (InvalidRequestError("wrong"), 400, BAD, "wrong", None, None),
         (msgspec.DecodeError("cut"), 400, BAD, "the body is not valid JSON: cut", None, None),
         (msgspec.ValidationError("Is bad - at `$.a[0].b`"), 400, BAD, "a[0].b: is bad", "a", None),
+        (msgspec.ValidationError("Is bad - at `$.X`"), 400, BAD, "X: is bad", "X", None),
         (QueueFullError("full", 1.2), 429, "QueueFullError", "full", None, "2"),
         (QueueFullError("full", 3.0), 429, "QueueFullError", "full", None, "3"),
         (RequestTimeoutError("late"), 504, "TimeoutError", "late", None, None),
@@ -65,6 +66,18 @@ def test_every_class_of_error_has_its_answer(
     }
     json_alone = {"Content-Type": "application/json"}
     assert answer.headers == json_alone | ({"Retry-After": retry_after} if retry_after else {})
+
+
+def test_an_error_of_the_api_itself_stays_as_it_is() -> None:
+    for error, param, headers in (
+        (ApiError(418, "Teapot", "is short", "pot", 1.5), "pot", {"Retry-After": "2"}),
+        (ApiError(418, "Teapot", "is short"), None, {}),
+    ):
+        answer = error_answer(as_api_error(error))
+        assert (answer.status, answer.headers) == (418, {"Content-Type": "application/json"} | headers)
+        assert json.loads(answer.body) == {
+            "error": {"message": "is short", "type": "Teapot", "param": param, "code": 418}
+        }
 
 
 class Inner(msgspec.Struct):
@@ -96,9 +109,8 @@ def test_a_wrong_body_is_told_where_and_what(body: bytes, message: str, param: s
     assert (error.status, error.kind, str(error), error.param) == (400, BAD, message, param)
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "kind", "message"),
-    [
+def test_what_is_refused_before_a_handler_says_what_to_do() -> None:
+    for error, status, kind, message in (
         (
             failures.no_such_route(),
             404,
@@ -135,14 +147,9 @@ def test_a_wrong_body_is_told_where_and_what(body: bytes, message: str, param: s
             BAD,
             "the body is not what its headers say; check Content-Encoding and Content-Length",
         ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_refused_before_a_handler_says_what_to_do(
-    error: ApiError, status: int, kind: str, message: str
-) -> None:
-    found = (error.status, error.kind, str(error), error.param, error.retry_after)
-    assert found == (status, kind, message, None, None)
+    ):
+        found = (error.status, error.kind, str(error), error.param, error.retry_after)
+        assert found == (status, kind, message, None, None)
 
 
 def test_headers_are_added_and_the_rest_stays() -> None:
