@@ -188,6 +188,7 @@ def restored_logging() -> Iterator[None]:
 @pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_log_lines_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[str], form: str) -> None:
+    logging.getLogger().setLevel(logging.DEBUG)  # as somebody else may have done before
     set_up_logging("info", form)
     logging.getLogger("maxsimd.http").info("größer als %d", 3)
     logging.getLogger("maxsimd.http").debug("too fine")
