@@ -176,8 +176,25 @@ def _merging_for(*roles: Any) -> Change:
     return changed
 
 
-def _of_another_class(backbone: Any) -> None:
-    backbone.__class__ = type("Another", (type(backbone),), {})
+def _of_a_class(thing: Any, **attributes: Any) -> None:
+    """Makes it one of a subclass that differs in nothing but these."""
+    kind = type(thing)
+    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    thing.__class__ = type(kind.__name__, (kind,), same | attributes)
+
+
+def _merged_by_a_class(given: Given) -> Given:
+    pooling: Any = copy.deepcopy(given.model.token_pooling)
+    _of_a_class(pooling.method, __qualname__="Another")
+    return given.but(token_pooling=pooling)
+
+
+def _two_buffers(*names: str) -> Change:
+    def changed(backbone: Any) -> None:
+        for name in names:
+            backbone.register_buffer(name, torch.tensor([1.0, 2.0] if name == "scale" else [2.0, 1.0]))
+
+    return _backbone(changed)
 
 
 # Alterations, by the one ingredient that each changes.
@@ -190,7 +207,10 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("head weights", "a number", _dense(lambda dense: dense.linear.bias.data[-1].add_(1))),
     ("head", "a module", _head(_with_one_more_module)),
     ("head", "an activation", _dense(lambda dense: setattr(dense, "activation_function", torch.nn.Tanh()))),
-    ("architecture", "a class", _backbone(_of_another_class)),
+    ("architecture", "a class", _backbone(lambda one: _of_a_class(one, __qualname__="Another"))),
+    ("architecture", "a module", _backbone(lambda one: _of_a_class(one, __module__="another"))),
+    ("head", "a class", _dense(lambda dense: _of_a_class(dense, __qualname__="Another"))),
+    ("head", "how it looks", _dense(lambda dense: _of_a_class(dense, __repr__=lambda self: "another"))),
     ("settings", "a number", _config(layer_norm_eps=0.25)),
     ("settings", "attention", _config(_attn_implementation="eager")),
     ("template", "none", _tokenizer(lambda one: setattr(one.backend_tokenizer, "post_processor", None))),
@@ -206,6 +226,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("dimensions", "fewer", _first(8, True)),
     ("token pooling", "none", lambda given: given.but(token_pooling=None)),
     ("token pooling", "more", _merging(pool_factor=3.0)),
+    ("token pooling", "a class", _merged_by_a_class),
     ("token pooling", "nobody's", _merging_for()),
     ("precision", "half", lambda given: dataclasses.replace(given, dtype=torch.bfloat16)),
     ("stored precision", "int8", lambda given: dataclasses.replace(given, stored="int8")),
@@ -265,6 +286,10 @@ def test_a_head_that_is_cut_short_is_described_like_the_whole(plain: Given) -> N
 )
 def test_what_no_embedding_depends_on_is_no_ingredient(plain: Given, change: Change) -> None:
     assert plain.changed(change(plain)) == []
+
+
+def test_the_order_of_buffers_does_not_matter(plain: Given) -> None:
+    assert _two_buffers("scale", "bias")(plain).changed(_two_buffers("bias", "scale")(plain)) == []
 
 
 def test_a_machine_without_kernels_is_told_from_others(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
