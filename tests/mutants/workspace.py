@@ -17,12 +17,14 @@ WORKSPACES = ROOT / "build" / "mutants"
 _DECORATORS = {"property", "cached_property", "contextmanager", "asynccontextmanager", "cache"}
 
 # Added to the tests' conftest. One failing example is enough, so no smaller one is looked for. The shortest
-# tests, by the times that mutmut has noted, run first, because the first that fails ends a mutant. One that
-# computes far longer than noted fails: to a mutant that runs in circles mutmut gives the time of all tests.
+# tests, by the times that mutmut has noted, run first, because the first that fails ends a mutant; those of a
+# file stay together, because they may share an engine that ends with the file. A test that computes far
+# longer than noted fails: to a mutant that runs in circles mutmut gives the time of all tests.
 _CONFTEST = """
 import gc
 import json
 import signal
+from collections import Counter
 from hypothesis import Phase
 
 settings.register_profile(
@@ -39,7 +41,10 @@ def pytest_collection_modifyitems(items):
     noted = Path("mutmut-stats.json")
     if noted.exists():
         seconds = json.loads(noted.read_text())["duration_by_test"]
-        items.sort(key=lambda item: seconds.get(item.nodeid, 0))
+        of_file = Counter()
+        for item in items:
+            of_file[item.path] += seconds.get(item.nodeid, 0)
+        items.sort(key=lambda item: (of_file[item.path], item.path, seconds.get(item.nodeid, 0)))
         for item in items:
             item.noted_seconds = seconds.get(item.nodeid)
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import struct
 import time
 from collections.abc import AsyncIterator
 from importlib.metadata import version
@@ -248,6 +249,16 @@ async def test_base64_is_little_endian_float32_in_row_order(caller: Caller, path
         np.testing.assert_allclose(item[name], same[name], atol=1e-6)
         values = np.frombuffer(base64.b64decode(packed[name]), dtype="<f4")
         np.testing.assert_allclose(values, np.ravel(item[name]), atol=1e-6)
+
+
+async def test_base64_is_little_endian_whatever_the_machines_order_is() -> None:
+    from maxsimd.api.handlers.embedding import _encode
+
+    rows = np.array([[1, -2.5], [0.25, 3]])
+    expected = base64.b64encode(struct.pack("<4f", 1, -2.5, 0.25, 3)).decode()
+    for order in ("<f4", ">f4"):
+        assert _encode(rows.astype(order), "base64") == expected
+        assert _encode(np.asfortranarray(rows.astype(order)), "base64") == expected
 
 
 @pytest.mark.parametrize("task", [None, "token_embed", "embed"])

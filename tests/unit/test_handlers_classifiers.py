@@ -1,5 +1,6 @@
 """What the routes answer where the model is a classifier, of three labels or of one."""
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -41,6 +42,8 @@ async def test_classify_gives_the_engines_rows_with_labels(caller: Caller, activ
     assert set(answer) == {"id", "object", "created", "model", "data", "usage"}
     assert (answer["object"], answer["model"]) == ("list", "mine")
     assert answer["id"].startswith("classify-")
+    assert isinstance(answer["created"], int)
+    assert abs(answer["created"] - time.time()) < 5
     assert answer["usage"] == {"prompt_tokens": 17, "total_tokens": 17}
     assert [item["index"] for item in answer["data"]] == [0, 1, 2]
     for item, row in zip(answer["data"], result.scores, strict=True):
@@ -49,6 +52,19 @@ async def test_classify_gives_the_engines_rows_with_labels(caller: Caller, activ
         assert item["label"] == f"LABEL_{np.argmax(row)}"
         assert item["num_classes"] == 3
         assert (sum(item["probs"]) == pytest.approx(1, abs=1e-4)) == (activated is not False)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/classify", lambda n: {"input": ["d"] * n}), ("/predict", lambda n: {"inputs": [["d"]] * n})],
+)
+async def test_answers_for_more_than_500_texts_are_encoded_in_the_thread_pool(
+    caller: Caller, path: str, body: Any
+) -> None:
+    await caller.json(path, body(500))
+    assert caller.engine.in_threads == 0
+    await caller.json(path, body(501))
+    assert caller.engine.in_threads == 1
 
 
 @pytest.mark.parametrize("raw", [True, False, None])

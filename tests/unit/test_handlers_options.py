@@ -6,8 +6,10 @@ import logging
 import sys
 import typing
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -18,6 +20,11 @@ from maxsimd.api.options import flag
 from maxsimd.engine import EngineConfig
 
 Captured = list[tuple[EngineConfig, ServerConfig, float]]
+
+
+@click.command()
+def measure() -> None:
+    click.echo("measured")
 
 
 @pytest.fixture
@@ -131,6 +138,18 @@ def test_help_says_what_each_option_is_for_and_its_default() -> None:
     assert "[default: False]" not in shown
 
 
+def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("measure", f"{__name__}:measure", "maxsimd.commands")
+    points = {"maxsimd.commands": [point]}
+    monkeypatch.setattr("maxsimd.api.cli.entry_points", lambda *, group: points[group])
+    runner = CliRunner()
+    listed = runner.invoke(main, ["--help"]).output.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed] == ["inspect", "measure", "serve"]
+    assert runner.invoke(main, ["measure"]).output == "measured\n"
+    assert runner.invoke(main, ["inspect", "--help"]).exit_code == 0
+    assert "No such command 'weigh'" in runner.invoke(main, ["weigh"]).output
+
+
 def test_inspect_says_what_is_wrong_with_a_model() -> None:
     result = CliRunner().invoke(main, ["inspect", "/nowhere/at/all"])
     assert result.exit_code == 1
@@ -169,6 +188,7 @@ def restored_logging() -> Iterator[None]:
 @pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_log_lines_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[str], form: str) -> None:
+    logging.getLogger().setLevel(logging.DEBUG)  # as somebody else may have done before
     set_up_logging("info", form)
     logging.getLogger("maxsimd.http").info("größer als %d", 3)
     logging.getLogger("maxsimd.http").debug("too fine")

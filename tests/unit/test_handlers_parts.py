@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+import maxsimd.api
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.failures import as_api_error, error_answer
 from maxsimd.api.keys import has_valid_key, read_keys
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, InvalidRequestError
 
-API = Path(__file__).parents[2] / "api"
+API = Path(maxsimd.api.__file__).parent
 
 
 def _imports(path: Path) -> set[str]:
@@ -62,7 +63,19 @@ def test_a_file_without_keys_does_not_open_the_server_to_all(tmp_path: Path) -> 
 def test_keys_may_hold_any_character() -> None:
     assert has_valid_key("Bearer schlüssel", frozenset({"schlüssel"}))
     assert not has_valid_key("Bearer \udcff", frozenset({"schlüssel"}))
+    assert has_valid_key("Bearer o ne", frozenset({"o ne"}))
     assert not has_valid_key("Bearer one", frozenset())
+
+
+@pytest.mark.parametrize("header", ["Bearer one", "bearer two", "BEARER  one "])
+def test_the_scheme_may_be_in_any_case_with_any_number_of_spaces(header: str) -> None:
+    assert has_valid_key(header, frozenset({"one", "two"}))
+    assert not has_valid_key(header, frozenset({"three"}))
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Bearer one two", "Basic one", "one Bearer"])
+def test_nothing_but_a_bearer_token_is_a_key(header: str) -> None:
+    assert not has_valid_key(header, frozenset({"one", "two"}))
 
 
 def test_an_answer_may_be_retried_only_where_that_helps() -> None:

@@ -1,8 +1,10 @@
 """What surrounds every request: keys, ids, timing, log lines and metrics, without a web server."""
 
+import importlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -93,9 +95,10 @@ async def test_the_clients_request_id_comes_back(caller: Caller, given: str) -> 
         assert answer.headers["x-request-id"] == given
 
 
-@pytest.mark.parametrize("given", ["", " ", "a b", "a" * 129, "ä", "a\n", "\x7f", "a\x1f"])
-async def test_an_unusable_request_id_is_replaced(caller: Caller, given: str) -> None:
-    first, second = [await caller.ask("GET", "/health", headers={"x-request-id": given}) for _ in range(2)]
+@pytest.mark.parametrize("given", [None, "", " ", "a b", "a" * 129, "ä", "a\n", "\x7f", "a\x1f"])
+async def test_an_unusable_request_id_is_replaced(caller: Caller, given: str | None) -> None:
+    headers = {} if given is None else {"x-request-id": given}
+    first, second = [await caller.ask("GET", "/health", headers=headers) for _ in range(2)]
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
     assert len(first.headers["x-request-id"]) == 32
 
@@ -108,6 +111,19 @@ async def test_every_answer_tells_its_time(caller: Caller) -> None:
         assert 0 <= float(milliseconds) < 60_000
     slow = await caller.post("/rerank", HEAVY | {"documents": HEAVY["documents"][:10], "cache": "bypass"})
     assert float(slow.headers["server-timing"].partition("=")[2]) > 5
+
+
+async def test_the_time_is_that_from_the_requests_arrival_to_its_answer(
+    caller: Caller, lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter((10.0, 12.5))
+    # The package has a function of the module's name.
+    module = importlib.import_module("maxsimd.api.handlers.handle")
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    answer = await caller.ask("GET", "/version")
+    assert answer.headers["server-timing"] == "total;dur=2500.0"
+    assert " 2500.0 ms " in lines.records[-1].getMessage()
+    assert caller.metric("maxsimd_http_request_seconds_sum", route="/version") == 2.5
 
 
 async def test_every_request_has_a_line_in_the_log(caller: Caller, lines: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,275 @@
+"""What requests say, in the engine's terms: functions of the wire types alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.api import reading
+from maxsimd.api.wire import ClassifyRequest, PredictRequest, RerankRequest, ScoreRequest
+from maxsimd.engine import CUT_LONG, WINDOW_LONG, InvalidRequestError, Truncation
+
+REFUSE = Truncation()
+NAMES = [("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2")]
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+@contextmanager
+def _refused(param: str, message: str) -> Iterator[None]:
+    """Expects an error that names the field."""
+    with pytest.raises(InvalidRequestError) as caught:
+        yield
+    assert (str(caught.value), caught.value.param) == (message, param)
+
+
+@pytest.mark.parametrize(("first", "second"), NAMES)
+def test_queries_and_documents_come_under_four_pairs_of_names(first: str, second: str) -> None:
+    body: dict[str, Any] = {first: "q", second: ["d", {"text": "e"}]}
+    request = ScoreRequest(**body)
+    assert reading.texts_to_score(request) == (["q"], ["d", "e"])
+
+
+def test_of_two_pairs_the_first_is_read() -> None:
+    request = ScoreRequest(queries="q", documents=None, items="i", data_1="1", data_2="2")
+    assert reading.texts_to_score(request) == (["q"], ["i"])
+    request.documents = "d"
+    assert reading.texts_to_score(request) == (["q"], ["d"])
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "queries", "queries and documents are missing"),
+        ({"documents": "d", "data_2": "e"}, "queries", "queries and documents are missing"),
+        ({"queries": "q"}, "documents", "documents is missing"),
+        ({"queries": "q", "data_1": "p"}, "documents", "documents is missing"),
+        ({"data_1": "q"}, "data_2", "data_2 is missing"),
+        ({"text_1": "q"}, "text_2", "text_2 is missing"),
+        (
+            {"queries": ["q", {}], "documents": "d"},
+            "queries",
+            'queries[1] is an object without a "text" or "content" string',
+        ),
+        (
+            {"queries": "q", "items": {"title": "d"}},
+            "items",
+            'items[0] is an object without a "text" or "content" string',
+        ),
+    ],
+)
+def test_a_score_request_without_texts_is_told_which_field_it_needs(
+    body: dict[str, Any], param: str, message: str
+) -> None:
+    with _refused(param, message):
+        reading.texts_to_score(ScoreRequest(**body))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a", "a"),
+        ({"text": "a", "content": "b"}, "a"),
+        ({"content": "b"}, "b"),
+        ({"text": ""}, ""),
+        ({"content": PARTS}, "one\ntwo"),
+        ({"text": PARTS}, "one\ntwo"),
+    ],
+)
+def test_a_text_is_a_string_or_an_object_that_holds_one(content: Any, text: str) -> None:
+    assert reading.as_text(content, "documents[3]", "documents") == text
+    assert reading.as_text(content, "documents[3]", "documents", ()) == text
+    assert reading.as_texts(content, "documents") == [text]
+    assert reading.as_texts(["z", content], "documents") == ["z", text]
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["x", {"type": "text"}, {"type": "text", "text": 7}, {"type": "image", "text": "x"}, {"text": "x"}, None],
+)
+def test_a_part_that_is_not_text_is_refused(part: Any) -> None:
+    message = "documents[1] has a content part that is not text; only text can be scored"
+    with _refused("documents", message):
+        reading.as_texts(["a", {"content": [PARTS[0], part]}], "documents")
+
+
+@pytest.mark.parametrize("content", [{}, {"text": 7}, {"content": None}, {"title": "a"}])
+def test_an_object_without_text_is_refused(content: Any) -> None:
+    with _refused("query", 'query is an object without a "text" or "content" string'):
+        reading.as_text(content, "query", "query")
+
+
+@pytest.mark.parametrize(
+    ("documents", "fields", "texts"),
+    [
+        (["a", {"t": "b"}], ["t"], ["a", "t: b"]),
+        ([{"t": "a", "u": None, "v": 0}], ["v", "u", "t", "w", "v"], ["v: 0\nt: a"]),
+        ([{"text": "a", "t": "b"}], [], ["a"]),
+        ({"text": "a", "t": "b"}, None, ["a"]),
+    ],
+)
+def test_rank_fields_name_what_is_read_of_a_record(
+    documents: Any, fields: list[str] | None, texts: list[str]
+) -> None:
+    request = RerankRequest(query="q", documents=documents, rank_fields=fields)
+    assert reading.documents_to_rank(request) == texts
+
+
+def test_documents_to_rank_must_be_there_and_have_a_named_field() -> None:
+    with _refused("documents", "documents is missing"):
+        reading.documents_to_rank(RerankRequest(query="q"))
+    records: list[Any] = [{"a": "x"}, {"a": None, "b": "y"}]
+    message = "documents[1] has none of the fields that rank_fields names; name at least one that it has"
+    with _refused("rank_fields", message):
+        reading.documents_to_rank(RerankRequest(query="q", documents=records, rank_fields=["a"]))
+    with _refused("documents", 'documents[1] is an object without a "text" or "content" string'):
+        reading.documents_to_rank(RerankRequest(query="q", documents=["a", {}]))
+
+
+@pytest.mark.parametrize(
+    ("options", "default", "truncation"),
+    [
+        ({}, "error", REFUSE),
+        ({}, "truncate", CUT_LONG),
+        ({}, "window", WINDOW_LONG),
+        ({"long_documents": "error"}, "window", REFUSE),
+        ({"long_documents": "truncate"}, "error", CUT_LONG),
+        ({"long_documents": "window"}, "truncate", WINDOW_LONG),
+        ({"truncate_prompt_tokens": 7}, "error", Truncation(max_tokens=7)),
+        ({"truncate_prompt_tokens": 0}, "truncate", Truncation(max_tokens=0)),
+        ({"truncate_prompt_tokens": 7}, "window", Truncation(max_tokens=7, windows=True)),
+        ({"truncation_side": "left"}, "error", Truncation(side="left")),
+        ({"truncation_side": "right"}, "error", REFUSE),
+        (
+            {"max_tokens_per_query": 5, "max_tokens_per_doc": 6, "window_overlap": 0},
+            "error",
+            Truncation(max_query_tokens=5, max_document_tokens=6, window_overlap=0),
+        ),
+        ({"max_tokens_per_query": 0, "max_tokens_per_doc": 0, "window_overlap": 4}, "error", None),
+    ],
+)
+def test_a_request_says_what_becomes_of_long_inputs(
+    options: dict[str, Any], default: Any, truncation: Truncation | None
+) -> None:
+    expected = truncation or Truncation(window_overlap=4)
+    assert reading.truncation_of(RerankRequest(query="q", **options), default) == expected
+    if default == "error":
+        assert reading.truncation_of(ScoreRequest(**options)) == expected
+
+
+@pytest.mark.parametrize("default", ["truncate", "window", "error"])
+def test_what_is_not_scored_has_no_documents_to_treat_in_another_way(default: Any) -> None:
+    for options, expected in (
+        ({}, REFUSE),
+        ({"truncate_prompt_tokens": -1}, CUT_LONG),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, Truncation(max_tokens=3, side="left")),
+    ):
+        request = ClassifyRequest(input="a", **options)
+        assert reading.truncation_of(request, default) == expected
+
+
+@pytest.mark.parametrize("make", [lambda **o: PredictRequest(inputs="a", **o), RerankRequest])
+@pytest.mark.parametrize(
+    ("truncate", "default", "truncation"),
+    [
+        (None, "truncate", CUT_LONG),
+        (None, "window", WINDOW_LONG),
+        (None, "error", REFUSE),
+        *((True, default, CUT_LONG) for default in ("truncate", "window", "error")),
+        *((False, default, REFUSE) for default in ("truncate", "window", "error")),
+    ],
+)
+@pytest.mark.parametrize("direction", [None, "left", "Left", "right", "Right"])
+def test_teis_words_say_the_same(
+    make: Any, truncate: bool | None, default: Any, truncation: Truncation, direction: Any
+) -> None:
+    query = {"query": "q"} if make is RerankRequest else {}
+    request = make(truncate=truncate, truncation_direction=direction, **query)
+    side: Any = "left" if direction in ("left", "Left") else "right"
+    expected = Truncation(max_tokens=truncation.max_tokens, windows=truncation.windows, side=side)
+    assert reading.tei_truncation_of(request, default) == expected
+
+
+@pytest.mark.parametrize(
+    ("use_activation", "raw_scores", "wanted"),
+    [
+        *((True, raw, True) for raw in (None, True, False)),
+        *((False, raw, False) for raw in (None, True, False)),
+        (None, None, True),
+        (None, False, True),
+        (None, True, False),
+    ],
+)
+def test_use_activation_counts_more_than_raw_scores(
+    use_activation: bool | None, raw_scores: bool | None, wanted: bool
+) -> None:
+    request = ScoreRequest(use_activation=use_activation, raw_scores=raw_scores)
+    assert reading.wants_activation(request) is wanted
+
+
+TEXT = st.text(max_size=3)
+TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=3)
+
+
+@given(st.one_of(TEXT, st.lists(TEXT, min_size=1, max_size=3), TOKENS, st.lists(TOKENS, min_size=1)))
+def test_inputs_are_lists_of_texts_or_of_lists_of_tokens(value: Any) -> None:
+    is_one = isinstance(value, str) or isinstance(value[0], int)
+    assert reading.as_inputs(value) == ([value] if is_one else value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, [], 7, True, {"a": 1}, (1, 2), ("a",), [[]], [[1], []], ["a", 1], [1, "a"], [1, True]),
+        *([True], [[1], "a"], ["a", [1]], [[1, "a"]], [[True]], [1.5], [(1, 2)]),
+    ],
+)
+def test_nothing_else_is_an_input(value: Any) -> None:
+    message = "input must be a text, a list of texts, a list of token ids or a list of those, and not empty"
+    with _refused("input", message):
+        reading.as_inputs(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "texts", "pairs", "are_many"),
+    [
+        ("a", ["a"], None, False),
+        ("", [""], None, False),
+        (["a"], ["a"], None, False),
+        (["a", "b"], ["a"], ["b"], False),
+        ([["a"]], ["a"], None, True),
+        ([["a"], ["b"], ["c"]], ["a", "b", "c"], None, True),
+        ([["a"], "b"], ["a", "b"], None, True),
+        ([["a", "b"]], ["a"], ["b"], True),
+        ([["a", "b"], ["c", "d"]], ["a", "c"], ["b", "d"], True),
+    ],
+)
+def test_sequences_are_texts_or_pairs(
+    value: Any, texts: list[str], pairs: list[str] | None, are_many: bool
+) -> None:
+    assert reading.as_sequences(value) == (texts, pairs, are_many)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, [], 3, True, {"a": "b"}, {}, ("a",), [["a"], ["b", "c"]], [["a", "b"], "c"], [[1]], [3]),
+        *([["a", "b", "c"]], ["a", "b", "c"], [[]], [["a", 1]], ["a", 1], [[1, 2]], [("a",)], [["a"], None]),
+    ],
+)
+def test_nothing_else_is_a_sequence(value: Any) -> None:
+    message = "inputs must be a text, a pair of texts, or a list of lists of one text each or of two each"
+    with _refused("inputs", message):
+        reading.as_sequences(value)
+
+
+def test_roles_have_several_names() -> None:
+    assert reading.input_type_of(None) is None
+    for name in ("query", "search_query", "retrieval.query"):
+        assert reading.input_type_of(name) == "query"
+    for name in ("document", "passage", "search_document", "retrieval.passage"):
+        assert reading.input_type_of(name) == "document"
+    with _refused("input_type", "input_type 'poem' is not known; use query or document"):
+        reading.input_type_of("poem")

@@ -1,0 +1,105 @@
+"""What all handlers share: names, limits, phases, and when nothing is in flight."""
+
+import asyncio
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.failures import ApiError
+from maxsimd.api.state import ServerState
+from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
+
+
+class Standing(Engine):
+    """An engine that says how it is, without a model of its own."""
+
+    is_healthy = False
+    death: Any = None
+    model: Any = type("Model", (), {"name": "its own"})
+
+
+def _state(**options: Any) -> Any:
+    return ServerState(Standing(), ServerConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("death", "draining", "healthy", "phase", "refusal"),
+    [
+        (None, False, False, "starting", EngineNotReadyError),
+        (None, False, True, "ok", None),
+        (None, True, True, "draining", EngineNotReadyError),
+        (None, True, False, "draining", EngineNotReadyError),
+        ("of old age", False, True, "dead", EngineDeadError),
+        ("of old age", True, False, "dead", EngineDeadError),
+    ],
+)
+def test_work_is_taken_only_while_all_is_well(
+    death: str | None, draining: bool, healthy: bool, phase: str, refusal: type[Exception] | None
+) -> None:
+    state = _state()
+    assert state.draining is False
+    state.engine.death, state.engine.is_healthy, state.draining = death, healthy, draining
+    assert state.phase == phase
+    assert state.is_ready is (phase == "ok")
+    if refusal is None:
+        state.check_ready()
+    else:
+        message = "the server is starting or shutting down" if death is None else death
+        with pytest.raises(refusal, match=f"^{message}$"):
+            state.check_ready()
+
+
+def test_a_model_goes_by_the_served_name_and_its_own() -> None:
+    assert _state().model_name == "its own"
+    state = _state(served_model_name="mine")
+    assert state.model_name == "mine"
+    for name in ("mine", "its own", "", None):
+        state.check_model(name)
+    with pytest.raises(ApiError) as refused:
+        state.check_model("nope")
+    error = refused.value
+    assert str(error) == "The model `nope` does not exist."
+    assert (error.status, error.kind, error.param, error.retry_after) == (404, "NotFoundError", "model", None)
+
+
+def test_as_many_entries_as_configured_are_taken() -> None:
+    state = _state(max_documents=3)
+    state.check_count(3, "input")
+    with pytest.raises(ApiError) as refused:
+        state.check_count(4, "input")
+    error = refused.value
+    assert str(error) == "input has 4 entries, but at most 3 are taken at a time; send them in parts"
+    assert (error.status, error.kind, error.param) == (413, "RequestTooLargeError", "input")
+
+
+async def test_it_is_quiet_when_no_request_is_in_flight() -> None:
+    state = _state()
+
+    def in_flight() -> Any:
+        return state.engine.metrics.registry.get_sample_value("maxsimd_http_in_flight")
+
+    await asyncio.wait_for(state.until_quiet(), 1)
+    for _ in range(2):
+        first, second = ExitStack(), ExitStack()
+        first.enter_context(state.in_flight())
+        second.enter_context(state.in_flight())
+        quiet = asyncio.create_task(state.until_quiet())
+        await asyncio.sleep(0)
+        assert (in_flight(), quiet.done()) == (2, False)
+        first.close()
+        await asyncio.sleep(0)
+        assert (in_flight(), quiet.done()) == (1, False)
+        with pytest.raises(RuntimeError), second:  # a request that fails has ended too
+            raise RuntimeError
+        await asyncio.wait_for(quiet, 1)
+        assert in_flight() == 0
+
+
+def test_keys_and_configuration_are_the_given_ones() -> None:
+    config = ServerConfig(api_key=("one", "two"))
+    engine = Standing()
+    state = ServerState(engine, config)
+    assert state.keys == {"one", "two"}
+    assert (state.engine, state.config) == (engine, config)
