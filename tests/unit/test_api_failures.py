@@ -186,7 +186,7 @@ class Threads(Engine):
 
     used = 0
 
-    async def in_thread(self, function: Any) -> Any:
+    async def in_thread(self, function: Any, size: int) -> Any:
         self.used += 1
         return await asyncio.to_thread(function)
 
