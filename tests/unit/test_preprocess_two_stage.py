@@ -20,6 +20,8 @@ from maxsimd.scheduler import ResultSlot, Role, Sequence
 from tests.unit.preprocessing import (
     CLS,
     DOCUMENT_PROMPT,
+    INSTRUCT_LABEL,
+    QUERY_LABEL,
     QUERY_PROMPT,
     SEP,
     embedding,
@@ -155,16 +157,17 @@ def test_an_instruction_takes_the_place_of_the_one_in_the_query_s_prompt() -> No
     options: dict[str, object] = {"query": rules, "document": RoleRules("passage: ")}
 
     def query(**more: object) -> list[int]:
-        return tokens_of(score(["w1"], ["w2"], **options, **more))[0][2:-2]  # type: ignore[arg-type]
+        return tokens_of(score(["w1"], ["w2"], **options, **more))[0]  # type: ignore[arg-type]
 
-    assert query()[:2] == ids(2, 8), "nothing asked for: the prompt as it is"
-    assert query(instruction="w20")[:1] == ids(1, 20)
-    assert len(query(instruction="w20")) == len(query()) - 1
+    def instructed(instruction: list[int]) -> list[int]:
+        return [CLS, INSTRUCT_LABEL, *instruction, QUERY_LABEL, *ids(1, 1), SEP]
+
+    assert query() == instructed(ids(2, 8)), "nothing asked for: the prompt as it is"
+    assert query(instruction="w20") == instructed(ids(1, 20))
     changes = model(**options, instruction="w30")
     request = ScoreRequest(queries=("w1",), documents=("w2",))
     own = preprocessor(changes).score(request, request_ids())
-    assert tokens_of(own)[0][2:3] == ids(1, 30)
-    assert tokens_of(own)[1] == [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]
+    assert tokens_of(own) == [instructed(ids(1, 30)), [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]]
     with pytest.raises(InvalidRequestError, match="takes no instruction"):
         score(["w1"], ["w2"], instruction="w20")
 
@@ -176,8 +179,10 @@ def test_queries_and_documents_have_limits_of_their_own() -> None:
     assert prepared.truncated == 2
 
 
-def test_what_is_cut_counts_for_each_document_of_the_request() -> None:
-    prepared = score([words(9)], [words(9), "w1", words(8), words(9)], Truncation(max_tokens=6))
+@pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
+def test_what_is_cut_counts_for_each_document_of_the_request(task: str) -> None:
+    documents = [words(9), "w1", words(8), words(9)]
+    prepared = score([words(9)], documents, Truncation(max_tokens=6), task=task)
     assert prepared.truncated == 4, "the query, and three documents, two of them equal"
     cut = [one.payload.document.truncated for one in documents_of(prepared) if one.payload.document]
     assert cut == [True, False, True]
