@@ -120,6 +120,7 @@ LENGTHS = st.sampled_from(
 @given(st.lists(LENGTHS, max_size=8))
 @example([0] * (PART_TEXTS + 1))
 @example([1] * PART_TEXTS)
+@example([PART_CHARACTERS // 2] * 4)
 def test_parts_of_many_texts_are_as_large_as_they_may_be(lengths: list[int]) -> None:
     texts = ["x" * length for length in lengths]
     parts = list(in_parts(texts))
