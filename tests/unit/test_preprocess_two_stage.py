@@ -16,7 +16,7 @@ from maxsimd.engine.preprocess.two_stage import (
 )
 from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
 from maxsimd.engine.scoring.documents import CachedDocument
-from maxsimd.scheduler import ResultSlot, Role, Sequence
+from maxsimd.scheduler import ResultSlot, Role, Sequence, Window
 from tests.unit.preprocessing import (
     CLS,
     DOCUMENT_PROMPT,
@@ -113,7 +113,7 @@ def test_the_same_document_under_two_queries_is_scored_against_each() -> None:
 
 def test_late_interaction_scores_all_windows_of_a_document_as_one() -> None:
     truncation = Truncation(max_tokens=6, windows=True, window_overlap=1)
-    prepared = score(["w1"], [words(9), "w4", words(4)], truncation)
+    prepared = score(["w1"], [words(9), "w4", words(6)], truncation)
     documents = documents_of(prepared)
     assert [one.tokens.ids.tolist() for one in documents] == [
         [CLS, *ids(4), SEP],
@@ -121,13 +121,13 @@ def test_late_interaction_scores_all_windows_of_a_document_as_one() -> None:
         [CLS, *ids(3, 6), SEP],
         [CLS, *ids(1, 4), SEP],
         [CLS, *ids(4), SEP],
+        [CLS, *ids(3, 3), SEP],
     ]
-    assert slots_of(prepared) == [0, 0, 0, 1, 2]
+    assert slots_of(prepared) == [0, 0, 0, 1, 2, 2]
     windows = [one.payload.document.window for one in documents if one.payload.document]
-    assert [(window.document_id, window.num_windows) for window in windows[:3] if window] == [(101, 3)] * 3
-    assert windows[3:] == [None, None]
-    assert [one.sequence_id for one in documents] == [101, 102, 103, 104, 105]
-    assert prepared.sequences[0].num_consumers == 5
+    assert windows == [Window(101, 3)] * 3 + [None] + [Window(105, 2)] * 2
+    assert [one.sequence_id for one in documents] == [101, 102, 103, 104, 105, 106]
+    assert prepared.sequences[0].num_consumers == 6
     assert prepared.results == 3
     assert prepared.combine([1, 2, 3]).tolist() == [1, 2, 3]
 

@@ -12,6 +12,7 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.tokenization import (
     PART_CHARACTERS,
     PART_TEXTS,
+    Template,
     TextTokenizer,
     cut,
     in_parts,
@@ -91,6 +92,15 @@ def test_a_template_is_learned_with_its_types() -> None:
     assert (bare.single.special_tokens, bare.pair.special_tokens) == (0, 0)
 
 
+def test_a_template_puts_everything_in_its_place() -> None:
+    def arrays(*numbers: int) -> tuple[np.ndarray, ...]:
+        return tuple(np.array([number], np.int32) for number in numbers)
+
+    template = Template(arrays(1, 2, 3), arrays(4, 5, 6), (7, 8))
+    token_ids, types = template.fill(*arrays(20, 21))
+    assert (token_ids.tolist(), types.tolist()) == ([1, 20, 2, 21, 3], [4, 7, 5, 8, 6])
+
+
 def test_the_tokens_of_a_span_are_those_that_hold_one_of_its_characters() -> None:
     made, text = small_tokenizer(), "w1 w22 w333"
     assert made.span(text, 3, 6, "documents") == (1, 2)
@@ -110,6 +120,8 @@ def test_whole_texts_and_their_way_back() -> None:
     assert made.token_id("w0") == ids(1)[0]
     assert made.vocabulary_size == VOCABULARY
     assert made.encode([], "documents") == []
+    in_two_parts = made.encode(words(PART_TEXTS + 1).split(), "documents")
+    assert np.concatenate(in_two_parts).tolist() == ids(PART_TEXTS + 1)
 
 
 LENGTHS = st.sampled_from(
