@@ -45,7 +45,7 @@ def test_a_text_that_is_not_unicode_is_refused_by_its_field(kind: str, param: st
     texts = {"queries": ["w1", "w2"], "documents": ["w3", "w4"]}
     texts[param][1] = NOT_UNICODE
     with pytest.raises(InvalidRequestError, match=f"^{param} holds a text that is not valid") as refused:
-        sequences(kind, **texts)
+        sequences(kind, texts["queries"], texts["documents"])
     assert refused.value.param == param
 
 
@@ -67,7 +67,7 @@ def of_int32(made: list[Sequence]) -> None:
         types = sequence.tokens.type_ids
         assert types is not None
         assert len(types) == len(sequence.tokens)
-        assert (sequence.tokens.ids.dtype, types.dtype) == (np.int32, np.int32)
+        assert {sequence.tokens.ids.dtype, types.dtype} == {np.dtype(np.int32)}
 
 
 @pytest.mark.parametrize("kind", MODELS)
