@@ -16,7 +16,7 @@ from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LengthLimit
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.strategy import SHORTEST_TEXT
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import Sequence as TokenSequence
 from maxsimd.scheduler import Tokens
@@ -172,10 +172,9 @@ class _TextReader:
 
     def query(self, text: str) -> _Text:
         ids = self._tokenizer.encode([text], "queries")[0]
-        own_length = self._rules.max_query_tokens
-        room, max_tokens = Room(own_length, 0), self._long_inputs.max_query_tokens
-        name = InputName("queries", 0)
-        return self._clean(text, ids, self._long_inputs.fit(ids, room, name, own_length, max_tokens))
+        # Reading no more than the model does is no truncation.
+        read = cut(ids, self._rules.max_query_tokens, self._long_inputs.side)
+        return self._clean(text, ids, self._long_inputs.query(read))
 
     def document(self, text: str, index: int) -> _Text:
         ids = self._tokenizer.encode([text], "documents")[0]

@@ -33,6 +33,7 @@ class Preprocessor:
     ) -> None:
         limits = LengthLimits(min(model.max_tokens, longest_sequence), window_overlap)
         self._model = model
+        self._tokenizer = tokenizer
         self._scores = score_strategy(model, tokenizer, limits, cache, share_prefixes)
         self._texts = TextStrategy(model, tokenizer, limits)
 
@@ -40,7 +41,10 @@ class Preprocessor:
         """The sequences of a score request."""
         if request.instruction is not None and not self._model.takes_instruction:
             raise InvalidRequestError("this model takes no instruction; leave it out", "instruction")
-        if not request.instruction:
+        if request.instruction:
+            # An instruction becomes part of other texts: what is wrong with it is said before.
+            self._tokenizer.encode([request.instruction], "instruction")
+        else:
             request = replace(request, instruction=self._model.instruction)
         return self._scores.prepare(request, ids)
 

@@ -84,14 +84,14 @@ class TextBuilder:
     def build_from_ids(self, token_ids: tuple[int, ...], index: int) -> BuiltText:
         """The sequence of token ids that the caller made, special tokens included."""
         name = InputName(self._param, index)
-        ids = np.array(token_ids, dtype=np.int64)
         size = self._tokenizer.vocabulary_size
-        if len(ids) == 0 or ids.min() < 0 or ids.max() >= size:
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= size:
             raise InvalidRequestError(f"{name} must hold token ids from 0 to {size - 1}", self._param)
+        ids = np.array(token_ids, dtype=np.int32)
         room = Room(self._long_inputs.limit, 0)
         fitted = self._long_inputs.fit(ids, room, name, self.own_length, self._max_tokens)
         types = np.zeros(len(fitted.tokens), dtype=np.int32)
-        return self._completed(fitted.tokens.astype(np.int32), types, fitted.truncated, prompt_end=0)
+        return self._completed(fitted.tokens, types, fitted.truncated, prompt_end=0)
 
     def _filled(self, fitted: Fitted[np.int32], name: InputName) -> BuiltText:
         """The sequence of a text that fits: special tokens around it."""

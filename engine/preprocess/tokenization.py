@@ -20,8 +20,8 @@ from maxsimd.scheduler.payload import TokenIds
 Side = Literal["left", "right"]
 IdType = TypeVar("IdType", np.int32, np.int64)
 
-# Texts are tokenised in parts of at most this many texts and characters, or of one text: some milliseconds.
-_PART_TEXTS, _PART_CHARACTERS = 256, 65_536
+# Texts are tokenised in parts of this size, which take some milliseconds.
+PART_TEXTS, PART_CHARACTERS = 256, 65_536
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str], param: str) -> list[TokenIds]:
         """The token ids of each text, without special tokens. `param` names the field in errors."""
         token_ids: list[TokenIds] = []
-        for part in _parts(texts):
+        for part in in_parts(texts):
             yield_to_smaller()
             try:
                 encodings = self._tokenizer.encode_batch_fast(part, add_special_tokens=False)
@@ -100,11 +100,12 @@ class TextTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def _parts(texts: Sequence[str]) -> Iterator[list[str]]:
+def in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts in parts of at most `PART_TEXTS` texts and `PART_CHARACTERS` characters, or of one text."""
     part: list[str] = []
     characters = 0
     for text in texts:
-        if part and (characters + len(text) > _PART_CHARACTERS or len(part) == _PART_TEXTS):
+        if part and (characters + len(text) > PART_CHARACTERS or len(part) == PART_TEXTS):
             yield part
             part, characters = [], 0
         part.append(text)
@@ -153,7 +154,7 @@ def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     if first + second <= room:
         return first, second
     short, long = min(first, second), max(first, second)
-    long = short if short > room else max(short, room - short)
+    long = max(short, room - short)
     if short + long > room:
         short = room // 2
         long = short + room % 2

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # So that large work is not put off for ever, every fourth piece of work is the one that has waited longest.
 _OLDEST_EVERY = 4
-# Work of this class and above is large: from 65,536 characters on.
+# Work of this class and above is large: from 32,768 characters on.
 _LARGE = 8
 # While the device has enough to do, large work rests this many times as long as it has worked, but at most
 # 0.05 seconds at a time.

@@ -18,9 +18,9 @@ from maxsimd.engine.preprocess.tokenization import TextTokenizer
 
 PAD, UNKNOWN, CLS, SEP, MASK, QUERY_MARKER, DOCUMENT_MARKER = range(7)
 _SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[QUERY]", "[DOCUMENT]"]
-_OTHERS = ["a", "b", "query:", "passage:", "instruct:"]
+_OTHERS = ["a", "b", "query:", "passage:", "instruct:", "Instruct:", "Query:"]
 _WORDS = 1000
-A, B, QUERY_PROMPT, DOCUMENT_PROMPT, INSTRUCT = range(7, 12)
+A, B, QUERY_PROMPT, DOCUMENT_PROMPT, INSTRUCT, INSTRUCT_LABEL, QUERY_LABEL = range(7, 14)
 FIRST_WORD = len(_SPECIALS) + len(_OTHERS)
 VOCABULARY = FIRST_WORD + _WORDS
 

@@ -81,8 +81,9 @@ def test_windows_cover_a_text_and_neighbours_share_exactly_the_overlap(
     if length > room and overlap >= room:
         with pytest.raises(
             InvalidRequestError, match=rf"^documents\[4\] .* windows of {room} tokens that share {overlap};"
-        ):
+        ) as refused:
             inputs.windows(text, Room(room, 2), name)
+        assert refused.value.param == "documents"
         return
     windows = [window.tokens.tolist() for window in inputs.windows(text, Room(room, 2), name)]
     assert all(len(window) == room for window in windows[:-1])
@@ -126,5 +127,8 @@ def test_a_request_may_ask_for_less_than_can_be_run(asked: int | None, limit: in
 
 
 def test_a_request_may_not_ask_for_more_than_can_be_run() -> None:
-    with pytest.raises(InvalidRequestError, match="is 101, more than the 100 tokens"):
+    with pytest.raises(
+        InvalidRequestError, match=r"^truncate_prompt_tokens is 101, more than the 100 tokens"
+    ) as refused:
         LongInputs(Truncation(max_tokens=101), 100, 0)
+    assert refused.value.param == "truncate_prompt_tokens"

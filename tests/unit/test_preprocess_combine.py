@@ -43,16 +43,16 @@ def _block(*rows: list[float]) -> np.ndarray:
 
 
 def test_a_document_s_score_is_its_cosine_with_the_query() -> None:
-    scores = merge_blocks([_block([2, 0], [0, 3], [-1, 0], [1, 1], [5, 0])])
+    scores = merge_blocks([_block([2, 0], [0, 3], [-0.001, 0], [1, 1], [5, 0])])
     np.testing.assert_allclose(scores, [1, 0, -1, np.sqrt(0.5)], atol=1e-6)
     assert scores.dtype == np.float32
 
 
 def test_the_query_is_the_mean_of_what_it_is_in_each_block_weighted_by_the_best_cosine() -> None:
-    first = _block([1, 0], [0, 1], [1, 0])  # the best cosine is 1: weight 1
-    second = _block([-2, 0], [0, 4])  # its only cosine is 0: weight 1/2
+    first = _block([1, 0], [0, 1], [3, 4])  # the best cosine is 0.8: weight 0.9
+    second = _block([-2, 0], [0, 4])  # its only cosine is 0: weight 0.5
     scores = merge_blocks([first, second])
-    query = np.array([1, 0.5 * 4]) / 1.5
+    query = np.array([0.9 * 3, 0.9 * 4 + 0.5 * 4]) / 1.4
     query /= np.linalg.norm(query)
     np.testing.assert_allclose(scores, [query[0], query[1], -query[0]], atol=1e-6)
 

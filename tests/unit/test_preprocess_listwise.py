@@ -71,18 +71,19 @@ def prompt_length(query: str, documents: list[str], ranked_by: ListwiseRules = R
 
 
 def test_documents_share_prompts_with_the_query_block_by_block() -> None:
-    documents = [words(i + 1, DOCUMENT) for i in range(5)]
+    documents = [words(i + 1, DOCUMENT) for i in range(7)]
     prepared = score(["w1"], documents)
     query = ids(1, 1)
     assert texts_of(prepared) == [
         [ids(1, DOCUMENT), ids(2, DOCUMENT), ids(3, DOCUMENT), query],
-        [ids(4, DOCUMENT), ids(5, DOCUMENT), query],
+        [ids(4, DOCUMENT), ids(5, DOCUMENT), ids(6, DOCUMENT), query],
+        [ids(7, DOCUMENT), query],
     ]
-    assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101]
-    assert [sequence.payload.slot for sequence in prepared.sequences] == [ResultSlot(7, 0), ResultSlot(7, 1)]
+    assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102]
+    assert [sequence.payload.slot for sequence in prepared.sequences] == [ResultSlot(7, i) for i in range(3)]
     assert {sequence.payload.task for sequence in prepared.sequences} == {"rank"}
-    assert prepared.results == 2
-    assert prepared.combine == BlockCosines((2,))
+    assert prepared.results == 3
+    assert prepared.combine == BlockCosines((3,))
 
 
 def test_the_markers_are_what_is_pooled() -> None:
@@ -91,7 +92,7 @@ def test_the_markers_are_what_is_pooled() -> None:
     pooled = tokens.ids[tokens.pooled_positions].tolist()
     assert pooled == [DOCUMENT_MARKER, DOCUMENT_MARKER, QUERY_MARKER]
     assert tokens.type_ids is not None
-    assert not tokens.type_ids.any()
+    assert tokens.type_ids.tolist() == [0] * len(tokens)
 
 
 def test_n_queries_are_ranked_each_with_its_own_document() -> None:
@@ -101,11 +102,20 @@ def test_n_queries_are_ranked_each_with_its_own_document() -> None:
 
 
 def test_the_prompt_names_the_query_twice_and_the_instruction_if_there_is_one() -> None:
-    prompt = listwise_prompt("the query", ["one", "two"], "the task", rules())
-    assert "provide you with 2 passages" in prompt
-    assert 'relevance to query: the query\n<instruct>\nthe task\n</instruct>\n<passage id="0">\none' in prompt
-    assert '<passage id="1">\ntwo[DOCUMENT]\n</passage>\n<query>\nthe query[QUERY]\n</query>' in prompt
-    assert "<instruct>" not in listwise_prompt("q", ["d"], None, rules())
+    def after_the_introduction(prompt: str) -> str:
+        return prompt.partition("relevance to query: ")[2]
+
+    assert "provide you with 2 passages" in listwise_prompt("the query", ["one", "two"], None, RULES)
+    passages = (
+        '<passage id="0">\none[DOCUMENT]\n</passage>\n<passage id="1">\ntwo[DOCUMENT]\n</passage>\n'
+        "<query>\nthe query[QUERY]\n</query><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    for instruction in (None, ""):
+        prompt = listwise_prompt("the query", ["one", "two"], instruction, RULES)
+        assert after_the_introduction(prompt) == f"the query\n{passages}"
+    instructed = listwise_prompt("the query", ["one", "two"], "the task", RULES)
+    task = "<instruct>\nthe task\n</instruct>\n"
+    assert after_the_introduction(instructed) == f"the query\n{task}{passages}"
 
 
 def test_the_request_s_instruction_goes_before_the_checkpoint_s() -> None:
@@ -121,6 +131,8 @@ def test_the_request_s_instruction_goes_before_the_checkpoint_s() -> None:
 def test_markers_in_a_text_are_taken_out() -> None:
     prepared = score(["w1 [QUERY] w2"], ["[DOCUMENT] w3 [QUERY]"])
     assert texts_of(prepared) == [[ids(1, 3), ids(2, 1)]]
+    # All else stays as it is: here the words around the marker become one that the tokenizer does not know.
+    assert texts_of(score(["w1[QUERY]w2"], ["w3[QUERY]w4"])) == [[[], []]]
 
 
 def test_texts_are_read_to_the_model_s_lengths_without_counting_as_truncated() -> None:
@@ -173,8 +185,12 @@ def test_the_request_s_and_the_model_s_limits_bound_the_context() -> None:
 def test_a_document_that_does_not_fit_alone_is_refused() -> None:
     room = prompt_length("w1", ["w2"])
     assert len(score(["w1"], ["w2"], max_tokens=room).sequences) == 1
-    with pytest.raises(InvalidRequestError, match=f"has {room} tokens, but at most {room - 1} can be run"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=f"^a pass over one document has {room} tokens, but at most {room - 1} can be run; shorten",
+    ) as refused:
         score(["w1"], ["w2"], max_tokens=room - 1)
+    assert refused.value.param == "documents"
 
 
 def test_a_block_is_closed_at_its_number_of_documents_or_when_a_longest_one_may_not_fit() -> None:

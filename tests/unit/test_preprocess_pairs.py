@@ -170,7 +170,7 @@ def test_a_pair_without_tokens_is_refused_by_its_index() -> None:
 def test_an_instruction_is_refused_where_there_is_no_place_for_one() -> None:
     made = preprocessor(model(score_task="classify"))
     for instruction in ("w1", ""):
-        with pytest.raises(InvalidRequestError, match="takes no instruction") as refused:
+        with pytest.raises(InvalidRequestError, match=r"^this model takes no instruction; leave") as refused:
             made.score(ScoreRequest(queries=("a",), documents=("b",), instruction=instruction), request_ids())
         assert refused.value.param == "instruction"
 

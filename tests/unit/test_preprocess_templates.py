@@ -144,6 +144,13 @@ def test_windows_stand_where_the_document_does() -> None:
     assert prepared.combine([1, 2, 3, 9, 5, 4]).tolist() == [3, 9, 5]
 
 
+def test_a_query_that_is_not_cut_stands_in_the_template_as_it_is() -> None:
+    """Without its first space it would be one word with what the template has before it."""
+    template = ScoreTemplate(("query:{{ query }} passage: {{ document }}",))
+    whole = [QUERY_PROMPT, *ids(2), DOCUMENT_PROMPT, *ids(1, DOCUMENT)]
+    assert tokens_of(score([" " + words(2)], [document(1)], template=template)) == [whole]
+
+
 def test_only_the_document_s_own_tokens_are_cut_from_a_token_that_it_shares_with_the_template() -> None:
     """The tokenizer makes one token of what no space separates: here it holds the document's last word."""
     template = ScoreTemplate(("query: {{ query }} passage: {{ document }}/end w1",))

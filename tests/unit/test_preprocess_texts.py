@@ -137,8 +137,11 @@ def test_the_least_of_what_the_model_takes_and_the_engine_runs_is_the_limit() ->
 def test_a_limit_that_holds_no_text_is_refused() -> None:
     made = preprocessor(model())
     assert tokens_of(embed(made, [words(5)], Truncation(max_tokens=3))) == [[CLS, *ids(1), SEP]]
-    with pytest.raises(InvalidRequestError, match=r"^2 tokens leave no room beside 2 special tokens$"):
+    with pytest.raises(
+        InvalidRequestError, match=r"^2 tokens leave no room beside 2 special tokens$"
+    ) as refused:
         embed(made, [words(5)], Truncation(max_tokens=2))
+    assert refused.value.param == "truncate_prompt_tokens"
 
 
 def test_a_role_s_own_length_cuts_without_counting_as_truncation() -> None:
@@ -162,17 +165,32 @@ def test_token_ids_are_run_as_they_are_and_obey_the_same_limits() -> None:
     assert cut == (list(given_ids[1:]), None, 8, 1)
 
 
-@pytest.mark.parametrize("wrong", [(), (-1,), (VOCABULARY,), (5, VOCABULARY), (5, -1, 6)])
+def test_a_request_may_want_less_of_token_ids_than_the_role_s_own_length() -> None:
+    inputs = LongInputs(Truncation(), 64, 0)
+    builder = TextBuilder(tokenizer(), RoleRules(max_tokens=6), inputs, "documents", max_tokens=4)
+    built = builder.build_from_ids(tuple(range(20, 29)), 0)
+    assert (built.tokens.ids.tolist(), built.truncated) == ([20, 21, 22, 23], True)
+
+
+@pytest.mark.parametrize("wrong", [(), (-1,), (VOCABULARY,), (5, VOCABULARY), (5, -1, 6), (2**70,)])
 def test_token_ids_outside_of_the_vocabulary_are_refused(wrong: tuple[int, ...]) -> None:
     assert one(RoleRules(), (0, VOCABULARY - 1))[0] == [0, VOCABULARY - 1]
-    with pytest.raises(InvalidRequestError, match=rf"^input\[0\] must .* from 0 to {VOCABULARY - 1}$"):
+    with pytest.raises(
+        InvalidRequestError, match=rf"^input\[0\] must .* from 0 to {VOCABULARY - 1}$"
+    ) as refused:
         one(RoleRules(), wrong)
+    assert refused.value.param == "input"
 
 
 def test_a_text_without_tokens_is_refused_only_where_nothing_stands_around_it() -> None:
     assert one(RoleRules(), "")[0] == [CLS, SEP]
-    with pytest.raises(InvalidRequestError, match=r"input\[0\] has no tokens; leave it out"):
-        one(RoleRules(), "", special_tokens=False)
+    for truncation in (Truncation(), Truncation(windows=True)):
+        builder = TextBuilder(
+            tokenizer(special_tokens=False), RoleRules(), LongInputs(truncation, 9, 0), "input"
+        )
+        with pytest.raises(InvalidRequestError, match=r"^input\[3\] has no tokens; leave it out$") as refused:
+            builder.windows(builder.encode([""])[0], 3)
+        assert refused.value.param == "input"
 
 
 @pytest.mark.parametrize("attended", [True, False])

@@ -16,10 +16,12 @@ from maxsimd.engine.preprocess.two_stage import (
 )
 from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
 from maxsimd.engine.scoring.documents import CachedDocument
-from maxsimd.scheduler import ResultSlot, Role, Sequence
+from maxsimd.scheduler import ResultSlot, Role, Sequence, Window
 from tests.unit.preprocessing import (
     CLS,
     DOCUMENT_PROMPT,
+    INSTRUCT_LABEL,
+    QUERY_LABEL,
     QUERY_PROMPT,
     SEP,
     embedding,
@@ -111,7 +113,7 @@ def test_the_same_document_under_two_queries_is_scored_against_each() -> None:
 
 def test_late_interaction_scores_all_windows_of_a_document_as_one() -> None:
     truncation = Truncation(max_tokens=6, windows=True, window_overlap=1)
-    prepared = score(["w1"], [words(9), "w4", words(4)], truncation)
+    prepared = score(["w1"], [words(9), "w4", words(6)], truncation)
     documents = documents_of(prepared)
     assert [one.tokens.ids.tolist() for one in documents] == [
         [CLS, *ids(4), SEP],
@@ -119,13 +121,13 @@ def test_late_interaction_scores_all_windows_of_a_document_as_one() -> None:
         [CLS, *ids(3, 6), SEP],
         [CLS, *ids(1, 4), SEP],
         [CLS, *ids(4), SEP],
+        [CLS, *ids(3, 3), SEP],
     ]
-    assert slots_of(prepared) == [0, 0, 0, 1, 2]
+    assert slots_of(prepared) == [0, 0, 0, 1, 2, 2]
     windows = [one.payload.document.window for one in documents if one.payload.document]
-    assert [(window.document_id, window.num_windows) for window in windows[:3] if window] == [(101, 3)] * 3
-    assert windows[3:] == [None, None]
-    assert [one.sequence_id for one in documents] == [101, 102, 103, 104, 105]
-    assert prepared.sequences[0].num_consumers == 5
+    assert windows == [Window(101, 3)] * 3 + [None] + [Window(105, 2)] * 2
+    assert [one.sequence_id for one in documents] == [101, 102, 103, 104, 105, 106]
+    assert prepared.sequences[0].num_consumers == 6
     assert prepared.results == 3
     assert prepared.combine([1, 2, 3]).tolist() == [1, 2, 3]
 
@@ -155,16 +157,17 @@ def test_an_instruction_takes_the_place_of_the_one_in_the_query_s_prompt() -> No
     options: dict[str, object] = {"query": rules, "document": RoleRules("passage: ")}
 
     def query(**more: object) -> list[int]:
-        return tokens_of(score(["w1"], ["w2"], **options, **more))[0][2:-2]  # type: ignore[arg-type]
+        return tokens_of(score(["w1"], ["w2"], **options, **more))[0]  # type: ignore[arg-type]
 
-    assert query()[:2] == ids(2, 8), "nothing asked for: the prompt as it is"
-    assert query(instruction="w20")[:1] == ids(1, 20)
-    assert len(query(instruction="w20")) == len(query()) - 1
+    def instructed(instruction: list[int]) -> list[int]:
+        return [CLS, INSTRUCT_LABEL, *instruction, QUERY_LABEL, *ids(1, 1), SEP]
+
+    assert query() == instructed(ids(2, 8)), "nothing asked for: the prompt as it is"
+    assert query(instruction="w20") == instructed(ids(1, 20))
     changes = model(**options, instruction="w30")
     request = ScoreRequest(queries=("w1",), documents=("w2",))
     own = preprocessor(changes).score(request, request_ids())
-    assert tokens_of(own)[0][2:3] == ids(1, 30)
-    assert tokens_of(own)[1] == [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]
+    assert tokens_of(own) == [instructed(ids(1, 30)), [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]]
     with pytest.raises(InvalidRequestError, match="takes no instruction"):
         score(["w1"], ["w2"], instruction="w20")
 
@@ -176,8 +179,10 @@ def test_queries_and_documents_have_limits_of_their_own() -> None:
     assert prepared.truncated == 2
 
 
-def test_what_is_cut_counts_for_each_document_of_the_request() -> None:
-    prepared = score([words(9)], [words(9), "w1", words(8), words(9)], Truncation(max_tokens=6))
+@pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
+def test_what_is_cut_counts_for_each_document_of_the_request(task: str) -> None:
+    documents = [words(9), "w1", words(8), words(9)]
+    prepared = score([words(9)], documents, Truncation(max_tokens=6), task=task)
     assert prepared.truncated == 4, "the query, and three documents, two of them equal"
     cut = [one.payload.document.truncated for one in documents_of(prepared) if one.payload.document]
     assert cut == [True, False, True]

@@ -1,17 +1,18 @@
 """The pool's threads: small work goes first, also between the parts of large work."""
 
+import gc
 import threading
-import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 
-from maxsimd.engine.preprocess import workers
 from maxsimd.engine.preprocess.workers import WithdrawnError, Work, WorkerPool, yield_to_smaller
 
 SMALL, LARGE = 10, 1_000_000
+SMALLEST_LARGE = 32_768
 PATIENCE = 20
 
 
@@ -61,6 +62,15 @@ def test_every_fourth_work_is_the_oldest(pool: WorkerPool) -> None:
     assert in_order(pool, [LARGE, *[SMALL] * 10, 1000]) == [1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
+def test_the_oldest_is_the_one_that_came_first_and_not_one_of_its_size(pool: WorkerPool) -> None:
+    assert in_order(pool, [SMALL, LARGE, *[SMALL] * 3]) == [0, 2, 1, 3, 4]
+
+
+def test_works_of_nearly_the_same_size_go_in_order(pool: WorkerPool) -> None:
+    """As those do whose sizes differ by less than four times, within the same bounds."""
+    assert in_order(pool, [1024, 2047, 512]) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("size", "passes"), [(SMALL, True), (LARGE // 8, True), (LARGE, False), (4 * LARGE, False)]
 )
@@ -96,17 +106,35 @@ def test_one_smaller_work_runs_each_time(pool: WorkerPool) -> None:
     assert events == ["a", "large", "b", "large", "large"]
 
 
-def test_all_threads_but_one_do_large_work() -> None:
-    pool = WorkerPool(2, lambda: None)
-    first = Blocked(pool, LARGE).wait_until_begun()
-    second = Blocked(pool, LARGE)
-    for _ in range(5):
-        assert pool.submit(lambda: "small", SMALL).future.result(PATIENCE) == "small"
-    assert not second.work.future.running()
-    first.go_on.set()
-    second.wait_until_begun().go_on.set()
-    second.work.future.result(PATIENCE)
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("size", [LARGE, SMALLEST_LARGE])
+def test_all_threads_but_one_do_large_work(threads: int, size: int) -> None:
+    pool = WorkerPool(threads, lambda: None)
+    begun = [Blocked(pool, size).wait_until_begun() for _ in range(threads - 1)]
+    waiting = [Blocked(pool, size) for _ in range(3)]
+    while waiting:
+        for _ in range(5):
+            assert pool.submit(lambda: "small", SMALLEST_LARGE - 1).future.result(PATIENCE) == "small"
+        assert not any(blocked.work.future.running() for blocked in waiting)
+        begun[0].go_on.set()
+        begun = [*begun[1:], waiting.pop(0).wait_until_begun()]
+    for blocked in begun:
+        blocked.go_on.set()
+        blocked.work.future.result(PATIENCE)
     pool.close()
+
+
+def test_work_that_is_done_is_forgotten(pool: WorkerPool) -> None:
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    pool.submit(lambda held=held: None, LARGE).future.result(PATIENCE)
+    del held
+    pool.submit(lambda: None, SMALL).future.result(PATIENCE)
+    gc.collect()
+    assert gone() is None
 
 
 def test_withdrawn_work_is_not_begun(pool: WorkerPool) -> None:
@@ -175,46 +203,6 @@ def test_closing_ends_all_work_and_all_threads() -> None:
     assert waiting.future.cancelled()
     with pytest.raises(CancelledError):
         pool.submit(lambda: None, SMALL).future.result(PATIENCE)
-    assert len(started) == 2
+    assert {thread.name for thread in started} == {"maxsimd-pool_0", "maxsimd-pool_1"}
+    assert all(thread.daemon for thread in started), "a process that does not close its pool can end"
     assert not any(thread.is_alive() for thread in started)
-
-
-@pytest.mark.parametrize("has_enough", [True, False])
-def test_large_work_rests_while_the_device_has_enough_to_do(
-    monkeypatch: pytest.MonkeyPatch, has_enough: bool
-) -> None:
-    monkeypatch.setattr(workers, "_REST", 1e9)
-    monkeypatch.setattr(workers, "_LONGEST_NAP", 1e6)
-    pool = WorkerPool(1, lambda: None, lambda: has_enough)
-    worked = threading.Event()
-
-    def large() -> str:
-        time.sleep(0.01)
-        worked.set()
-        yield_to_smaller()
-        return "went on"
-
-    work = pool.submit(large, LARGE)
-    assert worked.wait(PATIENCE)
-    if has_enough:
-        with pytest.raises(TimeoutError):
-            work.future.result(0.2)
-        while not work.future.done():  # until one comes after the rest has begun
-            pool.submit(lambda: None, SMALL)
-            time.sleep(0.01)
-    assert work.future.result(PATIENCE) == "went on"
-    pool.close()
-
-
-def test_small_work_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_REST", 1e9)
-    monkeypatch.setattr(workers, "_LONGEST_NAP", 1e6)
-    pool = WorkerPool(1, lambda: None, lambda: True)
-
-    def small() -> str:
-        time.sleep(0.01)
-        yield_to_smaller()
-        return "went on"
-
-    assert pool.submit(small, SMALL).future.result(PATIENCE) == "went on"
-    pool.close()

@@ -2,15 +2,23 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
-from tests.unit.preprocessing import CLS, SEP, VOCABULARY, fast_tokenizer, ids, words
+from maxsimd.engine.preprocess.tokenization import (
+    PART_CHARACTERS,
+    PART_TEXTS,
+    Template,
+    TextTokenizer,
+    cut,
+    in_parts,
+    longest_first,
+)
+from tests.unit.preprocessing import CLS, QUERY_MARKER, SEP, VOCABULARY, fast_tokenizer, ids, words
 from tests.unit.preprocessing import tokenizer as small_tokenizer
 
 
@@ -21,6 +29,7 @@ def _word_tokenizer() -> Tokenizer:
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 50))
+@example(9, 9, 5)
 def test_longest_first_cuts_as_the_tokenizers_library_does(first: int, second: int, room: int) -> None:
     tokenizer = _word_tokenizer()
     tokenizer.enable_truncation(room, strategy="longest_first")
@@ -83,6 +92,15 @@ def test_a_template_is_learned_with_its_types() -> None:
     assert (bare.single.special_tokens, bare.pair.special_tokens) == (0, 0)
 
 
+def test_a_template_puts_everything_in_its_place() -> None:
+    def arrays(*numbers: int) -> tuple[np.ndarray, ...]:
+        return tuple(np.array([number], np.int32) for number in numbers)
+
+    template = Template(arrays(1, 2, 3), arrays(4, 5, 6), (7, 8))
+    token_ids, types = template.fill(*arrays(20, 21))
+    assert (token_ids.tolist(), types.tolist()) == ([1, 20, 2, 21, 3], [4, 7, 5, 8, 6])
+
+
 def test_the_tokens_of_a_span_are_those_that_hold_one_of_its_characters() -> None:
     made, text = small_tokenizer(), "w1 w22 w333"
     assert made.span(text, 3, 6, "documents") == (1, 2)
@@ -98,10 +116,32 @@ def test_the_tokens_of_a_span_are_those_that_hold_one_of_its_characters() -> Non
 def test_whole_texts_and_their_way_back() -> None:
     made = small_tokenizer()
     assert made.encode_whole("w0 w1") == ([CLS, *ids(2), SEP], ["[CLS]", "w0", "w1", "[SEP]"])
-    assert made.decode([CLS, *ids(2)]) == "[CLS] w0 w1", "special tokens included"
+    assert made.decode([QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
     assert made.token_id("w0") == ids(1)[0]
     assert made.vocabulary_size == VOCABULARY
     assert made.encode([], "documents") == []
+    in_two_parts = made.encode(words(PART_TEXTS + 1).split(), "documents")
+    assert np.concatenate(in_two_parts).tolist() == ids(PART_TEXTS + 1)
+
+
+LENGTHS = st.sampled_from(
+    [0, 1, PART_CHARACTERS // 2, PART_CHARACTERS - 1, PART_CHARACTERS, PART_CHARACTERS + 1]
+)
+
+
+@given(st.lists(LENGTHS, max_size=8))
+@example([0] * (PART_TEXTS + 1))
+@example([1] * PART_TEXTS)
+@example([PART_CHARACTERS // 2] * 4)
+def test_parts_of_many_texts_are_as_large_as_they_may_be(lengths: list[int]) -> None:
+    texts = ["x" * length for length in lengths]
+    parts = list(in_parts(texts))
+    assert [text for part in parts for text in part] == texts
+    sizes = [sum(map(len, part)) for part in parts]
+    for part, size in zip(parts, sizes, strict=True):
+        assert len(part) == 1 or (1 < len(part) <= PART_TEXTS and size <= PART_CHARACTERS)
+    for part, size, following in zip(parts, sizes, parts[1:], strict=False):
+        assert len(part) == PART_TEXTS or size + len(following[0]) > PART_CHARACTERS
 
 
 def test_a_tokenizer_that_is_not_a_fast_one_is_refused() -> None:

@@ -1,0 +1,102 @@
+"""What holds for every way to prepare a request: what an error names, and what the device is handed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from maxsimd.engine.checkpoint import ListwiseRules, PairRules, RoleRules
+from maxsimd.engine.checkpoint.model import Expansion
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.listwise import listwise_prompt
+from maxsimd.engine.preprocess.shortest import shortest_sequences
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.requests import EmbedRequest, ScoreRequest
+from maxsimd.scheduler import Sequence
+from tests.unit.preprocessing import MASK, model, preprocessor, request_ids
+
+NOT_UNICODE = "broken \ud800"
+# The document is in the first segment, so that no tokens stand before it.
+TEMPLATE = ScoreTemplate(("{{ document }} passage: {{ query }}", "instruct: {{ instruction }}"), "w9")
+LISTWISE = ListwiseRules("[QUERY]", "[DOCUMENT]", context=1000)
+QUERY = RoleRules("Instruct: w8\nQuery: ", expansion=Expansion(12, MASK, attended=True, fixed=False))
+
+MODELS: dict[str, dict[str, Any]] = {
+    "late interaction": {"query": QUERY},
+    "bi-encoder": {"query": QUERY, "score_task": "embed"},
+    "pairs by the tokenizer": {"score_task": "classify"},
+    "pairs by a template": {"score_task": "classify", "pairs": PairRules(template=TEMPLATE)},
+    "listwise": {"score_task": "rank", "listwise": LISTWISE, "max_tokens": 1000},
+}
+INSTRUCTED = [kind for kind in MODELS if kind != "pairs by the tokenizer"]
+
+
+def sequences(kind: str, queries: list[str], documents: list[str], **options: str) -> list[Sequence]:
+    request = ScoreRequest(queries=tuple(queries), documents=tuple(documents), **options)  # type: ignore[arg-type]
+    return preprocessor(model(**MODELS[kind])).score(request, request_ids()).sequences
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("param", ["queries", "documents"])
+def test_a_text_that_is_not_unicode_is_refused_by_its_field(kind: str, param: str) -> None:
+    texts = {"queries": ["w1", "w2"], "documents": ["w3", "w4"]}
+    texts[param][1] = NOT_UNICODE
+    with pytest.raises(InvalidRequestError, match=f"^{param} holds a text that is not valid") as refused:
+        sequences(kind, texts["queries"], texts["documents"])
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("kind", INSTRUCTED)
+def test_an_instruction_that_is_not_unicode_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^instruction holds a text that is not valid") as refused:
+        sequences(kind, ["w1"], ["w2"], instruction=NOT_UNICODE)
+    assert refused.value.param == "instruction"
+
+
+def test_an_input_that_is_not_unicode_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^input holds a text that is not valid") as refused:
+        preprocessor(model()).embed(EmbedRequest(texts=("w1", NOT_UNICODE), task="embed"), request_ids())
+    assert refused.value.param == "input"
+
+
+def of_int32(made: list[Sequence]) -> None:
+    for sequence in made:
+        types = sequence.tokens.type_ids
+        assert types is not None
+        assert len(types) == len(sequence.tokens)
+        assert {sequence.tokens.ids.dtype, types.dtype} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_token_ids_and_their_types_are_int32(kind: str) -> None:
+    of_int32(sequences(kind, ["w1", ""], ["w2 w3", ""]))
+
+
+def test_token_ids_and_types_of_single_texts_are_int32() -> None:
+    for rules in (RoleRules(), QUERY):
+        request = EmbedRequest(texts=("w1", (20, 21), ""), task="embed")
+        of_int32(preprocessor(model(text=rules)).embed(request, request_ids()).sequences)
+
+
+def _letters() -> TextTokenizer:
+    """One token a character."""
+    vocabulary = {token: i for i, token in enumerate(("[UNK]", "[QUERY]", "[DOCUMENT]"))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("late interaction", {"a query": len(QUERY.prompt) + 1, "a document": 1, "a text": 1}),
+        ("pairs by the tokenizer", {"a pair": 2, "a text": 1}),
+        ("pairs by a template", {"a pair": len("a passage: a") + len("instruct: w9"), "a text": 1}),
+        ("listwise", {"a query with one document": len(listwise_prompt("a", ["a"], None, LISTWISE))}),
+    ],
+)
+def test_the_shortest_texts_have_one_character(kind: str, expected: dict[str, int]) -> None:
+    assert shortest_sequences(model(**MODELS[kind]), _letters()) == expected
