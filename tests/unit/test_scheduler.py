@@ -140,19 +140,23 @@ def test_a_causal_model_fills_every_step_to_the_brim(budget: int, seed: int) -> 
 
 
 @pytest.mark.parametrize(("tenants", "lengths"), [(1, [30, 60, 70]), (1, [1500]), (10_000, [1500])])
-def test_a_step_takes_a_few_milliseconds_with_ten_thousand_requests_waiting(
+def test_a_step_takes_hardly_longer_with_forty_times_as_many_requests_waiting(
     tenants: int, lengths: list[int]
 ) -> None:
-    """Also where nothing of most fits. The best of many, because the machine may be busy."""
-    scheduler = Scheduler(StepLimits(2048, 10_000, chunked=False))
-    for request_id in range(10_000):
-        scheduler.admit(request_id, texts(request_id, lengths), tenant=str(request_id % tenants))
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        scheduler.schedule()
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.005
+    """Also where nothing of most fits. The best of some, because the machine may be busy."""
+
+    def seconds_of_a_step(num_requests: int) -> float:
+        scheduler = Scheduler(StepLimits(2048, 10_000, chunked=False))
+        for request_id in range(num_requests):
+            scheduler.admit(request_id, texts(request_id, lengths), tenant=str(request_id % tenants))
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            assert scheduler.schedule() is not None
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    assert seconds_of_a_step(10_000) < 10 * seconds_of_a_step(250)
 
 
 def test_what_the_step_holds_is_at_most_its_budget_exactly() -> None:
