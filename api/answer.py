@@ -14,6 +14,8 @@ from maxsimd.engine import Engine, Usage
 
 # Answers of more items than this are encoded in the thread pool, so that the event loop goes on.
 LARGE_ANSWER = 500
+# About how many characters an item takes in JSON: a number of an embedding, say.
+CHARACTERS_AN_ITEM = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Answer:
 async def wire_answer(engine: Engine, response: Any, items: int = 0) -> Answer:
     """A wire type, or a list of them, as JSON; `items` says how large it is."""
     if items > LARGE_ANSWER:
-        body = await engine.in_thread(lambda: msgspec.json.encode(response), 10 * items)
+        body = await engine.in_thread(lambda: msgspec.json.encode(response), CHARACTERS_AN_ITEM * items)
     else:
         body = msgspec.json.encode(response)
     return Answer(200, {"Content-Type": "application/json"}, body)

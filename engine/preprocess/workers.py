@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 # So that large work is not put off for ever, every fourth piece of work is the one that has waited longest.
 _OLDEST_EVERY = 4
-# Work of this class and above is large: from 32,768 characters on.
-_LARGE = 8
+# Work of these classes and above is large, from 32,768 characters on, and huge, from 524,288 on.
+_LARGE, _HUGE = 8, 10
 # While the device has enough to do, large work rests this many times as long as it has worked, but at most
 # 0.05 seconds at a time.
 _REST, _LONGEST_NAP = 4, 0.05
@@ -43,6 +43,10 @@ class Work(Generic[T]):
     @property
     def is_large(self) -> bool:
         return self.size_class >= _LARGE
+
+    @property
+    def is_huge(self) -> bool:
+        return self.size_class >= _HUGE
 
     def withdraw(self) -> None:
         """Says that nobody waits for the result any more: it is not begun, or ends where it next yields."""
@@ -88,7 +92,7 @@ def yield_to_smaller() -> None:
 
 class WorkerPool:
     """A number of threads, started as work comes, each of which calls `initialise` first. All of them but one
-    may do large work at once, or the only one. `has_enough` says whether the device has enough to do."""
+    may do huge work at once, or the only one. `has_enough` says whether the device has enough to do."""
 
     def __init__(
         self, threads: int, initialise: Callable[[], None], has_enough: Callable[[], bool] = lambda: False
@@ -102,7 +106,7 @@ class WorkerPool:
         self._at_work: set[Work[Any]] = set()
         self._num_submitted = 0
         self._num_taken = 0
-        self._num_large = 0
+        self._num_huge = 0
         self._is_closed = False
 
     def submit(self, function: Callable[[], T], size: int) -> Work[T]:
@@ -166,16 +170,16 @@ class WorkerPool:
         finally:
             with self._changed:
                 self._at_work.discard(work)
-                if work.is_large:
-                    self._num_large -= 1
+                if work.is_huge:
+                    self._num_huge -= 1
                     self._changed.notify_all()
 
     def _next(self) -> Work[Any] | None:
         """Waits for the work that is next; None once the pool is closed."""
         with self._changed:
             while not self._is_closed:
-                may_be_large = self._num_large < max(1, self._num_threads - 1)
-                classes = [each for each in self._waiting if may_be_large or each < _LARGE]
+                may_be_huge = self._num_huge < max(1, self._num_threads - 1)
+                classes = [each for each in self._waiting if may_be_huge or each < _HUGE]
                 if not classes:
                     self._changed.wait()
                     continue
@@ -191,5 +195,5 @@ class WorkerPool:
         if not queue:
             del self._waiting[size_class]
         self._at_work.add(work)
-        self._num_large += work.is_large
+        self._num_huge += work.is_huge
         return work

@@ -12,7 +12,7 @@ import pytest
 from maxsimd.engine.preprocess.workers import WithdrawnError, Work, WorkerPool, yield_to_smaller
 
 SMALL, LARGE = 10, 1_000_000
-SMALLEST_LARGE = 32_768
+SMALLEST_HUGE = 524_288
 PATIENCE = 20
 
 
@@ -107,14 +107,14 @@ def test_one_smaller_work_runs_each_time(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize("size", [LARGE, SMALLEST_LARGE])
-def test_all_threads_but_one_do_large_work(threads: int, size: int) -> None:
+@pytest.mark.parametrize("size", [LARGE, SMALLEST_HUGE])
+def test_all_threads_but_one_do_huge_work(threads: int, size: int) -> None:
     pool = WorkerPool(threads, lambda: None)
     begun = [Blocked(pool, size).wait_until_begun() for _ in range(threads - 1)]
     waiting = [Blocked(pool, size) for _ in range(3)]
     while waiting:
         for _ in range(5):
-            assert pool.submit(lambda: "small", SMALLEST_LARGE - 1).future.result(PATIENCE) == "small"
+            assert pool.submit(lambda: "small", SMALLEST_HUGE - 1).future.result(PATIENCE) == "small"
         assert not any(blocked.work.future.running() for blocked in waiting)
         begun[0].go_on.set()
         begun = [*begun[1:], waiting.pop(0).wait_until_begun()]
