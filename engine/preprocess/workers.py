@@ -132,8 +132,8 @@ class WorkerPool:
         if not self._waiting:
             return
         with self._changed:
-            smallest = min(self._waiting, default=size_class)
-            work = self._take(smallest) if smallest < size_class else None
+            smaller = [each for each in self._waiting if each < size_class]
+            work = self._take(min(smaller)) if smaller else None
         if work is not None:
             self._run(work)
 

@@ -59,6 +59,15 @@ def test_an_explanation_belongs_to_its_part_function_and_lines(
     assert list(report.explanations("pooling").values()) == ["Equivalent"]
 
 
+def test_every_part_of_which_mutants_live_has_its_explanations() -> None:
+    """A fence that is not closed would hide all that follows."""
+    text = report.EXPLANATIONS.read_text(encoding="utf-8")
+    fences = [line for line in text.splitlines() if line.startswith("```")]
+    assert fences == ["```diff", "```"] * (len(fences) // 2)
+    explained = sum(len(report.explanations(part)) for part in workspace.parts())
+    assert explained == len(fences) // 2, "one stands twice, or under no part"
+
+
 def test_equivalent_mutants_do_not_count_and_all_others_do() -> None:
     some = [Mutant("f", ())]
     made = Report("part", 6, 1, some * 5, some, some, some * 3, ["broken"])

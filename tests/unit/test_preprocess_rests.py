@@ -65,6 +65,21 @@ def test_large_work_rests_four_times_as_long_as_it_worked_but_not_for_long(
         assert clock.naps == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("size", "rested"), [(32_767, []), (32_768, [0.04])])
+def test_work_of_32_768_characters_is_large(
+    monkeypatch: pytest.MonkeyPatch, size: int, rested: list[float]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(workers, "time", clock)
+
+    def work() -> None:
+        clock.now += 0.01
+        yield_to_smaller()
+
+    Work(clock.pool(lambda: True), work, size, 1).run()
+    assert clock.naps == pytest.approx(rested)
+
+
 def test_work_that_went_on_without_a_rest_rests_for_what_it_did_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
