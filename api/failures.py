@@ -15,6 +15,7 @@ from maxsimd.engine import (
     QueueFullError,
     RequestFailedError,
     RequestTimeoutError,
+    RequestTooLargeError,
 )
 
 
@@ -42,6 +43,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, "BadRequestError", f"the body is not valid JSON: {error}")
         case QueueFullError():
             return ApiError(429, "QueueFullError", str(error), retry_after=error.retry_after)
+        case RequestTooLargeError():
+            return ApiError(413, "RequestTooLargeError", str(error))
         case RequestTimeoutError():
             return ApiError(504, "TimeoutError", str(error))
         case EngineNotReadyError():

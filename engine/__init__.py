@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestFailedError,
         RequestTimeoutError,
+        RequestTooLargeError,
     )
     from maxsimd.engine.requests import (
         CUT_LONG,
@@ -54,6 +55,7 @@ __all__ = [
     "RankedDocument",
     "RequestFailedError",
     "RequestTimeoutError",
+    "RequestTooLargeError",
     "RerankResult",
     "ScoreResult",
     "SyncEngine",

@@ -3,6 +3,7 @@
 The command line and the table of options in the README are generated from it.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -47,8 +48,16 @@ class EngineConfig:
     )
     max_batch_sequences: int = option(512, "Most sequences in one step.")
     max_queued_tokens: int = option(
-        8_000_000, "Requests are refused while more tokens than this wait; a lone request is never refused."
+        8_000_000,
+        "Requests are refused while more tokens than this wait, a quarter of it kept for small ones; a lone "
+        "request is never refused for it.",
     )
+    max_wait_seconds: float = option(
+        30.0,
+        "Requests are refused that would wait longer than this, by estimate; one that takes long itself may "
+        "wait eight times that long.",
+    )
+    max_request_tokens: int = option(10_000_000, "Most tokens of one request, whatever waits.")
     steps_in_flight: int = option(
         2, "Steps on the device at a time, 1 or 2; chosen when the one before is in its last stage."
     )
@@ -123,6 +132,7 @@ class EngineConfig:
             "tokenizer_threads",
             "dimensions",
             "cache_disk_mb",
+            "max_request_tokens",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -132,5 +142,7 @@ class EngineConfig:
         for name in ("max_queued_tokens", "window_overlap", "cache_mb"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if not 0 <= self.max_wait_seconds < math.inf:
+            raise ValueError(f"max_wait_seconds must be 0 or more, not {self.max_wait_seconds}")
         if self.doc_token_pooling is not None and self.doc_token_pooling < 1:
             raise ValueError(f"doc_token_pooling must be at least 1, not {self.doc_token_pooling}")

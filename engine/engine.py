@@ -54,13 +54,13 @@ Inputs = str | Sequence[str | Sequence[int]]
 class Engine:
     """Scores and embeds texts with one model. Use it as an async context manager, from one event loop.
 
-    All methods raise InvalidRequestError for requests that make no sense, QueueFullError when too much
-    waits already, RequestTimeoutError when `timeout` (seconds) passes, RequestFailedError when the model
-    fails on this very request, EngineNotReadyError outside of the context and EngineDeadError when the
-    engine has died. Cancelling a call cancels its work. Tenants share the device evenly, however many
-    requests each has, and a lower `priority` gets a larger share. `progress` is called on the event loop with
-    how many of a call's values have come and how many there will be (one or more a document, text or pass);
-    it must not block, and if it raises, the call fails.
+    All methods raise InvalidRequestError for requests that make no sense, RequestTooLargeError for those that
+    are too much by themselves, QueueFullError when too much waits already, RequestTimeoutError when `timeout`
+    (seconds) passes, RequestFailedError when the model fails on this very request, EngineNotReadyError
+    outside of the context and EngineDeadError when the engine has died. Cancelling a call cancels its work.
+    Tenants share the device evenly, however many requests each has, and a lower `priority` gets a larger
+    share. `progress` is called on the event loop with how many of a call's values have come and how many
+    there will be (one or more a document, text or pass); it must not block, and if it raises, the call fails.
     """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
@@ -341,12 +341,12 @@ class Engine:
         self._check_task(request.task)
         check_dimensions(dimensions, self.model.tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
-        return await running.run(lambda ids: running.preprocessor.embed(request, ids), request.size, options)
+        return await running.run(lambda ids: running.preprocessor.embed(request, ids), request, options)
 
     async def _pairs(self, request: ScoreRequest, options: RunOptions) -> tuple[Prepared, list[Value]]:
         running = self._require()
         self.metrics.request_documents.observe(len(request.documents))
-        return await running.run(lambda ids: running.preprocessor.score(request, ids), request.size, options)
+        return await running.run(lambda ids: running.preprocessor.score(request, ids), request, options)
 
     def _check_task(self, task: str) -> None:
         tasks = self.model.tasks

@@ -18,11 +18,15 @@ class InvalidRequestError(MaxsimdError):
 
 
 class QueueFullError(MaxsimdError):
-    """Too many tokens wait already; `retry_after` is in seconds."""
+    """Too much waits already for this request to come in; `retry_after` (seconds) is when it might."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RequestTooLargeError(MaxsimdError):
+    """The request is dearer than one may be, or takes longer than its own timeout even alone."""
 
 
 class RequestTimeoutError(MaxsimdError):

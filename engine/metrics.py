@@ -47,6 +47,23 @@ class EngineMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self.preparing_requests = Gauge(
+            "maxsimd_preparing_requests", "Requests that are being prepared", registry=self.registry
+        )
+        self.preparing_tokens = Gauge(
+            "maxsimd_preparing_tokens", "Tokens that they have, by estimate", registry=self.registry
+        )
+        self.wait_seconds = Gauge(
+            "maxsimd_wait_seconds",
+            "Estimated seconds that a request of one step would wait",
+            registry=self.registry,
+        )
+        self.refused = Counter(
+            "maxsimd_refused_requests",
+            "Requests refused because of what waits (queue, wait, timeout) or of their own size (size)",
+            ("reason",),
+            registry=self.registry,
+        )
         self.request_documents = Histogram(
             "maxsimd_request_documents",
             "Documents or texts in a request",

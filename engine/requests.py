@@ -76,6 +76,10 @@ class ScoreRequest:
         """How many characters there are to read; each text counts as some more."""
         return _size(self.queries) + _size(self.documents)
 
+    @property
+    def num_texts(self) -> int:
+        return len(self.queries) + len(self.documents)
+
     def query_of(self, document: int) -> int:
         return 0 if len(self.queries) == 1 else document
 
@@ -96,6 +100,10 @@ class EmbedRequest:
     def size(self) -> int:
         """How many characters or token ids there are to read; each text counts as some more."""
         return _size(self.texts)
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.texts)
 
 
 def _size(texts: Sequence[str | tuple[int, ...]]) -> int:

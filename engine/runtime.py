@@ -11,17 +11,18 @@ from typing import TypeVar
 from maxsimd.engine.actors.actor import Mailbox
 from maxsimd.engine.actors.messages import Admit, Cancel, SchedulerMessage
 from maxsimd.engine.actors.scheduler import SchedulerActor
+from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.budget import default_budget
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread
 from maxsimd.engine.device.thread_priority import lower_thread_priority
-from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTimeoutError
+from maxsimd.engine.errors import EngineDeadError, RequestTimeoutError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
-from maxsimd.engine.requests import RunOptions, Value
+from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Value
 from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Scheduler, StepLimits
 
@@ -55,7 +56,6 @@ class Running:
         self.device_model = device_model
         self._metrics = metrics
         metrics.watch(device_model.cache)
-        self._max_queued_tokens = config.max_queued_tokens
         self._sequence_ids: Iterator[int] = count()
         self._request_ids: Iterator[int] = count()
         self._num_inside = 0
@@ -86,22 +86,30 @@ class Running:
         self.scheduler = SchedulerActor(
             mailbox, Scheduler(limits), actors.mailbox, config.steps_in_flight, metrics
         )
+        admission_limits = AdmissionLimits(
+            queued_tokens=config.max_queued_tokens,
+            request_tokens=config.max_request_tokens,
+            wait_seconds=config.max_wait_seconds,
+            sequence_tokens=self.max_tokens,
+            step_tokens=budget,
+        )
+        self._admission = Admission(admission_limits, self.scheduler, metrics)
         self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
 
     async def run(
         self,
         prepare: Callable[[RequestIds], Prepared],
-        size: int,
+        request: ScoreRequest | EmbedRequest,
         options: RunOptions,
     ) -> tuple[Prepared, list[Value]]:
-        """Prepares a request of `size` characters in the thread pool, queues it and waits for its values.
+        """Prepares a request in the thread pool, queues it and waits for its values.
 
-        `options.progress` is called on this loop whenever some have come. Raises QueueFullError and
-        RequestTimeoutError; when it is cancelled, so is its work."""
+        `options.progress` is called on this loop whenever some have come. Raises QueueFullError,
+        RequestTooLargeError and RequestTimeoutError; when it is cancelled, so is its work."""
         with self._new_request() as ids:
             try:
                 async with asyncio.timeout(options.timeout):
-                    return await self._prepare_and_wait(ids, prepare, size, options)
+                    return await self._prepare_and_wait(ids, prepare, request, options)
             except TimeoutError:
                 self._abandon(ids.request_id)
                 raise RequestTimeoutError(
@@ -163,41 +171,47 @@ class Running:
             self.device_model.cache.close()
 
     async def _prepare_and_wait(
-        self, ids: RequestIds, prepare: Callable[[RequestIds], Prepared], size: int, options: RunOptions
+        self,
+        ids: RequestIds,
+        prepare: Callable[[RequestIds], Prepared],
+        request: ScoreRequest | EmbedRequest,
+        options: RunOptions,
     ) -> tuple[Prepared, list[Value]]:
         started = time.perf_counter()
-        prepared = await self.in_pool(lambda: prepare(ids), size)
-        self._metrics.preprocess_seconds.observe(time.perf_counter() - started)
-        self._check_room(prepared.work)
-        future = self._future()
+        with self._admission.permit(request, options) as permit:
+
+            def check_and_prepare() -> Prepared:
+                permit.check()
+                return prepare(ids)
+
+            prepared = await self.in_pool(check_and_prepare, request.size)
+            self._metrics.preprocess_seconds.observe(time.perf_counter() - started)
+            permit.confirm(prepared.work)
+            values = self._queue(ids.request_id, prepared, options)
+        self._admission.review()
+        return prepared, await values
+
+    def _queue(self, request_id: int, prepared: Prepared, options: RunOptions) -> asyncio.Future[list[Value]]:
+        """Queues a request that is prepared; its values will be in the future."""
+        values = self._future()
         self.scheduler.post(
             Admit(
-                request_id=ids.request_id,
+                request_id=request_id,
                 sequences=prepared.sequences,
                 cached=prepared.cached,
                 num_tokens=prepared.work,
                 num_results=prepared.results,
                 priority=options.priority,
                 tenant=options.tenant,
-                values=future,
+                values=values,
                 progress=options.progress,
             )
         )
-        return prepared, await future
+        return values
 
     def _abandon(self, request_id: int) -> None:
         self._metrics.cancelled.inc()
         self.scheduler.mailbox.post(Cancel(request_id))
-
-    def _check_room(self, tokens: int) -> None:
-        waiting, most = self.scheduler.waiting_tokens, self._max_queued_tokens
-        if waiting and waiting + tokens > most:
-            rate = self.scheduler.tokens_per_second or 1000.0
-            raise QueueFullError(
-                f"{waiting} tokens wait already and this request has {tokens}, more than the queue's {most} "
-                "together; try again later",
-                retry_after=min(60.0, max(1.0, waiting / rate)),
-            )
 
     @contextmanager
     def _new_request(self) -> Iterator[RequestIds]:

@@ -4,6 +4,7 @@ Pure Python and numpy: no torch and no asyncio, so that the policy can be simula
 """
 
 from maxsimd.scheduler.filling import StepLimits
+from maxsimd.scheduler.forecast import ServiceRate, Share
 from maxsimd.scheduler.payload import DocumentPayload, Payload, ResultSlot, Role, Tokens, Window
 from maxsimd.scheduler.policy import OLDEST_SHARE, Scheduler
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
@@ -18,6 +19,8 @@ __all__ = [
     "Role",
     "Scheduler",
     "Sequence",
+    "ServiceRate",
+    "Share",
     "Step",
     "StepLimits",
     "Tokens",

@@ -5,8 +5,10 @@ Nothing here knows how a step is run, or what comes of it.
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from maxsimd.scheduler.filling import Filling, StepLimits
+from maxsimd.scheduler.forecast import Share, share_of, work_ahead
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 from maxsimd.scheduler.shares import Shares
 from maxsimd.scheduler.waiting import WaitingRequest
@@ -55,7 +57,8 @@ class Scheduler:
             raise ValueError(f"oldest_share must be above 0 and at most 0.5, not {oldest_share}")
         self.limits = limits
         self.oldest_share = oldest_share
-        self._shares = Shares(weights or {}, limits.tokens)
+        self._weights = dict(weights or {})
+        self._shares = Shares(self._weights, limits.tokens)
         self._requests: dict[int, WaitingRequest] = {}
         self._arrivals = 0
         self._tokens = 0
@@ -95,6 +98,15 @@ class Scheduler:
         """Whether a sequence has been scheduled in part; there is at most one."""
         return self._partial is not None
 
+    def work_ahead(
+        self, tokens: int, tenant: str = "", priority: int = 0, coming: Iterable[tuple[Share, int]] = ()
+    ) -> int:
+        """About how many tokens are run before the last of a request of `tokens` that were admitted now.
+        Those `coming` before it are not admitted yet: whose they are, and their tokens."""
+        waiting = ((request.share, request.work) for request in self._requests.values())
+        share = share_of(tenant, priority)
+        return work_ahead(tokens, share, chain(waiting, coming), self._weights, self.oldest_share)
+
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of which `num_tokens` tokens are to be run can ever be scheduled."""
         return self.limits.chunked or num_tokens <= self.limits.tokens
@@ -126,7 +138,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         is_new = request is None
         if request is None:
-            share = (tenant, max(-8, min(8, priority)))
+            share = share_of(tenant, priority)
             request = self._requests[request_id] = WaitingRequest(request_id, self._arrivals, share)
             self._arrivals += 1
         before = request.work

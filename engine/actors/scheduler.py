@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,7 +22,7 @@ from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import Progress, Value
 from maxsimd.engine.scoring.outcome import Result
-from maxsimd.scheduler import Scheduler
+from maxsimd.scheduler import Scheduler, ServiceRate, Share
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +39,18 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A step on the device: how many of its parts are not reported, and the work of those that are."""
+    """A step of `work` tokens on the device, cached documents at their price: how many of its parts are not
+    reported, and the work of those that are."""
 
+    work: int
     parts_left: int
-    work: int = 0
+    reported: int = 0
 
 
 class SchedulerActor(Actor[SchedulerMessage]):
     """Owns the `Scheduler` and the open requests; keeps up to `steps_in_flight` steps on the device.
 
-    Other parts may read its properties and `tokens_per_second`; all else goes by message.
+    Other parts may read its properties and `rate`, and ask for `work_ahead`; all else goes by message.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class SchedulerActor(Actor[SchedulerMessage]):
         # The steps on the device, and which of them are in their last stage.
         self._in_flight: dict[int, _InFlight] = {}
         self._ending: set[int] = set()
+        self._posted: dict[int, Admit] = {}
         self._posted_tokens = 0
-        self.tokens_per_second = 0.0
+        self._last_report = 0.0
+        self.rate = ServiceRate(scheduler.limits.tokens)
 
     @property
     def waiting_tokens(self) -> int:
@@ -94,8 +99,16 @@ class SchedulerActor(Actor[SchedulerMessage]):
         """Steps on the device."""
         return len(self._in_flight)
 
+    def work_ahead(self, tokens: int, share: Share) -> int:
+        """About how many tokens are run before the last of a request of `tokens` that came now, those on the
+        device included."""
+        posted = [((each.tenant, each.priority), each.num_tokens) for each in self._posted.values()]
+        running = sum(step.work - step.reported for step in self._in_flight.values())
+        return running + self._scheduler.work_ahead(tokens, *share, coming=posted)
+
     def post(self, message: Admit) -> None:
         """Posts a request, whose tokens count as waiting at once. For senders on this actor's loop."""
+        self._posted[message.request_id] = message
         self._posted_tokens += message.num_tokens
         self.mailbox.tell(message)
 
@@ -114,7 +127,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._metrics.queue_sequences.set(self._scheduler.waiting_sequences)
 
     def _admit(self, message: Admit) -> None:
-        self._posted_tokens -= message.num_tokens
+        if self._posted.pop(message.request_id, None) is not None:
+            self._posted_tokens -= message.num_tokens
         if message.values.done():  # cancelled before it got here
             return
         try:
@@ -143,7 +157,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
             step = self._scheduler.schedule()
             if step is None:
                 return
-            self._in_flight[step.step_id] = _InFlight(step.num_parts)
+            work = step.num_tokens + sum(batch.price for batch in step.cached)
+            self._in_flight[step.step_id] = _InFlight(work, step.num_parts)
             self._metrics.step_tokens.observe(step.num_tokens)
             self._metrics.step_sequences.observe(len(step.chunks))
             self._runner.post(step)
@@ -151,12 +166,12 @@ class SchedulerActor(Actor[SchedulerMessage]):
     def _account(self, report: StepReport) -> None:
         step = self._in_flight[report.step_id]
         step.parts_left -= report.num_parts
-        step.work += report.num_tokens + report.cached_price
+        step.reported += report.num_tokens + report.cached_price
         self._metrics.tokens.inc(report.num_tokens)
         if step.parts_left <= 0:
             del self._in_flight[report.step_id]
             self._ending.discard(report.step_id)
-            self._measure(step.work, report.seconds)
+            self._measure(step.reported, report.seconds)
         if report.out_of_memory:
             log.warning("the device ran out of memory; steps are smaller for a while")
             self._scheduler.reduce_budget()
@@ -168,13 +183,13 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._resolve(request_id)
 
     def _measure(self, work: int, seconds: float) -> None:
-        """Notes how fast a step was."""
+        """Notes how fast a step was. Of one that was begun before another ended, only the time since then
+        counts in the rate."""
+        now = time.perf_counter()
+        alone, self._last_report = min(seconds, now - self._last_report), now
         if work and seconds > 0:
             self._metrics.step_seconds.observe(seconds)
-            rate = work / seconds
-            self.tokens_per_second = (
-                0.8 * self.tokens_per_second + 0.2 * rate if self.tokens_per_second else rate
-            )
+            self.rate.observe(work, alone)
 
     def _store(self, result: Result) -> None:
         open_request = self._open.get(result.slot.request_id)

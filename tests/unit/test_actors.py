@@ -90,9 +90,9 @@ async def test_a_step_that_is_reported_in_parts_ends_with_the_last_and_is_measur
     (step,) = device.steps
     await device.report(step, 0, 1, 0.5)
     assert (len(device.steps), device.actor.in_flight) == (1, 1)
-    assert device.actor.tokens_per_second == 0
+    assert device.actor.rate.tokens_per_second is None
     await device.report(step, 1, 2, 2.0)
-    assert device.actor.tokens_per_second == pytest.approx(8 / 2.0)
+    assert device.actor.rate.tokens_per_second == pytest.approx(8 / 2.0)
     assert device.metrics.registry.get_sample_value("maxsimd_step_seconds_sum") == 2.0
     await device.report(device.steps[1], 0, 1, 1.0)
     assert values.result() == [1.0, 1.0, 1.0]

@@ -33,7 +33,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 async def engine(stanford_colbert: str, documents: list[str], small_batches: None) -> AsyncIterator[Engine]:
     """An engine that takes few tokens into its queue and into a step, with all documents cached."""
     config = EngineConfig(
-        model=stanford_colbert, dtype="float32", max_batch_tokens=64, max_queued_tokens=3000
+        model=stanford_colbert, dtype="float32", max_batch_tokens=64, max_queued_tokens=4000
     )
     async with Engine(config) as engine:
         for start in range(0, NUM_DOCUMENTS, 20):

@@ -1,0 +1,193 @@
+"""The door to the engine: which requests may come in, by what they cost and by what waits already.
+
+A request is looked at before it is prepared, again when a thread begins to prepare it, and once its tokens
+are counted. How a step is filled is not decided here.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from maxsimd.engine.actors.scheduler import SchedulerActor
+from maxsimd.engine.errors import QueueFullError, RequestTooLargeError
+from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest
+from maxsimd.scheduler import Share
+
+# A request may wait this many times as long as it runs, however short the longest wait is.
+_WAITS_A_RUN = 8
+# Requests of more than one step leave this share of the queue to smaller ones.
+_KEPT_FOR_SMALL = 0.25
+# Tokens a character of text until some have been counted, and what each request leaves of those before it.
+_FIRST_RATIO, _REMAINING = 0.25, 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """What a queue takes: at most `queued_tokens` in all and `request_tokens` in a request, and no request
+    whose wait is estimated at more than `wait_seconds`. No sequence has more than `sequence_tokens`, and a
+    step has `step_tokens`."""
+
+    queued_tokens: int
+    request_tokens: int
+    wait_seconds: float
+    sequence_tokens: int
+    step_tokens: int
+
+
+class Permit:
+    """A request's leave to be prepared. `tokens` is an estimate; the request is refused once it has a
+    `refusal`."""
+
+    def __init__(self, admission: "Admission", size: int, tokens: int, options: RunOptions) -> None:
+        self._admission = admission
+        self._size = size
+        self._deadline = None if options.timeout is None else time.perf_counter() + options.timeout
+        self.tokens = tokens
+        self.timeout = options.timeout
+        self.share: Share = (options.tenant, options.priority)
+        self.refusal: QueueFullError | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until its timeout; None where it has none."""
+        return None if self._deadline is None else self._deadline - time.perf_counter()
+
+    def check(self) -> None:
+        """Raises QueueFullError if the queue has become full meanwhile. For the thread that prepares it."""
+        if self.refusal is not None:
+            raise self.refusal
+
+    def confirm(self, tokens: int) -> None:
+        """Asks for the queue, now that the tokens are counted. Raises QueueFullError and
+        RequestTooLargeError."""
+        self._admission.confirm(self, self._size, tokens)
+
+
+class Admission:
+    """Owned by `Running`, on the caller's event loop. A lone request is never refused for what waits. One
+    that is dearer than a request may be, or takes longer than its own timeout, always is refused.
+
+    What is being prepared does not count as waiting: how much work it is cannot be known, because documents
+    may be cached."""
+
+    def __init__(self, limits: AdmissionLimits, scheduler: SchedulerActor, metrics: EngineMetrics) -> None:
+        self._limits = limits
+        self._scheduler = scheduler
+        self._refused = metrics.refused
+        self._permits: set[Permit] = set()
+        self._counted_tokens = _FIRST_RATIO
+        self._counted_size = 1.0
+        metrics.preparing_requests.set_function(lambda: len(self._permits))
+        metrics.preparing_tokens.set_function(lambda: sum(permit.tokens for permit in self._permits))
+        metrics.wait_seconds.set_function(self._wait_of_a_step)
+
+    @contextmanager
+    def permit(self, request: ScoreRequest | EmbedRequest, options: RunOptions) -> Iterator[Permit]:
+        """Leave to prepare a request and to queue it. Raises QueueFullError where too much waits."""
+        permit = Permit(self, request.size, self._estimate(request), options)
+        refusal = self._refusal(permit, permit.tokens, self._wait(permit, permit.tokens), is_counted=False)
+        if refusal is not None:
+            raise refusal
+        self._permits.add(permit)
+        try:
+            yield permit
+        finally:
+            self._permits.remove(permit)
+
+    def confirm(self, permit: Permit, size: int, tokens: int) -> None:
+        """See `Permit`."""
+        self._counted_size = self._counted_size * _REMAINING + size
+        self._counted_tokens = self._counted_tokens * _REMAINING + tokens
+        self._check_price(permit, tokens)
+        refusal = self._refusal(permit, tokens, self._wait(permit, tokens), is_counted=True)
+        if refusal is not None:
+            raise refusal
+
+    def review(self) -> None:
+        """Refuses requests that are not prepared yet and came while there was room that others have taken."""
+        waits: dict[tuple[Share, int], float | None] = {}
+        for permit in self._permits:
+            if permit.refusal is None:
+                like = (permit.share, permit.tokens.bit_length())
+                if like not in waits:
+                    waits[like] = self._wait(permit, permit.tokens)
+                permit.refusal = self._refusal(permit, permit.tokens, waits[like], is_counted=False)
+
+    def _refusal(
+        self, permit: Permit, tokens: int, wait: float | None, *, is_counted: bool
+    ) -> QueueFullError | None:
+        """Why a request has to be refused that would `wait` that many seconds; None for one that need not.
+        Before its tokens are counted only for what waits already."""
+        waiting = self._scheduler.waiting_tokens
+        if not waiting:
+            return None
+        most = self._limits.queued_tokens
+        if tokens > self._limits.step_tokens:
+            most = int(most * (1 - _KEPT_FOR_SMALL))
+        excess = waiting + (tokens if is_counted else 1) - most
+        if excess > 0:
+            self._count("queue")
+            return QueueFullError(
+                f"{waiting} tokens wait already and this request has about {tokens}, together more than the "
+                f"{most} that the queue has for requests of its size; try again later",
+                retry_after=max(1.0, self._scheduler.rate.seconds(excess) or 0.0),
+            )
+        run = self._scheduler.rate.seconds(tokens)
+        if wait is None or run is None:
+            return None
+        longest = max(self._limits.wait_seconds, _WAITS_A_RUN * run)
+        if wait > longest:
+            self._count("wait")
+            return QueueFullError(
+                f"this request would wait for about {wait:.1f} seconds, more than the {longest:.1f} that it "
+                "may; try again later",
+                retry_after=max(1.0, wait - longest),
+            )
+        needed, left = wait + (run if is_counted else 0.0), permit.seconds_left
+        if left is not None and needed > left:
+            self._count("timeout")
+            return QueueFullError(
+                f"this request would take about {needed:.1f} seconds with what waits before it, more than is "
+                f"left of its timeout ({max(0.0, left):.1f}); try again later or allow more time",
+                retry_after=max(1.0, needed - left),
+            )
+        return None
+
+    def _check_price(self, permit: Permit, tokens: int) -> None:
+        """Refuses what is too much by itself."""
+        most = self._limits.request_tokens
+        if tokens > most:
+            self._count("size")
+            raise RequestTooLargeError(
+                f"this request has {tokens} tokens, more than the {most} that one may have; send it in "
+                "parts, let texts be cut shorter, or raise --max-request-tokens"
+            )
+        seconds, timeout = self._scheduler.rate.seconds(tokens), permit.timeout
+        if seconds is not None and timeout is not None and seconds > timeout:
+            self._count("size")
+            raise RequestTooLargeError(
+                f"this request takes about {seconds:.1f} seconds by itself, more than its timeout of "
+                f"{timeout:g}; allow more time or send fewer documents"
+            )
+
+    def _wait(self, permit: Permit, tokens: int) -> float | None:
+        """About how many seconds a request of that many tokens would wait; None where that is not known."""
+        if not self._scheduler.waiting_tokens:
+            return 0.0
+        return self._scheduler.rate.seconds(self._scheduler.work_ahead(tokens, permit.share))
+
+    def _wait_of_a_step(self) -> float:
+        ahead = self._scheduler.work_ahead(self._limits.step_tokens, ("", 0))
+        return self._scheduler.rate.seconds(ahead) or 0.0
+
+    def _estimate(self, request: ScoreRequest | EmbedRequest) -> int:
+        """About how many tokens there will be."""
+        tokens = round(request.size * self._counted_tokens / self._counted_size)
+        if not request.truncation.windows:
+            tokens = min(tokens, request.num_texts * self._limits.sequence_tokens)
+        return max(1, tokens)
+
+    def _count(self, reason: str) -> None:
+        self._refused.labels(reason).inc()

@@ -1,0 +1,98 @@
+"""When waiting work will be done: estimates, by which those at the door decide whether more may come in.
+
+Nothing here changes what is run, or in which order.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+# A tenant and a priority: who shares the device with whom.
+Share = tuple[str, int]
+
+# The longer all takes, the more the oldest get meanwhile: how often that is worked out anew at most.
+_ROUNDS = 100
+# After this many seconds of steps a measurement counts half.
+_HALF_LIFE = 10.0
+
+
+def share_of(tenant: str, priority: int) -> Share:
+    """Whose share of the device a request uses; priorities are cut to -8 to 8."""
+    return tenant, max(-8, min(8, priority))
+
+
+def work_ahead(
+    tokens: int,
+    share: Share,
+    waiting: Iterable[tuple[Share, int]],
+    weights: Mapping[str, float],
+    oldest_share: float,
+) -> int:
+    """How many tokens are run, by about, before the last of a request of `tokens` that came now.
+
+    `waiting` has each waiting request's share and what it has left, in tokens, the oldest first. Of the same
+    tenant and priority all of the same class of size or a lower one goes before. Others run beside it, as
+    their weights allow. An `oldest_share` of all goes to one request after the other, the oldest first; what
+    the larger ones of the same tenant and priority get of it is taken from that tenant and priority.
+    """
+    own_class = tokens.bit_length()
+    own, beside = tokens, dict[Share, int]()
+    # How much has gone to larger ones of the same group once the oldest requests have had all they need.
+    given, to_larger = [0], [0]
+    for each, work in waiting:
+        is_larger = each == share and work.bit_length() > own_class
+        if each != share:
+            beside[each] = beside.get(each, 0) + work
+        elif not is_larger:
+            own += work
+        given.append(given[-1] + work)
+        to_larger.append(to_larger[-1] + work * is_larger)
+    weight = _weights({share, *beside}, weights)
+    larger, total = 0.0, 0.0
+    for _ in range(_ROUNDS):
+        group = own + larger
+        others = sum(min(work, group * weight[each] / weight[share]) for each, work in beside.items())
+        before, total = total, group + others
+        larger = float(np.interp(total * oldest_share, given, to_larger))
+        if total - before < 1:
+            break
+    return round(total) - tokens
+
+
+def _weights(shares: set[Share], tenants: Mapping[str, float]) -> dict[Share, float]:
+    """A tenant's weight is divided among its priorities, 2**-priority to each."""
+    together: dict[str, float] = {}
+    for tenant, priority in shares:
+        together[tenant] = together.get(tenant, 0.0) + 2.0**-priority
+    return {
+        (tenant, priority): tenants.get(tenant, 1.0) * 2.0**-priority / together[tenant]
+        for tenant, priority in shares
+    }
+
+
+class ServiceRate:
+    """How many tokens a second the device runs when it has enough to do: an average of the steps that were at
+    least half full, in which newer ones count more. A step of a few tokens says nothing of it."""
+
+    def __init__(self, budget: int) -> None:
+        self._least = budget / 2
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Notes a step."""
+        if tokens < self._least or seconds <= 0:
+            return
+        remaining = 0.5 ** (seconds / _HALF_LIFE)
+        self._tokens = self._tokens * remaining + tokens
+        self._seconds = self._seconds * remaining + seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None until a step was at least half full."""
+        return self._tokens / self._seconds if self._seconds else None
+
+    def seconds(self, tokens: int) -> float | None:
+        """How long the device takes for that many tokens; None where that is not known yet."""
+        rate = self.tokens_per_second
+        return None if rate is None else tokens / rate

@@ -1,0 +1,60 @@
+"""What a server refuses at the door, and what it goes on serving meanwhile."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server, StartServer
+
+
+@pytest.fixture(scope="module")
+def server(session_starter: StartServer) -> Server:
+    """One whose speed is known: a step was full."""
+    server = session_starter(
+        "--dtype", "float32", "--max-wait-seconds", "1", "--max-request-tokens", "30000", "--cache-mb", "0"
+    )
+    assert httpx.post(server.url + "/rerank", json=_documents(40), timeout=60).status_code == 200
+    return server
+
+
+def _documents(number: int, **options: Any) -> dict[str, Any]:
+    """A request of about 250 tokens a document."""
+    documents = [f"{i} " + "word " * 245 for i in range(number)]
+    return {"query": "q", "documents": documents, "return_documents": False, **options}
+
+
+def test_what_would_wait_too_long_is_refused_and_small_requests_are_served(server: Server) -> None:
+    async def overload() -> tuple[list[httpx.Response], list[httpx.Response]]:
+        async with httpx.AsyncClient(timeout=120) as client:
+
+            async def post(body: dict[str, Any]) -> httpx.Response:
+                return await client.post(server.url + "/rerank", json=body)
+
+            crowd = [asyncio.create_task(post(_documents(40))) for _ in range(20)]
+            await asyncio.sleep(0.5)
+            small = [await post(_documents(1)) for _ in range(5)]
+            return await asyncio.gather(*crowd), small
+
+    crowd, small = asyncio.run(overload())
+    refused = [response for response in crowd if response.status_code == 429]
+    served = [response for response in crowd if response.status_code == 200]
+    assert len(refused) + len(served) == 20
+    assert served
+    for response in refused:
+        assert int(response.headers["Retry-After"]) >= 1
+        assert "would wait for about" in response.json()["error"]["message"]
+    assert refused
+    assert {response.status_code for response in small} == {200}
+    assert server.metric('maxsimd_refused_requests_total{reason="wait"}') == len(refused)
+    assert server.metric("maxsimd_preparing_requests") == 0
+
+
+def test_what_is_too_much_by_itself_is_413(server: Server) -> None:
+    response = httpx.post(server.url + "/rerank", json=_documents(200), timeout=60)
+    assert response.status_code == 413
+    assert "more than the 30000 that one may have" in response.json()["error"]["message"]
+    response = httpx.post(server.url + "/rerank", json=_documents(80, timeout=0.02), timeout=60)
+    assert response.status_code in (413, 504), "unless its time is up before its tokens are counted"
+    assert httpx.post(server.url + "/rerank", json=_documents(1)).status_code == 200

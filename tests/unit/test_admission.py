@@ -1,0 +1,247 @@
+"""Who may come in: by what waits, by the time it takes, by what a request costs."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from maxsimd.engine import QueueFullError, RequestTooLargeError
+from maxsimd.engine.actors.actor import Mailbox
+from maxsimd.engine.actors.messages import Admit, RunnerMessage, SchedulerMessage
+from maxsimd.engine.actors.scheduler import SchedulerActor
+from maxsimd.engine.admission import Admission, AdmissionLimits
+from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.requests import EmbedRequest, RunOptions, Truncation
+from maxsimd.scheduler import Scheduler, StepLimits
+from tests.unit.scheduled_requests import texts
+
+LIMITS = AdmissionLimits(
+    queued_tokens=10_000, request_tokens=5000, wait_seconds=2.0, sequence_tokens=50, step_tokens=100
+)
+# Of windows there is no most. A text counts as 64 characters more, and four are taken for a token at first.
+TEXT = EmbedRequest(texts=("x" * 336,), task="embed", truncation=Truncation(windows=True))
+
+
+class Door:
+    """An admission before a scheduler that is known for 100 tokens a second, and runs nothing."""
+
+    def __init__(self, rate: float | None = 100.0, **limits: Any) -> None:
+        self.limits = replace(LIMITS, **limits)
+        loop = asyncio.get_running_loop()
+        self.metrics = EngineMetrics()
+        runner: Mailbox[RunnerMessage] = Mailbox(loop)
+        mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
+        scheduler = Scheduler(StepLimits(self.limits.step_tokens, 1000, chunked=False))
+        self.actor = SchedulerActor(mailbox, scheduler, runner, 2, self.metrics)
+        if rate is not None:
+            self.actor.rate.observe(self.limits.step_tokens, self.limits.step_tokens / rate)
+        self.admission = Admission(self.limits, self.actor, self.metrics)
+        self._numbers = iter(range(1000))
+
+    def queue(self, requests: int, tokens: int, tenant: str = "") -> None:
+        """Has requests of so and so many tokens wait in the queue."""
+        for _ in range(requests):
+            number = next(self._numbers)
+            lengths = [100] * (tokens // 100) + [tokens % 100] * (tokens % 100 > 0)
+            self.actor.post(
+                Admit(
+                    request_id=number,
+                    sequences=texts(number, lengths, 1000 * number),
+                    cached=[],
+                    num_tokens=tokens,
+                    num_results=len(lengths),
+                    priority=0,
+                    tenant=tenant,
+                    values=asyncio.get_running_loop().create_future(),
+                )
+            )
+
+    def ask(self, tokens: int, counted: int | None = None, **options: Any) -> None:
+        """Lets a request in as `Running` does, with an estimate of `tokens`."""
+        request = replace(TEXT, texts=("x" * (4 * tokens - 64),))
+        with self.admission.permit(request, RunOptions(**options)) as permit:
+            permit.confirm(tokens if counted is None else counted)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"maxsimd_{name}", labels)
+
+
+async def test_a_lone_request_is_never_refused_for_what_waits() -> None:
+    Door(queued_tokens=0, wait_seconds=0).ask(4999)
+
+
+async def test_a_request_that_would_wait_too_long_is_refused() -> None:
+    door = Door()
+    door.queue(6, 31)
+    door.ask(20)
+    door.queue(1, 31)
+    with pytest.raises(
+        QueueFullError, match=r"for about 2\.2 seconds, more than the 2\.0 that it may"
+    ) as raised:
+        door.ask(20)
+    assert raised.value.retry_after == 1.0
+    assert door.metric("refused_requests_total", reason="wait") == 1
+
+
+async def test_who_is_refused_is_told_when_the_wait_is_short_enough() -> None:
+    door = Door()
+    door.queue(40, 31)
+    with pytest.raises(QueueFullError) as raised:
+        door.ask(20)
+    assert raised.value.retry_after == pytest.approx(12.4 - 2.0)
+
+
+async def test_a_long_request_may_wait_eight_times_what_it_takes() -> None:
+    door = Door()
+    door.queue(8, 500)
+    door.ask(500)
+    door.queue(1, 31)
+    with pytest.raises(QueueFullError, match=r"for about 40\.3 seconds, more than the 40\.0"):
+        door.ask(500)
+
+
+async def test_a_small_request_is_not_refused_for_the_large_ones_that_it_passes() -> None:
+    door = Door()
+    door.queue(3, 2000)
+    door.ask(20)
+    with pytest.raises(QueueFullError):
+        door.ask(1100, timeout=71)
+    door.ask(1100, timeout=72)
+
+
+async def test_another_tenants_requests_count_as_far_as_they_run_beside() -> None:
+    door = Door()
+    door.queue(100, 31, tenant="other")
+    door.ask(20)
+    door.queue(3, 60)
+    with pytest.raises(QueueFullError):
+        door.ask(50)
+
+
+async def test_a_request_that_cannot_be_done_in_its_time_is_refused() -> None:
+    door = Door()
+    door.queue(6, 31)
+    door.ask(20, timeout=2.1)
+    with pytest.raises(
+        QueueFullError, match=r"take about 2\.1 seconds.* than is left of its timeout \(2\.0\)"
+    ) as raised:
+        door.ask(20, timeout=2.0)
+    assert raised.value.retry_after == 1.0
+    with pytest.raises(QueueFullError) as raised:
+        door.ask(30, counted=150, timeout=1.9)
+    assert raised.value.retry_after == pytest.approx(1.86 + 1.5 - 1.9, abs=0.1)
+    assert door.metric("refused_requests_total", reason="timeout") == 2
+
+
+async def test_a_request_that_takes_longer_than_its_time_by_itself_is_too_large() -> None:
+    door = Door()
+    door.ask(100, timeout=1.0)
+    with pytest.raises(
+        RequestTooLargeError, match=r"about 1\.1 seconds by itself, more than its timeout of 1;"
+    ):
+        door.ask(100, counted=110, timeout=1.0)
+    assert door.metric("refused_requests_total", reason="size") == 1
+
+
+async def test_a_request_of_more_tokens_than_one_may_have_is_too_large() -> None:
+    door = Door()
+    door.ask(20, counted=5000)
+    with pytest.raises(RequestTooLargeError, match=r"5001 tokens, more than the 5000"):
+        door.ask(20, counted=5001)
+    assert door.metric("refused_requests_total", reason="size") == 1
+
+
+async def test_no_time_is_estimated_until_a_full_step_was_measured() -> None:
+    door = Door(rate=None)
+    door.queue(90, 100)
+    door.ask(100, timeout=0.1)
+    door.queue(9, 100)
+    with pytest.raises(QueueFullError) as raised:
+        door.ask(101)
+    assert raised.value.retry_after == 1.0
+
+
+async def test_a_quarter_of_the_queue_is_kept_for_requests_of_one_step() -> None:
+    door = Door(wait_seconds=1000)
+    door.queue(74, 100)
+    door.ask(100)
+    with pytest.raises(QueueFullError, match=r"7400 tokens wait already.* about 101, .* the 7500 that"):
+        door.ask(101)
+    door.queue(25, 100)
+    door.ask(100)
+    door.queue(1, 1)
+    with pytest.raises(QueueFullError, match="the 10000 that") as raised:
+        door.ask(100)
+    assert raised.value.retry_after == 1.0
+    door.queue(10, 100)
+    with pytest.raises(QueueFullError) as raised:
+        door.ask(100)
+    assert raised.value.retry_after == pytest.approx(9.02)
+    assert door.metric("refused_requests_total", reason="queue") == 3
+
+
+async def test_what_is_being_prepared_is_shown() -> None:
+    door = Door()
+    with door.admission.permit(TEXT, RunOptions()):
+        assert door.metric("preparing_requests") == 1
+        assert door.metric("preparing_tokens") == 100
+    assert door.metric("preparing_requests") == 0
+    assert door.metric("preparing_tokens") == 0
+
+
+async def test_an_estimate_refuses_nobody_before_the_tokens_are_counted() -> None:
+    """Documents that are cached cost hardly anything."""
+    door = Door(queued_tokens=1000)
+    door.queue(5, 100)
+    door.ask(800, counted=10)
+    door.ask(90, counted=10, timeout=6.0)
+
+
+async def test_who_comes_before_the_queue_is_full_is_refused_when_it_is() -> None:
+    door = Door()
+    with (
+        door.admission.permit(replace(TEXT, texts=("x" * 16,)), RunOptions()) as small,
+        door.admission.permit(TEXT, RunOptions()) as large,
+        door.admission.permit(TEXT, RunOptions(tenant="other")) as other,
+    ):
+        door.queue(9, 100)
+        door.admission.review()
+        small.check()
+        other.check()
+        with pytest.raises(QueueFullError, match=r"for about 9\.0 seconds, more than the 8\.0"):
+            large.check()
+        door.admission.review()
+    assert door.metric("refused_requests_total", reason="wait") == 1, "once"
+
+
+async def test_a_place_is_given_up_where_preparing_fails() -> None:
+    door = Door()
+    with pytest.raises(KeyError), door.admission.permit(TEXT, RunOptions()):
+        raise KeyError
+    assert door.metric("preparing_requests") == 0
+
+
+async def test_an_estimate_is_what_such_texts_had_before() -> None:
+    door = Door()
+    for _ in range(100):
+        door.ask(100, counted=200)
+    with door.admission.permit(TEXT, RunOptions()) as permit:
+        assert permit.tokens == pytest.approx(200, rel=0.01)
+    door.ask(100, counted=0)
+    with door.admission.permit(TEXT, RunOptions()) as permit:
+        assert permit.tokens == pytest.approx(180, rel=0.01)
+
+
+async def test_texts_that_are_cut_are_estimated_at_no_more_than_fits() -> None:
+    door = Door()
+    cut = replace(TEXT, texts=("x" * 10_000, "y" * 10_000), truncation=Truncation(max_tokens=-1))
+    with door.admission.permit(cut, RunOptions()) as permit:
+        assert permit.tokens == 2 * LIMITS.sequence_tokens
+
+
+async def test_the_estimated_wait_is_shown() -> None:
+    door = Door()
+    assert door.metric("wait_seconds") == 0
+    door.queue(3, 64)
+    assert door.metric("wait_seconds") == pytest.approx(1.92)
