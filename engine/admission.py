@@ -15,8 +15,9 @@ from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest
 from maxsimd.scheduler import Share
 
-# A request may wait this many times as long as it runs, however short the longest wait is.
-_WAITS_A_RUN = 8
+# Any request may wait this many times as long as it runs, and this many steps: with less, next to nothing
+# would be let in while the device is busy.
+_WAITS_A_RUN, _WAITED_STEPS = 8, 4
 # Requests of more than one step leave this share of the queue to smaller ones.
 _KEPT_FOR_SMALL = 0.25
 # Tokens a character of text until some have been counted, and what each request leaves of those before it.
@@ -87,12 +88,18 @@ class Admission:
     def permit(self, request: ScoreRequest | EmbedRequest, options: RunOptions) -> Iterator[Permit]:
         """Leave to prepare a request and to queue it. Raises QueueFullError where too much waits."""
         permit = Permit(self, request.size, self._estimate(request), options)
-        refusal = self._refusal(permit, permit.tokens, self._wait(permit, permit.tokens), is_counted=False)
-        if refusal is not None:
-            raise refusal
+        wait = self._wait(permit, permit.tokens)
+        permit.refusal = self._refusal(permit, permit.tokens, wait, is_counted=False)
         self._permits.add(permit)
         try:
+            permit.check()
             yield permit
+        except QueueFullError as error:
+            self._refused.labels(error.reason).inc()
+            raise
+        except RequestTooLargeError:
+            self._refused.labels("size").inc()
+            raise
         finally:
             self._permits.remove(permit)
 
@@ -128,30 +135,31 @@ class Admission:
             most = int(most * (1 - _KEPT_FOR_SMALL))
         excess = waiting + (tokens if is_counted else 1) - most
         if excess > 0:
-            self._count("queue")
             return QueueFullError(
                 f"{waiting} tokens wait already and this request has about {tokens}, together more than the "
                 f"{most} that the queue has for requests of its size; try again later",
                 retry_after=max(1.0, self._scheduler.rate.seconds(excess) or 0.0),
+                reason="queue",
             )
         run = self._scheduler.rate.seconds(tokens)
         if wait is None or run is None:
             return None
-        longest = max(self._limits.wait_seconds, _WAITS_A_RUN * run)
+        steps = self._scheduler.rate.seconds(_WAITED_STEPS * self._limits.step_tokens) or 0.0
+        longest = max(self._limits.wait_seconds, _WAITS_A_RUN * run, steps)
         if wait > longest:
-            self._count("wait")
             return QueueFullError(
                 f"this request would wait for about {wait:.1f} seconds, more than the {longest:.1f} that it "
                 "may; try again later",
                 retry_after=max(1.0, wait - longest),
+                reason="wait",
             )
         needed, left = wait + (run if is_counted else 0.0), permit.seconds_left
         if left is not None and needed > left:
-            self._count("timeout")
             return QueueFullError(
                 f"this request would take about {needed:.1f} seconds with what waits before it, more than is "
                 f"left of its timeout ({max(0.0, left):.1f}); try again later or allow more time",
                 retry_after=max(1.0, needed - left),
+                reason="timeout",
             )
         return None
 
@@ -159,14 +167,12 @@ class Admission:
         """Refuses what is too much by itself."""
         most = self._limits.request_tokens
         if tokens > most:
-            self._count("size")
             raise RequestTooLargeError(
                 f"this request has {tokens} tokens, more than the {most} that one may have; send it in "
                 "parts, let texts be cut shorter, or raise --max-request-tokens"
             )
         seconds, timeout = self._scheduler.rate.seconds(tokens), permit.timeout
         if seconds is not None and timeout is not None and seconds > timeout:
-            self._count("size")
             raise RequestTooLargeError(
                 f"this request takes about {seconds:.1f} seconds by itself, more than its timeout of "
                 f"{timeout:g}; allow more time or send fewer documents"
@@ -188,6 +194,3 @@ class Admission:
         if not request.truncation.windows:
             tokens = min(tokens, request.num_texts * self._limits.sequence_tokens)
         return max(1, tokens)
-
-    def _count(self, reason: str) -> None:
-        self._refused.labels(reason).inc()

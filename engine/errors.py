@@ -1,5 +1,7 @@
 """Every way in which the engine refuses or fails. Messages say what to change."""
 
+from typing import Literal
+
 
 class MaxsimdError(Exception):
     """The base of all errors that the engine raises on purpose."""
@@ -18,11 +20,17 @@ class InvalidRequestError(MaxsimdError):
 
 
 class QueueFullError(MaxsimdError):
-    """Too much waits already for this request to come in; `retry_after` (seconds) is when it might."""
+    """Too much waits already for this request to come in; `retry_after` (seconds) is when it might.
 
-    def __init__(self, message: str, retry_after: float) -> None:
+    `reason` is `queue` where the queue has no room, `wait` where the wait would be too long, and `timeout`
+    where it would be so for the request's own timeout."""
+
+    def __init__(
+        self, message: str, retry_after: float, reason: Literal["queue", "wait", "timeout"] = "queue"
+    ) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.reason = reason
 
 
 class RequestTooLargeError(MaxsimdError):

@@ -46,7 +46,7 @@ def test_what_would_wait_too_long_is_refused_and_small_requests_are_served(serve
         assert int(response.headers["Retry-After"]) >= 1
         assert "would wait for about" in response.json()["error"]["message"]
     assert refused
-    assert {response.status_code for response in small} == {200}
+    assert [response.text for response in small if response.status_code != 200] == []
     assert server.metric('maxsimd_refused_requests_total{reason="wait"}') == len(refused)
     assert server.metric("maxsimd_preparing_requests") == 0
 

@@ -17,7 +17,7 @@ from maxsimd.scheduler import Scheduler, StepLimits
 from tests.unit.scheduled_requests import texts
 
 LIMITS = AdmissionLimits(
-    queued_tokens=10_000, request_tokens=5000, wait_seconds=2.0, sequence_tokens=50, step_tokens=100
+    queued_tokens=10_000, request_tokens=5000, wait_seconds=2.0, sequence_tokens=50, step_tokens=50
 )
 # Of windows there is no most. A text counts as 64 characters more, and four are taken for a token at first.
 TEXT = EmbedRequest(texts=("x" * 336,), task="embed", truncation=Truncation(windows=True))
@@ -43,7 +43,7 @@ class Door:
         """Has requests of so and so many tokens wait in the queue."""
         for _ in range(requests):
             number = next(self._numbers)
-            lengths = [100] * (tokens // 100) + [tokens % 100] * (tokens % 100 > 0)
+            lengths = [50] * (tokens // 50) + [tokens % 50] * (tokens % 50 > 0)
             self.actor.post(
                 Admit(
                     request_id=number,
@@ -154,9 +154,9 @@ async def test_a_request_of_more_tokens_than_one_may_have_is_too_large() -> None
 
 async def test_no_time_is_estimated_until_a_full_step_was_measured() -> None:
     door = Door(rate=None)
-    door.queue(90, 100)
+    door.queue(70, 100)
     door.ask(100, timeout=0.1)
-    door.queue(9, 100)
+    door.queue(5, 100)
     with pytest.raises(QueueFullError) as raised:
         door.ask(101)
     assert raised.value.retry_after == 1.0
@@ -164,20 +164,20 @@ async def test_no_time_is_estimated_until_a_full_step_was_measured() -> None:
 
 async def test_a_quarter_of_the_queue_is_kept_for_requests_of_one_step() -> None:
     door = Door(wait_seconds=1000)
-    door.queue(74, 100)
-    door.ask(100)
-    with pytest.raises(QueueFullError, match=r"7400 tokens wait already.* about 101, .* the 7500 that"):
-        door.ask(101)
-    door.queue(25, 100)
-    door.ask(100)
+    door.queue(149, 50)
+    door.ask(50)
+    with pytest.raises(QueueFullError, match=r"7450 tokens wait already.* about 51, .* the 7500 that"):
+        door.ask(51)
+    door.queue(50, 50)
+    door.ask(50)
     door.queue(1, 1)
     with pytest.raises(QueueFullError, match="the 10000 that") as raised:
-        door.ask(100)
+        door.ask(50)
     assert raised.value.retry_after == 1.0
-    door.queue(10, 100)
+    door.queue(20, 50)
     with pytest.raises(QueueFullError) as raised:
-        door.ask(100)
-    assert raised.value.retry_after == pytest.approx(9.02)
+        door.ask(50)
+    assert raised.value.retry_after == pytest.approx(9.52)
     assert door.metric("refused_requests_total", reason="queue") == 3
 
 
@@ -243,5 +243,15 @@ async def test_texts_that_are_cut_are_estimated_at_no_more_than_fits() -> None:
 async def test_the_estimated_wait_is_shown() -> None:
     door = Door()
     assert door.metric("wait_seconds") == 0
-    door.queue(3, 64)
-    assert door.metric("wait_seconds") == pytest.approx(1.92)
+    door.queue(3, 60)
+    assert door.metric("wait_seconds") == pytest.approx(1.8)
+
+
+async def test_any_request_may_wait_for_four_steps() -> None:
+    door = Door(wait_seconds=0)
+    door.queue(1, 31)
+    door.queue(13, 13)
+    door.ask(20)
+    door.queue(1, 2)
+    with pytest.raises(QueueFullError, match=r"more than the 2\.0"):
+        door.ask(20)
