@@ -202,16 +202,17 @@ async def test_who_comes_before_the_queue_is_full_is_refused_when_it_is() -> Non
     door = Door()
     with (
         door.admission.permit(replace(TEXT, texts=("x" * 16,)), RunOptions()) as small,
-        door.admission.permit(TEXT, RunOptions()) as large,
         door.admission.permit(TEXT, RunOptions(tenant="other")) as other,
+        pytest.raises(QueueFullError, match=r"for about 9\.0 seconds, more than the 8\.0"),
+        door.admission.permit(TEXT, RunOptions()) as large,
     ):
+        large.check()
         door.queue(9, 100)
+        door.admission.review()
         door.admission.review()
         small.check()
         other.check()
-        with pytest.raises(QueueFullError, match=r"for about 9\.0 seconds, more than the 8\.0"):
-            large.check()
-        door.admission.review()
+        large.check()
     assert door.metric("refused_requests_total", reason="wait") == 1, "once"
 
 
