@@ -16,6 +16,10 @@ class ServerConfig:
     api_key: tuple[str, ...] = option((), "Key that clients must send as a bearer token; repeatable.")
     api_key_file: str | None = option(None, "File with one accepted key a line.")
     max_body_mb: int = option(64, "Largest request body in MiB.")
+    max_bodies_mb: int = option(
+        256,
+        "Most MiB of bodies that are worked on at a time; requests beyond are refused (429).",
+    )
     max_documents: int = option(10_000, "Most documents or texts in one request.")
     long_documents: Literal["truncate", "window", "error"] = option(
         "truncate",
@@ -28,6 +32,6 @@ class ServerConfig:
     log_format: Literal["text", "json"] = option("text", "Log lines for people or for machines.")
 
     def __post_init__(self) -> None:
-        for name in ("max_body_mb", "max_documents"):
+        for name in ("max_body_mb", "max_bodies_mb", "max_documents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

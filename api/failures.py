@@ -85,6 +85,25 @@ def body_too_large() -> ApiError:
     return ApiError(413, "RequestTooLargeError", message)
 
 
+def too_many_bodies() -> ApiError:
+    message = "other requests' bodies take the memory that there is for them; try again shortly"
+    return ApiError(429, "QueueFullError", message, retry_after=1)
+
+
+def too_many_entries(param: str, count: int, most: int) -> ApiError:
+    message = f"{param} has {count} entries, but at most {most} are taken at a time; send them in parts"
+    return ApiError(413, "RequestTooLargeError", message, param)
+
+
+def too_many_containers(most: int) -> ApiError:
+    message = f"the body has more than {most} arrays and objects; send fewer documents at a time"
+    return ApiError(413, "RequestTooLargeError", message)
+
+
+def too_deep() -> ApiError:
+    return ApiError(400, "BadRequestError", "the body has too many arrays or objects within each other")
+
+
 def body_not_unicode(reason: str) -> ApiError:
     return ApiError(400, "BadRequestError", f"the body is not valid JSON: a string is not UTF-8 ({reason})")
 

@@ -1,12 +1,16 @@
-"""From wire requests to arguments of the engine. Functions of their input."""
+"""From wire requests to arguments of the engine. Functions of their input, and of how many texts there may
+be, which is checked before any of them is looked at."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from maxsimd.api.failures import too_many_entries
 from maxsimd.api.wire import (
+    ClassifyRequest,
     Common,
     Content,
     Contents,
+    EmbeddingsRequest,
     LongDocuments,
     PredictRequest,
     RerankRequest,
@@ -19,11 +23,13 @@ from maxsimd.engine.requests import InputType
 _PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
 
 
-def texts_to_score(request: ScoreRequest) -> tuple[list[str], list[str]]:
+def texts_to_score(request: ScoreRequest, most: int) -> tuple[list[str], list[str]]:
     """The queries and documents of a score request, under whichever names they came."""
     for first, second in _PAIRS:
         queries, documents = getattr(request, first), getattr(request, second)
         if queries is not None and documents is not None:
+            _check_count(documents, second, most)
+            _check_count(queries, first, most)
             return as_texts(queries, first), as_texts(documents, second)
     for first, second in _PAIRS:
         if getattr(request, first) is not None:
@@ -31,11 +37,31 @@ def texts_to_score(request: ScoreRequest) -> tuple[list[str], list[str]]:
     raise InvalidRequestError("queries and documents are missing", "queries")
 
 
-def documents_to_rank(request: RerankRequest) -> list[str]:
+def texts_to_rank(request: RerankRequest, most: int) -> tuple[str, list[str]]:
+    """The query and the documents of a rerank request, `texts` before `documents`."""
+    query = as_text(request.query, "query", "query")
+    if request.texts is not None:
+        _check_count(request.texts, "texts", most)
+        return query, request.texts
     if request.documents is None:
         raise InvalidRequestError("documents is missing", "documents")
+    _check_count(request.documents, "documents", most)
     # A field that is named twice counts once.
-    return as_texts(request.documents, "documents", tuple(dict.fromkeys(request.rank_fields or ())))
+    rank_fields = tuple(dict.fromkeys(request.rank_fields or ()))
+    return query, as_texts(request.documents, "documents", rank_fields)
+
+
+def inputs_of(request: EmbeddingsRequest | ClassifyRequest, most: int) -> list[str] | list[list[int]]:
+    return as_inputs(request.input, most)
+
+
+def sequences_of(request: PredictRequest, most: int) -> tuple[list[str], list[str] | None, bool]:
+    return as_sequences(request.inputs, most)
+
+
+def _check_count(contents: Any, param: str, most: int) -> None:
+    if isinstance(contents, list) and len(contents) > most:
+        raise too_many_entries(param, len(contents), most)
 
 
 def as_texts(contents: Contents, param: str, rank_fields: Sequence[str] | None = None) -> list[str]:
@@ -109,15 +135,16 @@ def wants_activation(request: Scoring) -> bool:
     return not request.raw_scores if request.use_activation is None else request.use_activation
 
 
-def as_inputs(value: Any) -> list[str] | list[list[int]]:
+def as_inputs(value: Any, most: int) -> list[str] | list[list[int]]:
     """OpenAI's `input`: a text, texts, token ids, or lists of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
+        if _is_token(value[0]) and all(_is_token(item) for item in value):
+            return [value]
+        _check_count(value, "input", most)
         if all(isinstance(item, str) for item in value):
             return value
-        if all(_is_token(item) for item in value):
-            return [value]
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return value
     raise InvalidRequestError(
@@ -126,9 +153,10 @@ def as_inputs(value: Any) -> list[str] | list[list[int]]:
     )
 
 
-def as_sequences(value: Any) -> tuple[list[str], list[str] | None, bool]:
+def as_sequences(value: Any, most: int) -> tuple[list[str], list[str] | None, bool]:
     """text-embeddings-inference's `inputs`: texts, the second texts of pairs if they are such, and whether
     there are many."""
+    _check_count(value, "inputs", most)
     one = isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     given = [value] if one else value
     if isinstance(given, list) and given:
@@ -145,8 +173,8 @@ def as_sequences(value: Any) -> tuple[list[str], list[str] | None, bool]:
 
 def _length_of(sequence: Any) -> int:
     """How many texts a list holds; 0 for anything but a list of texts."""
-    is_texts = isinstance(sequence, list) and all(isinstance(text, str) for text in sequence)
-    return len(sequence) if is_texts else 0
+    is_short = isinstance(sequence, list) and len(sequence) <= 2
+    return len(sequence) if is_short and all(isinstance(text, str) for text in sequence) else 0
 
 
 def _is_token(item: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.failures import ApiError
+from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.keys import read_keys
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
@@ -23,6 +24,7 @@ class ServerState:
         self.config = config
         self.keys = read_keys(config)
         self.metrics = ServerMetrics(engine.metrics.registry)
+        self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.draining = False
         self._in_flight = 0
         self._quiet = asyncio.Event()
@@ -72,11 +74,3 @@ class ServerState:
     def check_model(self, name: str | None) -> None:
         if name and name not in (self.model_name, self.engine.model.name):
             raise ApiError(404, "NotFoundError", f"The model `{name}` does not exist.", "model")
-
-    def check_count(self, count: int, param: str) -> None:
-        most = self.config.max_documents
-        if count > most:
-            message = (
-                f"{param} has {count} entries, but at most {most} are taken at a time; send them in parts"
-            )
-            raise ApiError(413, "RequestTooLargeError", message, param)

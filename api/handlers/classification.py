@@ -4,14 +4,14 @@ from typing import Any
 
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.route import post
-from maxsimd.api.reading import as_inputs, as_sequences, tei_truncation_of, truncation_of
+from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.reading import inputs_of, sequences_of, tei_truncation_of, truncation_of
 from maxsimd.api.state import ServerState
 
 
-async def classify(state: ServerState, body: wire.ClassifyRequest) -> Answer:
-    inputs = as_inputs(body.input)
-    state.check_count(len(inputs), "input")
+async def classify(
+    state: ServerState, body: wire.ClassifyRequest, inputs: list[str] | list[list[int]]
+) -> Answer:
     result = await state.engine.classify(
         inputs,
         truncation=truncation_of(body),
@@ -30,10 +30,11 @@ async def classify(state: ServerState, body: wire.ClassifyRequest) -> Answer:
     return await wire_answer(state.engine, response, len(data))
 
 
-async def predict(state: ServerState, body: wire.PredictRequest) -> Answer:
+async def predict(
+    state: ServerState, body: wire.PredictRequest, sequences: tuple[list[str], list[str] | None, bool]
+) -> Answer:
     """text-embeddings-inference's: texts or pairs of texts in, labels with scores out, best first."""
-    texts, text_pairs, is_batch = as_sequences(body.inputs)
-    state.check_count(len(texts), "inputs")
+    texts, text_pairs, is_batch = sequences
     result = await state.engine.classify(
         texts,
         text_pairs=text_pairs,
@@ -50,6 +51,6 @@ def _ranked(labels: tuple[str, ...], row: list[float]) -> list[dict[str, Any]]:
 
 
 ROUTES = (
-    post("/classify", wire.ClassifyRequest, classify),
-    post("/predict", wire.PredictRequest, predict),
+    post_texts("/classify", wire.ClassifyRequest, inputs_of, classify),
+    post_texts("/predict", wire.PredictRequest, sequences_of, predict),
 )

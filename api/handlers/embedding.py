@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 
 from maxsimd.api import wire
 from maxsimd.api.answer import CHARACTERS_AN_ITEM, Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.route import post
-from maxsimd.api.reading import as_inputs, input_type_of, truncation_of
+from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.reading import input_type_of, inputs_of, truncation_of
 from maxsimd.api.state import ServerState
 from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, TokenEmbedResult
 
+Inputs = list[str] | list[list[int]]
 
-async def embeddings(state: ServerState, body: wire.EmbeddingsRequest) -> Answer:
-    inputs = as_inputs(body.input)
-    state.check_count(len(inputs), "input")
+
+async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs) -> Answer:
     result = await state.engine.embed(
         inputs,
         input_type=input_type_of(body.input_type),
@@ -38,9 +38,7 @@ async def embeddings(state: ServerState, body: wire.EmbeddingsRequest) -> Answer
     return await wire_answer(state.engine, response, result.embeddings.size)
 
 
-async def pooling(state: ServerState, body: wire.PoolingRequest) -> Answer:
-    inputs = as_inputs(body.input)
-    state.check_count(len(inputs), "input")
+async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs) -> Answer:
     result = await _pool(state, body, inputs)
     pooled = result.scores if isinstance(result, ClassifyResult) else result.embeddings
 
@@ -54,7 +52,7 @@ async def pooling(state: ServerState, body: wire.PoolingRequest) -> Answer:
 
 
 async def _pool(
-    state: ServerState, body: wire.PoolingRequest, inputs: list[str] | list[list[int]]
+    state: ServerState, body: wire.PoolingRequest, inputs: Inputs
 ) -> ClassifyResult | EmbedResult | TokenEmbedResult:
     """Runs the task that the request names, or else the one that the model's scores are made of."""
     engine = state.engine
@@ -87,6 +85,6 @@ def _encode(array: NDArray[np.float32], encoding_format: str | None) -> Any:
 
 
 ROUTES = (
-    post("/v1/embeddings", wire.EmbeddingsRequest, embeddings),
-    post("/pooling", wire.PoolingRequest, pooling),
+    post_texts("/v1/embeddings", wire.EmbeddingsRequest, inputs_of, embeddings),
+    post_texts("/pooling", wire.PoolingRequest, inputs_of, pooling),
 )

@@ -1,4 +1,7 @@
-"""What a route is, and how the body of one that takes a wire type is read and checked."""
+"""What a route is, and how the body of one that takes a wire type is read and checked.
+
+What takes time with the size of a body is done in the thread pool for large ones.
+"""
 
 from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
@@ -7,16 +10,21 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from maxsimd.api.answer import Answer
-from maxsimd.api.failures import body_not_unicode, body_too_large
+from maxsimd.api.failures import body_not_unicode, body_too_large, too_deep, too_many_containers
+from maxsimd.api.held_bytes import HeldBytes
+from maxsimd.api.json_shape import has_more_containers
 from maxsimd.api.state import ServerState
 
 T = TypeVar("T")
+R = TypeVar("R")
 # A request's body as it arrives.
 Body: TypeAlias = AsyncIterable[bytes]
 Work: TypeAlias = Callable[[ServerState, Body], Awaitable[Answer]]
 
 # Bodies of more bytes than this are parsed in the thread pool, so that the event loop goes on.
 LARGE_BODY = 64 * 1024
+# Arrays and objects that a body may have for each document that is allowed.
+_CONTAINERS_A_DOCUMENT = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +47,29 @@ def delete(path: str, handler: Callable[[ServerState], Awaitable[Answer]]) -> Ro
 def post(path: str, kind: type[T], handler: Callable[[ServerState, T], Awaitable[Answer]]) -> Route:
     """A route whose body is a wire type. It takes requests only while the server is ready."""
 
+    async def handle(state: ServerState, request: T, nothing: None) -> Answer:
+        return await handler(state, request)
+
+    return post_texts(path, kind, lambda request, most: None, handle)
+
+
+def post_texts(
+    path: str,
+    kind: type[T],
+    read: Callable[[T, int], R],
+    handler: Callable[[ServerState, T, R], Awaitable[Answer]],
+) -> Route:
+    """The same for a handler that also gets what `read` finds in the wire type, of which there may be at most
+    a number."""
+
     async def work(state: ServerState, body: Body) -> Answer:
         state.check_ready()
-        request = await _parse(state, await _read(state, body), kind)
-        state.check_model(getattr(request, "model", None))
-        return await handler(state, request)
+        with state.bodies.hold() as held:
+            whole = await _read(state, body, held)
+            request, found = await _parse(state, whole, kind, read)
+            del whole
+            state.check_model(getattr(request, "model", None))
+            return await handler(state, request, found)
 
     return Route(path, ("POST",), work)
 
@@ -55,21 +81,32 @@ def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:
     return work
 
 
-async def _read(state: ServerState, body: Body) -> bytearray:
-    """The whole body, unless it is larger than the server allows."""
+async def _read(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
+    """The whole body, unless it is larger than the server allows, or all that are read now together are."""
     most = state.config.max_body_mb * 1024 * 1024
     read = bytearray()
     async for chunk in body:
         read += chunk
         if len(read) > most:
             raise body_too_large()
+        held.add(len(chunk))
     return read
 
 
-async def _parse(state: ServerState, body: bytearray, kind: type[T]) -> T:
+async def _parse(
+    state: ServerState, body: bytearray, kind: type[T], read: Callable[[T, int], R]
+) -> tuple[T, R]:
+    most = state.config.max_documents
+
+    def parse() -> tuple[T, R]:
+        if has_more_containers(body, _CONTAINERS_A_DOCUMENT * most):
+            raise too_many_containers(_CONTAINERS_A_DOCUMENT * most)
+        request = msgspec.json.decode(body, type=kind)
+        return request, read(request, most)
+
     try:
-        if len(body) > LARGE_BODY:
-            return await state.engine.in_thread(lambda: msgspec.json.decode(body, type=kind), len(body))
-        return msgspec.json.decode(body, type=kind)
+        return await state.engine.in_thread(parse, len(body)) if len(body) > LARGE_BODY else parse()
     except UnicodeDecodeError as error:
         raise body_not_unicode(error.reason) from error
+    except RecursionError as error:
+        raise too_deep() from error

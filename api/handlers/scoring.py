@@ -2,11 +2,10 @@
 
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.route import post
+from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import (
-    as_text,
-    documents_to_rank,
     tei_truncation_of,
+    texts_to_rank,
     texts_to_score,
     truncation_of,
     wants_activation,
@@ -15,10 +14,8 @@ from maxsimd.api.state import ServerState
 from maxsimd.engine import RerankResult, Truncation
 
 
-async def score(state: ServerState, body: wire.ScoreRequest) -> Answer:
-    queries, documents = texts_to_score(body)
-    state.check_count(len(documents), "documents")
-    state.check_count(len(queries), "queries")
+async def score(state: ServerState, body: wire.ScoreRequest, texts: tuple[list[str], list[str]]) -> Answer:
+    queries, documents = texts
     result = await state.engine.score(
         queries,
         documents,
@@ -34,12 +31,11 @@ async def score(state: ServerState, body: wire.ScoreRequest) -> Answer:
     return await wire_answer(state.engine, response, len(data))
 
 
-async def rerank(state: ServerState, body: wire.RerankRequest) -> Answer:
+async def rerank(state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]]) -> Answer:
     if body.texts is not None:
-        return await _rerank_texts(state, body, body.texts)
-    documents = documents_to_rank(body)
+        return await _rerank_texts(state, body, texts)
     truncation = truncation_of(body, state.config.long_documents)
-    result = await _rank(state, body, documents, truncation)
+    result = await _rank(state, body, texts, truncation)
     with_text = body.return_documents is not False
     results = [
         wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if with_text else None)
@@ -55,7 +51,7 @@ async def rerank(state: ServerState, body: wire.RerankRequest) -> Answer:
     return await wire_answer(state.engine, response, len(results))
 
 
-async def _rerank_texts(state: ServerState, body: wire.RerankRequest, texts: list[str]) -> Answer:
+async def _rerank_texts(state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]]) -> Answer:
     """text-embeddings-inference's rerank: `texts` in, a bare list out."""
     truncation = tei_truncation_of(body, state.config.long_documents)
     result = await _rank(state, body, texts, truncation)
@@ -67,12 +63,10 @@ async def _rerank_texts(state: ServerState, body: wire.RerankRequest, texts: lis
 
 
 async def _rank(
-    state: ServerState, body: wire.RerankRequest, documents: list[str], truncation: Truncation
+    state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], truncation: Truncation
 ) -> RerankResult:
-    state.check_count(len(documents), "documents")
     return await state.engine.rerank(
-        as_text(body.query, "query", "query"),
-        documents,
+        *texts,
         top_n=body.top_n,
         truncation=truncation,
         use_activation=wants_activation(body),
@@ -84,6 +78,9 @@ async def _rank(
 
 
 ROUTES = (
-    *(post(path, wire.ScoreRequest, score) for path in ("/score", "/v1/score")),
-    *(post(path, wire.RerankRequest, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    *(post_texts(path, wire.ScoreRequest, texts_to_score, score) for path in ("/score", "/v1/score")),
+    *(
+        post_texts(path, wire.RerankRequest, texts_to_rank, rerank)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
 )

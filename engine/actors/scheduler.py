@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass
 from typing import cast
@@ -195,7 +196,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         open_request = self._open.get(result.slot.request_id)
         if open_request is None:
             return
-        if not np.isfinite(result.value).all():
+        if not _is_finite(result.value):
             self._fail(result.slot.request_id, "the model returned a number that is not finite")
             return
         if open_request.values[result.slot.index] is None:
@@ -230,3 +231,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
             error.__cause__ = cause
             open_request.future.set_exception(error)
         self._end(request_id)
+
+
+def _is_finite(value: Value) -> bool:
+    return math.isfinite(value) if isinstance(value, float) else bool(np.isfinite(value).all())

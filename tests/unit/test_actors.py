@@ -1,13 +1,16 @@
 """When the actor that owns the queue hands steps to the device."""
 
 import asyncio
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from maxsimd.engine.actors.actor import Mailbox
 from maxsimd.engine.actors.messages import Admit, RunnerMessage, SchedulerMessage, StepEnding, StepReport
 from maxsimd.engine.actors.scheduler import SchedulerActor
+from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.scoring.outcome import Result
 from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits
@@ -28,8 +31,8 @@ class Device:
         self.actor = SchedulerActor(mailbox, scheduler, runner, steps_in_flight, self.metrics)
 
     def _sent(self, message: Any) -> None:
-        assert isinstance(message, Step)
-        self.steps.append(message)
+        if isinstance(message, Step):
+            self.steps.append(message)
 
     async def admit(self, request_id: int, lengths: list[int]) -> asyncio.Future[Any]:
         values: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -108,3 +111,18 @@ async def test_a_step_that_ended_counts_no_more_as_ending() -> None:
     assert len(device.steps) == 2
     await device.admit(2, [1])
     assert len(device.steps) == 2
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, np.array([[1.0, math.nan]]), np.array([[math.inf], [0.0]])]
+)
+async def test_a_value_that_is_not_finite_fails_its_request_alone(value: Any) -> None:
+    device = Device(steps_in_flight=2)
+    broken, whole = await device.admit(1, [4]), await device.admit(2, [4])
+    for request_id, given in ((1, value), (2, np.array([[1.0]]))):
+        result = Result(ResultSlot(request_id, 0), given)
+        await device.actor.receive(StepReport(device.steps[-1].step_id, 1, 4, 0, 0.1, (result,)))
+    with pytest.raises(RequestFailedError, match="not finite"):
+        broken.result()
+    assert whole.result() == [np.array([[1.0]])]
+    assert device.actor.open_requests == 0

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.api import reading
+from maxsimd.api.failures import ApiError
 from maxsimd.api.wire import ClassifyRequest, PredictRequest, RerankRequest, ScoreRequest
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, InvalidRequestError, Truncation
 
@@ -29,14 +30,14 @@ def _refused(param: str, message: str) -> Iterator[None]:
 def test_queries_and_documents_come_under_four_pairs_of_names(first: str, second: str) -> None:
     body: dict[str, Any] = {first: "q", second: ["d", {"text": "e"}]}
     request = ScoreRequest(**body)
-    assert reading.texts_to_score(request) == (["q"], ["d", "e"])
+    assert reading.texts_to_score(request, 9) == (["q"], ["d", "e"])
 
 
 def test_of_two_pairs_the_first_is_read() -> None:
     request = ScoreRequest(queries="q", documents=None, items="i", data_1="1", data_2="2")
-    assert reading.texts_to_score(request) == (["q"], ["i"])
+    assert reading.texts_to_score(request, 9) == (["q"], ["i"])
     request.documents = "d"
-    assert reading.texts_to_score(request) == (["q"], ["d"])
+    assert reading.texts_to_score(request, 9) == (["q"], ["d"])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_score_request_without_texts_is_told_which_field_it_needs(
     body: dict[str, Any], param: str, message: str
 ) -> None:
     with _refused(param, message):
-        reading.texts_to_score(ScoreRequest(**body))
+        reading.texts_to_score(ScoreRequest(**body), 9)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +115,18 @@ def test_rank_fields_name_what_is_read_of_a_record(
     documents: Any, fields: list[str] | None, texts: list[str]
 ) -> None:
     request = RerankRequest(query="q", documents=documents, rank_fields=fields)
-    assert reading.documents_to_rank(request) == texts
+    assert reading.texts_to_rank(request, 9) == ("q", texts)
 
 
 def test_documents_to_rank_must_be_there_and_have_a_named_field() -> None:
     with _refused("documents", "documents is missing"):
-        reading.documents_to_rank(RerankRequest(query="q"))
+        reading.texts_to_rank(RerankRequest(query="q"), 9)
     records: list[Any] = [{"a": "x"}, {"a": None, "b": "y"}]
     message = "documents[1] has none of the fields that rank_fields names; name at least one that it has"
     with _refused("rank_fields", message):
-        reading.documents_to_rank(RerankRequest(query="q", documents=records, rank_fields=["a"]))
+        reading.texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=["a"]), 9)
     with _refused("documents", 'documents[1] is an object without a "text" or "content" string'):
-        reading.documents_to_rank(RerankRequest(query="q", documents=["a", {}]))
+        reading.texts_to_rank(RerankRequest(query="q", documents=["a", {}]), 9)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +210,31 @@ def test_use_activation_counts_more_than_raw_scores(
     assert reading.wants_activation(request) is wanted
 
 
+@pytest.mark.parametrize(
+    ("read", "request_of", "param"),
+    [
+        (reading.texts_to_score, lambda texts: ScoreRequest(queries="q", documents=texts), "documents"),
+        (reading.texts_to_score, lambda texts: ScoreRequest(text_1=texts, text_2="d"), "text_1"),
+        (reading.texts_to_rank, lambda texts: RerankRequest(query="q", documents=texts), "documents"),
+        (reading.texts_to_rank, lambda texts: RerankRequest(query="q", texts=texts), "texts"),
+        (reading.inputs_of, lambda texts: ClassifyRequest(input=texts), "input"),
+        (reading.inputs_of, lambda texts: ClassifyRequest(input=[[7]] * len(texts)), "input"),
+        (reading.sequences_of, lambda texts: PredictRequest(inputs=[[text] for text in texts]), "inputs"),
+    ],
+)
+def test_texts_are_counted_before_they_are_read(read: Any, request_of: Any, param: str) -> None:
+    read(request_of(["a"] * 3), 3)
+    with pytest.raises(ApiError) as caught:
+        read(request_of(["a"] * 4), 3)
+    error = caught.value
+    assert str(error) == f"{param} has 4 entries, but at most 3 are taken at a time; send them in parts"
+    assert (error.status, error.kind, error.param) == (413, "RequestTooLargeError", param)
+
+
+def test_token_ids_are_one_text() -> None:
+    assert reading.as_inputs([1, 2, 3, 4], 3) == [[1, 2, 3, 4]]
+
+
 TEXT = st.text(max_size=3)
 TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=3)
 
@@ -216,7 +242,7 @@ TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=3)
 @given(st.one_of(TEXT, st.lists(TEXT, min_size=1, max_size=3), TOKENS, st.lists(TOKENS, min_size=1)))
 def test_inputs_are_lists_of_texts_or_of_lists_of_tokens(value: Any) -> None:
     is_one = isinstance(value, str) or isinstance(value[0], int)
-    assert reading.as_inputs(value) == ([value] if is_one else value)
+    assert reading.as_inputs(value, 1000) == ([value] if is_one else value)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +255,7 @@ def test_inputs_are_lists_of_texts_or_of_lists_of_tokens(value: Any) -> None:
 def test_nothing_else_is_an_input(value: Any) -> None:
     message = "input must be a text, a list of texts, a list of token ids or a list of those, and not empty"
     with _refused("input", message):
-        reading.as_inputs(value)
+        reading.as_inputs(value, 9)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +275,7 @@ def test_nothing_else_is_an_input(value: Any) -> None:
 def test_sequences_are_texts_or_pairs(
     value: Any, texts: list[str], pairs: list[str] | None, are_many: bool
 ) -> None:
-    assert reading.as_sequences(value) == (texts, pairs, are_many)
+    assert reading.as_sequences(value, 9) == (texts, pairs, are_many)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +288,7 @@ def test_sequences_are_texts_or_pairs(
 def test_nothing_else_is_a_sequence(value: Any) -> None:
     message = "inputs must be a text, a pair of texts, or a list of lists of one text each or of two each"
     with _refused("inputs", message):
-        reading.as_sequences(value)
+        reading.as_sequences(value, 9)
 
 
 def test_roles_have_several_names() -> None:

@@ -64,16 +64,6 @@ def test_a_model_goes_by_the_served_name_and_its_own() -> None:
     assert (error.status, error.kind, error.param, error.retry_after) == (404, "NotFoundError", "model", None)
 
 
-def test_as_many_entries_as_configured_are_taken() -> None:
-    state = _state(max_documents=3)
-    state.check_count(3, "input")
-    with pytest.raises(ApiError) as refused:
-        state.check_count(4, "input")
-    error = refused.value
-    assert str(error) == "input has 4 entries, but at most 3 are taken at a time; send them in parts"
-    assert (error.status, error.kind, error.param) == (413, "RequestTooLargeError", "input")
-
-
 async def test_it_is_quiet_when_no_request_is_in_flight() -> None:
     state = _state()
 

@@ -225,12 +225,46 @@ COUNTED: list[tuple[str, Any, str]] = [
     ("/rerank", lambda n: {"query": "q", "documents": ["d"] * n}, "documents"),
     ("/v1/rerank", lambda n: {"query": "q", "documents": ["d"] * n}, "documents"),
     ("/v2/rerank", lambda n: {"query": "q", "documents": ["d"] * n}, "documents"),
-    ("/rerank", lambda n: {"query": "q", "texts": ["d"] * n}, "documents"),
+    ("/rerank", lambda n: {"query": "q", "texts": ["d"] * n}, "texts"),
     ("/v1/embeddings", lambda n: {"input": ["d"] * n}, "input"),
     ("/pooling", lambda n: {"input": ["d"] * n}, "input"),
     ("/classify", lambda n: {"input": ["d"] * n}, "input"),
     ("/predict", lambda n: {"inputs": [["d"]] * n}, "inputs"),
 ]
+
+
+async def test_a_body_of_more_containers_than_documents_need_is_a_413(caller: Caller) -> None:
+    """Ten documents are allowed, and twenty arrays and objects for each."""
+    empty = {"query": "q", "documents": ["d"], "unknown": [{}] * 197}
+    assert (await caller.post("/rerank", empty)).status == 200
+    status, error = await caller.error("/rerank", empty | {"more": {}})
+    assert status == 413
+    assert error["message"].startswith("the body has more than 200 arrays and objects")
+    text = {"query": "q", "documents": ["[{" * 500]}
+    assert (await caller.post("/rerank", text)).status == 200
+
+
+async def test_a_body_that_is_too_deep_is_a_400(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    for size in (5_000, 50_000):
+        deep = b'{"input":' + b"[" * size + b"]" * size + b"}"
+        status, error = await caller.error("/v1/embeddings", deep)
+        assert (status, error["message"]) == (
+            400,
+            "the body has too many arrays or objects within each other",
+        )
+
+
+async def test_bodies_beyond_the_memory_for_them_are_a_429_until_others_are_answered(
+    engine: RecordingEngine,
+) -> None:
+    caller = Caller(engine, max_bodies_mb=1, max_body_mb=1)
+    with caller.state.bodies.hold() as other:
+        other.add(1024 * 1024)
+        answer = await caller.post("/tokenize", {"text": "a"})
+        assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+    assert (await caller.post("/tokenize", {"text": "a"})).status == 200
+    assert caller.state.bodies.bytes == 0
 
 
 @pytest.mark.parametrize(("path", "body", "param"), COUNTED)
