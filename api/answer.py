@@ -11,6 +11,7 @@ import msgspec
 
 from maxsimd.api import wire
 from maxsimd.engine import Engine, Usage
+from maxsimd.engine.requests import Timings
 
 # Answers of more items than this are encoded in the thread pool, so that the event loop goes on.
 LARGE_ANSWER = 500
@@ -30,6 +31,11 @@ class Answer:
         """The same answer with more headers; each `_` in a name becomes a `-`."""
         added = {name.replace("_", "-"): value for name, value in headers.items()}
         return Answer(self.status, {**self.headers, **added}, self.body)
+
+    def with_timings(self, timings: Timings) -> "Answer":
+        """The same answer, saying where its request's time went in the engine."""
+        parts = ((name, getattr(timings, name) * 1e3) for name in ("queue", "tokenise", "model", "score"))
+        return self.with_headers(server_timing=", ".join(f"{name};dur={ms:.1f}" for name, ms in parts))
 
 
 async def wire_answer(engine: Engine, response: Any, items: int = 0) -> Answer:

@@ -38,6 +38,8 @@ class Scoring(Common, kw_only=True):
     long_documents: LongDocuments | None = None
     window_overlap: NotNegative | None = None
     cache: Literal["use", "bypass", "refresh"] | None = None
+    on_timeout: Literal["error", "partial"] | None = None
+    on_error: Literal["fail", "report"] | None = None
 
 
 class ScoreRequest(Scoring, kw_only=True):
@@ -123,7 +125,23 @@ class Score(msgspec.Struct):
     object: str = "score"
 
 
-class ScoreResponse(msgspec.Struct):
+class DocumentError(msgspec.Struct):
+    """Why a document has no score."""
+
+    index: int
+    error: str
+
+
+class Completeness(msgspec.Struct, kw_only=True):
+    """What of a request was scored, where it asked to be told: the documents that there was no time for, and
+    those that have an error."""
+
+    complete: bool | msgspec.UnsetType = msgspec.UNSET
+    unscored: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    errors: list[DocumentError] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ScoreResponse(Completeness):
     id: str
     created: int
     model: str
@@ -142,7 +160,7 @@ class Ranked(msgspec.Struct, omit_defaults=True):
     document: Document | None = None
 
 
-class RerankResponse(msgspec.Struct, omit_defaults=True):
+class RerankResponse(Completeness, omit_defaults=True):
     id: str
     model: str
     results: list[Ranked]

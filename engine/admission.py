@@ -47,6 +47,8 @@ class Permit:
         self._deadline = None if options.timeout is None else time.perf_counter() + options.timeout
         self.tokens = tokens
         self.timeout = options.timeout
+        # What is to have a partial result need not be done in its time, only begun.
+        self.must_be_done = options.on_timeout == "error"
         self.share: Share = (options.tenant, options.priority)
         self.refusal: QueueFullError | None = None
 
@@ -153,7 +155,7 @@ class Admission:
                 retry_after=max(1.0, wait - longest),
                 reason="wait",
             )
-        needed, left = wait + (run if is_counted else 0.0), permit.seconds_left
+        needed, left = wait + (run if is_counted and permit.must_be_done else 0.0), permit.seconds_left
         if left is not None and needed > left:
             return QueueFullError(
                 f"this request would take about {needed:.1f} seconds with what waits before it, more than is "
@@ -172,7 +174,7 @@ class Admission:
                 "parts, let texts be cut shorter, or raise --max-request-tokens"
             )
         seconds, timeout = self._scheduler.rate.seconds(tokens), permit.timeout
-        if seconds is not None and timeout is not None and seconds > timeout:
+        if permit.must_be_done and seconds is not None and timeout is not None and seconds > timeout:
             raise RequestTooLargeError(
                 f"this request takes about {seconds:.1f} seconds by itself, more than its timeout of "
                 f"{timeout:g}; allow more time or send fewer documents"

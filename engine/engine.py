@@ -12,7 +12,7 @@ from typing import Self, TypeVar, cast
 import numpy as np
 
 from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.load import DeviceModel, load_device_model
 from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.errors import (
@@ -22,7 +22,7 @@ from maxsimd.engine.errors import (
     InvalidRequestError,
 )
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.postprocess import activate, rank, shorten
+from maxsimd.engine.postprocess import activate, document_scores, rank, shorten, unscored
 from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
@@ -33,6 +33,8 @@ from maxsimd.engine.requests import (
     EmbedRequest,
     EmbedResult,
     InputType,
+    OnError,
+    OnTimeout,
     Progress,
     RerankResult,
     RunOptions,
@@ -40,11 +42,11 @@ from maxsimd.engine.requests import (
     ScoreResult,
     TokenEmbedResult,
     Truncation,
-    Value,
+    Values,
 )
 from maxsimd.engine.runtime import Running
 from maxsimd.engine.stats import EngineStats
-from maxsimd.engine.validation import as_inputs, as_texts, check_dimensions, pair_up
+from maxsimd.engine.validation import as_inputs, as_texts, check_dimensions, check_scores, pair_up
 
 T = TypeVar("T")
 Texts = str | Sequence[str]
@@ -157,6 +159,8 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         timeout: float | None = None,
+        on_timeout: OnTimeout = "error",
+        on_error: OnError = "fail",
         progress: Progress | None = None,
     ) -> ScoreResult:
         """Scores documents against queries: one query against one or many documents, or N against N.
@@ -165,14 +169,15 @@ class Engine:
         for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
         for cross-encoders. `instruction` is for models that take one. `cache` says whether embeddings of
         documents are taken from the cache, and new ones cached.
+
+        With `on_timeout` "partial" a request whose time is up has the scores that there are by then, and the
+        rest `unscored`. With `on_error` "report" a document that cannot be read, or on which the model fails,
+        has an error in `errors` and the others their scores. A listwise model scores documents by each other
+        and takes neither.
         """
         model = self.model
-        if model.score_task == "classify" and len(model.labels) != 1:
-            raise InvalidRequestError(
-                f"this model has {len(model.labels)} labels and so no single score; it can only classify "
-                "(POST /classify)",
-                "model",
-            )
+        num_labels = len(model.labels) if model.score_task == "classify" else 1
+        check_scores(num_labels, model.score_type is ScoreType.LISTWISE, on_timeout, on_error)
         paired_queries, paired_documents = pair_up(queries, documents)
         request = ScoreRequest(
             queries=paired_queries,
@@ -181,11 +186,19 @@ class Engine:
             instruction=instruction,
             cache=cache,
         )
-        prepared, values = await self._pairs(request, RunOptions(priority, tenant, timeout, progress))
-        scores = prepared.combine(values)
+        options = RunOptions(priority, tenant, timeout, progress, on_timeout, on_error)
+        prepared, values = await self._pairs(request, options)
+        scores, errors = document_scores(prepared.combine, values)
         if model.score_task == "classify" and use_activation:
             scores = activate(scores[:, None], model.activation)[:, 0]
-        return ScoreResult(scores.tolist(), usage_of(prepared), prepared.truncated)
+        return ScoreResult(
+            scores.tolist(),
+            usage_of(prepared),
+            prepared.truncated,
+            unscored(scores, errors),
+            errors,
+            values.timings,
+        )
 
     async def rerank(
         self,
@@ -200,6 +213,8 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         timeout: float | None = None,
+        on_timeout: OnTimeout = "error",
+        on_error: OnError = "fail",
         progress: Progress | None = None,
     ) -> RerankResult:
         """Ranks documents for a query, best first, ties in input order; at most `top_n` of them.
@@ -218,9 +233,14 @@ class Engine:
             priority=priority,
             tenant=tenant,
             timeout=timeout,
+            on_timeout=on_timeout,
+            on_error=on_error,
             progress=progress,
         )
-        return RerankResult(rank(scored.scores, texts, top_n), scored.usage, scored.truncated)
+        ranked = rank(scored.scores, texts, top_n)
+        return RerankResult(
+            ranked, scored.usage, scored.truncated, scored.unscored, scored.errors, scored.timings
+        )
 
     async def embed(
         self,
@@ -248,7 +268,7 @@ class Engine:
         prepared, values = await self._texts(
             request, dimensions, RunOptions(priority, tenant, timeout, progress)
         )
-        embeddings = np.concatenate([np.asarray(value) for value in values])
+        embeddings = np.concatenate([np.asarray(value) for value in values.values])
         normalised = self.model.tasks["embed"].normalised
         return EmbedResult(shorten(embeddings, dimensions, normalised), usage_of(prepared))
 
@@ -277,7 +297,7 @@ class Engine:
             request, dimensions, RunOptions(priority, tenant, timeout, progress)
         )
         normalised = self.model.tasks["token_embed"].normalised
-        matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values]
+        matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values.values]
         return TokenEmbedResult(matrices, usage_of(prepared))
 
     async def classify(
@@ -304,7 +324,7 @@ class Engine:
             first, second = pair_up(cast("Texts", texts), text_pairs)
             pairs = ScoreRequest(queries=first, documents=second, truncation=truncation)
             prepared, values = await self._pairs(pairs, options)
-        scores = np.array(values, dtype=np.float32).reshape(len(values), -1)
+        scores = np.array(values.values, dtype=np.float32).reshape(len(values.values), -1)
         if use_activation:
             scores = activate(scores, self.model.probabilities)
         return ClassifyResult(scores, self.model.labels, usage_of(prepared))
@@ -336,14 +356,14 @@ class Engine:
 
     async def _texts(
         self, request: EmbedRequest, dimensions: int | None, options: RunOptions
-    ) -> tuple[Prepared, list[Value]]:
+    ) -> tuple[Prepared, Values]:
         running = self._require()
         self._check_task(request.task)
         check_dimensions(dimensions, self.model.tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
         return await running.run(lambda ids: running.preprocessor.embed(request, ids), request, options)
 
-    async def _pairs(self, request: ScoreRequest, options: RunOptions) -> tuple[Prepared, list[Value]]:
+    async def _pairs(self, request: ScoreRequest, options: RunOptions) -> tuple[Prepared, Values]:
         running = self._require()
         self.metrics.request_documents.observe(len(request.documents))
         return await running.run(lambda ids: running.preprocessor.score(request, ids), request, options)

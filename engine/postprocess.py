@@ -1,12 +1,13 @@
 """Values to results: activation, ranking and shortening. Functions of their input."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.engine.requests import RankedDocument
+from maxsimd.engine.requests import RankedDocument, Value, Values
 from maxsimd.pooling.methods import Head
 
 # Rows that an activation is applied to at a time. torch takes whole vectors of numbers in one way and what is
@@ -22,9 +23,29 @@ def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float3
     return torch.cat(parts).numpy()[: len(logits)]
 
 
+def document_scores(
+    combine: Callable[[list[Value]], NDArray[np.float32]], values: Values
+) -> tuple[NDArray[np.float32], dict[int, str]]:
+    """One score a document, NaN where a value is missing, and for which documents that is because of an
+    error."""
+    there = [math.nan if value is None else value for value in values.values]
+    errors: dict[int, str] = {}
+    for reason in dict.fromkeys(values.errors.values()):
+        only: list[Value] = [math.nan if values.errors.get(i) == reason else 0.0 for i in range(len(there))]
+        errors |= {int(i): reason for i in np.flatnonzero(np.isnan(combine(only)))}
+    return combine(there), errors
+
+
+def unscored(scores: NDArray[np.float32], errors: Mapping[int, str]) -> tuple[int, ...]:
+    """The documents without a score that have no error either."""
+    return tuple(int(i) for i in np.flatnonzero(np.isnan(scores)) if int(i) not in errors)
+
+
 def rank(scores: Sequence[float], documents: Sequence[str], top_n: int | None) -> list[RankedDocument]:
-    """Documents best first, ties in input order; the first `top_n` of them, all for None or 0."""
-    order = sorted(range(len(documents)), key=lambda i: (-scores[i], i))
+    """Documents best first, ties in input order; the first `top_n` of them, all for None or 0. Those whose
+    score is NaN are left out."""
+    scored = [i for i in range(len(documents)) if not math.isnan(scores[i])]
+    order = sorted(scored, key=lambda i: (-scores[i], i))
     return [RankedDocument(i, scores[i], documents[i]) for i in order[: top_n or None]]
 
 

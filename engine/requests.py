@@ -3,8 +3,8 @@
 Plain data: texts in, numbers out. The engine turns a request into sequences; see `preprocess`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -18,6 +18,12 @@ Value: TypeAlias = float | NDArray[np.float32]
 # Called on the event loop with how many of a request's values are there so far, and how many there will be.
 Progress: TypeAlias = Callable[[int, int], None]
 
+# error: a request whose time is up fails; partial: it has the scores that there are by then.
+OnTimeout = Literal["error", "partial"]
+
+# fail: a document that cannot be read or run fails its request; report: its result says so.
+OnError = Literal["fail", "report"]
+
 # use: take documents from the cache, and cache new ones; bypass: neither; refresh: run all and cache them.
 CacheMode = Literal["use", "bypass", "refresh"]
 
@@ -25,12 +31,42 @@ CacheMode = Literal["use", "bypass", "refresh"]
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """How a request is run: whose share of the device it uses (`tenant`; a lower `priority` gets a larger
-    share), within how many seconds (`timeout`), and who is called with its `progress`."""
+    share), within how many seconds (`timeout`) and what is done when they have passed (`on_timeout`), what
+    is done about a part of it that fails (`on_error`), and who is called with its `progress`."""
 
     priority: int = 0
     tenant: str = ""
     timeout: float | None = None
     progress: Progress | None = None
+    on_timeout: OnTimeout = "error"
+    on_error: OnError = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a request's time went, in seconds: until its texts were being prepared and until its first step
+    (`queue`), in tokenising and preparing its texts (`tokenise`), in steps (`model`), and of these in scoring
+    (`score`)."""
+
+    queue: float = 0.0
+    tokenise: float = 0.0
+    model: float = 0.0
+    score: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What came of a request's sequences, by index: values, or None for those that were not run in time or
+    that have an error."""
+
+    values: list[Value | None]
+    errors: Mapping[int, str]
+    timings: Timings = Timings()
+
+    def with_preparation(self, timings: Timings) -> "Values":
+        """The same, with the time that preparing the request took."""
+        queue = self.timings.queue + timings.queue
+        return replace(self, timings=replace(self.timings, queue=queue, tokenise=timings.tokenise))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +159,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """One score a document, in input order; higher is more relevant."""
+    """One score a document, in input order; higher is more relevant. `unscored` are the documents that there
+    was no time for, and `errors` says of others why they have no score; instead of one these have NaN."""
 
     scores: list[float]
     usage: Usage
     truncated: int
+    unscored: tuple[int, ...] = ()
+    errors: Mapping[int, str] = field(default_factory=dict)
+    timings: Timings = Timings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +179,15 @@ class RankedDocument:
 
 @dataclass(frozen=True, slots=True)
 class RerankResult:
-    """Documents best first, ties by index; `truncated` counts the inputs that were cut."""
+    """Documents best first, ties by index; `truncated` counts the inputs that were cut. Left out are those
+    that there was no time for (`unscored`), and those of which `errors` says why they have no score."""
 
     results: list[RankedDocument]
     usage: Usage
     truncated: int
+    unscored: tuple[int, ...] = ()
+    errors: Mapping[int, str] = field(default_factory=dict)
+    timings: Timings = Timings()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TypeVar
 
 from maxsimd.engine.actors.actor import Mailbox
-from maxsimd.engine.actors.messages import Admit, Cancel, SchedulerMessage
+from maxsimd.engine.actors.messages import Admit, Cancel, EndEarly, SchedulerMessage
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.config import EngineConfig
@@ -19,10 +19,10 @@ from maxsimd.engine.device.thread import DeviceActors, DeviceThread
 from maxsimd.engine.device.thread_priority import lower_thread_priority
 from maxsimd.engine.errors import EngineDeadError, RequestTimeoutError
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room
+from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
-from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Value
+from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Values
 from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Scheduler, StepLimits
 
@@ -79,7 +79,7 @@ class Running:
         self._device = device
         self._died = died
         self._reason = "the engine was stopped"
-        self._awaited: set[asyncio.Future[list[Value]]] = set()
+        self._awaited: set[asyncio.Future[Values]] = set()
         loop = asyncio.get_running_loop()
         mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
         actors = self._actors = DeviceActors(device.loop, device_model, mailbox)
@@ -101,17 +101,19 @@ class Running:
         prepare: Callable[[RequestIds], Prepared],
         request: ScoreRequest | EmbedRequest,
         options: RunOptions,
-    ) -> tuple[Prepared, list[Value]]:
+    ) -> tuple[Prepared, Values]:
         """Prepares a request in the thread pool, queues it and waits for its values.
 
         `options.progress` is called on this loop whenever some have come. Raises QueueFullError,
-        RequestTooLargeError and RequestTimeoutError; when it is cancelled, so is its work."""
+        RequestTooLargeError and RequestTimeoutError; when it is cancelled, so is its work. What is to have a
+        partial result raises no RequestTimeoutError."""
         with self._new_request() as ids:
             try:
-                async with asyncio.timeout(options.timeout):
-                    return await self._prepare_and_wait(ids, prepare, request, options)
+                return await self._run(ids, prepare, request, options)
             except TimeoutError:
                 self._abandon(ids.request_id)
+                if options.on_timeout == "partial":
+                    return nothing_of(request), Values([], {})
                 raise RequestTimeoutError(
                     f"not done within {options.timeout} seconds; allow more time or send fewer documents"
                 ) from None
@@ -170,28 +172,50 @@ class Running:
         if self.device_model.cache is not None:
             self.device_model.cache.close()
 
-    async def _prepare_and_wait(
+    async def _run(
         self,
         ids: RequestIds,
         prepare: Callable[[RequestIds], Prepared],
         request: ScoreRequest | EmbedRequest,
         options: RunOptions,
-    ) -> tuple[Prepared, list[Value]]:
+    ) -> tuple[Prepared, Values]:
+        """Raises TimeoutError, where nothing of a partial result is wanted or there is nothing yet."""
         started = time.perf_counter()
+        async with asyncio.timeout(options.timeout):
+            prepared, values, timings = await self._prepare_and_queue(ids, prepare, request, options)
+            if options.on_timeout == "error":
+                return prepared, (await values).with_preparation(timings)
+        left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
+        await asyncio.wait({values}, timeout=left)
+        if not values.done():
+            self.scheduler.mailbox.post(EndEarly(ids.request_id))
+        return prepared, (await values).with_preparation(timings)
+
+    async def _prepare_and_queue(
+        self,
+        ids: RequestIds,
+        prepare: Callable[[RequestIds], Prepared],
+        request: ScoreRequest | EmbedRequest,
+        options: RunOptions,
+    ) -> tuple[Prepared, asyncio.Future[Values], Timings]:
+        """Returns when the request is queued; its values will be in the future."""
+        came = time.perf_counter()
         with self._admission.permit(request, options) as permit:
 
-            def check_and_prepare() -> Prepared:
+            def check_and_prepare() -> tuple[Prepared, Timings]:
                 permit.check()
-                return prepare(ids)
+                begun = time.perf_counter()
+                prepared = prepare(ids)
+                return prepared, Timings(queue=begun - came, tokenise=time.perf_counter() - begun)
 
-            prepared = await self.in_pool(check_and_prepare, request.size)
-            self._metrics.preprocess_seconds.observe(time.perf_counter() - started)
+            prepared, timings = await self.in_pool(check_and_prepare, request.size)
+            self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             permit.confirm(prepared.work)
             values = self._queue(ids.request_id, prepared, options)
         self._admission.review()
-        return prepared, await values
+        return prepared, values, timings
 
-    def _queue(self, request_id: int, prepared: Prepared, options: RunOptions) -> asyncio.Future[list[Value]]:
+    def _queue(self, request_id: int, prepared: Prepared, options: RunOptions) -> asyncio.Future[Values]:
         """Queues a request that is prepared; its values will be in the future."""
         values = self._future()
         self.scheduler.post(
@@ -201,10 +225,8 @@ class Running:
                 cached=prepared.cached,
                 num_tokens=prepared.work,
                 num_results=prepared.results,
-                priority=options.priority,
-                tenant=options.tenant,
+                options=options,
                 values=values,
-                progress=options.progress,
             )
         )
         return values
@@ -225,13 +247,13 @@ class Running:
             if self._num_inside == 0:
                 self._empty.set()
 
-    def _future(self) -> asyncio.Future[list[Value]]:
+    def _future(self) -> asyncio.Future[Values]:
         """A future for one request's values; it fails when the engine dies before they are there.
 
         Raises EngineDeadError when it has died already."""
         if self._supervisor.done():
             raise EngineDeadError(self._reason)
-        future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
         self._awaited.add(future)
         future.add_done_callback(self._awaited.discard)
         return future

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.requests import OnError, OnTimeout
 
 
 def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
@@ -44,3 +45,18 @@ def check_dimensions(dimensions: int | None, dim: int) -> None:
     """Refuses more embedding columns than the model has, and fewer than one."""
     if dimensions is not None and not 1 <= dimensions <= dim:
         raise InvalidRequestError(f"dimensions must be from 1 to {dim}, not {dimensions}", "dimensions")
+
+
+def check_scores(num_labels: int, is_listwise: bool, on_timeout: OnTimeout, on_error: OnError) -> None:
+    """Refuses scores that a model with that many labels does not give."""
+    if num_labels != 1:
+        raise InvalidRequestError(
+            f"this model has {num_labels} labels and so no single score; it can only classify "
+            "(POST /classify)",
+            "model",
+        )
+    if is_listwise and (on_timeout == "partial" or on_error == "report"):
+        raise InvalidRequestError(
+            "a listwise model scores documents by each other: leave out on_timeout and on_error",
+            "on_timeout" if on_timeout == "partial" else "on_error",
+        )

@@ -162,6 +162,11 @@ class Step:
         """Into how many steps it can be split: chunks and cached batches."""
         return len(self.chunks) + len(self.cached)
 
+    @property
+    def request_ids(self) -> set[int]:
+        """Whose parts these are."""
+        return {part.sequence.request_id for part in self.chunks} | {part.request_id for part in self.cached}
+
     def stages(self) -> list["Step"]:
         """What is run and delivered one after the other: the chunks, then some cached batches at a time, so
         that the results of a forward pass do not wait for other requests' cached documents."""

@@ -57,7 +57,8 @@ async def handle(
         state.metrics.seconds.labels(label).observe(seconds)
         level = logging.DEBUG if method == "GET" else logging.INFO
         log.log(level, "%s %s %d %.1f ms id=%s", method, path, status, seconds * 1e3, request_id)
-    return answer.with_headers(x_request_id=request_id, server_timing=f"total;dur={seconds * 1e3:.1f}")
+    parts = [answer.headers.get("server-timing"), f"total;dur={seconds * 1e3:.1f}"]
+    return answer.with_headers(x_request_id=request_id, server_timing=", ".join(filter(None, parts)))
 
 
 async def _answer(

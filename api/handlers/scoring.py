@@ -1,5 +1,8 @@
 """The routes that score and rank: /score, /rerank and their variants."""
 
+import math
+from typing import Any
+
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
@@ -11,7 +14,7 @@ from maxsimd.api.reading import (
     wants_activation,
 )
 from maxsimd.api.state import ServerState
-from maxsimd.engine import RerankResult, Truncation
+from maxsimd.engine import InvalidRequestError, RerankResult, ScoreResult, Truncation
 
 
 async def score(state: ServerState, body: wire.ScoreRequest, texts: tuple[list[str], list[str]]) -> Answer:
@@ -25,10 +28,15 @@ async def score(state: ServerState, body: wire.ScoreRequest, texts: tuple[list[s
         cache=body.cache or "use",
         priority=body.priority or 0,
         timeout=body.timeout,
+        on_timeout=body.on_timeout or "error",
+        on_error=body.on_error or "fail",
     )
-    data = [wire.Score(i, score) for i, score in enumerate(result.scores)]
-    response = wire.ScoreResponse(new_id("score"), now(), state.model_name, data, usage_of(result.usage))
-    return await wire_answer(state.engine, response, len(data))
+    data = [wire.Score(i, score) for i, score in enumerate(result.scores) if not math.isnan(score)]
+    response = wire.ScoreResponse(
+        new_id("score"), now(), state.model_name, data, usage_of(result.usage), **_completeness(body, result)
+    )
+    answer = await wire_answer(state.engine, response, len(data))
+    return answer.with_timings(result.timings)
 
 
 async def rerank(state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]]) -> Answer:
@@ -46,20 +54,32 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: tuple[str,
     )
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
     response = wire.RerankResponse(
-        new_id("rerank"), state.model_name, results, usage_of(result.usage), meta, warnings
+        new_id("rerank"),
+        state.model_name,
+        results,
+        usage_of(result.usage),
+        meta,
+        warnings,
+        **_completeness(body, result),
     )
-    return await wire_answer(state.engine, response, len(results))
+    answer = await wire_answer(state.engine, response, len(results))
+    return answer.with_timings(result.timings)
 
 
 async def _rerank_texts(state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]]) -> Answer:
-    """text-embeddings-inference's rerank: `texts` in, a bare list out."""
+    """text-embeddings-inference's rerank: `texts` in, a bare list out, which has no place for documents that
+    have no score."""
+    for option, value in (("on_timeout", body.on_timeout), ("on_error", body.on_error)):
+        if value in ("partial", "report"):
+            raise InvalidRequestError(f"{option} {value!r} is only for requests with documents", option)
     truncation = tei_truncation_of(body, state.config.long_documents)
     result = await _rank(state, body, texts, truncation)
     ranked = [
         wire.TeiRanked(ranked.index, ranked.score, ranked.document if body.return_text else None)
         for ranked in result.results
     ]
-    return await wire_answer(state.engine, ranked, len(ranked))
+    answer = await wire_answer(state.engine, ranked, len(ranked))
+    return answer.with_timings(result.timings)
 
 
 async def _rank(
@@ -74,7 +94,19 @@ async def _rank(
         cache=body.cache or "use",
         priority=body.priority or 0,
         timeout=body.timeout,
+        on_timeout=body.on_timeout or "error",
+        on_error=body.on_error or "fail",
     )
+
+
+def _completeness(body: wire.Scoring, result: ScoreResult | RerankResult) -> dict[str, Any]:
+    """What a request that asked for it is told of documents without a score."""
+    reported: dict[str, Any] = {}
+    if body.on_timeout == "partial":
+        reported |= {"complete": not result.unscored, "unscored": result.unscored}
+    if body.on_error == "report":
+        reported["errors"] = [wire.DocumentError(i, error) for i, error in sorted(result.errors.items())]
+    return reported
 
 
 ROUTES = (

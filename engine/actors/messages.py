@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from maxsimd.engine.actors.actor import Question
-from maxsimd.engine.requests import Progress, Value
+from maxsimd.engine.requests import RunOptions, Values
 from maxsimd.engine.scoring.documents import SkippedSequence
 from maxsimd.engine.scoring.outcome import Releases, RequestFailure, Result, StepOutcome
 from maxsimd.pooling.cursor import PoolingCursor
@@ -17,25 +17,29 @@ from maxsimd.scheduler import CachedBatch, Sequence, Step
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Admit:
     """Engine to scheduler: run these sequences, score the cached documents, and resolve `values` with
-    `num_results` values by index. `progress` is called with how many of them are there, as they come.
+    `num_results` values by index, as the options say.
 
-    `num_tokens` is the work in all, cached documents at their price; `tenant` and `priority` say whose share
-    of the device it uses."""
+    `num_tokens` is the work in all, cached documents at their price."""
 
     request_id: int
     sequences: list[Sequence]
     cached: list[CachedBatch]
     num_tokens: int
     num_results: int
-    priority: int
-    tenant: str
-    values: asyncio.Future[list[Value]]
-    progress: Progress | None = None
+    options: RunOptions
+    values: asyncio.Future[Values]
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """Engine to scheduler: nobody waits for this request any more."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndEarly:
+    """Engine to scheduler: this request's time is up, resolve its values with those that have come."""
 
     request_id: int
 
@@ -98,7 +102,7 @@ class StepReport:
     """Runner to scheduler: what became of `num_parts` chunks and cached batches of a step.
 
     `num_tokens` were run and documents of the price `cached_price` (tokens) were scored from the cache;
-    `seconds` have passed since the step was begun."""
+    `seconds` have passed since the step was begun, and `score_seconds` of them were for scoring."""
 
     step_id: int
     num_parts: int
@@ -107,6 +111,7 @@ class StepReport:
     seconds: float = 0.0
     results: tuple[Result, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
+    score_seconds: float = 0.0
     out_of_memory: bool = False
 
 
@@ -118,7 +123,7 @@ class StepEnding:
     step_id: int
 
 
-SchedulerMessage = Admit | Cancel | StepEnding | StepReport
+SchedulerMessage = Admit | Cancel | EndEarly | StepEnding | StepReport
 RunnerMessage = Step | Release
 PoolingMessage = Pool | FreeSequences
 ScoringMessage = Score | Commit | ForgetAttempt | DropRequest

@@ -10,7 +10,6 @@ import logging
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -36,7 +35,7 @@ from maxsimd.engine.execution import ModelRunner
 from maxsimd.engine.scoring.documents import CacheHit, Duplicate, SkippedSequence
 from maxsimd.engine.scoring.outcome import Arrival, RequestFailure, Result, StepOutcome
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.scheduler import Chunk, Step
+from maxsimd.scheduler import CachedBatch, Chunk, Sequence, Step
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +115,9 @@ class RunnerActor(Actor[RunnerMessage]):
         if chunks:
             states, cursor = self._runner.forward(Step(step.step_id, chunks))
             pooled = await self._pooling.ask(Pool(states, cursor))
+        pooled_at = time.perf_counter()
         outcome = await self._scoring.ask(Score(pooled, skipped, step.cached))
-        return _Attempt(step, sum(map(len, chunks)), started, outcome)
+        return _Attempt(step, sum(map(len, chunks)), started, time.perf_counter() - pooled_at, outcome)
 
     async def _finish_later(self, attempt: "_Attempt", arrival: Arrival) -> None:
         await asyncio.get_running_loop().run_in_executor(None, arrival.synchronize)
@@ -142,6 +142,7 @@ class RunnerActor(Actor[RunnerMessage]):
                 time.perf_counter() - attempt.started,
                 tuple(results),
                 outcome.failures,
+                attempt.score_seconds,
             )
         )
         self._free(self.cut_sequences.finish(step))
@@ -201,22 +202,31 @@ class RunnerActor(Actor[RunnerMessage]):
                 await self._run(half)
             return
         log.error("a step of one part (%d tokens) cannot be run:\n%s", step.num_tokens, described)
-        part: Any = step.chunks[0].sequence if step.chunks else step.cached[0]
+        part = step.chunks[0].sequence if step.chunks else step.cached[0]
         reason = (
             "the device has not enough memory for this input" if out_of_memory else "the model failed on it"
         )
-        failure = RequestFailure(part.request_id, reason)
+        failure = RequestFailure(part.request_id, reason, _indexes_of(part))
         self._scheduler.post(StepReport(step.step_id, 1, failures=(failure,)))
+
+
+def _indexes_of(part: Sequence | CachedBatch) -> tuple[int, ...]:
+    """Which of its request's values are made of it alone; none for queries and prefixes."""
+    if isinstance(part, CachedBatch):
+        return tuple(document.slot.index for document in part.documents)
+    slot = part.payload.slot
+    return () if slot is None else (slot.index,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attempt:
     """An attempt at a stage that succeeded, with `num_tokens` run; its step was begun at `started`
-    (perf_counter)."""
+    (perf_counter), and the host was scoring for `score_seconds`."""
 
     step: Step
     num_tokens: int
     started: float
+    score_seconds: float
     outcome: StepOutcome
 
 

@@ -1,41 +1,27 @@
 """The actor that owns the queue and every waiting request. Lives on the caller's event loop."""
 
-import asyncio
 import logging
-import math
 import time
 from dataclasses import dataclass
-from typing import cast
-
-import numpy as np
 
 from maxsimd.engine.actors.actor import Actor, Mailbox
 from maxsimd.engine.actors.messages import (
     Admit,
     Cancel,
+    EndEarly,
     Release,
     RunnerMessage,
     SchedulerMessage,
     StepEnding,
     StepReport,
 )
+from maxsimd.engine.actors.open_request import OpenRequest
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.requests import Progress, Value
-from maxsimd.engine.scoring.outcome import Result
+from maxsimd.engine.scoring.outcome import RequestFailure, Result
 from maxsimd.scheduler import Scheduler, ServiceRate, Share
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A request of which values are missing."""
-
-    values: list[Value | None]
-    missing: int
-    future: asyncio.Future[list[Value]]
-    progress: Progress | None
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +53,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._runner = runner
         self._steps_in_flight = steps_in_flight
         self._metrics = metrics
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, OpenRequest] = {}
         # The steps on the device, and which of them are in their last stage.
         self._in_flight: dict[int, _InFlight] = {}
         self._ending: set[int] = set()
@@ -103,7 +89,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
     def work_ahead(self, tokens: int, share: Share) -> int:
         """About how many tokens are run before the last of a request of `tokens` that came now, those on the
         device included."""
-        posted = [((each.tenant, each.priority), each.num_tokens) for each in self._posted.values()]
+        posted = [
+            ((each.options.tenant, each.options.priority), each.num_tokens) for each in self._posted.values()
+        ]
         running = sum(step.work - step.reported for step in self._in_flight.values())
         return running + self._scheduler.work_ahead(tokens, *share, coming=posted)
 
@@ -119,6 +107,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 self._admit(message)
             case Cancel():
                 self._end(message.request_id)
+            case EndEarly():
+                if (request := self._end(message.request_id)) is not None:
+                    request.finish()
             case StepEnding():
                 self._ending.add(message.step_id)
             case StepReport():
@@ -134,22 +125,27 @@ class SchedulerActor(Actor[SchedulerMessage]):
             return
         try:
             self._scheduler.admit(
-                message.request_id, message.sequences, message.cached, message.priority, message.tenant
+                message.request_id,
+                message.sequences,
+                message.cached,
+                message.options.priority,
+                message.options.tenant,
             )
         except ValueError as error:
             # No request should get here with a sequence that no step can hold; if one does, it alone fails.
             log.exception("request %d cannot be run", message.request_id)
             message.values.set_exception(RequestFailedError(f"this request cannot be run: {error}"))
             return
-        missing = message.num_results
-        self._open[message.request_id] = _Open([None] * missing, missing, message.values, message.progress)
+        self._open[message.request_id] = OpenRequest(message)
 
-    def _end(self, request_id: int) -> None:
-        """Forgets a request that was cancelled or has failed, here and on the device."""
-        if self._open.pop(request_id, None) is None:
-            return
-        self._scheduler.cancel(request_id)
-        self._runner.post(Release(request_id))
+    def _end(self, request_id: int) -> OpenRequest | None:
+        """Forgets a request, here and on the device, with all that is still to be run. Returns it if it was
+        open."""
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            self._scheduler.cancel(request_id)
+            self._runner.post(Release(request_id))
+        return request
 
     def _dispatch(self) -> None:
         """Chooses the next step when all that are on the device have begun their last stages: late, so that a
@@ -162,6 +158,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._in_flight[step.step_id] = _InFlight(work, step.num_parts)
             self._metrics.step_tokens.observe(step.num_tokens)
             self._metrics.step_sequences.observe(len(step.chunks))
+            for request_id in step.request_ids:
+                if (request := self._open.get(request_id)) is not None:
+                    request.begin()
             self._runner.post(step)
 
     def _account(self, report: StepReport) -> None:
@@ -177,11 +176,11 @@ class SchedulerActor(Actor[SchedulerMessage]):
             log.warning("the device ran out of memory; steps are smaller for a while")
             self._scheduler.reduce_budget()
         for failure in report.failures:
-            self._fail(failure.request_id, failure.reason)
+            self._lose(failure)
         for result in report.results:
             self._store(result)
         for request_id in dict.fromkeys(result.slot.request_id for result in report.results):
-            self._resolve(request_id)
+            self._resolve(request_id, report.score_seconds)
 
     def _measure(self, work: int, seconds: float) -> None:
         """Notes how fast a step was. Of one that was begun before another ended, only the time since then
@@ -193,45 +192,42 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self.rate.observe(work, alone)
 
     def _store(self, result: Result) -> None:
-        open_request = self._open.get(result.slot.request_id)
-        if open_request is None:
+        request = self._open.get(result.slot.request_id)
+        if request is None:
             return
-        if not _is_finite(result.value):
-            self._fail(result.slot.request_id, "the model returned a number that is not finite")
-            return
-        if open_request.values[result.slot.index] is None:
-            open_request.missing -= 1
-        open_request.values[result.slot.index] = result.value
+        wrong = request.store(result.slot.index, result.value)
+        if wrong is not None:
+            self._lose(RequestFailure(request.request_id, wrong, (result.slot.index,)))
 
-    def _resolve(self, request_id: int) -> None:
-        """Reports a request's progress to the caller, and ends it once no value is missing."""
-        open_request = self._open.get(request_id)
-        if open_request is None:
+    def _lose(self, failure: RequestFailure) -> None:
+        """Ends a request that cannot be completed, or does without the values that it lacks."""
+        request = self._open.get(failure.request_id)
+        if request is None:
             return
-        total = len(open_request.values)
-        if open_request.progress is not None and not open_request.future.done():
-            try:
-                open_request.progress(total - open_request.missing, total)
-            except (Exception, asyncio.CancelledError) as error:
-                # It is the caller's own code: what it raises is this call's failure and nobody else's.
-                self._fail(request_id, f"the progress callback failed: {error!r}", error)
-                return
-        if open_request.missing == 0:
-            del self._open[request_id]
-            if not open_request.future.done():
-                open_request.future.set_result(cast("list[Value]", open_request.values))
+        if failure.indexes and request.give_up(failure.indexes, failure.reason):
+            self._resolve(failure.request_id, 0.0)
+        else:
+            self._fail(failure.request_id, failure.reason)
+
+    def _resolve(self, request_id: int, score_seconds: float) -> None:
+        """Reports a request's progress to the caller, and ends it once no value is missing."""
+        request = self._open.get(request_id)
+        if request is None:
+            return
+        request.add_score_seconds(score_seconds)
+        raised = request.tell_progress()
+        if raised is not None:
+            # It is the caller's own code: what it raises is this call's failure and nobody else's.
+            self._fail(request_id, f"the progress callback failed: {raised!r}", raised)
+        elif request.is_complete:
+            # Where something failed, the device may hold what was to be used with it.
+            if request.has_errors:
+                self._end(request_id)
+            else:
+                del self._open[request_id]
+            request.finish()
 
     def _fail(self, request_id: int, reason: str, cause: BaseException | None = None) -> None:
-        open_request = self._open.get(request_id)
-        if open_request is None:
-            return
-        log.error("request %d failed: %s", request_id, reason)
-        if not open_request.future.done():
-            error = RequestFailedError(reason)
-            error.__cause__ = cause
-            open_request.future.set_exception(error)
-        self._end(request_id)
-
-
-def _is_finite(value: Value) -> bool:
-    return math.isfinite(value) if isinstance(value, float) else bool(np.isfinite(value).all())
+        request = self._end(request_id)
+        if request is not None:
+            request.fail(reason, cause)

@@ -3,9 +3,9 @@
 Functions of their input, run in the thread pool; nothing here knows of queues or devices.
 """
 
-from maxsimd.engine.preprocess.prepared import Prepared, usage_of
+from maxsimd.engine.preprocess.prepared import Prepared, nothing_of, usage_of
 from maxsimd.engine.preprocess.preprocessor import Preprocessor
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.shortest import check_room
 
-__all__ = ["Prepared", "Preprocessor", "RequestIds", "check_room", "usage_of"]
+__all__ = ["Prepared", "Preprocessor", "RequestIds", "check_room", "nothing_of", "usage_of"]

@@ -14,7 +14,8 @@ from maxsimd.engine.requests import Value
 
 Scores: TypeAlias = NDArray[np.float32]
 
-# From the values of a request's sequences, by index, to one score a document, float32.
+# From the values of a request's sequences, by index, to one score a document, float32. Where one of those
+# that make up a score is NaN, so is the score.
 Combine: TypeAlias = Callable[[list[Value]], Scores]
 
 
@@ -32,6 +33,16 @@ class BestWindow:
 
     def __call__(self, values: list[Value]) -> Scores:
         return np.asarray(np.maximum.reduceat(one_each(values), self.starts))
+
+
+@dataclass(frozen=True, slots=True)
+class NoScores:
+    """No document has a score."""
+
+    num_documents: int
+
+    def __call__(self, values: list[Value]) -> Scores:
+        return np.full(self.num_documents, np.nan, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from maxsimd.engine.preprocess.combine import Combine, one_each
-from maxsimd.engine.requests import Usage
+from maxsimd.engine.preprocess.combine import Combine, NoScores, one_each
+from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Usage
 from maxsimd.scheduler import CachedBatch, Sequence
 
 
@@ -29,6 +29,12 @@ class Prepared:
     def work(self) -> int:
         """Tokens to be run, and cached documents at their price in tokens."""
         return self.num_new_tokens + sum(batch.price for batch in self.cached)
+
+
+def nothing_of(request: ScoreRequest | EmbedRequest) -> Prepared:
+    """What is made of a request that there was no time to prepare."""
+    documents = len(request.documents) if isinstance(request, ScoreRequest) else len(request.texts)
+    return Prepared([], 0, 0, NoScores(documents))
 
 
 def usage_of(prepared: Prepared) -> Usage:

@@ -23,10 +23,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """A request that cannot be completed, and why."""
+    """A request that cannot be completed, and why: it lacks the values of `indexes`, or any."""
 
     request_id: int
     reason: str
+    indexes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,7 @@ from maxsimd.engine.actors.messages import Admit, RunnerMessage, SchedulerMessag
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.requests import RunOptions
 from maxsimd.engine.scoring.outcome import Result
 from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits
 from tests.unit.scheduled_requests import texts
@@ -44,8 +45,7 @@ class Device:
                 cached=[],
                 num_tokens=0,
                 num_results=len(lengths),
-                priority=0,
-                tenant="",
+                options=RunOptions(),
                 values=values,
             )
         )
@@ -98,7 +98,7 @@ async def test_a_step_that_is_reported_in_parts_ends_with_the_last_and_is_measur
     assert device.actor.rate.tokens_per_second == pytest.approx(8 / 2.0)
     assert device.metrics.registry.get_sample_value("maxsimd_step_seconds_sum") == 2.0
     await device.report(device.steps[1], 0, 1, 1.0)
-    assert values.result() == [1.0, 1.0, 1.0]
+    assert values.result().values == [1.0, 1.0, 1.0]
     assert device.actor.in_flight == 0
 
 
@@ -124,5 +124,5 @@ async def test_a_value_that_is_not_finite_fails_its_request_alone(value: Any) ->
         await device.actor.receive(StepReport(device.steps[-1].step_id, 1, 4, 0, 0.1, (result,)))
     with pytest.raises(RequestFailedError, match="not finite"):
         broken.result()
-    assert whole.result() == [np.array([[1.0]])]
+    assert whole.result().values == [np.array([[1.0]])]
     assert device.actor.open_requests == 0

@@ -51,8 +51,7 @@ class Door:
                     cached=[],
                     num_tokens=tokens,
                     num_results=len(lengths),
-                    priority=0,
-                    tenant=tenant,
+                    options=RunOptions(tenant=tenant),
                     values=asyncio.get_running_loop().create_future(),
                 )
             )
@@ -142,6 +141,15 @@ async def test_a_request_that_takes_longer_than_its_time_by_itself_is_too_large(
     ):
         door.ask(100, counted=110, timeout=1.0)
     assert door.metric("refused_requests_total", reason="size") == 1
+
+
+async def test_what_is_to_have_a_partial_result_is_refused_only_where_nothing_could_be_done() -> None:
+    door = Door()
+    door.ask(100, counted=110, timeout=1.0, on_timeout="partial")
+    door.queue(6, 31)
+    door.ask(20, timeout=1.9, on_timeout="partial")
+    with pytest.raises(QueueFullError):
+        door.ask(20, timeout=1.8, on_timeout="partial")
 
 
 async def test_a_request_of_more_tokens_than_one_may_have_is_too_large() -> None:

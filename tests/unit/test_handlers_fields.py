@@ -21,6 +21,8 @@ PAIRS = {
     "cache": "use",
     "priority": 0,
     "timeout": None,
+    "on_timeout": "error",
+    "on_error": "fail",
 }
 CUT_PAIRS = PAIRS | {"truncation": CUT_LONG, "top_n": None}
 EMBED = {
@@ -124,6 +126,10 @@ CHANGES: list[Change] = [
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "bypass"}, {"cache": "bypass"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "refresh"}, {"cache": "refresh"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "use"}, {}),
+    ((*SCORES, *RERANKS), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"on_timeout": "error"}, {}),
+    ((*SCORES, *RERANKS), {"on_error": "report"}, {"on_error": "report"}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"on_error": "fail"}, {}),
     ((*RERANKS, *TEI_RERANKS), {"top_n": 1}, {"top_n": 1}),
     ((*RERANKS, *TEI_RERANKS), {"top_n": 0}, {"top_n": 0}),
     (TEI, {"truncate": False}, {"truncation": REFUSE}),
@@ -242,6 +248,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "long_documents": ("all", True),
     "window_overlap": (-1, "4"),
     "cache": ("yes", True),
+    "on_timeout": ("stop", True),
+    "on_error": ("ignore", True),
     "queries": (7, [7]),
     "documents": (7, ["a", 7]),
     "items": (7, [7]),

@@ -9,7 +9,7 @@ import pytest
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError, RequestFailedError, Truncation
 from maxsimd.engine.preprocess import Prepared, RequestIds
-from maxsimd.engine.requests import RunOptions
+from maxsimd.engine.requests import EmbedRequest, RunOptions
 from maxsimd.scheduler import Sequence, Tokens
 from tests.checkpoints import bi_encoders, language_models
 
@@ -102,6 +102,6 @@ async def test_a_sequence_that_no_step_can_hold_fails_its_request_alone() -> Non
     async with Engine(EngineConfig(max_batch_tokens=64)) as engine:
         running: Any = engine._running
         with pytest.raises(RequestFailedError, match="100 tokens do not fit a step of 64"):
-            await running.run(too_long, 0, RunOptions())
+            await running.run(too_long, EmbedRequest(texts=("a",), task="embed"), RunOptions())
         assert engine.is_healthy
         assert (await engine.score("a", ["b"])).scores
