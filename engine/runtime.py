@@ -186,7 +186,11 @@ class Running:
             if options.on_timeout == "error":
                 return prepared, (await values).with_preparation(timings)
         left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
-        await asyncio.wait({values}, timeout=left)
+        try:
+            await asyncio.wait({values}, timeout=left)
+        except asyncio.CancelledError:
+            values.cancel()
+            raise
         if not values.done():
             self.scheduler.mailbox.post(EndEarly(ids.request_id))
         return prepared, (await values).with_preparation(timings)

@@ -155,6 +155,8 @@ async def test_a_partial_request_can_be_cancelled(engine: RecordingEngine, docum
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    running: Any = engine._running
+    assert not running._awaited
     await until(lambda: engine.stats() == EngineStats())
 
 
