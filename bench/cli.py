@@ -198,6 +198,19 @@ def bench_order_of_work(requests: int, seeds: int, oldest_share: float, json_fil
     measure_order_of_work(requests, seeds, oldest_share, json_file)
 
 
+@bench.command("neighbours")
+@click.option("--executable", help="The command of another version to measure instead.")
+@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")
+@click.option("--seconds", type=float, default=8.0, show_default=True, help="Seconds for each measurement.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_neighbours(executable: str | None, rounds: int, seconds: float, json_file: str | None) -> None:
+    """Throughput while other processes keep the cores busy, beside sentence-transformers."""
+    from maxsimd.bench.neighbours import measure_neighbours
+
+    figures = run_and_clean_up(measure_neighbours(executable, rounds, seconds))
+    publish({"rounds": rounds, "seconds": seconds}, figures, json_file)
+
+
 @bench.command("plots")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def bench_plots(folder: str) -> None:

@@ -34,11 +34,12 @@ class Running:
 @dataclass(frozen=True, slots=True)
 class Server:
     """A server that answers POST /rerank and /score; `command` is given the port, and the checkpoint if there
-    is one."""
+    is one. In a session of its own Linux may give it a share of its own of the cores (autogroup)."""
 
     name: str
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    own_session: bool = True
 
     @asynccontextmanager
     async def serve(self, checkpoint: str, log: Path) -> AsyncIterator[Send]:
@@ -57,7 +58,7 @@ class Server:
                 stdout=output,
                 stderr=output,
                 env=os.environ | self.environment,
-                start_new_session=True,
+                start_new_session=self.own_session,
             )
             try:
                 connector = aiohttp.TCPConnector(limit=0)
