@@ -17,6 +17,15 @@ LARGE_ANSWER = 500
 # About how many characters an item takes in JSON: a number of an embedding, say.
 CHARACTERS_AN_ITEM = 10
 
+# What every answer carries unless its handler says otherwise: answers are data, to be neither kept by caches
+# nor taken for pages.
+_ALWAYS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -30,6 +39,13 @@ class Answer:
         """The same answer with more headers; each `_` in a name becomes a `-`."""
         added = {name.replace("_", "-"): value for name, value in headers.items()}
         return Answer(self.status, {**self.headers, **added}, self.body)
+
+    def completed(self, request_id: str, seconds: float, more: Mapping[str, str]) -> "Answer":
+        """The answer as it leaves, with the headers that every answer carries and with `more`."""
+        said = {name.lower() for name in self.headers}
+        always = {name: value for name, value in _ALWAYS.items() if name.lower() not in said}
+        own = {"x-request-id": request_id, "server-timing": f"total;dur={seconds * 1e3:.1f}"}
+        return Answer(self.status, {**always, **self.headers, **own, **more}, self.body)
 
 
 async def wire_answer(engine: Engine, response: Any, items: int = 0) -> Answer:
