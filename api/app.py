@@ -40,7 +40,7 @@ async def _answer(
 ) -> web.StreamResponse:
     state = request.app[STATE]
     connection = request.protocol
-    # Tests may serve an application over aiohttp's own connections.
+    # An application may be served over aiohttp's own connections too.
     if isinstance(connection, Connection):
         if request.transport is None:
             # The connection had to make room for another. What aiohttp is handed now is sent nowhere.

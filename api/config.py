@@ -27,7 +27,9 @@ class ServerConfig:
         None, "File with its private key (PEM); may be left out if --tls-cert holds it."
     )
     served_model_name: str | None = option(None, "Name of the model in requests and responses; else its own.")
-    api_key: tuple[str, ...] = option((), "Key that clients must send as a bearer token; repeatable.")
+    api_key: tuple[str, ...] = option(
+        (), "Key that clients must send as a bearer token; repeatable. MAXSIMD_API_KEY may hold keys too."
+    )
     api_key_file: str | None = option(None, "File with one accepted key a line; read again when it changes.")
     cors_origin: tuple[str, ...] = option(
         (), "Origin whose pages may use the server from a browser, or * for all; repeatable."

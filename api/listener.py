@@ -19,7 +19,8 @@ from typing import Any
 from aiohttp import web
 
 from maxsimd.api.config import SetupError
-from maxsimd.api.connections import Connection, ConnectionTable
+from maxsimd.api.connection_table import ConnectionTable
+from maxsimd.api.connections import Connection
 from maxsimd.api.failures import error_answer, too_many_connections
 from maxsimd.api.logs import SeldomLogger
 from maxsimd.api.responses import as_bytes
@@ -112,24 +113,28 @@ class Listener:
         """Listens no longer. Those who have come by now are let in."""
         for listening in self._sockets:
             if self._loop.remove_reader(listening):
-                self._accept(listening)
+                for _ in range(_BACKLOG // _AT_ONCE):
+                    if not self._accept(listening):
+                        break
                 self._loop.remove_reader(listening)
             listening.close()
         self._sockets.clear()
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept(self, listening: socket.socket) -> bool:
+        """Lets in some of those who have come; returns whether there may be more."""
         for _ in range(_AT_ONCE):
             try:
                 arrived, _ = listening.accept()
             except (BlockingIOError, InterruptedError):
-                return
+                return False
             except OSError as error:
                 # Others are errors of the one who came, and has left again.
                 if error.errno in _NO_ROOM:
                     self._rest(listening, error)
-                    return
+                    return False
                 continue
             self._let_in(arrived)
+        return True
 
     def _rest(self, listening: socket.socket, error: OSError) -> None:
         """Makes room, and waits a moment for it."""

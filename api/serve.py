@@ -10,7 +10,7 @@ from aiohttp import web
 
 from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.connections import ConnectionTable
+from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.interpreter import garbage_left_alone, switching_often
 from maxsimd.api.listener import Listener, max_connections, raise_descriptor_limit
 from maxsimd.api.signals import Stop, leave_at_once

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.connections import ConnectionTable
+from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.listener import Listener
 from maxsimd.engine import Engine, EngineConfig

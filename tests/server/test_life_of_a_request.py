@@ -14,7 +14,7 @@ from aiohttp import ClientSession, web
 import maxsimd.engine.engine
 from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.connections import ConnectionTable
+from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.listener import Listener
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.stats import EngineStats

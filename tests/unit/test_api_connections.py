@@ -9,9 +9,10 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from maxsimd.api import connections
+from maxsimd.api import connection_table
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.connections import Connection, ConnectionTable, Phase
+from maxsimd.api.connection_table import ConnectionTable, Phase
+from maxsimd.api.connections import Connection
 from maxsimd.api.listener import max_connections, raise_descriptor_limit
 from maxsimd.api.metrics import ServerMetrics
 
@@ -21,7 +22,7 @@ class Room:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(connection_table, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.table = ConnectionTable(ServerConfig(), 3, ServerMetrics(CollectorRegistry()))
         self.evicted: list[tuple[str, bool]] = []
 
