@@ -18,6 +18,15 @@ LARGE_ANSWER = 500
 # About how many characters an item takes in JSON: a number of an embedding, say.
 CHARACTERS_AN_ITEM = 10
 
+# What every answer carries unless its handler says otherwise: answers are data, to be neither kept by caches
+# nor taken for pages.
+_ALWAYS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -36,6 +45,16 @@ class Answer:
         """The same answer, saying where its request's time went in the engine."""
         parts = ((name, getattr(timings, name) * 1e3) for name in ("queue", "tokenise", "model", "score"))
         return self.with_headers(server_timing=", ".join(f"{name};dur={ms:.1f}" for name, ms in parts))
+
+    def completed(self, request_id: str, seconds: float, more: Mapping[str, str]) -> "Answer":
+        """The answer as it leaves, with the headers that every answer carries and with `more`."""
+        said = {name.lower() for name in self.headers}
+        always = {name: value for name, value in _ALWAYS.items() if name.lower() not in said}
+        timing = ", ".join(
+            filter(None, (self.headers.get("server-timing"), f"total;dur={seconds * 1e3:.1f}"))
+        )
+        own = {"x-request-id": request_id, "server-timing": timing}
+        return Answer(self.status, {**always, **self.headers, **own, **more}, self.body)
 
 
 async def wire_answer(engine: Engine, response: Any, items: int = 0) -> Answer:

@@ -6,14 +6,17 @@ to do again belongs to `handlers`.
 """
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.web_protocol import RequestPayloadError
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.failures import unreadable_body
+from maxsimd.api.connections import Connection
+from maxsimd.api.failures import error_answer, malformed, unreadable_body
 from maxsimd.api.handlers import handle
+from maxsimd.api.responses import as_response
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine
 
@@ -25,7 +28,7 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     # One route takes all paths, and a middleware answers in its stead, as it also gets `OPTIONS *`.
     # Without the route aiohttp would first make an error of its own for every request.
     app = web.Application(middlewares=[_answer])
-    app.router.add_route("*", "/{path:.*}", _unused)
+    app.router.add_route("*", "/{path:.*}", _unused, expect_handler=_expect)
     app[STATE] = ServerState(engine, config)
     app.cleanup_ctx.append(_watch_lag)
     return app
@@ -36,12 +39,37 @@ async def _answer(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     state = request.app[STATE]
+    connection = request.protocol
+    # An application may be served over aiohttp's own connections too.
+    if isinstance(connection, Connection):
+        if request.transport is None:
+            # The connection had to make room for another. What aiohttp is handed now is sent nowhere.
+            return web.Response()
+        if request.version not in (HttpVersion10, HttpVersion11):
+            # aiohttp would answer in the version that was asked for.
+            connection.refuse(malformed(400, "only HTTP/1.1 and HTTP/1.0 are spoken here"))
+            return web.Response()
+        connection.begin(request)
     path = request.rel_url.path_safe
-    answer = await handle(state, request.method, path, request.headers, _chunks(request))
-    response = web.Response(status=answer.status, headers=answer.headers, body=answer.body)
-    if state.draining:
+    response = as_response(await handle(state, request.method, path, request.headers, _chunks(request)))
+    # After a body that cannot be read on there is no telling where the next request would begin.
+    if state.draining or request.content.exception() is not None:
         response.force_close()
     return response
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    """Tells clients that wait for it to send their body."""
+    if request.version == HttpVersion11:
+        if request.headers["Expect"].lower() != "100-continue":
+            failure = malformed(417, "Expect can only be 100-continue; leave it out")
+            response = as_response(error_answer(failure).completed(uuid.uuid4().hex, 0.0, {}))
+            response.force_close()
+            return response
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # What counts is whether the answer itself has begun.
+        request.writer.output_size = 0
+    return None
 
 
 async def _unused(request: web.Request) -> web.StreamResponse:

@@ -5,6 +5,8 @@ import time
 _STARTED = time.perf_counter()  # before the imports below, which take seconds
 
 import json
+import os
+import re
 import sys
 from importlib.metadata import entry_points
 from typing import Any
@@ -13,7 +15,10 @@ import click
 
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.options import config_from, options_from
+from maxsimd.api.signals import leaving_when_asked
 from maxsimd.engine.config import EngineConfig
+
+_KEYS_VARIABLE = "MAXSIMD_API_KEY"
 
 
 class _Commands(click.Group):
@@ -65,12 +70,26 @@ def inspect(check: bool, as_json: bool, **values: Any) -> None:
 def serve(**values: Any) -> None:
     """Serves MODEL, a folder or a hub id, over HTTP; without one, the embedded all-MiniLM-L6-v2."""
     engine_config = config_from(EngineConfig, values)
+    values["api_key"] += _keys_of_environment()
     server_config = config_from(ServerConfig, values)
     from maxsimd.api.logs import set_up_logging
-    from maxsimd.api.serve import serve as run
 
     set_up_logging(server_config.log_level, server_config.log_format)
-    sys.exit(run(engine_config, server_config, _STARTED))
+    with leaving_when_asked():
+        from maxsimd.api.serve import serve as run
+
+        sys.exit(run(engine_config, server_config, _STARTED))
+
+
+def _keys_of_environment() -> tuple[str, ...]:
+    """Keys that are not to be seen in the list of processes."""
+    value = os.environ.get(_KEYS_VARIABLE)
+    if value is None:
+        return ()
+    keys = tuple(key.strip() for key in re.split(r"[,\n]", value) if key.strip())
+    if not keys:
+        raise click.UsageError(f"{_KEYS_VARIABLE} is set, but holds no key; give it one or unset it")
+    return keys
 
 
 if __name__ == "__main__":

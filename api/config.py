@@ -1,9 +1,17 @@
 """The server's configuration, beside the engine's; the command line is generated from both."""
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from maxsimd.engine.config import option
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+
+
+class SetupError(Exception):
+    """The server cannot be set up as it is configured. The message, one line, says what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,9 +20,20 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
+    tls_cert: str | None = option(
+        None, "File with the certificate chain (PEM), to speak HTTPS instead of HTTP."
+    )
+    tls_key: str | None = option(
+        None, "File with its private key (PEM); may be left out if --tls-cert holds it."
+    )
     served_model_name: str | None = option(None, "Name of the model in requests and responses; else its own.")
-    api_key: tuple[str, ...] = option((), "Key that clients must send as a bearer token; repeatable.")
-    api_key_file: str | None = option(None, "File with one accepted key a line.")
+    api_key: tuple[str, ...] = option(
+        (), "Key that clients must send as a bearer token; repeatable. MAXSIMD_API_KEY may hold keys too."
+    )
+    api_key_file: str | None = option(None, "File with one accepted key a line; read again when it changes.")
+    cors_origin: tuple[str, ...] = option(
+        (), "Origin whose pages may use the server from a browser, or * for all; repeatable."
+    )
     max_body_mb: int = option(64, "Largest request body in MiB.")
     max_bodies_mb: int = option(
         256,
@@ -25,6 +44,18 @@ class ServerConfig:
         "truncate",
         "What /rerank does with over-long documents unless the request says; window reads them whole.",
     )
+    max_connections: int | None = option(
+        None, "Most connections at a time; by default what the limit on descriptors allows, 10,000 at most."
+    )
+    header_seconds: float = option(10.0, "Longest that a request's headers may take, and a TLS handshake.")
+    transfer_seconds: float = option(
+        30.0,
+        "Over how long the speed of a body, or of reading an answer, is measured: the longest standstill.",
+    )
+    min_bytes_per_second: int = option(
+        8192, "Least speed of bodies and of reading answers, on average over --transfer-seconds."
+    )
+    idle_seconds: float = option(75.0, "How long a connection stays open between requests.")
     grace_seconds: float = option(30.0, "After SIGTERM, how long requests in flight may take to finish.")
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least severe level that is logged."
@@ -32,6 +63,25 @@ class ServerConfig:
     log_format: Literal["text", "json"] = option("text", "Log lines for people or for machines.")
 
     def __post_init__(self) -> None:
-        for name in ("max_body_mb", "max_bodies_mb", "max_documents"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_body_mb", "max_bodies_mb", "max_documents", "max_connections"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        for name in ("header_seconds", "transfer_seconds", "idle_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}")
+        if not 0 <= self.grace_seconds < math.inf:
+            raise ValueError(f"grace_seconds must be a number from 0 on, not {self.grace_seconds}")
+        if self.min_bytes_per_second < 0:
+            raise ValueError(f"min_bytes_per_second must not be negative, not {self.min_bytes_per_second}")
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"port must be from 0 to 65535, not {self.port}")
+        if not all(key.strip() for key in self.api_key):
+            raise ValueError("api_key must not be empty; leave the option out to ask for no key")
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("tls_key is of no use without tls_cert; give both")
+        for origin in self.cors_origin:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origin must be * or like https://example.com, and have no path, not {origin!r}"
+                )

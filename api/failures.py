@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from maxsimd.api.answer import Answer
+from maxsimd.api.printable import printable
 from maxsimd.api.wire import ErrorBody, ErrorResponse
 from maxsimd.engine import (
     EngineDeadError,
@@ -17,6 +18,10 @@ from maxsimd.engine import (
     RequestTimeoutError,
     RequestTooLargeError,
 )
+
+# Messages repeat what a client has sent: no more of it than this.
+_LONGEST_MESSAGE = 1_000
+_LONGEST_PARAM = 100
 
 
 class ApiError(Exception):
@@ -56,15 +61,17 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestFailedError():
             return ApiError(500, "InternalServerError", str(error))
         case _:
-            message = "internal error; the log has it under this request's id"
-            return ApiError(500, "InternalServerError", message)
+            return internal_error()
 
 
 def error_answer(error: ApiError) -> Answer:
     headers = {"Content-Type": "application/json"}
     if error.retry_after is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after))
-    body = ErrorResponse(ErrorBody(str(error), error.kind, error.param, error.status))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    param = None if error.param is None else printable(error.param, _LONGEST_PARAM)
+    body = ErrorResponse(ErrorBody(printable(str(error), _LONGEST_MESSAGE), error.kind, param, error.status))
     return Answer(error.status, headers, msgspec.json.encode(body))
 
 
@@ -78,6 +85,31 @@ def wrong_method(allowed: Iterable[str]) -> ApiError:
 
 def no_valid_key() -> ApiError:
     return ApiError(401, "AuthenticationError", "send a valid key as Authorization: Bearer KEY")
+
+
+def malformed(status: int, what: str) -> ApiError:
+    return ApiError(status, "BadRequestError", what)
+
+
+def no_such_model(name: str) -> ApiError:
+    return ApiError(404, "NotFoundError", f"The model `{printable(name, 100)}` does not exist.", "model")
+
+
+def too_slow(what: str) -> ApiError:
+    """Of headers or a body."""
+    message = (
+        f"the {what} took too long to arrive; send faster, or raise --header-seconds or --transfer-seconds"
+    )
+    return ApiError(408, "RequestTimeoutError", message)
+
+
+def too_many_connections() -> ApiError:
+    message = "the server has as many connections as it takes; try again shortly, or raise --max-connections"
+    return ApiError(503, "ServiceUnavailableError", message, retry_after=1)
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "InternalServerError", "internal error; the log has it under this request's id")
 
 
 def body_too_large() -> ApiError:
@@ -118,7 +150,10 @@ def _describe(message: str) -> tuple[str, str | None]:
     missing = re.search(r"missing required field `(\w+)`", message)
     if missing:
         return f"{missing[1]} is missing", missing[1]
-    text, _, location = message.partition(" - at ")
+    # The last one, because the text may repeat what the client has sent.
+    text, found, location = message.rpartition(" - at ")
+    if not found:
+        text, location = message, ""
     path = location.strip("`").removeprefix("$").removeprefix(".")
     if not path:
         return f"the body is wrong: {text}", None

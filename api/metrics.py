@@ -24,6 +24,13 @@ class ServerMetrics:
             registry=registry,
         )
         self.in_flight = Gauge("maxsimd_http_in_flight", "HTTP requests being answered", registry=registry)
+        self.connections = Gauge("maxsimd_http_connections", "Connections of clients", registry=registry)
+        self.cut_connections = Counter(
+            "maxsimd_http_cut_connections",
+            "Connections that the server ended: idle, slow, or to make room for others",
+            ("reason",),
+            registry=registry,
+        )
         self.lag = Histogram(
             "maxsimd_event_loop_lag_seconds",
             "How much later than asked for the event loop woke a sleeper",

@@ -2,21 +2,27 @@
 
 import asyncio
 import logging
-import signal
 import time
+from dataclasses import dataclass
 
 import uvloop
 from aiohttp import web
 
 from maxsimd.api.app import STATE, build_app
-from maxsimd.api.config import ServerConfig
+from maxsimd.api.config import ServerConfig, SetupError
+from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.interpreter import garbage_left_alone, switching_often
+from maxsimd.api.listener import Listener, max_connections, raise_descriptor_limit
+from maxsimd.api.signals import Stop, leave_at_once
+from maxsimd.api.state import ServerState
+from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.device.load import DeviceModel
 
 log = logging.getLogger("maxsimd.serve")
 
-_LEAVING_SECONDS = 0.05
+# For answers to requests that were ended, and for what is left of answers in the process's buffers.
+_LEAVING_SECONDS = 1.0
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
@@ -28,43 +34,120 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, started: flo
 
 
 async def _serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = Stop(server_config.grace_seconds)
     engine = Engine(engine_config)
-    runner = web.AppRunner(
-        build_app(engine, server_config), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-    )
-    await runner.setup()
-    # Listening comes first: while the model loads, /health and /ready say so instead of refusing.
-    site = web.TCPSite(runner, server_config.host, server_config.port)
-    await site.start()
-    port = runner.addresses[0][1]
     try:
-        await engine.start()
-        with garbage_left_alone():
-            log.info(
-                "%s is ready on http://%s:%d after %.1f s: %s",
-                engine.model.name,
-                server_config.host,
-                port,
-                time.perf_counter() - started,
-                _how_it_runs(engine),
-            )
-            died = asyncio.create_task(engine.until_dead())
-            asked = asyncio.create_task(stop.wait())
-            await asyncio.wait({died, asked}, return_when=asyncio.FIRST_COMPLETED)
-            await _drain(runner, site, server_config.grace_seconds)
-            died.cancel()
-            asked.cancel()
-            return 0 if engine.death is None else 1
-    except ModelLoadError as error:
+        # Listening comes first: while the model loads, /health and /ready say so instead of refusing.
+        door = await _open(engine, server_config)
+    except SetupError as error:
         log.error("%s", error)
         return 1
+    try:
+        if not await _load(engine, stop):
+            return 1
+        with garbage_left_alone():
+            seconds = time.perf_counter() - started
+            name, how = engine.model.name, _how_it_runs(engine)
+            log.info("%s is ready on %s after %.1f s: %s", name, door.url, seconds, how)
+            await _until_the_end(engine, stop)
+            status = 0 if engine.death is None else 1
+            stop.begin(status)
+            await _drain(door, stop.deadline)
+            return status
     finally:
-        await engine.stop(grace=server_config.grace_seconds)
+        # What is still unfinished has had its grace.
+        await engine.stop(grace=0)
+        await door.close()
+        stop.done()
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """All that stands between clients and the handlers."""
+
+    url: str
+    state: ServerState
+    runner: web.AppRunner
+    listener: Listener
+    connections: ConnectionTable
+
+    async def close(self) -> None:
+        self.listener.close()
+        await self.runner.cleanup()
+        try:
+            async with asyncio.timeout(_LEAVING_SECONDS):
+                await self.connections.until_empty()
+        except TimeoutError:
+            log.info("some clients have not read the end of their answers")
+
+
+async def _open(engine: Engine, config: ServerConfig) -> _Door:
+    """Raises SetupError."""
+    tls = tls_context(config)
+    app = build_app(engine, config)
+    most = max_connections(config.max_connections, raise_descriptor_limit())
+    connections = ConnectionTable(config, most, app[STATE].metrics)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_LEAVING_SECONDS)
+    await runner.setup()
+    assert runner.server is not None
+    listener = Listener(runner.server, connections, tls)
+    try:
+        await listener.start(config.host, config.port)
+    except SetupError:
         await runner.cleanup()
+        raise
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"{'http' if tls is None else 'https'}://{host}:{listener.port}"
+    if not listener.is_on_loopback and not app[STATE].keys.are_asked_for:
+        log.warning("whoever can reach %s may use it: there is no --api-key, no --api-key-file", url)
+    return _Door(url, app[STATE], runner, listener, connections)
+
+
+async def _load(engine: Engine, stop: Stop) -> bool:
+    """Whether the model could be loaded. A signal ends the process meanwhile: nothing has been promised to
+    anyone."""
+    loading = asyncio.create_task(engine.start())
+    asked = asyncio.create_task(stop.asked())
+    await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        log.info("stopped while loading")
+        leave_at_once(0)
+    asked.cancel()
+    try:
+        loading.result()
+    except ModelLoadError as error:
+        log.error("%s", error)
+        return False
+    except Exception as error:
+        log.error(
+            "the model cannot be loaded: %s: %s (--log-level debug says where)", type(error).__name__, error
+        )
+        log.debug("loading failed", exc_info=error)
+        return False
+    return True
+
+
+async def _until_the_end(engine: Engine, stop: Stop) -> None:
+    """Returns when the engine has died, or a signal has come."""
+    ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+
+
+async def _drain(door: _Door, deadline: float) -> None:
+    """Takes no more requests, and lets those in flight finish until the deadline; what is not done by then
+    gets a 503."""
+    door.state.draining = True
+    door.listener.close()
+    try:
+        async with asyncio.timeout_at(deadline):
+            await door.state.until_quiet()
+            await door.connections.until_quiet()
+    except TimeoutError:
+        log.warning("%d requests were not done in time and are answered 503", door.state.end_requests())
+        await asyncio.wait({asyncio.create_task(door.connections.until_quiet())}, timeout=_LEAVING_SECONDS)
+    log.info("drained")
 
 
 def _how_it_runs(engine: Engine) -> str:
@@ -81,18 +164,3 @@ def _kernels(device_model: DeviceModel) -> str:
     if device_model.device.type != "cuda":
         return ""
     return f", attention by {device_model.prepared.attention}, MaxSim by {device_model.maxsim_name}"
-
-
-async def _drain(runner: web.AppRunner, site: web.TCPSite, grace: float) -> None:
-    """Takes no more requests and lets those in flight finish."""
-    state = runner.app[STATE]
-    state.draining = True
-    await site.stop()
-    try:
-        async with asyncio.timeout(grace):
-            await state.until_quiet()
-    except TimeoutError:
-        log.warning("some requests were still unfinished after %.0f seconds", grace)
-    # Answers that are on their way out need a moment to leave.
-    await asyncio.sleep(_LEAVING_SECONDS)
-    log.info("drained")

@@ -1,14 +1,15 @@
 """What all handlers share: the engine, the configuration, the keys, the metrics, and what is in flight."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Literal
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.failures import ApiError
+from maxsimd.api.cors import CrossOrigin
+from maxsimd.api.failures import no_such_model
 from maxsimd.api.held_bytes import BodyBudget
-from maxsimd.api.keys import read_keys
+from maxsimd.api.keys import ApiKeys
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
 
@@ -17,19 +18,20 @@ Phase = Literal["starting", "ok", "draining", "dead"]
 
 class ServerState:
     """Lives as long as the server, which may start before its engine does. `draining` refuses new work while
-    work in flight is finished. Raises ValueError where the configuration's file of keys has none."""
+    work in flight is finished. Raises SetupError where the configuration's file of keys does not serve."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
-        self.keys = read_keys(config)
+        self.keys = ApiKeys(config)
+        self.cross_origin = CrossOrigin(config.cors_origin)
         self.metrics = ServerMetrics(engine.metrics.registry)
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.draining = False
-        self._in_flight = 0
+        self._in_flight: set[asyncio.Timeout] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self.metrics.in_flight.set_function(lambda: self._in_flight)
+        self.metrics.in_flight.set_function(lambda: len(self._in_flight))
 
     @property
     def model_name(self) -> str:
@@ -48,17 +50,31 @@ class ServerState:
             return "draining"
         return "ok" if self.engine.is_healthy else "starting"
 
-    @contextmanager
-    def in_flight(self) -> Iterator[None]:
-        """Counts a request from its arrival to its answer."""
-        self._in_flight += 1
+    @asynccontextmanager
+    async def in_flight(self) -> AsyncIterator[None]:
+        """Counts a request from its arrival to its answer. Raises EngineNotReadyError in it once it is
+        ended."""
+        end = asyncio.timeout(None)
+        self._in_flight.add(end)
         self._quiet.clear()
         try:
-            yield
+            async with end:
+                yield
+        except TimeoutError:
+            if end.expired():
+                raise EngineNotReadyError("the server is shutting down") from None
+            raise
         finally:
-            self._in_flight -= 1
-            if self._in_flight == 0:
+            self._in_flight.remove(end)
+            if not self._in_flight:
                 self._quiet.set()
+
+    def end_requests(self) -> int:
+        """Ends what is in flight, as if the server had refused it; returns how many requests these are."""
+        for end in self._in_flight:
+            if not end.expired():
+                end.reschedule(0)
+        return len(self._in_flight)
 
     async def until_quiet(self) -> None:
         """Returns when no request is in flight."""
@@ -73,4 +89,4 @@ class ServerState:
 
     def check_model(self, name: str | None) -> None:
         if name and name not in (self.model_name, self.engine.model.name):
-            raise ApiError(404, "NotFoundError", f"The model `{name}` does not exist.", "model")
+            raise no_such_model(name)

@@ -11,13 +11,14 @@ from maxsimd.api.answer import Answer
 from maxsimd.api.failures import as_api_error, error_answer, no_such_route, no_valid_key, wrong_method
 from maxsimd.api.handlers import classification, embedding, operating, scoring
 from maxsimd.api.handlers.route import Body, Route, Work
-from maxsimd.api.keys import has_valid_key
+from maxsimd.api.printable import printable
 from maxsimd.api.state import ServerState
 
 log = logging.getLogger("maxsimd.http")
 
-# What load balancers ask must be answered without a key.
-_OPEN_TO_ALL = frozenset({"/health", "/ready"})
+# What load balancers ask must be answered without a key. Nothing else is.
+OPEN_ROUTES = frozenset({"/health", "/ready"})
+_LONGEST_LOGGED_PATH = 100
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -31,6 +32,7 @@ def _table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
 
 # For each path, what does the work of each method.
 ROUTES = _table(scoring.ROUTES, embedding.ROUTES, classification.ROUTES, operating.ROUTES)
+METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
 
 
 async def handle(
@@ -47,8 +49,7 @@ async def handle(
     label = path if method in ROUTES.get(path, {}) else "unknown"
     status = 499
     try:
-        with state.in_flight():
-            answer = await _answer(state, method, path, headers, body, request_id)
+        answer = await _answer(state, method, path, headers, body, request_id)
         status = answer.status
     finally:
         # Without an answer the client has gone away, and the adapter has cancelled this.
@@ -56,18 +57,24 @@ async def handle(
         state.metrics.requests.labels(label, str(status)).inc()
         state.metrics.seconds.labels(label).observe(seconds)
         level = logging.DEBUG if method == "GET" else logging.INFO
-        log.log(level, "%s %s %d %.1f ms id=%s", method, path, status, seconds * 1e3, request_id)
-    parts = [answer.headers.get("server-timing"), f"total;dur={seconds * 1e3:.1f}"]
-    return answer.with_headers(x_request_id=request_id, server_timing=", ".join(filter(None, parts)))
+        # Without spaces, it cannot pass for the rest of the line.
+        shown = printable(path, _LONGEST_LOGGED_PATH).replace(" ", "%20")
+        log.log(level, "%s %s %d %.1f ms id=%s", method, shown, status, seconds * 1e3, request_id)
+    return answer.completed(request_id, seconds, state.cross_origin.headers(headers.get("origin")))
 
 
 async def _answer(
     state: ServerState, method: str, path: str, headers: Mapping[str, str], body: Body, request_id: str
 ) -> Answer:
     try:
-        if state.keys and path not in _OPEN_TO_ALL:
-            _check_key(state, headers)
-        return await _work_of(method, path)(state, body)
+        async with state.in_flight():
+            # Browsers send no key with this question.
+            preflight = state.cross_origin.preflight(method, headers, METHODS)
+            if preflight is not None:
+                return preflight
+            if state.keys.are_asked_for and path not in OPEN_ROUTES:
+                _check_key(state, headers)
+            return await _work_of(method, path)(state, body)
     except Exception as error:
         failure = as_api_error(error)
         if failure.status == 500:
@@ -76,7 +83,7 @@ async def _answer(
 
 
 def _check_key(state: ServerState, headers: Mapping[str, str]) -> None:
-    if not has_valid_key(headers.get("authorization", ""), state.keys):
+    if not state.keys.accept(headers.get("authorization", "")):
         raise no_valid_key()
 
 

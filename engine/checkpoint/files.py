@@ -21,13 +21,16 @@ class CheckpointFiles:
 
     @property
     def architecture(self) -> str:
-        return str((self.config.get("architectures") or ["unknown"])[0])
+        named = self.config.get("architectures")
+        return str(named[0]) if isinstance(named, list) and named else "unknown"
 
 
 def read_files(model: str, revision: str | None) -> CheckpointFiles:
     """Reads the small files from a folder or the hub. Raises ModelLoadError when there is no checkpoint."""
-    config = _read_json(model, "config.json", revision)
+    config = _read_object(model, "config.json", revision)
     modules = _read_json(model, "modules.json", revision) or []
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ModelLoadError(f"modules.json of {model!r} is no list of modules")
     at_root = config is not None
     if not at_root and not modules:
         raise ModelLoadError(
@@ -35,8 +38,8 @@ def read_files(model: str, revision: str | None) -> CheckpointFiles:
             "name a folder that has one, or a hub id that this machine can reach"
         )
     if not at_root:  # newer sentence-transformers saves have it in the first module's folder
-        config = _read_json(model, f"{modules[0].get('path', '')}/config.json", revision)
-    settings = _read_json(model, "config_sentence_transformers.json", revision)
+        config = _read_object(model, f"{modules[0].get('path', '')}/config.json", revision)
+    settings = _read_object(model, "config_sentence_transformers.json", revision)
     return CheckpointFiles(config or {}, settings or {}, modules, at_root)
 
 
@@ -99,5 +102,12 @@ def _read_json(model: str, name: str, revision: str | None) -> Any:
     path = find_file(model, name, revision)
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}") from error
+
+
+def _read_object(model: str, name: str, revision: str | None) -> dict[str, Any] | None:
+    read = _read_json(model, name, revision)
+    if read is not None and not isinstance(read, dict):
+        raise ModelLoadError(f"{name} of {model!r} is no JSON object")
+    return read

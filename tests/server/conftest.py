@@ -28,7 +28,7 @@ class Server:
         return self.log_file.read_text()
 
     def metric(self, name: str) -> float:
-        for line in httpx.get(self.url + "/metrics").text.splitlines():
+        for line in httpx.get(self.url + "/metrics", timeout=30).text.splitlines():
             if line.rsplit(" ", 1)[0] == name:
                 return float(line.rsplit(" ", 1)[1])
         return 0.0
@@ -68,15 +68,24 @@ def _command() -> str:
 def _starter(folder: Path) -> Iterator[StartServer]:
     servers: list[Server] = []
 
-    def start(*arguments: str, ready: bool = True) -> Server:
+    def start(
+        *arguments: str,
+        ready: bool = True,
+        descriptors: int | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> Server:
+        """`descriptors` is the process's limit on them."""
         port = _free_port()
+        command = [_command(), "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        if descriptors is not None:
+            command = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *command]
         log_file = folder / f"server-{port}.log"
         with log_file.open("wb") as log:
             process = subprocess.Popen(
-                [_command(), "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)],
+                command,
                 stderr=log,
                 stdout=log,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+                env=os.environ | {"HF_HUB_OFFLINE": "1"} | (environment or {}),
             )
         server = Server(f"http://127.0.0.1:{port}", process, log_file)
         servers.append(server)
@@ -105,6 +114,18 @@ def session_starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartS
 def server(session_starter: StartServer) -> Server:
     """The default model in float32, shared by all tests that leave it as it is."""
     return session_starter("--dtype", "float32", "--max-documents", "500", "--max-body-mb", "1")
+
+
+# Of a server that waits for nobody for longer than half a second, and for no fewer than 500 bytes in it.
+STRICT = (
+    *("--header-seconds", "0.5", "--idle-seconds", "0.5"),
+    *("--transfer-seconds", "0.5", "--min-bytes-per-second", "1000"),
+)
+
+
+@pytest.fixture(scope="session")
+def strict_server(session_starter: StartServer, bert_cross_encoder: str) -> Server:
+    return session_starter(bert_cross_encoder, *STRICT, "--max-body-mb", "8", "--log-level", "debug")
 
 
 @pytest.fixture(scope="session")

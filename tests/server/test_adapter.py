@@ -12,6 +12,9 @@ from aiohttp import web
 
 from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.connection_table import ConnectionTable
+from maxsimd.api.keys import ApiKeys
+from maxsimd.api.listener import Listener
 from maxsimd.engine import Engine, EngineConfig
 from tests.waiting import until
 
@@ -52,12 +55,15 @@ class Wire:
 @pytest.fixture
 async def wire() -> AsyncIterator[Wire]:
     async with Engine(EngineConfig(dtype="float32", threads=1)) as engine:
-        app = build_app(engine, ServerConfig(max_body_mb=2, api_key=("schlüssel", "one")))
-        app[STATE].keys = frozenset()
+        config = ServerConfig(max_body_mb=2)
+        app = build_app(engine, config)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield Wire(app, runner.addresses[0][1])
+        assert runner.server is not None
+        listener = Listener(runner.server, ConnectionTable(config, 100, app[STATE].metrics), tls=None)
+        await listener.start("127.0.0.1", 0)
+        yield Wire(app, listener.port)
+        listener.close()
         await runner.cleanup()
 
 
@@ -133,7 +139,7 @@ async def test_a_body_that_is_not_what_its_headers_say_is_a_400(wire: Wire) -> N
 
 
 async def test_keys_are_compared_byte_by_byte(wire: Wire) -> None:
-    wire.state.keys = frozenset({"schlüssel"})
+    wire.state.keys = ApiKeys(ServerConfig(api_key=("schlüssel",)))
     utf8 = "schlüssel".encode().decode("latin-1")
     for key, expected in ((utf8, 204), ("schlüssel", 401), ("schl", 401), ("\xff", 401)):
         status, *_ = await wire.ask("DELETE /cache HTTP/1.1", f"Authorization: Bearer {key}")

@@ -10,10 +10,12 @@ ROOT = Path(__file__).parents[2]
 # Run in a process of its own, because it profiles every thread from its start.
 FOLLOW = """
 import asyncio, pathlib, sys, threading
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp import ClientSession, web
 import maxsimd.engine.engine
-from maxsimd.api.app import build_app
+from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.connection_table import ConnectionTable
+from maxsimd.api.listener import Listener
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.stats import EngineStats
 
@@ -35,7 +37,13 @@ def note(frame, event, _):
 async def main():
     global following
     async with Engine(EngineConfig(dtype="float32", threads=1, kernels="torch", maxsim="tiled")) as engine:
-        async with TestClient(TestServer(build_app(engine, ServerConfig()))) as client:
+        config = ServerConfig()
+        app = build_app(engine, config)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        listener = Listener(runner.server, ConnectionTable(config, 100, app[STATE].metrics), None)
+        await listener.start("127.0.0.1", 0)
+        async with ClientSession(f"http://127.0.0.1:{listener.port}") as client:
             for documents in (["warm up"], ["Berlin", "Paris is a capital", "Paris is a capital"]):
                 following = documents[0] == "Berlin"
                 body = {"query": "capital", "documents": documents}
@@ -45,6 +53,8 @@ async def main():
                 while engine.stats() != EngineStats():  # the commit comes after the answer
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.1)
+        listener.close()
+        await runner.cleanup()
 
 threading.setprofile(note)
 sys.setprofile(note)

@@ -32,15 +32,15 @@ def test_what_would_wait_too_long_is_refused_and_small_requests_are_served(serve
             async def post(body: dict[str, Any]) -> httpx.Response:
                 return await client.post(server.url + "/rerank", json=body)
 
-            crowd = [asyncio.create_task(post(_documents(40))) for _ in range(20)]
-            await asyncio.sleep(0.5)
+            crowd = [asyncio.create_task(post(_documents(20))) for _ in range(16)]
+            await asyncio.sleep(0.3)
             small = [await post(_documents(1)) for _ in range(5)]
             return await asyncio.gather(*crowd), small
 
     crowd, small = asyncio.run(overload())
     refused = [response for response in crowd if response.status_code == 429]
     served = [response for response in crowd if response.status_code == 200]
-    assert len(refused) + len(served) == 20
+    assert len(refused) + len(served) == 16
     assert served
     for response in refused:
         assert int(response.headers["Retry-After"]) >= 1

@@ -3,11 +3,15 @@
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,9 +32,9 @@ def _free_port() -> int:
 
 
 class Serving:
-    def __init__(self, url: str, status: asyncio.Task[int], engine: Engine) -> None:
+    def __init__(self, url: str, status: asyncio.Task[int], engine: Engine, verify: Any) -> None:
         self.url, self.status, self.engine = url, status, engine
-        self.client = httpx.AsyncClient(base_url=url, timeout=60)
+        self.client = httpx.AsyncClient(base_url=url, timeout=60, verify=verify)
 
     async def until_ready(self) -> None:
         async with asyncio.timeout(60):
@@ -64,7 +68,10 @@ async def serving(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncItera
         life._serve(EngineConfig(dtype="float32", threads=1), config, time.perf_counter())
     )
     await asyncio.sleep(0)
-    running = Serving(f"http://{config.host}:{config.port}", status, engines[0])
+    scheme, verify = "http", False
+    if config.tls_cert is not None:
+        scheme, verify = "https", ssl.create_default_context(cafile=config.tls_cert)
+    running = Serving(f"{scheme}://{config.host}:{config.port}", status, engines[0], verify)
     try:
         await running.until_ready()
         yield running
@@ -120,7 +127,7 @@ async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight(
         assert await asyncio.wait_for(server.status, 10) == 0
 
 
-async def test_a_drain_lasts_no_longer_than_the_grace_period(
+async def test_what_the_grace_period_does_not_suffice_for_is_a_503(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(monkeypatch, grace_seconds=0.3) as server:
@@ -130,8 +137,10 @@ async def test_a_drain_lasts_no_longer_than_the_grace_period(
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(server.status, 20) == 0
         assert 0.3 < time.perf_counter() - asked < 15
-        await asyncio.gather(heavy, return_exceptions=True)
-    assert "some requests were still unfinished after 0 seconds" in caplog.text
+        answer = await heavy
+    assert answer.status_code == 503
+    assert answer.headers["Connection"] == "close"
+    assert "1 requests were not done in time and are answered 503" in caplog.text
 
 
 async def _stop_of_itself(monkeypatch: pytest.MonkeyPatch, kill: Callable[[Engine], None]) -> int:
@@ -144,12 +153,119 @@ async def test_a_dead_engine_ends_the_server_with_status_1(monkeypatch: pytest.M
     assert await _stop_of_itself(monkeypatch, lambda engine: engine._died("of old age")) == 1
 
 
+async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, **options: Any) -> str:
+    """The one line of a server that does not start."""
+    config = ServerConfig(**{"port": _free_port()} | options)
+    assert await life._serve(EngineConfig(model=model), config, time.perf_counter()) == 1
+    (record,) = [record for record in caplog.records if record.name == "maxsimd.serve"]
+    assert record.levelno == logging.ERROR
+    assert record.exc_info is None
+    return record.getMessage()
+
+
 async def test_a_model_that_does_not_load_ends_the_server_with_status_1(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = ServerConfig(port=_free_port())
-    status = await life._serve(EngineConfig(model="/nowhere/at/all"), config, time.perf_counter())
-    assert status == 1
-    (record,) = [record for record in caplog.records if record.name == "maxsimd.serve"]
-    assert "there is no folder '/nowhere/at/all'" in record.getMessage()
-    assert record.levelno == logging.ERROR
+    assert "there is no folder '/nowhere/at/all'" in await _refusal(caplog, "/nowhere/at/all")
+
+
+async def test_what_nobody_expected_of_a_model_is_one_line_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(engine: Engine) -> None:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(Engine, "start", fail)
+    line = await _refusal(caplog)
+    assert line == "the model cannot be loaded: AttributeError: no such thing (--log-level debug says where)"
+
+
+async def test_a_port_in_use_is_one_line_that_says_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = await _refusal(caplog, port=port)
+    assert line == (
+        f"cannot listen on 127.0.0.1, port {port}: address already in use; choose another --host or --port, "
+        "or stop what listens there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"host": "no.such.host.invalid"}, "cannot listen on no.such.host.invalid, port"),
+        ({"host": "203.0.113.7"}, "cannot listen on 203.0.113.7, port"),
+        ({"api_key_file": "/"}, "cannot read keys from '/': Is a directory; give a readable file"),
+        ({"tls_cert": "/nowhere"}, "cannot read --tls-cert '/nowhere': No such file or directory"),
+        ({"tls_cert": __file__}, f"cannot use --tls-cert {__file__!r}: no pem; give a certificate chain"),
+        ({"max_connections": 10**9}, "--max-connections 1000000000 is more than the "),
+    ],
+)
+async def test_what_a_server_cannot_be_set_up_with_is_one_line(
+    caplog: pytest.LogCaptureFixture, options: dict[str, Any], line: str
+) -> None:
+    assert (await _refusal(caplog, **options)).startswith(line)
+
+
+async def test_a_server_that_all_can_reach_and_use_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(monkeypatch, host="0.0.0.0"):
+        pass
+    assert "may use it: there is no --api-key, no --api-key-file" in caplog.text
+    caplog.clear()
+    async with serving(monkeypatch, host="0.0.0.0", api_key=("one",)):
+        pass
+    assert "may use it" not in caplog.text
+
+
+async def test_a_name_with_several_addresses_has_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, host="localhost") as server:
+        assert (await server.client.get("/health")).status_code == 200
+
+
+def _openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The files of a certificate for 127.0.0.1, and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
+    _openssl(*command.split(), "-out", files[0], "-keyout", files[1])
+    return files
+
+
+async def test_a_server_with_a_certificate_speaks_https_alone(
+    monkeypatch: pytest.MonkeyPatch, certificate: tuple[str, str]
+) -> None:
+    cert, key = certificate
+    async with serving(monkeypatch, tls_cert=cert, tls_key=key, header_seconds=0.5) as server:
+        assert (await server.client.post("/rerank", json=LIGHT)).status_code == 200
+        async with httpx.AsyncClient() as other:
+            with pytest.raises(httpx.TransportError):
+                await other.get(server.url.replace("https", "http") + "/health")
+        # Who says nothing is not waited for.
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        assert await asyncio.wait_for(reader.read(), 15) == b""
+        writer.close()
+
+
+async def test_a_key_that_is_another_certificates_is_one_line(
+    caplog: pytest.LogCaptureFixture, certificate: tuple[str, str], tmp_path: Path
+) -> None:
+    cert, _ = certificate
+    other = tmp_path / "other.pem"
+    _openssl("genrsa", "-out", str(other), "2048")
+    line = await _refusal(caplog, tls_cert=cert, tls_key=str(other))
+    assert line.endswith("key values mismatch; give a certificate chain and its own key")
+    caplog.clear()
+    locked = tmp_path / "locked.pem"
+    _openssl("rsa", "-aes256", "-passout", "pass:x", "-in", str(other), "-out", str(locked))
+    assert "has a password" in await _refusal(caplog, tls_cert=cert, tls_key=str(locked))

@@ -30,6 +30,7 @@ async def test_every_metric_says_what_it_counts_and_by_what() -> None:
     metrics = ServerMetrics(registry)
     metrics.requests.labels(route="/score", status="200").inc()
     metrics.seconds.labels(route="/score").observe(0.02)
+    metrics.cut_connections.labels("idle").inc()
     bounds = [*map(str, map(float, BUCKETS)), "+Inf"]
     by_route = {"route": "/score"}
     page = _page(registry)
@@ -53,6 +54,16 @@ async def test_every_metric_says_what_it_counts_and_by_what() -> None:
             "gauge",
             "HTTP requests being answered",
             {"maxsimd_http_in_flight": [{}]},
+        ),
+        "maxsimd_http_connections": (
+            "gauge",
+            "Connections of clients",
+            {"maxsimd_http_connections": [{}]},
+        ),
+        "maxsimd_http_cut_connections": (
+            "counter",
+            "Connections that the server ended: idle, slow, or to make room for others",
+            {"maxsimd_http_cut_connections_total": [{"reason": "idle"}]},
         ),
         "maxsimd_event_loop_lag_seconds": (
             "histogram",

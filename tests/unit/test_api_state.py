@@ -1,7 +1,7 @@
 """What all handlers share: names, limits, phases, and when nothing is in flight."""
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -72,24 +72,46 @@ async def test_it_is_quiet_when_no_request_is_in_flight() -> None:
 
     await asyncio.wait_for(state.until_quiet(), 1)
     for _ in range(2):
-        first, second = ExitStack(), ExitStack()
-        first.enter_context(state.in_flight())
-        second.enter_context(state.in_flight())
+        first, second = AsyncExitStack(), AsyncExitStack()
+        await first.enter_async_context(state.in_flight())
+        await second.enter_async_context(state.in_flight())
         quiet = asyncio.create_task(state.until_quiet())
         await asyncio.sleep(0)
         assert (in_flight(), quiet.done()) == (2, False)
-        first.close()
+        await first.aclose()
         await asyncio.sleep(0)
         assert (in_flight(), quiet.done()) == (1, False)
-        with pytest.raises(RuntimeError), second:  # a request that fails has ended too
-            raise RuntimeError
+        with pytest.raises(RuntimeError):
+            async with second:  # a request that fails has ended too
+                raise RuntimeError
         await asyncio.wait_for(quiet, 1)
         assert in_flight() == 0
 
 
-def test_keys_and_configuration_are_the_given_ones() -> None:
-    config = ServerConfig(api_key=("one", "two"))
+async def test_requests_are_ended_once_and_others_timeouts_stay_what_they_are() -> None:
+    state = _state()
+
+    async def wait() -> None:
+        async with state.in_flight():
+            await asyncio.sleep(60)
+
+    waiting = [asyncio.create_task(wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert state.end_requests() == 2
+    for task in waiting:
+        with pytest.raises(EngineNotReadyError, match="shutting down"):
+            await task
+    await asyncio.wait_for(state.until_quiet(), 1)
+    assert state.end_requests() == 0
+    with pytest.raises(TimeoutError):
+        async with state.in_flight():
+            raise TimeoutError
+
+
+def test_keys_origins_and_configuration_are_the_given_ones() -> None:
+    config = ServerConfig(api_key=("one", "two"), cors_origin=("https://a.example",))
     engine = Standing()
     state = ServerState(engine, config)
-    assert state.keys == {"one", "two"}
+    assert state.keys.accept("Bearer two")
+    assert state.cross_origin.headers("https://a.example")["Access-Control-Allow-Origin"]
     assert (state.engine, state.config) == (engine, config)

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.handlers.handle import OPEN_ROUTES
 from maxsimd.api.options import flag, markdown_table
 from maxsimd.engine import EngineConfig
 
@@ -41,3 +42,27 @@ def test_the_change_log_has_the_version_of_the_package() -> None:
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert version is not None
     assert f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+SECURITY = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+
+
+def test_the_page_on_security_names_the_options_that_there_are() -> None:
+    shown = CliRunner().invoke(main, ["serve", "--help"]).output
+    named = set(re.findall(r"`(--[\w-]+)`", SECURITY + (ROOT / "SECURITY.md").read_text(encoding="utf-8")))
+    assert len(named) > 15
+    for name in named:
+        assert f"{name} " in shown, name
+
+
+def test_the_page_on_security_names_the_routes_that_ask_for_no_key() -> None:
+    section = SECURITY.split("## Open routes")[1].split("##")[0]
+    assert set(re.findall(r"`(/\w+)`", section)) == OPEN_ROUTES
+
+
+def test_the_page_on_security_names_every_reason_for_cutting_a_connection() -> None:
+    source = "".join((ROOT / "api" / name).read_text() for name in ("connections.py", "listener.py"))
+    reasons = set(re.findall(r'(?:_count|cut_connections\.labels)\("(\w+)"\)', source))
+    assert len(reasons) == 6
+    for reason in reasons:
+        assert f"`{reason}`" in SECURITY

@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import logging
-import sys
 import typing
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -15,7 +12,6 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.logs import JsonFormatter, set_up_logging
 from maxsimd.api.options import flag
 from maxsimd.engine import EngineConfig
 
@@ -56,6 +52,8 @@ def _sample(config: type, field: "dataclasses.Field[Any]") -> Any:
         return 77
     if float in kinds:
         return 7.5
+    if field.name == "cors_origin":
+        return ("https://one.example", "*")
     if typing.get_origin(kind) is tuple:
         return ("one", "two")
     return "something"
@@ -81,11 +79,14 @@ def test_every_option_reaches_its_configuration(
         arguments = [part for one in value for part in (name, one)]
     else:
         arguments = [name, str(value)]
+    # A key is of use only with its certificate.
+    also = {"tls_cert": "cert"} if field.name == "tls_key" else {}
+    arguments += [part for other in also for part in (flag(other), also[other])]
     result = CliRunner().invoke(main, ["serve", *arguments])
     assert result.exit_code == 7, result.output
     expected: list[Any] = [EngineConfig(), ServerConfig()]
     assert value != getattr(expected[index], field.name)
-    expected[index] = dataclasses.replace(expected[index], **{field.name: value})
+    expected[index] = dataclasses.replace(expected[index], **{field.name: value} | also)
     assert list(served[0][:2]) == expected
 
 
@@ -109,6 +110,21 @@ def test_serve_sets_up_logging_as_asked(served: Captured, monkeypatch: pytest.Mo
         (["--max-body-mb", "0"], "max_body_mb must be at least 1, not 0"),
         (["--max-documents", "0"], "max_documents must be at least 1, not 0"),
         (["--steps-in-flight", "3"], "steps_in_flight must be 1 or 2, not 3"),
+        (["--max-connections", "0"], "max_connections must be at least 1, not 0"),
+        (["--grace-seconds", "nan"], "grace_seconds must be a number from 0 on, not nan"),
+        (["--grace-seconds", "-1"], "grace_seconds must be a number from 0 on, not -1.0"),
+        (["--grace-seconds", "inf"], "grace_seconds must be a number from 0 on, not inf"),
+        (["--header-seconds", "0"], "header_seconds must be a number above 0, not 0.0"),
+        (["--transfer-seconds", "inf"], "transfer_seconds must be a number above 0, not inf"),
+        (["--idle-seconds", "nan"], "idle_seconds must be a number above 0, not nan"),
+        (["--min-bytes-per-second", "-1"], "min_bytes_per_second must not be negative, not -1"),
+        (["--port", "65536"], "port must be from 0 to 65535, not 65536"),
+        (["--port", "-1"], "port must be from 0 to 65535, not -1"),
+        (["--api-key", ""], "api_key must not be empty"),
+        (["--api-key", "one", "--api-key", " \t"], "api_key must not be empty"),
+        (["--tls-key", "key"], "tls_key is of no use without tls_cert"),
+        (["--cors-origin", "example.com"], "cors_origin must be * or like https://example.com"),
+        (["--cors-origin", "https://example.com/"], "cors_origin must be * or like https://example.com"),
         (["--port", "x"], "Invalid value for '--port'"),
         (["--long-documents", "all"], "Invalid value for '--long-documents'"),
         (["--nope"], "No such option"),
@@ -121,9 +137,31 @@ def test_a_wrong_option_is_explained(served: Captured, arguments: list[str], mes
     assert served == []
 
 
-def test_the_least_values_are_taken() -> None:
-    config = ServerConfig(max_body_mb=1, max_documents=1)
-    assert (config.max_body_mb, config.max_documents) == (1, 1)
+def test_the_least_and_the_greatest_values_are_taken() -> None:
+    least = {"max_body_mb": 1, "max_documents": 1, "max_connections": 1, "grace_seconds": 0.0, "port": 0}
+    for values in (least, {"min_bytes_per_second": 0}, {"port": 65_535}):
+        config = ServerConfig(**values)
+        assert {name: getattr(config, name) for name in values} == values
+
+
+@pytest.mark.parametrize("value", ["two,three", " two , three,", "two\nthree\n"])
+def test_keys_come_from_the_environment_too(
+    served: Captured, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("MAXSIMD_API_KEY", value)
+    CliRunner().invoke(main, ["serve", "--api-key", "one"])
+    assert served[0][1] == ServerConfig(api_key=("one", "two", "three"))
+
+
+@pytest.mark.parametrize("value", ["", " ", ",\n,"])
+def test_a_variable_without_a_key_does_not_open_the_server_to_all(
+    served: Captured, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("MAXSIMD_API_KEY", value)
+    result = CliRunner().invoke(main, ["serve"])
+    assert result.exit_code == 2
+    assert "MAXSIMD_API_KEY is set, but holds no key; give it one or unset it" in result.output
+    assert served == []
 
 
 def test_help_says_what_each_option_is_for_and_its_default() -> None:
@@ -173,57 +211,3 @@ def test_inspect_hands_on_what_it_was_asked(monkeypatch: pytest.MonkeyPatch, che
     assert json.loads(as_json.output) == {"größe": 1}
     assert "größe" in as_json.output
     assert asked == [(EngineConfig(model="some/model", dtype="float16"), check)] * 2
-
-
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("maxsimd")
-    handlers, level, our_level = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    ours.setLevel(our_level)
-
-
-@pytest.mark.usefixtures("restored_logging")
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_log_lines_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[str], form: str) -> None:
-    logging.getLogger().setLevel(logging.DEBUG)  # as somebody else may have done before
-    set_up_logging("info", form)
-    logging.getLogger("maxsimd.http").info("größer als %d", 3)
-    logging.getLogger("maxsimd.http").debug("too fine")
-    logging.getLogger("other.library").info("not ours")
-    logging.getLogger("other.library").warning("from elsewhere")
-    out, err = capsys.readouterr()
-    ours, other = err.splitlines()
-    assert out == ""
-    if form == "text":
-        assert ours[8:] == " INFO    größer als 3"
-        assert other[8:] == " WARNING from elsewhere"
-    else:
-        line = json.loads(ours)
-        assert list(line) == ["time", "level", "logger", "message"]
-        assert len(line["time"]) == 19
-        assert (line["level"], line["logger"], line["message"]) == ("info", "maxsimd.http", "größer als 3")
-        assert "größer" in ours
-        assert json.loads(other)["level"] == "warning"
-
-
-@pytest.mark.usefixtures("restored_logging")
-@pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
-def test_the_level_is_the_least_that_is_logged(capsys: pytest.CaptureFixture[str], level: str) -> None:
-    set_up_logging(level, "text")
-    for name in ("debug", "info", "warning", "error"):
-        getattr(logging.getLogger("maxsimd.http"), name)(name)
-    levels = ["debug", "info", "warning", "error"]
-    shown = [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
-    assert shown == levels[levels.index(level) :]
-
-
-def test_an_exception_is_part_of_a_machines_line() -> None:
-    try:
-        raise ValueError("inside")
-    except ValueError:
-        record = logging.LogRecord("a", logging.ERROR, "f", 1, "failed", (), sys.exc_info())
-    line = json.loads(JsonFormatter().format(record))
-    assert "ValueError: inside" in line["exception"]

@@ -1,5 +1,6 @@
 """What surrounds every request: keys, ids, timing, log lines and metrics, without a web server."""
 
+import asyncio
 import importlib
 import logging
 from collections.abc import AsyncIterator
@@ -10,10 +11,10 @@ import pytest
 import pytest_asyncio
 
 from maxsimd.api.answer import Answer
-from maxsimd.engine import (
-    EngineConfig,
-)
+from maxsimd.api.handlers.handle import OPEN_ROUTES
+from maxsimd.engine import EngineConfig
 from tests.unit.calling_handlers import GOOD, HEAVY, RERANK, Caller, RecordingEngine, error_of, expected
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -35,8 +36,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-OPEN = {"/health", "/ready"}
-GUARDED = [(method, path) for method, path in GOOD if path not in OPEN]
+GUARDED = [(method, path) for method, path in GOOD if path not in OPEN_ROUTES]
 
 
 @pytest.mark.parametrize(("method", "path"), [*GUARDED, ("GET", "/nope"), ("GET", "/rerank")])
@@ -57,6 +57,7 @@ async def test_without_a_key_every_guarded_route_is_a_401(
     ):
         answer = await caller.ask(method, path, body, headers)
         assert answer.status == 401, headers
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert error_of(answer) == {
             "message": "send a valid key as Authorization: Bearer KEY",
             "type": "AuthenticationError",
@@ -76,7 +77,11 @@ async def test_with_any_of_the_keys_every_guarded_route_answers(
         assert answer.status == (204 if path == "/cache" else expected(path))
 
 
-@pytest.mark.parametrize("path", sorted(OPEN))
+async def test_the_routes_that_need_no_key_are_those_of_probes() -> None:
+    assert set(OPEN_ROUTES) == {"/health", "/ready"}
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_ROUTES))
 async def test_probes_need_no_key(engine: RecordingEngine, path: str) -> None:
     assert (await Caller(engine, api_key=("one",)).ask("GET", path)).status == 200
 
@@ -153,6 +158,43 @@ async def test_every_request_has_a_line_in_the_log(caller: Caller, lines: pytest
         milliseconds, _, end = rest.partition(" ms ")
         assert float(milliseconds) == _timings(answer)["total"]
         assert end == "id=mine"
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/a\n20:00:00 ERROR x\x1b[1m", "/a\\n20:00:00%20ERROR%20x\\x1b[1m"),
+        ("/" + "x" * 1000, "/" + "x" * 99 + "..."),
+    ],
+)
+async def test_a_path_is_logged_escaped_and_cut(
+    caller: Caller, lines: pytest.LogCaptureFixture, path: str, shown: str
+) -> None:
+    await caller.ask("POST", path)
+    (record,) = lines.records
+    assert record.getMessage().startswith(f"POST {shown} 404 ")
+
+
+async def test_every_answer_says_that_it_is_data_and_for_nobody_else(caller: Caller) -> None:
+    for method, path, body in (("POST", "/rerank", RERANK), ("POST", "/rerank", b"{"), ("GET", "/nope", b"")):
+        headers = (await caller.ask(method, path, body)).headers
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert not [name for name in headers if name.startswith("Access-Control")]
+
+
+async def test_a_request_that_is_ended_is_a_503(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    asked = asyncio.create_task(caller.post("/rerank", HEAVY | {"cache": "bypass"}))
+    await until(lambda: engine.queued_tokens > 0)
+    assert caller.state.end_requests() == 1
+    answer = await asked
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
+    assert error_of(answer)["message"] == "the server is starting or shutting down; try again shortly"
+    assert caller.state.end_requests() == 0
+    await until(lambda: engine.queued_tokens == 0)
 
 
 async def test_no_text_of_a_user_is_logged(caller: Caller, lines: pytest.LogCaptureFixture) -> None:

@@ -135,10 +135,29 @@ def test_weights_that_are_quantised_by_others_are_refused_by_the_methods_name(cr
         load_model(EngineConfig(model=str(cross_encoder)), CPU)
 
 
-def test_settings_that_are_not_json_are_refused_by_the_files_name(cross_encoder: Path) -> None:
-    (cross_encoder / "config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match=r"config\.json .* is not JSON"):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "{", "config.json of {model!r} is not JSON: Expecting property name"),
+        ("config.json", "[" * 100_000, "config.json of {model!r} is not JSON: maximum recursion depth"),
+        ("config.json", "[1]", "config.json of {model!r} is no JSON object"),
+        ("config.json", '{"architectures": 5}', "{model!r} is a unknown of type None"),
+        (
+            "config_sentence_transformers.json",
+            '"x"',
+            "config_sentence_transformers.json of {model!r} is no JSON",
+        ),
+        ("modules.json", "[3]", "modules.json of {model!r} is no list of modules"),
+        ("modules.json", '{"0": {}}', "modules.json of {model!r} is no list of modules"),
+    ],
+)
+def test_settings_that_are_not_what_they_should_be_are_refused_by_the_files_name(
+    cross_encoder: Path, name: str, content: str, message: str
+) -> None:
+    (cross_encoder / name).write_text(content)
+    with pytest.raises(ModelLoadError) as refused:
         load_model(EngineConfig(model=str(cross_encoder)), CPU)
+    assert str(refused.value).startswith(message.format(model=str(cross_encoder)))
 
 
 def test_a_tokeniser_without_words_is_refused(cross_encoder: Path) -> None:

@@ -1,0 +1,50 @@
+"""Answers as aiohttp sends them, as bytes where there is no request to answer, and what is told to those
+whose bytes are no HTTP."""
+
+from http import HTTPStatus
+
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpProcessingError, LineTooLong
+
+from maxsimd.api.answer import Answer
+from maxsimd.api.failures import ApiError, malformed
+
+_SERVER = "maxsimd"
+# Bytes of a request's first line, and of a header. They differ, so that errors tell which was too long.
+LONGEST_LINE, LONGEST_HEADER, MOST_HEADERS = 8190, 16_380, 128
+
+
+def as_response(answer: Answer) -> web.Response:
+    headers = {**answer.headers, "Server": _SERVER}
+    return web.Response(status=answer.status, headers=headers, body=answer.body)
+
+
+def as_bytes(answer: Answer) -> bytes:
+    """An answer after which the connection is closed, for where no request has come of which aiohttp
+    knows."""
+    headers = {
+        **answer.headers,
+        "Server": _SERVER,
+        "Content-Length": str(len(answer.body)),
+        "Connection": "close",
+    }
+    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body
+
+
+def malformed_request(error: HttpProcessingError | None) -> ApiError:
+    """What to tell whose bytes are not HTTP/1.1, without repeating them."""
+    if isinstance(error, LineTooLong):
+        if error.args[1] == LONGEST_LINE:
+            return malformed(414, f"the path and query are too long; at most {LONGEST_LINE} bytes are taken")
+        return malformed(431, f"a header is too long; at most {LONGEST_HEADER} bytes are taken")
+    if isinstance(error, ContentEncodingError):
+        return malformed(400, "this Content-Encoding is not understood; use gzip, deflate, or none")
+    if isinstance(error, BadHttpMethod) and error.message == "Received HTTPS traffic on an HTTP port":
+        return malformed(400, "HTTP is spoken here, not HTTPS; use http://")
+    if error is not None and error.message == "Too many headers received":
+        return malformed(431, f"there are too many headers; at most {MOST_HEADERS} are taken")
+    return malformed(
+        400, "this is not HTTP/1.1; check method, path, Host, Content-Length and Transfer-Encoding"
+    )

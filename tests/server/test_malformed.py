@@ -1,0 +1,139 @@
+"""Whatever bytes come, the answer is an error of ours, and the server goes on."""
+
+import json
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server
+from tests.server.raw_client import RERANK, RawClient, head, post
+
+LENGTH = f"Content-Length: {len(RERANK)}"
+NOT_HTTP = "this is not HTTP/1.1"
+# What is sent, the status, and a part of the message.
+MALFORMED: dict[str, tuple[bytes, int, str]] = {
+    "no HTTP": (b"\x00\x01\x02 garbage\r\n\r\n", 400, NOT_HTTP),
+    "HTTPS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(50), 400, "not HTTPS"),
+    "HTTP/0.9": (b"GET /health\r\n\r\n", 400, "only HTTP/1.1"),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "HTTP/1.1"),
+    "HTTP/2 in words": (head("GET /health HTTP/2.0"), 400, "only HTTP/1.1"),
+    "HTTP/1.7": (head("GET /health HTTP/1.7"), 400, NOT_HTTP),
+    "an unknown method": (head("FOO /rerank HTTP/1.1"), 400, NOT_HTTP),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, NOT_HTTP),
+    "two hosts": (head("GET /health HTTP/1.1", "Host: y"), 400, NOT_HTTP),
+    "a path that is none": (head("GET health HTTP/1.1"), 400, NOT_HTTP),
+    "a broken URL": (head("GET http://[::1 HTTP/1.1"), 400, NOT_HTTP),
+    "an impossible port": (head("GET http://x:99999/ HTTP/1.1"), 400, NOT_HTTP),
+    "bytes in the path": (b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n", 400, NOT_HTTP),
+    "a long path": (head(f"GET /{'x' * 100_000} HTTP/1.1"), 414, "at most 8190 bytes"),
+    "a long header": (head("GET /health HTTP/1.1", "X: " + "x" * 100_000), 431, "at most 16380 bytes"),
+    "many headers": (
+        head("GET /health HTTP/1.1", *[f"X-{i}: 1" for i in range(5000)]),
+        431,
+        "at most 128 are taken",
+    ),
+    "a control character": (head("GET /health HTTP/1.1", "X: \x07"), 400, NOT_HTTP),
+    "a null": (head("GET /health HTTP/1.1", "X: \x00"), 400, NOT_HTTP),
+    "a folded header": (head("GET /health HTTP/1.1", "X: a", " b"), 400, NOT_HTTP),
+    "a space before the colon": (head("GET /health HTTP/1.1", "X : a"), 400, NOT_HTTP),
+    "bare line feeds": (b"GET /health HTTP/1.1\nHost: x\n\n", 400, NOT_HTTP),
+    "a negative length": (head("POST /rerank HTTP/1.1", "Content-Length: -1") + RERANK, 400, NOT_HTTP),
+    "a length in words": (head("POST /rerank HTTP/1.1", "Content-Length: ten") + RERANK, 400, NOT_HTTP),
+    "a length without end": (head("POST /rerank HTTP/1.1", f"Content-Length: {10**30}"), 400, NOT_HTTP),
+    "two lengths": (head("POST /rerank HTTP/1.1", LENGTH, "Content-Length: 5") + RERANK, 400, NOT_HTTP),
+    "a length and chunks": (
+        head("POST /rerank HTTP/1.1", LENGTH, "Transfer-Encoding: chunked") + b"0\r\n\r\n",
+        400,
+        NOT_HTTP,
+    ),
+    "an unknown transfer": (head("POST /rerank HTTP/1.1", "Transfer-Encoding: x") + RERANK, 400, NOT_HTTP),
+    "chunked twice": (
+        head("POST /rerank HTTP/1.1", "Transfer-Encoding: chunked, chunked") + b"0\r\n\r\n",
+        400,
+        NOT_HTTP,
+    ),
+    "a chunk of no size": (
+        head("POST /rerank HTTP/1.1", "Transfer-Encoding: chunked") + b"zz\r\nabc",
+        400,
+        NOT_HTTP,
+    ),
+    "a chunk of endless size": (
+        head("POST /rerank HTTP/1.1", "Transfer-Encoding: chunked") + b"f" * 40 + b"\r\nabc",
+        400,
+        NOT_HTTP,
+    ),
+    "no gzip": (post("/rerank", RERANK, "Content-Encoding: gzip"), 400, "check Content-Encoding"),
+    "an expectation": (post("/rerank", RERANK, "Expect: wonders"), 417, "100-continue"),
+    "a tunnel": (head("CONNECT example.com:443 HTTP/1.1"), 404, "no such route"),
+    "garbage after a request": (head("GET /health HTTP/1.1") + b"GARBAGE\r\n\r\n", 400, NOT_HTTP),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_requests_get_an_error_of_the_one_shape(strict_server: Server, name: str) -> None:
+    sent, status, message = MALFORMED[name]
+    received = RawClient(strict_server.url).send(sent).receive()
+    assert received.status == status
+    error = received.error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"]
+    assert error["code"] == status
+    assert len(received.headers["x-request-id"]) == 32
+    assert received.headers["x-content-type-options"] == "nosniff"
+    assert received.headers["server"] == "maxsimd"
+    assert received.closed
+
+
+def test_a_chunk_that_breaks_off_the_body_is_not_waited_for(strict_server: Server) -> None:
+    start = head("POST /rerank HTTP/1.1", "Transfer-Encoding: chunked") + b"5\r\nhello\r\n"
+    received = RawClient(strict_server.url).send(start, b"zz\r\n", every=0.1).receive()
+    assert received.status == 400
+    assert NOT_HTTP in received.error["message"]
+
+
+def test_the_log_of_all_that_has_no_trace_and_no_error(strict_server: Server) -> None:
+    for sent, *_ in MALFORMED.values():
+        RawClient(strict_server.url).send(sent).receive()
+    assert "Traceback" not in strict_server.log
+    assert " ERROR " not in strict_server.log
+    assert "GARBAGE" not in strict_server.log
+    assert 'status="500"' not in httpx.get(strict_server.url + "/metrics").text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/nope%0a20:00:00%20ERROR%20FAKE%1b[31m",
+        "/nope%0D%0A20:00:00%20ERROR%20FAKE",
+        "/nope%e2%80%a820:00:00%20ERROR%20FAKE%c2%9b31m%e2%80%ae",
+        "/nope%20200%201.0%20ms%20id=FAKE",
+        "/" + "FAKE%0a" * 1000,
+    ],
+)
+def test_a_path_forges_no_line_of_the_log(strict_server: Server, path: str) -> None:
+    before = len(strict_server.log)
+    assert RawClient(strict_server.url).send(head(f"POST {path} HTTP/1.1")).receive(1).status == 404
+    (line,) = strict_server.log[before:].splitlines()
+    assert line[8:].startswith(" INFO    POST /")
+    assert line.isprintable()
+    assert len(line) < 700
+    # Time, level, method, path, status, milliseconds, "ms", id.
+    assert len(line.split()) == 8
+
+
+def test_only_a_little_of_what_was_sent_is_repeated(strict_server: Server) -> None:
+    long = "x\u202e\x07\n" * 200_000
+    bodies = [
+        {"query": "q", "documents": ["d"], "model": long},
+        {"query": "q", "documents": ["d"], "truncation_side": long},
+        {"input": "q", "input_type": long},
+        {"input": "q", "prompt_name": long},
+        {"query": "q", "documents": [{"a": "b"}], "rank_fields": [long]},
+    ]
+    for body in bodies:
+        path = "/v1/embeddings" if "input" in body else "/rerank"
+        response = httpx.post(strict_server.url + path, content=json.dumps(body).encode())
+        assert 400 <= response.status_code < 500
+        error = response.json()["error"]
+        assert len(response.content) < 2_000
+        assert error["message"].isprintable(), error

@@ -1,0 +1,84 @@
+"""How a server ends when it is asked to: at once while it loads, within its grace, at once if asked twice."""
+
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server, StartServer
+from tests.waiting import wait_for
+
+# Takes far longer than any grace period here.
+HEAVY = {"query": "q", "documents": [f"{i} " + "word " * 245 for i in range(600)], "return_documents": False}
+
+
+def _answers(server: Server) -> bool:
+    try:
+        return httpx.get(server.url + "/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _catches_sigterm(server: Server) -> bool:
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="only Linux tells which signals are caught"
+)
+def test_a_server_that_is_still_importing_ends_at_once_and_well(start_server: StartServer) -> None:
+    server = start_server(ready=False)
+    wait_for(lambda: _catches_sigterm(server))
+    assert server.terminate() == 0
+    assert "Traceback" not in server.log
+
+
+def test_a_server_that_is_loading_ends_without_waiting_for_the_model(start_server: StartServer) -> None:
+    server = start_server(ready=False)
+    wait_for(lambda: _answers(server))
+    assert server.terminate() == 0
+    assert "stopped while loading" in server.log
+    assert "is ready on" not in server.log
+
+
+def _work(server: Server, threads: ThreadPoolExecutor) -> "Future[httpx.Response]":
+    """A request that the server is busy with."""
+    answer = threads.submit(httpx.post, server.url + "/rerank", json=HEAVY, timeout=120)
+    wait_for(lambda: server.metric("maxsimd_queue_tokens") > 0)
+    return answer
+
+
+def test_requests_longer_than_the_grace_period_get_a_503_and_the_server_ends_in_time(
+    start_server: StartServer,
+) -> None:
+    server = start_server("--grace-seconds", "1")
+    with ThreadPoolExecutor() as threads:
+        answer = _work(server, threads)
+        asked = time.monotonic()
+        assert server.terminate() == 0
+        # A second of grace, once, and some to end a step and to free what there is.
+        assert 1 < time.monotonic() - asked < 7
+    response = answer.result()
+    assert response.status_code == 503
+    assert response.headers["connection"] == "close"
+    assert response.headers["retry-after"]
+    assert response.json()["error"]["type"] == "ServiceUnavailableError"
+
+
+def test_a_second_signal_ends_the_server_at_once(start_server: StartServer) -> None:
+    server = start_server("--grace-seconds", "300")
+    with ThreadPoolExecutor() as threads:
+        answer = _work(server, threads)
+        server.process.terminate()
+        wait_for(lambda: not _answers(server))
+        assert server.process.poll() is None, "the request is still in flight"
+        server.process.terminate()
+        assert server.process.wait(10) == 128 + signal.SIGTERM
+        with pytest.raises(httpx.TransportError):
+            answer.result()
+    assert "stopped at once by a second signal" in server.log

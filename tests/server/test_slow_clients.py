@@ -1,0 +1,177 @@
+"""Clients that are slow, silent or too many: each is limited, and none keeps others out."""
+
+import json
+import resource
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server, StartServer
+from tests.server.raw_client import RERANK, RawClient, head, post
+from tests.waiting import wait_for
+
+# Many times the limit of half a second: a busy machine may be late.
+LATE = 15.0
+# Answered with some 9 MB, more than fits into the system's buffers.
+LONG_ANSWER = json.dumps({"tokens": [1000] * 1_000_000}).encode()
+
+
+def cut(server: Server, reason: str) -> float:
+    return server.metric(f'maxsimd_http_cut_connections_total{{reason="{reason}"}}')
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"POST /rera"],
+        [b"POST /rerank HTTP/1.1\r\nHost: x\r\n"],
+        # Each byte comes soon after the one before, and the last never.
+        [bytes([byte]) for byte in b"GET /health H"],
+    ],
+)
+def test_headers_that_do_not_come_in_time_are_a_408(strict_server: Server, parts: list[bytes]) -> None:
+    before = cut(strict_server, "slow_headers")
+    received = RawClient(strict_server.url).send(*parts, every=0.1).receive()
+    assert received.closed
+    assert 0.4 < received.seconds < LATE
+    assert received.status == 408
+    assert received.error["type"] == "RequestTimeoutError"
+    assert received.headers["x-request-id"]
+    assert cut(strict_server, "slow_headers") == before + 1
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_connection_on_which_nothing_is_asked_is_closed_without_a_word(
+    strict_server: Server, answered: bool
+) -> None:
+    client = RawClient(strict_server.url)
+    if answered:
+        client.send(head("GET /version HTTP/1.1"))
+    received = client.receive()
+    assert received.closed
+    assert 0.4 < received.seconds < LATE
+    assert received.data.count(b"HTTP/1.1") == answered
+
+
+def test_a_connection_that_is_used_stays_open(strict_server: Server) -> None:
+    ask = head("GET /health HTTP/1.1")
+    received = RawClient(strict_server.url).send(*[ask] * 4, every=0.3).receive()
+    assert received.data.count(b"HTTP/1.1 200 OK") == 4
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        # Nothing of the body, a part of it, a part in a chunk, and a byte now and then.
+        [head("POST /rerank HTTP/1.1", "Content-Length: 1000")],
+        [head("POST /rerank HTTP/1.1", "Content-Length: 1000") + RERANK],
+        [head("POST /rerank HTTP/1.1", "Transfer-Encoding: chunked") + b"400\r\n" + RERANK],
+        [head("POST /rerank HTTP/1.1", "Content-Length: 1000"), *[b" "] * 8],
+    ],
+)
+def test_a_body_that_comes_too_slowly_is_a_408(strict_server: Server, parts: list[bytes]) -> None:
+    before = cut(strict_server, "slow_body")
+    received = RawClient(strict_server.url).send(*parts, every=0.1).receive()
+    assert received.closed
+    assert 0.4 < received.seconds < LATE
+    assert received.status == 408
+    assert "the body took too long" in received.error["message"]
+    assert received.headers["connection"] == "close"
+    assert cut(strict_server, "slow_body") == before + 1
+
+
+def test_a_body_may_take_as_long_as_its_size_asks_for(strict_server: Server) -> None:
+    request = post("/rerank", RERANK.ljust(6_000), "Connection: close")
+    # A second and a half at some four times the least rate: three times as long as a body may be idle.
+    parts = [request[start : start + 400] for start in range(0, len(request), 400)]
+    received = RawClient(strict_server.url).send(*parts, every=0.1).receive()
+    assert received.seconds > 1.2
+    assert received.status == 200
+
+
+def test_a_client_that_does_not_read_its_answer_is_cut_off(strict_server: Server) -> None:
+    before = cut(strict_server, "slow_reader")
+    client = RawClient(strict_server.url, receive_buffer=4096).send(post("/detokenize", LONG_ANSWER))
+    wait_for(lambda: cut(strict_server, "slow_reader") == before + 1)
+    # The one that asks.
+    wait_for(lambda: strict_server.metric("maxsimd_http_connections") == 1)
+    client.close()
+
+
+def test_a_client_that_reads_slowly_gets_all_of_its_answer(strict_server: Server) -> None:
+    client = RawClient(strict_server.url, receive_buffer=4096)
+    client.send(post("/detokenize", LONG_ANSWER, "Connection: close"))
+    received = b""
+    started = time.monotonic()
+    while more := client.socket.recv(1 << 16):
+        received += more
+        if time.monotonic() < started + 2:
+            time.sleep(0.02)
+    assert time.monotonic() > started + 1.5
+    answer_head, _, body = received.partition(b"\r\n\r\n")
+    assert b"200 OK" in answer_head
+    assert len(json.loads(body)["text"]) > 1_500_000
+
+
+def test_no_connection_is_left_of_all_that_were_cut_off(strict_server: Server) -> None:
+    clients = [RawClient(strict_server.url) for _ in range(20)]
+    for number, client in enumerate(clients):
+        client.send([b"", b"GET", post("/rerank", RERANK)[:-1], post("/nope", RERANK)[:-1]][number % 4])
+    wait_for(lambda: strict_server.metric("maxsimd_http_connections") > 15)
+    wait_for(lambda: strict_server.metric("maxsimd_http_connections") == 1)
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def server_of_few_descriptors(session_starter: StartServer, bert_cross_encoder: str) -> Server:
+    return session_starter(bert_cross_encoder, descriptors=64)
+
+
+def _is_served(server: Server) -> bool:
+    response = httpx.post(server.url + "/rerank", content=RERANK, timeout=20)
+    return response.status_code == 200
+
+
+def test_more_clients_than_descriptors_shut_nobody_out(server_of_few_descriptors: Server) -> None:
+    server = server_of_few_descriptors
+    sending = RawClient(server.url).send(post("/rerank", RERANK)[:-1])
+    # That one, and the one that asks.
+    wait_for(lambda: server.metric("maxsimd_http_in_flight") == 2)
+    parts = [b"", b"POST /rerank HTTP/1.1\r\n", post("/rerank", RERANK)[:-1]]
+    held = [RawClient(server.url).send(parts[number % 3]) for number in range(80)]
+    assert all(_is_served(server) for _ in range(5))
+    assert cut(server, "evicted") > 60
+    assert server.metric("maxsimd_http_connections") <= 16
+    assert "there are 16 connections, as many as --max-connections" in server.log
+    # The request that had to make room is answered.
+    answer = sending.receive()
+    assert answer.status == 503
+    assert answer.headers["retry-after"] == "1"
+    for client in held:
+        client.close()
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits a process that runs")
+def test_a_process_without_descriptors_says_so_and_goes_on(server_of_few_descriptors: Server) -> None:
+    server = server_of_few_descriptors
+    assert "cannot accept" not in server.log
+    in_use = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (in_use + 4, 64))
+    held = [RawClient(server.url) for _ in range(12)]
+    wait_for(lambda: "cannot accept connections: Too many open files" in server.log)
+    assert _is_served(server)
+    before = _processor_seconds(server)
+    time.sleep(1)
+    assert _processor_seconds(server) - before < 0.5, "it must not spin"
+    # Said once, not once a connection.
+    assert server.log.count("cannot accept") == 1
+    for client in held:
+        client.close()
+
+
+def _processor_seconds(server: Server) -> float:
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100

@@ -1,0 +1,194 @@
+"""Which connection makes room when there are too many, and how many there may be."""
+
+import asyncio
+import resource
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from maxsimd.api import connection_table
+from maxsimd.api.config import ServerConfig, SetupError
+from maxsimd.api.connection_table import ConnectionTable, Phase
+from maxsimd.api.connections import Connection
+from maxsimd.api.listener import max_connections, raise_descriptor_limit
+from maxsimd.api.metrics import ServerMetrics
+
+
+class Room:
+    """A table with connections that enter their phases when they are told to, on a clock of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(connection_table, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.table = ConnectionTable(ServerConfig(), 3, ServerMetrics(CollectorRegistry()))
+        self.evicted: list[tuple[str, bool]] = []
+
+    def enter(self, name: str, phase: Phase) -> None:
+        self.now += 0.1
+        self.table.enter(self._named(name), phase)
+
+    def leave(self, name: str) -> None:
+        self.table.leave(self._named(name))
+
+    def evict(self) -> str | None:
+        """The name of the connection that had to make room."""
+        return self.evicted[-1][0] if self.table.evict() else None
+
+    def _named(self, name: str) -> Any:
+        if not hasattr(self, name):
+
+            def evict(is_told: bool) -> None:
+                self.evicted.append((name, is_told))
+                self.table.enter(getattr(self, name), Phase.ANSWERING)
+
+            setattr(self, name, SimpleNamespaceWithHash(evict=evict))
+        return getattr(self, name)
+
+
+class SimpleNamespaceWithHash(SimpleNamespace):
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Room:
+    return Room(monkeypatch)
+
+
+async def test_the_one_that_has_waited_longest_makes_room(room: Room) -> None:
+    for name in ("first", "second", "third"):
+        room.enter(name, Phase.IDLE)
+    room.enter("first", Phase.HEADERS)
+    room.now += 10
+    assert [room.evict(), room.evict(), room.evict(), room.evict()] == ["second", "third", "first", None]
+
+
+async def test_those_that_only_wait_go_before_those_that_send_or_receive(room: Room) -> None:
+    room.enter("receiving", Phase.BODY)
+    room.enter("sending", Phase.SENDING)
+    room.enter("waiting", Phase.LINGERING)
+    room.now += 10
+    assert [room.evict(), room.evict(), room.evict(), room.evict()] == [
+        "waiting",
+        "receiving",
+        "sending",
+        None,
+    ]
+
+
+async def test_one_that_has_just_come_does_not_make_room_for_others(room: Room) -> None:
+    room.enter("receiving", Phase.BODY)
+    room.now += 10
+    room.enter("new", Phase.HEADERS)
+    assert room.evict() == "receiving"
+
+
+async def test_those_that_the_server_works_for_stay(room: Room) -> None:
+    room.enter("answered", Phase.ANSWERING)
+    room.now += 10
+    assert room.evict() is None
+
+
+async def test_those_on_their_way_out_do_not_count(room: Room) -> None:
+    for name in ("first", "second", "third"):
+        assert not room.table.is_full
+        room.enter(name, Phase.BODY)
+    assert room.table.is_full
+    room.evict()
+    assert not room.table.is_full
+    room.enter("fourth", Phase.BODY)
+    assert room.table.is_full
+    room.leave("first")
+    assert room.table.is_full
+
+
+async def test_few_at_a_time_are_told_so_that_descriptors_are_soon_free(room: Room) -> None:
+    for number in range(10):
+        room.enter(f"sender_{number}", Phase.BODY)
+    for _ in range(10):
+        room.evict()
+    assert [is_told for _, is_told in room.evicted] == [True] * 8 + [False] * 2
+
+
+async def test_a_table_is_quiet_when_all_wait_and_empty_when_all_have_left(room: Room) -> None:
+    room.enter("first", Phase.BODY)
+    room.enter("second", Phase.IDLE)
+    quiet, empty = (asyncio.create_task(wait()) for wait in (room.table.until_quiet, room.table.until_empty))
+    for phase in (Phase.BODY, Phase.ANSWERING, Phase.SENDING):
+        room.enter("first", phase)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not quiet.done()
+    room.enter("first", Phase.CLOSING)
+    await asyncio.wait_for(quiet, 1)
+    room.leave("first")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not empty.done()
+    room.leave("second")
+    await asyncio.wait_for(empty, 1)
+
+
+async def test_a_connection_that_is_gone_does_not_come_back(room: Room) -> None:
+    server = web.Server(lambda request: None)  # type: ignore[arg-type, return-value]
+    connection = Connection(server, room.table, asyncio.get_running_loop())
+    connection.forget()
+    connection._enter(Phase.IDLE, 1.0)  # as when the answer to its last request is done with
+    await asyncio.wait_for(room.table.until_empty(), 1)
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "descriptors", "most"),
+    [
+        (None, 64, 16),
+        (None, 200, 100),
+        (None, 1024, 924),
+        (None, 1 << 20, 10_000),
+        (None, resource.RLIM_INFINITY, 10_000),
+        (20_000, 1 << 20, 20_000),
+        (20_000, resource.RLIM_INFINITY, 20_000),
+        (1, 64, 1),
+        (924, 1024, 924),
+    ],
+)
+def test_there_are_as_many_connections_as_descriptors_allow(
+    asked_for: int | None, descriptors: int, most: int
+) -> None:
+    assert max_connections(asked_for, descriptors) == most
+
+
+def test_more_connections_than_descriptors_are_refused_with_both_numbers() -> None:
+    with pytest.raises(SetupError, match="925 is more than the 924 that a limit of 1024 descriptors"):
+        max_connections(925, 1024)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (64, 64, 64),
+        (64, 4096, 4096),
+        (64, 1 << 30, 1 << 20),
+        (64, resource.RLIM_INFINITY, 1 << 20),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    ],
+)
+def test_the_limit_on_descriptors_is_raised_as_far_as_it_may(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int
+) -> None:
+    limits = {resource.RLIMIT_NOFILE: (soft, hard)}
+    monkeypatch.setattr("maxsimd.api.listener.resource.getrlimit", limits.__getitem__)
+    monkeypatch.setattr("maxsimd.api.listener.resource.setrlimit", limits.__setitem__)
+    assert raise_descriptor_limit() == raised
+    assert limits == {resource.RLIMIT_NOFILE: (raised, hard)}
+
+
+def test_a_limit_that_cannot_be_raised_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr("maxsimd.api.listener.resource.getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr("maxsimd.api.listener.resource.setrlimit", refuse)
+    assert raise_descriptor_limit() == 256
