@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,12 +68,19 @@ def _command() -> str:
 def _starter(folder: Path) -> Iterator[StartServer]:
     servers: list[Server] = []
 
-    def start(*arguments: str, ready: bool = True) -> Server:
+    def start(
+        *arguments: str,
+        ready: bool = True,
+        program: Sequence[str] = (),
+        before: Callable[[], None] | None = None,
+    ) -> Server:
+        """`program` is another command than the installed one, and `before` what its process does first."""
         port = _free_port()
         log_file = folder / f"server-{port}.log"
         with log_file.open("wb") as log:
             process = subprocess.Popen(
-                [_command(), "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)],
+                [*(program or [_command()]), "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)],
+                preexec_fn=before,
                 stderr=log,
                 stdout=log,
                 env=os.environ | {"HF_HUB_OFFLINE": "1"},
