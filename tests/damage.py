@@ -90,6 +90,12 @@ def _ask_for_log(folder: Path) -> None:
     _overwrite(folder, 18, b"\2\2")
 
 
+def _scramble_definitions(folder: Path) -> None:
+    """What sqlite3 cannot even quote in an error."""
+    start = (folder / FILE).read_bytes().index(b"CREATE TABLE entries")
+    _overwrite(folder, start, b"\xff" * 40)
+
+
 def _make_pipe(folder: Path) -> None:
     (folder / FILE).unlink()
     os.mkfifo(folder / FILE)
@@ -116,6 +122,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "random bytes in the middle": _scramble_the_middle,
     "header overwritten": lambda folder: _overwrite(folder, 0, random.Random(0).randbytes(100)),
     "header asks for a log": _ask_for_log,
+    "header of a later format": lambda folder: _overwrite(folder, 44, b"\xff" * 4),
+    "table definitions overwritten": _scramble_definitions,
     "garbage appended": _append,
     "file replaced by a directory": _make_directory,
     "file replaced by a pipe": _make_pipe,

@@ -29,6 +29,8 @@ EXPECTED: dict[str, tuple[bool, str | None]] = {
     "random bytes in the middle": (True, "was damaged"),
     "header overwritten": (True, "was damaged"),
     "header asks for a log": (True, ""),
+    "header of a later format": (True, ""),
+    "table definitions overwritten": (True, ""),
     "garbage appended": (True, ""),
     "file replaced by a directory": (False, NOT_OURS),
     "file replaced by a pipe": (False, NOT_OURS),
@@ -46,6 +48,8 @@ EXPECTED: dict[str, tuple[bool, str | None]] = {
 EXPECTED_AT_START = EXPECTED | {
     "truncated to nothing": (True, ""),
     "header asks for a log": (True, "was damaged"),
+    "header of a later format": (True, "was damaged"),
+    "table definitions overwritten": (True, "was damaged"),
     "file deleted": (True, ""),
     "folder deleted": (True, ""),
     "earlier version beside it": (True, "holds data.mdb and lock.mdb of an earlier version"),
