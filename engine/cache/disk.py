@@ -1,150 +1,152 @@
-"""Embeddings on disk: LMDB, memory-mapped, shared by several processes, the oldest going first.
+"""Embeddings on disk, shared by several processes, the oldest going first."""
 
-LMDB's transactions are whole or not there, so a process that is killed while it writes leaves no half entry;
-each entry has a checksum of its own besides. A database that cannot be read is set aside and begun anew.
-"""
-
-import logging
-import shutil
-import struct
+import os
+import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
-import lmdb
-
+from maxsimd.engine.cache import tables
+from maxsimd.engine.cache.database import LARGEST, PAGE, PORTION
 from maxsimd.engine.cache.entry import CachedEmbedding
+from maxsimd.engine.cache.guarded import GuardedDatabase, Warnings
+from maxsimd.engine.cache.tables import Usage
 
-log = logging.getLogger(__name__)
+Entries = list[tuple[bytes, CachedEmbedding]]
 
-_SEQUENCE = struct.Struct(">Q")
-_ROOM = 64 * 1024 * 1024
+# How often what other processes write is counted, at most.
+SECONDS_BETWEEN_COUNTS = 1.0
+# What a database takes beside its entries.
+_OVERHEAD = 8 * PAGE
+# More than any entry's sequence number.
+_END = (1 << 63) - 1
 
 
 class DiskStore:
-    """At most `limit` bytes in a folder, which several processes may share. Thread-safe."""
+    """At most `limit` bytes in a folder, which several processes may share. Thread-safe; raises nothing.
+
+    What cannot be read is as if it were not there, and what cannot be written is left out."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self._folder = folder
         self._limit = limit
+        self._database = GuardedDatabase(folder)
+        self._warnings = Warnings(folder)
+        self._usage = Usage(0, 0, 0)
+        self._counted_at = 0.0
         self.evictions = 0
-        try:
-            self._open()
-        except (lmdb.Error, OSError) as error:
-            aside = folder.with_name(f"{folder.name}.damaged-{time.time_ns()}")
-            log.warning("the cache in %s cannot be read (%s); it is set aside as %s", folder, error, aside)
-            shutil.move(folder, aside)
-            self._open()
-
-    def _open(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # Room beside the entries, because LMDB writes pages anew before it lets the old ones go. And without
-        # syncing: what the system has taken outlives the process, which is all that is promised.
-        self._env = lmdb.open(
-            str(self._folder),
-            map_size=2 * self._limit + _ROOM,
-            max_dbs=2,
-            sync=False,
-            metasync=False,
-            max_readers=512,
-        )
-        self._entries = self._env.open_db(b"entries")
-        self._order = self._env.open_db(b"order")
+        if os.path.exists(os.path.join(folder, "data.mdb")):
+            self._warnings.say("holds data.mdb and lock.mdb of an earlier version, which may be removed")
+        self._database.read(self._count)
 
     @property
     def nbytes(self) -> int:
-        """What the entries and their order take, in whole pages."""
-        with self._env.begin() as transaction:
-            return self._used(transaction)
+        """How much of the file was in use when it was last looked at."""
+        return self._usage.nbytes
 
     def __len__(self) -> int:
-        with self._env.begin() as transaction:
-            return int(transaction.stat(self._entries)["entries"])
+        """How many entries there were when they were last counted."""
+        return self._usage.entries
 
     def get(self, key: bytes) -> CachedEmbedding | None:
-        try:
-            with self._env.begin(buffers=True) as transaction:
-                data = transaction.get(key, db=self._entries)
-                if data is None:
-                    return None
-                entry = CachedEmbedding.from_bytes(memoryview(data)[_SEQUENCE.size :])
-            if entry is None:
-                log.warning("an entry of the cache is damaged and is left out")
-                self.drop(key)
-        except lmdb.Error as error:
-            log.warning("the cache cannot be read: %s", error)
+        found = self._database.read(partial(self._find, key=key))
+        if not found:
             return None
+        [entry] = found
+        if entry is None:
+            self._warnings.say("holds entries that are damaged, which are left out")
+            self.drop(key)
         return entry
 
     def newest(self) -> Iterator[tuple[bytes, CachedEmbedding]]:
         """The entries that are whole, the newest first. Ends early where the store cannot be read."""
-        try:
-            with self._env.begin(buffers=True) as transaction:
-                cursor = transaction.cursor(self._order)
-                more = cursor.last()
-                while more:
-                    key = bytes(cursor.value())
-                    data = transaction.get(key, db=self._entries)
-                    entry = None
-                    if data is not None:
-                        entry = CachedEmbedding.from_bytes(memoryview(data)[_SEQUENCE.size :])
-                    if entry is not None:
-                        yield key, entry
-                    more = cursor.prev()
-        except lmdb.Error as error:
-            log.warning("the cache cannot be read: %s", error)
+        sequence = _END
+        # Each by itself, because nobody can write while something is read.
+        while found := self._database.read(partial(_find_before, sequence=sequence)):
+            sequence, key, entry = found
+            if entry is not None:
+                yield key, entry
 
-    def put(self, entries: list[tuple[bytes, CachedEmbedding]]) -> None:
-        """Keeps entries, all or none; the oldest go where there is no room."""
-        data = [(key, entry.to_bytes()) for key, entry in entries]
-        try:
-            with self._env.begin(write=True) as transaction:
-                self._write(transaction, data)
-                while self._used(transaction) > self._limit:
-                    self._evict(transaction)
-        except lmdb.Error as error:
-            log.warning("the cache cannot be written to: %s", error)
-
-    def clear(self) -> None:
-        with self._env.begin(write=True) as transaction:
-            transaction.drop(self._entries, delete=False)
-            transaction.drop(self._order, delete=False)
-
-    def close(self) -> None:
-        self._env.close()
-
-    def _used(self, transaction: lmdb.Transaction) -> int:
-        pages = 0
-        for database in (self._entries, self._order):
-            stat = transaction.stat(database)
-            pages += stat["leaf_pages"] + stat["branch_pages"] + stat["overflow_pages"]
-        return int(pages * self._env.stat()["psize"])
-
-    def _write(self, transaction: lmdb.Transaction, data: list[tuple[bytes, bytes]]) -> None:
-        cursor = transaction.cursor(self._order)
-        last = _SEQUENCE.unpack(cursor.key())[0] if cursor.last() else 0
-        for number, (key, value) in enumerate(data, last + 1):
-            sequence = _SEQUENCE.pack(number)
-            previous = transaction.get(key, db=self._entries)
-            if previous is not None:
-                transaction.delete(previous[: _SEQUENCE.size], db=self._order)
-            transaction.put(key, sequence + value, db=self._entries)
-            transaction.put(sequence, key, db=self._order)
-
-    def _evict(self, transaction: lmdb.Transaction) -> None:
-        """Lets a tenth of the entries go, the oldest."""
-        count = int(transaction.stat(self._order)["entries"])
-        cursor = transaction.cursor(self._order)
-        for _ in range(max(1, count // 10)):
-            if not cursor.first():
-                return
-            transaction.delete(cursor.value(), db=self._entries)
-            cursor.delete()
-            self.evictions += 1
+    def put(self, entries: Entries) -> None:
+        """Stores entries; the oldest go where there is no room."""
+        for portion in self._portions(entries):
+            self._database.write(partial(self._write, entries=portion))
 
     def drop(self, key: bytes) -> None:
-        with self._env.begin(write=True) as transaction:
-            data = transaction.get(key, db=self._entries)
-            if data is not None:
-                transaction.delete(data[: _SEQUENCE.size], db=self._order)
-                transaction.delete(key, db=self._entries)
+        self._database.write(partial(self._drop, key=key))
+
+    def clear(self) -> None:
+        """Forgets all entries. Where that cannot be done now, none of them is found until it is."""
+        self._usage = Usage(0, 0, 0)
+        self._database.clear()
+        self._database.read(self._count)
+
+    def close(self) -> None:
+        """From now on the store is as if it were empty."""
+        self._database.close()
+
+    def _find(self, connection: sqlite3.Connection, key: bytes) -> list[CachedEmbedding | None]:
+        """What there is under a key: nothing, an entry, or one that is damaged, as None."""
+        if time.monotonic() - self._counted_at >= SECONDS_BETWEEN_COUNTS:
+            self._count(connection)
+        data = tables.read(connection, key)
+        return [] if data is None else [CachedEmbedding.from_bytes(key, data)]
+
+    def _portions(self, entries: Iterable[tuple[bytes, CachedEmbedding]]) -> Iterator[Entries]:
+        """Entries in portions that are written at once. What has no room alone is left out."""
+        portion: Entries = []
+        size, most = 0, min(PORTION, self._limit // 4)
+        for key, entry in entries:
+            room = _most_bytes(entry.nbytes)
+            if room > min(self._limit - _OVERHEAD, LARGEST - PAGE):
+                continue
+            if portion and size + room > most:
+                yield portion
+                portion, size = [], 0
+            portion.append((key, entry))
+            size += room
+        if portion:
+            yield portion
+
+    def _write(self, connection: sqlite3.Connection, entries: Entries) -> None:
+        data = [(key, entry.to_bytes(key)) for key, entry in entries]
+        self._make_room(connection, sum(_most_bytes(len(value)) for _, value in data))
+        tables.write(connection, data)
+        self._count(connection)
+        # It is longer than that only where an earlier limit was higher.
+        if self._usage.file_bytes > self._limit:
+            tables.shrink(connection, self._usage.file_bytes - self._limit)
+
+    def _make_room(self, connection: sqlite3.Connection, nbytes: int) -> None:
+        """Drops the oldest entries, where there are not as many bytes left."""
+        while (lacking := tables.count(connection).nbytes + nbytes - self._limit) > 0:
+            dropped = tables.drop_oldest(connection, lacking)
+            if dropped == 0:
+                return
+            self.evictions += dropped
+
+    def _drop(self, connection: sqlite3.Connection, key: bytes) -> None:
+        tables.drop(connection, key)
+        self._count(connection)
+
+    def _count(self, connection: sqlite3.Connection) -> None:
+        self._counted_at = time.monotonic()
+        self._usage = tables.count(connection)
+
+
+def _find_before(
+    connection: sqlite3.Connection, sequence: int
+) -> tuple[int, bytes, CachedEmbedding | None] | None:
+    """Sequence number, key and entry, None if damaged, of the newest that is older than `sequence`."""
+    found = tables.read_before(connection, sequence)
+    if found is None:
+        return None
+    older, key, data = found
+    return older, key, CachedEmbedding.from_bytes(key, data)
+
+
+def _most_bytes(length: int) -> int:
+    """How much of a database an entry of that length takes at most."""
+    # What is long is cut into pages of its own, and what is left, up to a page, lies beside others. A header
+    # and the key, which is stored twice, come on top.
+    return length + 256 if length < PAGE // 4 else (length // PAGE + 1) * PAGE

@@ -15,9 +15,12 @@ _DTYPES: dict[Precision, torch.dtype] = {
     "int8": torch.int8,
 }
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES.values())}
-# Magic and version, dtype, truncated, tokens, rows, dim, checksum of what follows.
-_HEADER = struct.Struct("<4sBBIIII")
-_MAGIC = b"mxc1"
+# Magic and version, dtype, truncated, tokens, rows, dim.
+_HEADER = struct.Struct("<4sBBIII")
+_MAGIC = b"mxc2"
+# It follows the header and covers the key, the header and the payload.
+_CHECKSUM = struct.Struct("<I")
+_START = _HEADER.size + _CHECKSUM.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,30 +38,31 @@ class CachedEmbedding:
     def nbytes(self) -> int:
         return self.rows.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
-    def to_bytes(self) -> bytes:
-        """Self-contained and checked: see `from_bytes`."""
-        parts = [self.rows.contiguous().view(torch.uint8).numpy().tobytes()]
-        if self.scales is not None:
-            parts.append(self.scales.numpy().tobytes())
-        payload = b"".join(parts)
-        code = _CODES[self.rows.dtype]
+    def to_bytes(self, key: bytes) -> bytes:
+        """Self-contained, and checked with the key that it is stored under: see `from_bytes`."""
         rows, dim = self.rows.shape
-        checksum = zlib.crc32(payload)
-        return _HEADER.pack(_MAGIC, code, self.truncated, self.tokens, rows, dim, checksum) + payload
+        header = _HEADER.pack(_MAGIC, _CODES[self.rows.dtype], self.truncated, self.tokens, rows, dim)
+        payload = [self.rows.contiguous().view(torch.uint8).numpy().tobytes()]
+        if self.scales is not None:
+            payload.append(self.scales.numpy().tobytes())
+        return b"".join([header, _CHECKSUM.pack(_checksum(key, header, *payload)), *payload])
 
     @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> "CachedEmbedding | None":
-        """None for bytes that are torn, changed or of another kind. They are copied."""
-        if len(data) < _HEADER.size:
+    def from_bytes(cls, key: bytes, data: bytes) -> "CachedEmbedding | None":
+        """None for bytes that are torn, changed, of another kind or of another key. They are copied."""
+        if len(data) < _START:
             return None
-        magic, code, truncated, tokens, rows, dim, checksum = _HEADER.unpack_from(data)
-        payload = data[_HEADER.size :]
-        if magic != _MAGIC or code >= len(_DTYPES) or zlib.crc32(payload) != checksum:
+        view = memoryview(data)
+        header, payload = view[: _HEADER.size], view[_START:]
+        magic, code, truncated, tokens, rows, dim = _HEADER.unpack(header)
+        if magic != _MAGIC or code >= len(_DTYPES) or dim == 0:
             return None
         dtype = list(_DTYPES.values())[code]
         size = rows * dim * dtype.itemsize
         scaled = dtype is torch.int8
         if len(payload) != size + (rows * 4 if scaled else 0):
+            return None
+        if _checksum(key, header, payload) != _CHECKSUM.unpack_from(data, _HEADER.size)[0]:
             return None
         if rows == 0:
             return cls(
@@ -68,6 +72,14 @@ class CachedEmbedding:
         values = torch.frombuffer(whole, dtype=dtype, count=rows * dim).view(rows, dim)
         scales = torch.frombuffer(whole, dtype=torch.float32, count=rows, offset=size) if scaled else None
         return cls(values, scales, tokens, bool(truncated))
+
+
+def _checksum(*parts: bytes | memoryview) -> int:
+    """One sum over all parts in their order."""
+    total = 0
+    for part in parts:
+        total = zlib.crc32(part, total)
+    return total
 
 
 def rounded(rows: torch.Tensor, precision: Precision) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,5 +1,6 @@
 """Opens the cache that a configuration asks for, under a fingerprint of the model it belongs to."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -27,5 +28,5 @@ def open_cache(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> 
         # There are no embeddings but this model's, and its weights need not be read.
         return EmbeddingCache(b"", precision, MemoryStore(config.cache_mb * MIB), None)
     mark = fingerprint(ingredients(model, config, dtype, precision))
-    disk = DiskStore(Path(config.cache_dir).expanduser(), config.cache_disk_mb * MIB)
+    disk = DiskStore(Path(os.path.expanduser(config.cache_dir)), config.cache_disk_mb * MIB)
     return EmbeddingCache(mark, precision, MemoryStore(config.cache_mb * MIB), disk)

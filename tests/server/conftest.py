@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,16 +73,28 @@ def _starter(folder: Path) -> Iterator[StartServer]:
         ready: bool = True,
         descriptors: int | None = None,
         environment: dict[str, str] | None = None,
+        program: Sequence[str] = (),
+        before: Callable[[], None] | None = None,
     ) -> Server:
-        """`descriptors` is the process's limit on them."""
+        """`descriptors` is the process's limit on them, `program` another command than the installed one, and
+        `before` what its process does first."""
         port = _free_port()
-        command = [_command(), "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        command = [
+            *(program or [_command()]),
+            "serve",
+            *arguments,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
         if descriptors is not None:
             command = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *command]
         log_file = folder / f"server-{port}.log"
         with log_file.open("wb") as log:
             process = subprocess.Popen(
                 command,
+                preexec_fn=before,
                 stderr=log,
                 stdout=log,
                 env=os.environ | {"HF_HUB_OFFLINE": "1"} | (environment or {}),

@@ -1,6 +1,5 @@
-"""The cache's stores, each by itself: limits to the byte, orders, counts, and what is damaged or closed."""
+"""The cache in memory, entries as bytes, and memory and disk together: limits to the byte, orders, counts."""
 
-import logging
 import struct
 import threading
 import time
@@ -9,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 import torch
 
@@ -21,7 +19,8 @@ from maxsimd.engine.cache.store import EmbeddingCache
 from maxsimd.pooling.ragged import Ragged
 
 MIB = 1024 * 1024
-HEADER = struct.Struct("<4sBBIIII")
+HEADER = struct.Struct("<4sBBIII")
+CHECKSUM = struct.Struct("<I")
 
 
 def entry(seed: int, rows: int = 2, dim: int = 4) -> CachedEmbedding:
@@ -99,9 +98,9 @@ def test_memory_drops_one_entry_and_its_bytes() -> None:
 def test_an_entry_comes_back_from_its_bytes_exactly(precision: Precision, truncated: bool) -> None:
     values, scales = rounded(entry(1, rows=3).rows, precision)
     stored = CachedEmbedding(values, scales, 70_000, truncated)
-    data = stored.to_bytes()
-    assert len(data) == HEADER.size + stored.nbytes
-    back = CachedEmbedding.from_bytes(data)
+    data = stored.to_bytes(key(1))
+    assert len(data) == HEADER.size + CHECKSUM.size + stored.nbytes
+    back = CachedEmbedding.from_bytes(key(1), data)
     assert back is not None
     assert torch.equal(back.rows, values)
     assert back.rows.dtype == values.dtype
@@ -116,28 +115,39 @@ def test_an_entry_comes_back_from_its_bytes_exactly(precision: Precision, trunca
 
 def test_rows_that_do_not_lie_end_to_end_are_stored_in_their_order() -> None:
     rows = entry(1, rows=4, dim=3).rows.t()
-    back = CachedEmbedding.from_bytes(CachedEmbedding(rows, None, 1, False).to_bytes())
+    back = CachedEmbedding.from_bytes(key(1), CachedEmbedding(rows, None, 1, False).to_bytes(key(1)))
     assert back is not None
     assert torch.equal(back.rows, rows)
 
 
+def test_an_embedding_without_rows_comes_back() -> None:
+    for precision in ("float32", "int8"):
+        empty = CachedEmbedding(*rounded(torch.zeros(0, 4), precision), 3, False)
+        back = CachedEmbedding.from_bytes(key(1), empty.to_bytes(key(1)))
+        assert back is not None
+        assert (back.rows.shape, back.rows.dtype) == ((0, 4), empty.rows.dtype)
+        assert (back.scales is None) == (empty.scales is None)
+
+
 def _with_header(**changes: Any) -> bytes:
-    """An entry of 2 x 4 float32 numbers whose header says something else."""
-    payload = entry(1).to_bytes()[HEADER.size :]
-    header = {"magic": b"mxc1", "code": 0, "truncated": 0, "tokens": 2, "rows": 2, "dim": 4}
-    header |= {"checksum": zlib.crc32(payload)} | changes
-    return HEADER.pack(*header.values()) + payload
+    """An entry of 2 x 4 float32 numbers whose header says something else, and whose checksum is that of the
+    header unless it is given."""
+    payload = entry(1).to_bytes(key(1))[HEADER.size + CHECKSUM.size :]
+    fields = {"magic": b"mxc2", "code": 0, "truncated": 0, "tokens": 2, "rows": 2, "dim": 4}
+    header = HEADER.pack(*(fields | {name: changes[name] for name in fields if name in changes}).values())
+    checksum = changes.get("checksum", zlib.crc32(key(1) + header + payload))
+    return header + CHECKSUM.pack(checksum) + payload
 
 
 def test_the_header_says_how_the_bytes_are_to_be_read() -> None:
     """Folders outlive versions: another layout needs another magic."""
-    assert _with_header() == entry(1).to_bytes()
+    assert _with_header() == entry(1).to_bytes(key(1))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"magic": b"mxc2"},
+        {"magic": b"mxc1"},
         {"code": 3},
         {"code": 1},
         {"code": 2},
@@ -145,17 +155,35 @@ def test_the_header_says_how_the_bytes_are_to_be_read() -> None:
         {"rows": 3},
         {"rows": 1},
         {"dim": 5},
+        {"dim": 0},
     ],
     ids=str,
 )
 def test_bytes_whose_header_does_not_fit_are_refused(changes: dict[str, Any]) -> None:
-    assert CachedEmbedding.from_bytes(_with_header(**changes)) is None
+    assert CachedEmbedding.from_bytes(key(1), _with_header(**changes)) is None
 
 
-def test_bytes_shorter_than_a_header_are_refused() -> None:
-    data = entry(1).to_bytes()
-    assert CachedEmbedding.from_bytes(data[: HEADER.size - 1]) is None
-    assert CachedEmbedding.from_bytes(b"") is None
+def test_a_size_that_is_not_that_of_the_bytes_is_refused_before_memory_is_taken_for_it() -> None:
+    """2^32 rows of 2^32 columns would be more than any machine has; and no columns are no embedding."""
+    most = 2**32 - 1
+    for changes in ({"rows": most, "dim": most}, {"rows": most, "dim": 1}, {"rows": 1, "dim": most}):
+        assert CachedEmbedding.from_bytes(key(1), _with_header(**changes)) is None
+    nothing = HEADER.pack(b"mxc2", 0, 0, 2, most, 0)
+    checksum = CHECKSUM.pack(zlib.crc32(key(1) + nothing))
+    assert CachedEmbedding.from_bytes(key(1), nothing + checksum) is None
+
+
+def test_every_byte_of_an_entry_and_of_its_key_counts() -> None:
+    for precision in ("float32", "int8"):
+        data = CachedEmbedding(*rounded(entry(1).rows, precision), 7, True).to_bytes(key(1))
+        assert CachedEmbedding.from_bytes(key(1), data) is not None
+        for position in range(len(data)):
+            changed = data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+            assert CachedEmbedding.from_bytes(key(1), changed) is None, position
+            assert CachedEmbedding.from_bytes(key(1), data[:position]) is None, position
+        for position in range(32):
+            other = key(1)[:position] + bytes([key(1)[position] ^ 1]) + key(1)[position + 1 :]
+            assert CachedEmbedding.from_bytes(other, data) is None, position
 
 
 @pytest.mark.parametrize(
@@ -211,172 +239,6 @@ def test_as_many_embeddings_arrive_as_are_described() -> None:
         Arriving([About(key(1), 1, False)], Ragged(torch.zeros(2, 4), (0, 1, 2)))
 
 
-# Disk
-
-
-def _numbers(store: DiskStore) -> list[int]:
-    return [int.from_bytes(name, "big") for name, _ in store.newest()]
-
-
-def test_disk_returns_the_newest_first_over_a_restart(tmp_path: Path) -> None:
-    for start in (0, 3):
-        store = DiskStore(tmp_path, 4 * MIB)
-        store.put([(key(start), entry(start)), (key(start + 1), entry(start + 1))])
-        store.put([(key(start + 2), entry(start + 2))])
-        store.close()
-    store = DiskStore(tmp_path, 4 * MIB)
-    assert _numbers(store) == [5, 4, 3, 2, 1, 0]
-    assert all(same(found, entry(int.from_bytes(name, "big"))) for name, found in store.newest())
-    store.close()
-
-
-def test_disk_takes_what_is_put_again_as_new(disk: DiskStore) -> None:
-    for number in (0, 1, 2, 0):
-        disk.put([(key(number), entry(number + 10 * (number == 0 and len(disk) == 3)))])
-    assert _numbers(disk) == [0, 2, 1]
-    assert len(disk) == 3
-    assert same(disk.get(key(0)), entry(10))
-
-
-def test_disk_drops_one_entry(disk: DiskStore) -> None:
-    disk.put([(key(number), entry(number)) for number in range(3)])
-    disk.drop(key(1))
-    disk.drop(key(7))
-    assert disk.get(key(1)) is None
-    assert _numbers(disk) == [2, 0]
-    assert len(disk) == 2
-    assert _order(disk) == 2
-
-
-def _order(disk: DiskStore) -> int:
-    with disk._env.begin() as transaction:
-        return int(transaction.stat(disk._order)["entries"])
-
-
-def test_disk_that_is_cleared_is_empty_and_goes_on(disk: DiskStore) -> None:
-    disk.put([(key(number), entry(number, rows=1000)) for number in range(3)])
-    disk.clear()
-    assert (len(disk), disk.nbytes, _order(disk), _numbers(disk)) == (0, 0, 0, [])
-    disk.put([(key(5), entry(5))])
-    assert same(disk.get(key(5)), entry(5))
-
-
-@pytest.mark.parametrize(("count", "rows"), [(600, 1), (20, 2000)])
-def test_disk_counts_all_pages_of_both_tables(disk: DiskStore, count: int, rows: int) -> None:
-    disk.put([(key(number), entry(number, rows)) for number in range(count)])
-    with disk._env.begin() as transaction:
-        stats = [transaction.stat(table) for table in (disk._entries, disk._order)]
-    pages = sum(number for stat in stats for name, number in stat.items() if name.endswith("pages"))
-    assert sum(stat["branch_pages"] for stat in stats) > 0 or rows > 1
-    assert sum(stat["overflow_pages"] for stat in stats) > 0 or rows == 1
-    assert disk.nbytes == pages * disk._env.stat()["psize"]
-    assert isinstance(disk.nbytes, int)
-
-
-def test_disk_evicts_the_oldest_one_of_a_few(disk: DiskStore) -> None:
-    size = MIB // (4 * 4)
-    for number in range(4):
-        disk.put([(key(number), entry(number, rows=size - 1000))])
-    assert (len(disk), disk.evictions) == (4, 0)
-    disk.put([(key(4), entry(4, rows=size - 1000))])
-    assert _numbers(disk) == [4, 3, 2, 1]
-    assert (disk.evictions, _order(disk)) == (1, 4)
-
-
-def test_disk_evicts_the_oldest_tenth_of_many(disk: DiskStore) -> None:
-    rows, number = 6000, 0  # 24 pages each: 42 of them fit
-    while disk.evictions == 0:
-        disk.put([(key(number), entry(number, rows=rows))])
-        number += 1
-    assert number == 43
-    assert disk.evictions == 4
-    assert _numbers(disk) == list(range(42, 3, -1))
-
-
-def test_disk_that_is_exactly_full_evicts_nothing(disk: DiskStore, tmp_path: Path) -> None:
-    entries = [(key(number), entry(number, rows=1000)) for number in range(20)]
-    disk.put(entries)
-    other = DiskStore(tmp_path / "other", disk.nbytes)
-    other.put(entries)
-    assert (len(other), other.evictions) == (20, 0)
-    other.put([(key(20), entry(20, rows=1000))])
-    assert other.evictions > 0
-    other.close()
-
-
-def test_disk_fills_its_limit_and_stays_within_it(disk: DiskStore) -> None:
-    for number in range(60):
-        disk.put([(key(number), entry(number, rows=MIB // 8 // 16))])
-        assert disk.nbytes <= 4 * MIB
-    assert disk.nbytes > 3 * MIB
-
-
-def test_a_folder_has_the_tables_that_other_versions_look_for(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, 4 * MIB)
-    store.put([(key(3), entry(3))])
-    store.close()
-    with lmdb.open(str(tmp_path), max_dbs=2) as environment:
-        tables = {name: environment.open_db(name, create=False) for name in (b"entries", b"order")}
-        with environment.begin() as transaction:
-            [(name, stored)] = transaction.cursor(tables[b"entries"])
-            [(sequence, ordered)] = transaction.cursor(tables[b"order"])
-    assert name == ordered == key(3)
-    assert stored == sequence + entry(3).to_bytes()
-
-
-def test_disk_has_room_to_write_beside_its_entries_and_does_not_sync(disk: DiskStore) -> None:
-    information, flags = disk._env.info(), disk._env.flags()
-    assert information["map_size"] == 2 * 4 * MIB + 64 * MIB
-    assert information["max_readers"] == 512
-    assert (flags["sync"], flags["metasync"]) == (False, False)
-
-
-def test_disk_leaves_out_what_is_damaged_and_goes_on(
-    disk: DiskStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk.put([(key(number), entry(number)) for number in range(4)])
-    with disk._env.begin(write=True) as transaction:
-        damaged = bytearray(transaction.get(key(2), db=disk._entries))
-        damaged[-1] ^= 1
-        transaction.put(key(2), bytes(damaged), db=disk._entries)
-        transaction.delete(key(1), db=disk._entries)
-    assert _numbers(disk) == [3, 0]
-    with caplog.at_level(logging.WARNING):
-        assert disk.get(key(2)) is None
-    assert "damaged" in caplog.text
-    assert len(disk) == 2
-
-
-def test_disk_that_cannot_be_used_is_as_if_it_were_empty(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = DiskStore(tmp_path, 4 * MIB)
-    store.put([(key(0), entry(0))])
-    store.close()
-    with caplog.at_level(logging.WARNING):
-        assert store.get(key(0)) is None
-        assert list(store.newest()) == []
-        store.put([(key(1), entry(1))])
-    assert caplog.text.count("cannot be read") == 2
-    assert caplog.text.count("cannot be written") == 1
-
-
-def test_a_database_that_is_none_lies_beside_the_new_one(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (folder / "data.mdb").write_bytes(b"something else entirely" * 1000)
-    before = time.time_ns()
-    store = DiskStore(folder, 4 * MIB)
-    assert len(store) == 0
-    assert store.evictions == 0
-    store.close()
-    [aside] = [path for path in tmp_path.iterdir() if path != folder]
-    assert (aside / "data.mdb").read_bytes().startswith(b"something else")
-    prefix, _, moment = aside.name.rpartition("-")
-    assert prefix == "cache.damaged"
-    assert before <= int(moment) <= time.time_ns()
-
-
 # Both together
 
 
@@ -428,7 +290,8 @@ def test_entries_go_to_memory_and_disk_and_leave_both(disk: DiskStore) -> None:
     assert cache.get(key(1)) is None
     assert (cache.entries, len(disk), cache.memory_bytes) == (2, 2, 2 * entry(0).nbytes)
     cache.clear()
-    assert (cache.entries, len(disk), cache.memory_bytes, cache.disk_bytes) == (0, 0, 0, 0)
+    assert (cache.entries, len(disk), cache.memory_bytes) == (0, 0, 0)
+    assert cache.disk_bytes == disk.nbytes
 
 
 def test_a_cache_without_a_disk_has_what_is_in_memory() -> None:

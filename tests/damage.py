@@ -1,0 +1,146 @@
+"""What can happen to the folder of a cache, and processes that heed the permissions of files."""
+
+import ctypes
+import os
+import random
+import shutil
+import sqlite3
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from maxsimd.engine.cache.database import FILE, PAGE
+
+_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _PR_CAPBSET_DROP = 1, 2, 24
+
+
+def heed_permissions() -> None:
+    """From its next exec on, this process may write only where permissions say so, even as root."""
+    if sys.platform == "linux":
+        for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH):
+            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+def _overwrite(folder: Path, start: int, data: bytes) -> None:
+    with (folder / FILE).open("r+b") as file:
+        file.seek(start)
+        file.write(data)
+
+
+def _truncate(part: Callable[[int], int]) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / FILE, part((folder / FILE).stat().st_size))
+
+
+def _zero_second_half(folder: Path) -> None:
+    size = (folder / FILE).stat().st_size
+    _overwrite(folder, size // 2, bytes(size - size // 2))
+
+
+def _scramble_the_middle(folder: Path) -> None:
+    size = (folder / FILE).stat().st_size
+    _overwrite(folder, size // 3, random.Random(0).randbytes(size // 3))
+
+
+def _append(folder: Path) -> None:
+    with (folder / FILE).open("ab") as file:
+        file.write(random.Random(0).randbytes(3 * PAGE + 7))
+
+
+def _make_directory(folder: Path) -> None:
+    (folder / FILE).unlink()
+    (folder / FILE).mkdir()
+    (folder / FILE / "of a user").write_text("text")
+
+
+def _scramble_journal(folder: Path) -> None:
+    (folder / f"{FILE}-journal").write_bytes(random.Random(0).randbytes(2 * PAGE))
+
+
+def _forbid_writing(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.chmod(0o444)
+    folder.chmod(0o555)
+
+
+def _add_older_version(folder: Path) -> None:
+    (folder / "data.mdb").write_bytes(b"of an earlier version")
+    (folder / "lock.mdb").write_bytes(b"of an earlier version")
+
+
+def _make_foreign(folder: Path) -> None:
+    (folder / FILE).unlink()
+    with sqlite3.connect(folder / FILE) as connection:
+        connection.execute("CREATE TABLE entries (name TEXT)")
+        connection.execute("INSERT INTO entries VALUES ('of a user')")
+    connection.close()
+
+
+def _overwrite_by_foreign(folder: Path) -> None:
+    """As `cp` does it: the file stays the same, what it holds is another's."""
+    foreign = folder.with_name(folder.name + "-foreign")
+    foreign.mkdir()
+    (foreign / FILE).touch()
+    _make_foreign(foreign)
+    (folder / FILE).write_bytes((foreign / FILE).read_bytes())
+    shutil.rmtree(foreign)
+
+
+def _ask_for_log(folder: Path) -> None:
+    """What makes SQLite map a file."""
+    _overwrite(folder, 18, b"\2\2")
+
+
+def _scramble_definitions(folder: Path) -> None:
+    """What sqlite3 cannot even quote in an error."""
+    start = (folder / FILE).read_bytes().index(b"CREATE TABLE entries")
+    _overwrite(folder, start, b"\xff" * 40)
+
+
+def _make_pipe(folder: Path) -> None:
+    (folder / FILE).unlink()
+    os.mkfifo(folder / FILE)
+
+
+def _change_tables(folder: Path) -> None:
+    with sqlite3.connect(folder / FILE) as connection:
+        connection.execute("ALTER TABLE entries RENAME COLUMN data TO datum")
+    connection.close()
+
+
+def _lose_count(folder: Path) -> None:
+    with sqlite3.connect(folder / FILE) as connection:
+        connection.execute("DELETE FROM counts")
+    connection.close()
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "truncated to nothing": _truncate(lambda size: 0),
+    "truncated to half": _truncate(lambda size: size // 2),
+    "truncated to a page": _truncate(lambda size: PAGE),
+    "truncated to a few bytes": _truncate(lambda size: 80),
+    "second half zeroed": _zero_second_half,
+    "random bytes in the middle": _scramble_the_middle,
+    "header overwritten": lambda folder: _overwrite(folder, 0, random.Random(0).randbytes(100)),
+    "header asks for a log": _ask_for_log,
+    "header of a later format": lambda folder: _overwrite(folder, 44, b"\xff" * 4),
+    "table definitions overwritten": _scramble_definitions,
+    "garbage appended": _append,
+    "file replaced by a directory": _make_directory,
+    "file replaced by a pipe": _make_pipe,
+    "file deleted": lambda folder: (folder / FILE).unlink(),
+    "folder deleted": shutil.rmtree,
+    "journal overwritten": _scramble_journal,
+    "read-only": _forbid_writing,
+    "earlier version beside it": _add_older_version,
+    "file replaced by another program's": _make_foreign,
+    "file overwritten by another program's": _overwrite_by_foreign,
+    "other tables": _change_tables,
+    "number of entries lost": _lose_count,
+}
+
+
+def undo(folder: Path) -> None:
+    """Makes room for a new cache, whatever has happened to the folder."""
+    if folder.exists():
+        folder.chmod(0o755)
+        shutil.rmtree(folder)

@@ -1,0 +1,154 @@
+"""A server whose cache folder is damaged, taken away, filled or something else: it serves on, scores as it
+would without a cache, and its log says what happened.
+
+What becomes of the files, and more kinds of damage, are in tests/unit/test_damaged_caches.py."""
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine.cache.database import FILE, PAGE
+from tests.damage import DAMAGES, heed_permissions, undo
+from tests.server.conftest import Server, StartServer
+from tests.server.test_cache import rerank, scores
+from tests.waiting import wait_for
+
+# Without memory, so that whatever is cached is read from disk.
+OPTIONS = ("--dtype", "float32", "--cache-mb", "0", "--cache-dir")
+# The installed command, with pauses that are short enough for as many failures as there are here.
+PROGRAM = (
+    sys.executable,
+    "-c",
+    "from maxsimd.engine.cache import guarded; guarded.PAUSE_SECONDS = 0.05; "
+    "from maxsimd.api.cli import main; main()",
+)
+KINDS = (
+    "truncated to nothing",
+    "truncated to half",
+    "truncated to a page",
+    "second half zeroed",
+    "random bytes in the middle",
+    "header overwritten",
+    "garbage appended",
+    "file replaced by a directory",
+    "file deleted",
+    "folder deleted",
+    "journal overwritten",
+    "read-only",
+    "earlier version beside it",
+    "file replaced by another program's",
+)
+# What harms nothing; and what is not noticed where SQLite has those few pages in memory still, or drops them.
+HARMLESS = {"garbage appended", "journal overwritten", "earlier version beside it"}
+UNREAD = {"second half zeroed", "random bytes in the middle"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("caches") / "cache"
+
+
+@pytest.fixture(scope="module")
+def server(session_starter: StartServer, folder: Path) -> Server:
+    """Started with a file in place of its folder."""
+    folder.write_text("of a user")
+    return session_starter(*OPTIONS, str(folder), program=PROGRAM, before=heed_permissions)
+
+
+@pytest.fixture(scope="module")
+def documents(pairs: list[Pair]) -> list[str]:
+    return [pair.document[:150] for pair in pairs[:12]]
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server, documents: list[str]) -> list[float]:
+    return scores(rerank(server, documents, cache="bypass"))
+
+
+def count_cached(answer: dict[str, dict[str, dict[str, int]]]) -> int:
+    return answer["usage"].get("prompt_tokens_details", {}).get("cached_documents", 0)
+
+
+def wait_until_cached(server: Server, documents: list[str]) -> None:
+    deadline = time.monotonic() + 20
+    while count_cached(rerank(server, documents)) < len(documents):
+        assert time.monotonic() < deadline, f"nothing is cached any more:\n{server.log}"
+        time.sleep(0.02)
+
+
+def count_warnings(log: str) -> int:
+    return log.count("the embedding cache in")
+
+
+def test_a_file_in_place_of_the_folder_stays_until_its_user_removes_it(
+    server: Server, folder: Path, documents: list[str], expected: list[float]
+) -> None:
+    assert "cached in memory only" in server.log
+    assert "name a folder that can be written to with --cache-dir" in server.log
+    for _ in range(2):
+        np.testing.assert_allclose(scores(rerank(server, documents)), expected, atol=1e-4)
+    assert httpx.delete(server.url + "/cache").status_code == 204
+    assert folder.read_text() == "of a user"
+    assert count_warnings(server.log) == 1
+    folder.unlink()
+    wait_until_cached(server, documents)
+    np.testing.assert_allclose(scores(rerank(server, documents)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("moment", ["while serving", "in DELETE /cache"])
+@pytest.mark.parametrize("damage", KINDS)
+def test_a_server_survives_damage_to_its_cache(
+    server: Server, folder: Path, documents: list[str], expected: list[float], damage: str, moment: str
+) -> None:
+    if folder.is_file():
+        folder.unlink()
+    wait_until_cached(server, documents)
+    before = len(server.log)
+    DAMAGES[damage](folder)
+    if moment == "in DELETE /cache":
+        assert httpx.delete(server.url + "/cache").status_code == 204
+    for i in range(2):
+        # With a document that is new, so that something is written.
+        found = scores(rerank(server, [*documents, f"new {i} {damage} {moment}"]))
+        np.testing.assert_allclose(found[:-1], expected, atol=1e-4)
+    assert server.metric("maxsimd_cache_disk_bytes") >= 0
+    if damage not in HARMLESS | UNREAD:
+        wait_for(lambda: count_warnings(server.log[before:]) > 0)
+    assert count_warnings(server.log[before:]) <= (0 if damage in HARMLESS else 5), server.log[before:]
+    undo(folder)
+
+
+def _limit_files() -> None:
+    """As if the disk were full: no file can grow beyond a MiB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+
+def test_a_server_starts_with_a_damaged_cache_and_serves_on_when_its_disk_is_full(
+    start_server: StartServer,
+    server: Server,
+    folder: Path,
+    pairs: list[Pair],
+    documents: list[str],
+    expected: list[float],
+    tmp_path: Path,
+) -> None:
+    if folder.is_file():
+        folder.unlink()
+    wait_until_cached(server, documents)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / FILE).write_bytes((folder / FILE).read_bytes()[: 5 * PAGE])
+    started = start_server(*OPTIONS, str(tmp_path / "cache"), before=_limit_files)
+    assert started.log.count("was damaged") == 1
+    for _ in range(2):
+        found = scores(rerank(started, documents + [pair.document for pair in pairs[12:30]]))
+        np.testing.assert_allclose(found[:12], expected, atol=1e-4)
+    wait_for(lambda: "cannot be written to" in started.log)
+    assert count_warnings(started.log) <= 4
+    assert httpx.delete(started.url + "/cache").status_code == 204
+    assert started.terminate() == 0
