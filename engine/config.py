@@ -116,7 +116,11 @@ class EngineConfig:
     cache_precision: Literal["auto", "float32", "bfloat16", "int8"] = option(
         "auto", "Precision that embeddings are cached in and documents scored with; auto is the model's."
     )
-    threads: int | None = option(None, "Threads for computing on the CPU; by default torch's own choice.")
+    threads: int | None = option(
+        None,
+        "Threads for computing on the CPU; by default OMP_NUM_THREADS, else as many as there are cores, by "
+        "affinity and quota (control groups).",
+    )
     tokenizer_threads: int = option(2, "Threads for tokenisation and other work that blocks.")
     trust_remote_code: bool = option(False, "Run Python code that comes with the checkpoint.")
     allow_pickle: bool = option(

@@ -1,5 +1,6 @@
 """What all tests share: the order in which they run, checkpoints, engines and real text."""
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -109,3 +110,26 @@ def native_multi_vector(checkpoints: SharedCheckpoints) -> str:
 @pytest.fixture(scope="session")
 def qwen3_embedding(checkpoints: SharedCheckpoints) -> str:
     return checkpoints(bi_encoders.qwen3)
+
+
+@pytest.fixture
+def group_of_one_core() -> Iterator[Path]:
+    """A real control group whose quota is one core, where one can be made."""
+    for folder, file, text in (
+        ("/sys/fs/cgroup/cpu/maxsimd-test", "cpu.cfs_quota_us", "100000"),
+        ("/sys/fs/cgroup/maxsimd-test", "cpu.max", "100000 100000"),
+    ):
+        group = Path(f"{folder}-{os.getpid()}")
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / file).write_text(text)
+        except OSError:
+            group.rmdir()
+            continue
+        yield group
+        group.rmdir()
+        return
+    pytest.skip("no control group can be made here")

@@ -1,5 +1,7 @@
 """Loads a model and makes it ready on its device; called on the device thread."""
 
+import logging
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,6 +10,7 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.allocators import settle_allocators
+from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.open_cache import open_cache
 from maxsimd.engine.device.thread_priority import lower_thread_priority
 from maxsimd.engine.device.warmup import checked_maxsim, warm_up
@@ -16,6 +19,8 @@ from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype,
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
+
+log = logging.getLogger(__name__)
 
 # How much longer a start may take so that the newest of what is on disk is in memory.
 _WARMING_SECONDS = 0.5
@@ -36,8 +41,7 @@ class DeviceModel:
 
 def load_device_model(config: EngineConfig) -> DeviceModel:
     """Loads and prepares the model; to be called on the device thread. Raises ModelLoadError."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    _choose_threads(config.threads)
     device = choose_device(config.device)
     if device.type == "cpu":
         settle_allocators()
@@ -61,6 +65,19 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     if cache is not None:
         cache.wait_until_warm(_WARMING_SECONDS)
     return DeviceModel(_without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache)
+
+
+def _choose_threads(asked: int | None) -> None:
+    """As many threads as were asked for, here or in OMP_NUM_THREADS (which torch reads), else no more than
+    there are cores to run them on. torch would count all cores of the machine."""
+    if asked is not None:
+        torch.set_num_threads(asked)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        cores = usable_cores()
+        if cores.threads < torch.get_num_threads():
+            torch.set_num_threads(cores.threads)
+            quota = "no quota" if cores.quota is None else f"a quota of {cores.quota:g}"
+            log.info("threads for computing: %d (%d cores, %s)", cores.threads, cores.affinity, quota)
 
 
 def _without_references(model: LoadedModel) -> LoadedModel:

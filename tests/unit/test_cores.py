@@ -1,0 +1,115 @@
+"""How many cores a process may use, by its control groups as the kernel shows them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxsimd.engine.device.cores import Cores, cpu_quota, usable_cores
+
+V1 = "31 23 0:28 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:5 - cgroup cgroup rw,cpu,cpuacct\n"
+V2 = "31 23 0:28 {root} /sys/fs/cgroup rw,relatime shared:5 - cgroup2 cgroup rw,nsdelegate\n"
+OTHERS = (
+    "23 1 0:21 / /proc rw - proc proc rw\n33 31 0:30 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset\n"
+)
+
+
+def _machine(tmp_path: Path, mounts: str, groups: str, files: dict[str, str]) -> Path:
+    for path, text in {"proc/self/mountinfo": OTHERS + mounts, "proc/self/cgroup": groups, **files}.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("maxima", "quota"),
+    [
+        (["200000 100000\n"], 2.0),
+        (["50000 100000\n"], 0.5),
+        (["max 100000\n"], None),
+        (["max 100000\n", "150000 100000\n"], 1.5),
+        (["300000 100000\n", "max 100000\n"], 3.0),
+        (["300000 100000\n", "100000 50000\n", "max 100000\n"], 2.0),
+        ([], None),
+        (["nonsense"], None),
+    ],
+)
+def test_version_2_has_the_least_quota_of_all_groups_around(
+    tmp_path: Path, maxima: list[str], quota: float | None
+) -> None:
+    """From the outermost that is mounted to the process's own."""
+    folder, files = "sys/fs/cgroup", {}
+    for maximum in maxima:
+        folder += "/group"
+        files[f"{folder}/cpu.max"] = maximum
+    groups = "0::/" + "/".join(["group"] * len(maxima)) + "\n"
+    assert cpu_quota(_machine(tmp_path, V2.format(root="/"), groups, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("quotas", "quota"),
+    [
+        ([("200000", "100000")], 2.0),
+        ([("-1", "100000")], None),
+        ([("-1", "100000"), ("25000", "50000")], 0.5),
+    ],
+)
+def test_version_1_has_quota_and_period_in_files(
+    tmp_path: Path, quotas: list[tuple[str, str]], quota: float | None
+) -> None:
+    folder, files = "sys/fs/cgroup/cpu,cpuacct", {}
+    for us, period in quotas:
+        folder += "/group"
+        files |= {f"{folder}/cpu.cfs_quota_us": us, f"{folder}/cpu.cfs_period_us": period}
+    path = "/" + "/".join(["group"] * len(quotas))
+    groups = f"9:name=systemd:/other\n4:cpu,cpuacct:{path}\n0::/\n"
+    assert cpu_quota(_machine(tmp_path, V1.format(root="/"), groups, files)) == quota
+
+
+def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/cpu.max": "100000 100000\n"}
+    assert cpu_quota(_machine(tmp_path, V2.format(root="/"), "0::/\n", files)) == 1.0
+
+
+@pytest.mark.parametrize("path", ["/docker/abc", "/docker/abc/inner", "/elsewhere", "/../x"])
+def test_a_container_may_have_a_part_of_the_hosts_groups_mounted(tmp_path: Path, path: str) -> None:
+    files = {
+        "sys/fs/cgroup/cpu.max": "300000 100000\n",
+        "sys/fs/cgroup/inner/cpu.max": "200000 100000\n",
+    }
+    machine = _machine(tmp_path, V2.format(root="/docker/abc"), f"0::{path}\n", files)
+    assert cpu_quota(machine) == (2.0 if path.endswith("inner") else 3.0)
+
+
+def test_quotas_of_other_groups_do_not_count(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/a/cpu.max": "max 1\n", "sys/fs/cgroup/b/cpu.max": "100000 100000\n"}
+    assert cpu_quota(_machine(tmp_path, V2.format(root="/"), "0::/a\n", files)) is None
+
+
+def test_a_machine_without_control_groups_has_no_quota(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quota", "threads"), [(4, None, 4), (4, 2.0, 2), (4, 1.9, 1), (4, 0.2, 1), (2, 64.0, 2)]
+)
+def test_there_are_as_many_threads_as_can_always_run(
+    affinity: int, quota: float | None, threads: int
+) -> None:
+    assert Cores(affinity, quota).threads == threads
+
+
+def test_the_affinity_is_this_processes_own() -> None:
+    assert usable_cores().affinity == len(os.sched_getaffinity(0))
+
+
+def test_a_real_quota_is_found(group_of_one_core: Path) -> None:
+    program = (
+        f"import os; open({str(group_of_one_core / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
+        "from maxsimd.engine.device.cores import usable_cores; print(usable_cores().quota)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(ran.stdout) == 1.0
