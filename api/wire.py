@@ -222,10 +222,12 @@ class ClassifyResponse(msgspec.Struct):
 
 
 class TokenizeResponse(msgspec.Struct):
-    tokens: list[int]
+    """The tokens are lists that have been written already: of numbers, and of strings."""
+
+    tokens: msgspec.Raw
     count: int
     max_model_len: int
-    token_strs: list[str] | None = None
+    token_strs: msgspec.Raw | None = None
 
 
 class ErrorBody(msgspec.Struct):

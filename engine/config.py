@@ -104,7 +104,9 @@ class EngineConfig:
         None,
         "Jinja template, or a file with one, that asks a language model about query, document, instruction.",
     )
-    window_overlap: int = option(64, "Tokens that neighbouring windows of a long document share.")
+    window_overlap: int = option(
+        64, "Tokens that neighbouring windows of a long document share; at most half of each are."
+    )
     cache_mb: int = option(
         128, "Memory for embeddings of documents, in MiB, so that none is encoded twice; 0 for none."
     )

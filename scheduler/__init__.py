@@ -5,7 +5,7 @@ Pure Python and numpy: no torch and no asyncio, so that the policy can be simula
 
 from maxsimd.scheduler.filling import StepLimits
 from maxsimd.scheduler.forecast import ServiceRate, Share
-from maxsimd.scheduler.payload import DocumentPayload, Payload, ResultSlot, Role, Tokens, Window
+from maxsimd.scheduler.payload import DocumentPayload, JoinedTokens, Payload, ResultSlot, Role, Tokens, Window
 from maxsimd.scheduler.policy import OLDEST_SHARE, Scheduler
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 
@@ -14,6 +14,7 @@ __all__ = [
     "CachedBatch",
     "Chunk",
     "DocumentPayload",
+    "JoinedTokens",
     "Payload",
     "ResultSlot",
     "Role",

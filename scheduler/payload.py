@@ -1,7 +1,9 @@
 """What travels with a sequence for the stages after the scheduler, which passes it on unread."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +54,49 @@ class Tokens:
         return len(self.ids) if self.attended_len is None else self.attended_len
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedTokens:
+    """`Tokens` that are put together when they are read, so that what thousands of sequences have in common,
+    a long query say, is held once. All are attended to and pooled.
+
+    `types[i]` is the type ids of `parts[i]`, or the one that all its tokens have. Raises ValueError for no
+    token."""
+
+    parts: tuple[TokenIds, ...]
+    types: tuple[TokenIds | int, ...]
+    length: int
+
+    @classmethod
+    def of(cls, parts: Sequence[TokenIds], types: Sequence[TokenIds | int]) -> "JoinedTokens":
+        length = sum(map(len, parts))
+        if length == 0:
+            raise ValueError("a sequence needs at least one token")
+        return cls(tuple(parts), tuple(types), length)
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def ids(self) -> TokenIds:
+        return np.concatenate(self.parts)
+
+    @property
+    def type_ids(self) -> TokenIds:
+        given = zip(self.parts, self.types, strict=True)
+        return np.concatenate([np.broadcast_to(np.int32(types), len(part)) for part, types in given])
+
+    @property
+    def num_attended(self) -> int:
+        return self.length
+
+    @property
+    def pooled_positions(self) -> None:
+        return None
+
+
+AnyTokens: TypeAlias = Tokens | JoinedTokens
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """One of `num_windows` sequences through which a document is read and then scored as one. The document
@@ -85,6 +130,6 @@ class Payload:
 
     role: Role
     task: str
-    tokens: Tokens
+    tokens: AnyTokens
     slot: ResultSlot | None = None
     document: DocumentPayload | None = None

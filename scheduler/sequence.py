@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from maxsimd.scheduler.payload import DocumentPayload, Payload, ResultSlot, Role, Tokens
+from maxsimd.scheduler.payload import AnyTokens, DocumentPayload, Payload, ResultSlot, Role
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,14 +29,18 @@ class Sequence:
 
     @classmethod
     def text(
-        cls, sequence_id: int, slot: ResultSlot, task: str, tokens: Tokens, role: Role = Role.TEXT
+        cls, sequence_id: int, slot: ResultSlot, task: str, tokens: AnyTokens, role: Role = Role.TEXT
     ) -> "Sequence":
         """A text whose pooled output is the result."""
         return cls(sequence_id, slot.request_id, Payload(role, task, tokens, slot))
 
     @classmethod
     def pair(
-        cls, sequence_id: int, slot: ResultSlot, tokens: Tokens, prefix: "Sequence | None" = None
+        cls,
+        sequence_id: int,
+        slot: ResultSlot,
+        tokens: AnyTokens,
+        prefix: "Sequence | None" = None,
     ) -> "Sequence":
         """A query and a document in one sequence, for a cross-encoder; run behind `prefix` if given."""
         payload = Payload(Role.PAIR, "classify", tokens, slot)
@@ -45,30 +49,30 @@ class Sequence:
         return cls(sequence_id, slot.request_id, payload, prefix.sequence_id, 0, len(prefix))
 
     @classmethod
-    def prefix(cls, sequence_id: int, request_id: int, tokens: Tokens, num_consumers: int) -> "Sequence":
+    def prefix(cls, sequence_id: int, request_id: int, tokens: AnyTokens, num_consumers: int) -> "Sequence":
         """The tokens that `num_consumers` pairs begin with: run for their keys and values alone."""
         return cls(sequence_id, request_id, Payload(Role.PREFIX, "", tokens), None, num_consumers)
 
     @classmethod
     def query(
-        cls, sequence_id: int, request_id: int, task: str, tokens: Tokens, num_consumers: int
+        cls, sequence_id: int, request_id: int, task: str, tokens: AnyTokens, num_consumers: int
     ) -> "Sequence":
         """A query whose embedding `num_consumers` documents (each window counted) are scored against."""
         return cls(sequence_id, request_id, Payload(Role.QUERY, task, tokens), None, num_consumers)
 
     @classmethod
     def document(
-        cls, sequence_id: int, slot: ResultSlot, task: str, tokens: Tokens, document: DocumentPayload
+        cls, sequence_id: int, slot: ResultSlot, task: str, tokens: AnyTokens, document: DocumentPayload
     ) -> "Sequence":
         """A document, or a window of one, to be scored against a query of the same request."""
         payload = Payload(Role.DOCUMENT, task, tokens, slot, document)
         return cls(sequence_id, slot.request_id, payload, document.query_id)
 
     def __len__(self) -> int:
-        return len(self.payload.tokens.ids)
+        return len(self.payload.tokens)
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> AnyTokens:
         """What the model reads."""
         return self.payload.tokens
 

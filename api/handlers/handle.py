@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.failures import as_api_error, error_answer, no_such_route, no_valid_key, wrong_method
-from maxsimd.api.handlers import classification, embedding, operating, scoring
+from maxsimd.api.handlers import classification, embedding, operating, scoring, tokens
 from maxsimd.api.handlers.route import Body, Route, Work
 from maxsimd.api.printable import printable
 from maxsimd.api.state import ServerState
@@ -31,7 +31,7 @@ def _table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
 
 
 # For each path, what does the work of each method.
-ROUTES = _table(scoring.ROUTES, embedding.ROUTES, classification.ROUTES, operating.ROUTES)
+ROUTES = _table(scoring.ROUTES, embedding.ROUTES, classification.ROUTES, operating.ROUTES, tokens.ROUTES)
 METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
 
 

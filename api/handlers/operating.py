@@ -1,14 +1,12 @@
-"""The routes for those who run a server: health, models, metrics, tokens."""
+"""The routes for those who run a server: health, models, metrics."""
 
 from importlib.metadata import version
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from maxsimd.api import wire
-from maxsimd.api.answer import Answer, json_page, now, wire_answer
-from maxsimd.api.handlers.route import delete, get, post
+from maxsimd.api.answer import Answer, json_page, now
+from maxsimd.api.handlers.route import delete, get
 from maxsimd.api.state import ServerState
-from maxsimd.engine import InvalidRequestError
 
 
 async def health(state: ServerState) -> Answer:
@@ -53,24 +51,6 @@ async def metrics(state: ServerState) -> Answer:
     return Answer(200, {"Content-Type": CONTENT_TYPE_LATEST}, page)
 
 
-async def tokenize(state: ServerState, body: wire.TokenizeRequest) -> Answer:
-    text = body.text if body.text is not None else body.prompt
-    if text is None:
-        raise InvalidRequestError("text is missing", "text")
-    ids, tokens = await state.engine.in_thread(lambda: state.engine.tokenizer.encode_whole(text), len(text))
-    shown = tokens if body.return_token_strs else None
-    response = wire.TokenizeResponse(ids, len(ids), state.engine.max_tokens, shown)
-    return await wire_answer(state.engine, response, len(ids))
-
-
-async def detokenize(state: ServerState, body: wire.DetokenizeRequest) -> Answer:
-    tokenizer = state.engine.tokenizer
-    if any(token >= tokenizer.vocabulary_size for token in body.tokens):
-        raise InvalidRequestError(f"tokens must be below {tokenizer.vocabulary_size}", "tokens")
-    text = await state.engine.in_thread(lambda: tokenizer.decode(body.tokens), len(body.tokens))
-    return await wire_answer(state.engine, {"text": text, "prompt": text}, len(body.tokens))
-
-
 ROUTES = (
     get("/health", health),
     get("/ready", ready),
@@ -78,6 +58,4 @@ ROUTES = (
     get("/v1/models", models),
     get("/metrics", metrics),
     delete("/cache", clear_cache),
-    post("/tokenize", wire.TokenizeRequest, tokenize),
-    post("/detokenize", wire.DetokenizeRequest, detokenize),
 )

@@ -171,17 +171,19 @@ class _TextReader:
         self._long_inputs = long_inputs
 
     def query(self, text: str) -> _Text:
-        ids = self._tokenizer.encode([text], "queries")[0]
+        length, side = self._rules.max_query_tokens, self._long_inputs.side
+        ids = self._tokenizer.encode([text], "queries", length + 1, side)[0]
         # Reading no more than the model does is no truncation.
-        read = cut(ids, self._rules.max_query_tokens, self._long_inputs.side)
+        read = cut(ids, length, side)
         return self._clean(text, ids, self._long_inputs.query(read))
 
     def document(self, text: str, index: int) -> _Text:
-        ids = self._tokenizer.encode([text], "documents")[0]
         length = self._rules.max_document_tokens
         # There are no windows here: for a request that wants them the document counts as cut.
         own_length = None if self._long_inputs.uses_windows else length
         room, max_tokens = Room(length, 0), self._long_inputs.max_document_tokens
+        most = self._long_inputs.most_of_text(length, own_length, max_tokens)
+        ids = self._tokenizer.encode([text], "documents", most, self._long_inputs.side)[0]
         name = InputName("documents", index)
         return self._clean(text, ids, self._long_inputs.fit(ids, room, name, own_length, max_tokens))
 

@@ -9,6 +9,10 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.tokenization import IdType, Side, cut
 from maxsimd.engine.requests import Truncation
 
+# Of a window's tokens at least one in eight is the document's. As neighbours share at most half of these, a
+# document costs at most 16 times its own tokens.
+_SMALLEST_SHARE = 8
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted(Generic[IdType]):
@@ -44,7 +48,7 @@ class LongInputs:
     """What one request does with long texts, applied text by text. Nothing in it changes.
 
     `longest` is the most tokens that can be run in one sequence and `limit` the most of this request's.
-    `overlap` is how many tokens windows share where the request does not say.
+    `overlap` is how many tokens windows share where the request does not say, but at most half of each.
     """
 
     def __init__(self, truncation: Truncation, longest: int, overlap: int) -> None:
@@ -58,7 +62,7 @@ class LongInputs:
         given = self._truncation
         cuts = (given.max_tokens is not None, given.side, given.max_document_tokens)
         # Part of the keys of caches on disk.
-        return repr(("as asked", self.limit, cuts, given.windows and self._overlap))
+        return repr(("as asked", self.limit, cuts, given.windows and ("at most half", self._overlap)))
 
     @property
     def may_cut(self) -> bool:
@@ -81,6 +85,24 @@ class LongInputs:
     @property
     def max_document_tokens(self) -> int | None:
         return self._truncation.max_document_tokens
+
+    def most_of_text(self, room: int, own_length: int | None, max_tokens: int | None) -> int | None:
+        """How many tokens of a text must be read to know what `fit` makes of it, None for all: one more than
+        are left, unless it is refused by its length."""
+        limits = [limit for limit in (own_length, max_tokens) if limit is not None]
+        if self.may_cut:
+            limits.append(room)
+        elif limits and min(limits) > room:
+            return None
+        return max(0, min(limits)) + 1 if limits else None
+
+    def most_of_document(self, room: int) -> int | None:
+        """How many tokens of a document must be read to know what is left of it within `max_document_tokens`
+        and, if it is cut, within its room; None for all."""
+        limits = [] if self.max_document_tokens is None else [self.max_document_tokens]
+        if self.may_cut and not self.uses_windows:
+            limits.append(room)
+        return max(0, min(limits)) + 1 if limits else None
 
     def query(self, text: NDArray[IdType]) -> Fitted[IdType]:
         """A query within `max_query_tokens`."""
@@ -127,15 +149,27 @@ class LongInputs:
         overlap says. For a request that wants no windows: the one text, fitted."""
         if len(text) <= room.tokens or not self.uses_windows:
             return [self.fit(text, room, name)]
-        stride = room.tokens - self._overlap
-        if stride < 1:
+        overlap = self._shared(room, name)
+        starts = range(0, len(text) - overlap, room.tokens - overlap)
+        return [Fitted(text[start : start + room.tokens]) for start in starts]
+
+    def _shared(self, room: Room, name: InputName) -> int:
+        """How many tokens neighbouring windows share. Raises InvalidRequestError where a document would
+        become many times the tokens that it has: windows that repeat more than they read."""
+        if room.tokens * _SMALLEST_SHARE < room.tokens + room.others:
             raise InvalidRequestError(
-                f"{name} is to be read through windows of {max(0, room.tokens)} tokens that share "
-                f"{self._overlap}; shorten the query or let windows share fewer",
+                f"{name} is to be read through windows of {max(0, room.tokens)} tokens beside {room.others} "
+                f"others; shorten the query, so that at least one in {_SMALLEST_SHARE} is the document's",
                 name.param,
             )
-        starts = range(0, len(text) - self._overlap, stride)
-        return [Fitted(text[start : start + room.tokens]) for start in starts]
+        asked, most = self._truncation.window_overlap, room.tokens // 2
+        if asked is not None and asked > most:
+            raise InvalidRequestError(
+                f"window_overlap is {asked}, but windows of {name} have {room.tokens} tokens and may share "
+                f"at most {most}; ask for no more, or shorten the query",
+                "window_overlap",
+            )
+        return min(self._overlap, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 
 from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs
 from maxsimd.engine.requests import ScoreRequest
+from maxsimd.scheduler import JoinedTokens
 from maxsimd.scheduler.payload import TokenIds
-
-# Token ids and type ids of one sequence.
-TypedIds: TypeAlias = tuple[TokenIds, TokenIds]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +19,7 @@ class JoinedPair:
     `prefix` is what stands before the document in all pairs of the query; a pair whose document merges with
     it begins otherwise. `truncated` says whether the document, or the query for its sake, was cut."""
 
-    windows: list[TypedIds]
+    windows: list[JoinedTokens]
     prefix: TokenIds
     truncated: bool
 

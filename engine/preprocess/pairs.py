@@ -33,7 +33,9 @@ class PairStrategy:
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
         long_inputs = self._limits.applied_to(request.truncation)
-        queries = [long_inputs.query(tokens) for tokens in self._tokenizer.encode(request.queries, "queries")]
+        most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
+        encoded = self._tokenizer.encode(request.queries, "queries", most, long_inputs.side)
+        queries = [long_inputs.query(tokens) for tokens in encoded]
         pairs = []
         for pair in self._joiner.join(request, queries, long_inputs):
             yield_to_smaller()
@@ -42,8 +44,7 @@ class PairStrategy:
         prefix_of = {i: prefix for prefix, positions in shared for i in positions}
         sequences = [prefix for prefix, _ in shared]
         windows = [window for pair in pairs for window in pair.windows]
-        for i, (token_ids, type_ids) in enumerate(windows):
-            tokens = Tokens(token_ids, type_ids)
+        for i, tokens in enumerate(windows):
             sequences.append(Sequence.pair(ids.next_sequence_id(), ids.slot(i), tokens, prefix_of.get(i)))
         truncated = sum(query.truncated for query in queries) + sum(pair.truncated for pair in pairs)
         combine = best_windows([len(pair.windows) for pair in pairs])
@@ -57,16 +58,18 @@ def _shared_prefixes(pairs: list[JoinedPair], ids: RequestIds) -> list[tuple[Seq
     """The prefixes that are run by themselves, and the positions of the windows that begin with each."""
     windows = [(window, pair.prefix) for pair in pairs for window in pair.windows]
     positions_of: dict[bytes, list[int]] = {}
-    for i, ((token_ids, _), prefix) in enumerate(windows):
+    for i, (tokens, prefix) in enumerate(windows):
+        yield_to_smaller()
+        token_ids = tokens.ids
         length = shared_tokens(token_ids, prefix)
         if length:
             positions_of.setdefault(token_ids[:length].tobytes(), []).append(i)
     shared = []
     for positions in positions_of.values():
-        (token_ids, type_ids), prefix = windows[positions[0]]
-        tokens = Tokens(token_ids[: len(prefix)], type_ids[: len(prefix)])
+        tokens, prefix = windows[positions[0]]
+        shared_part = Tokens(tokens.ids[: len(prefix)], tokens.type_ids[: len(prefix)])
         sequence = Sequence.prefix(
-            ids.next_sequence_id(), ids.request_id, tokens, num_consumers=len(positions)
+            ids.next_sequence_id(), ids.request_id, shared_part, num_consumers=len(positions)
         )
         shared.append((sequence, positions))
     return shared

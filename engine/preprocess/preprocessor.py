@@ -31,7 +31,8 @@ class Preprocessor:
         cache: EmbeddingCache | None,
         share_prefixes: bool,
     ) -> None:
-        limits = LengthLimits(min(model.max_tokens, longest_sequence), window_overlap)
+        self._longest = min(model.max_tokens, longest_sequence)
+        limits = LengthLimits(self._longest, window_overlap)
         self._model = model
         self._tokenizer = tokenizer
         self._scores = score_strategy(model, tokenizer, limits, cache, share_prefixes)
@@ -42,8 +43,14 @@ class Preprocessor:
         if request.instruction is not None and not self._model.takes_instruction:
             raise InvalidRequestError("this model takes no instruction; leave it out", "instruction")
         if request.instruction:
-            # An instruction becomes part of other texts: what is wrong with it is said before.
-            self._tokenizer.encode([request.instruction], "instruction")
+            # An instruction becomes part of other texts, maybe many: what is wrong with it is said before.
+            (tokens,) = self._tokenizer.encode([request.instruction], "instruction", self._longest)
+            if len(tokens) == self._longest:
+                raise InvalidRequestError(
+                    f"instruction has {self._longest} tokens or more, and no more can be run in a sequence; "
+                    "shorten it",
+                    "instruction",
+                )
         else:
             request = replace(request, instruction=self._model.instruction)
         return self._scores.prepare(request, ids)

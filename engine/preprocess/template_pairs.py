@@ -5,29 +5,49 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maxsimd.engine.checkpoint.score_template import Frame, ScoreTemplate
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room
-from maxsimd.engine.preprocess.pair_joiner import JoinedPair, TypedIds
+from maxsimd.engine.preprocess.pair_joiner import JoinedPair
 from maxsimd.engine.preprocess.strategy import SHORTEST_TEXT
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.tokenization import PART_TEXTS, TextTokenizer
 from maxsimd.engine.requests import ScoreRequest
+from maxsimd.scheduler import JoinedTokens
 from maxsimd.scheduler.payload import TokenIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Surroundings:
-    """What stands around the documents of a query: token ids `before` and `after` the segment that holds the
-    document, and that segment. `prefix` is what pairs of the query begin with, whatever the document."""
+    """What stands around the documents of a query: the token ids `before` and `after` a text of which the
+    document is a part, because it may merge with what is `left` and `right` of it there. `prefix` is what
+    pairs of the query begin with, whatever the document."""
 
     before: TokenIds
-    segment: Frame
+    left: str
+    right: str
     after: TokenIds
     prefix: TokenIds
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the sequence has beside the segment."""
+        """How many tokens the sequence has beside that text."""
         return len(self.before) + len(self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    name: InputName
+    around: _Surroundings
+    document: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.around.left}{self.document}{self.around.right}"
+
+    @property
+    def span(self) -> range:
+        """Where the document is in the text."""
+        start = len(self.around.left)
+        return range(start, start + len(self.document))
 
 
 class TemplateJoiner:
@@ -41,28 +61,18 @@ class TemplateJoiner:
     def join(
         self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
     ) -> Iterator[JoinedPair]:
-        surroundings = []
-        for query, fitted in zip(request.queries, queries, strict=True):
-            text = self._tokenizer.decode(fitted.tokens.tolist()) if fitted.truncated else query
-            surroundings.append(self._surroundings(self._template.frames(text, request.instruction)))
-        of_document = [surroundings[request.query_of(i)] for i in range(len(request.documents))]
-        segments = [
-            f"{around.segment.before}{document}{around.segment.after}"
-            for around, document in zip(of_document, request.documents, strict=True)
-        ]
-        for i, ids in enumerate(self._tokenizer.encode(segments, "documents")):
-            around = of_document[i]
-            fits = around.num_tokens + len(ids) <= long_inputs.limit
-            if fits and long_inputs.max_document_tokens is None:
-                parts, truncated = [ids], False
-            else:
-                start = len(around.segment.before)
-                stop = start + len(request.documents[i])
-                first, last = self._tokenizer.span(segments[i], start, stop, "documents")
-                segment = _Segment(ids[:first], ids[last:], around.num_tokens)
-                parts, truncated = segment.fitted(ids[first:last], InputName("documents", i), long_inputs)
-            windows = [_untyped(np.concatenate([around.before, part, around.after])) for part in parts]
-            yield JoinedPair(windows, around.prefix, truncated)
+        around = self._surroundings(request, 0, queries[0])
+        # Some at a time, because what stands around each document may be long.
+        for start in range(0, len(request.documents), PART_TEXTS):
+            pairs = []
+            for i, document in enumerate(request.documents[start : start + PART_TEXTS], start):
+                if i and request.query_of(i) == i:
+                    around = self._surroundings(request, i, queries[i])
+                pairs.append(_Pair(InputName("documents", i), around, document))
+            for pair, (parts, truncated) in zip(pairs, self._fitted(pairs, long_inputs), strict=True):
+                before, after = pair.around.before, pair.around.after
+                windows = [JoinedTokens.of((before, part, after), (0, 0, 0)) for part in parts]
+                yield JoinedPair(windows, pair.around.prefix, truncated)
 
     def shortest_pair(self) -> int:
         frames = self._template.frames(SHORTEST_TEXT, self._instruction)
@@ -72,36 +82,46 @@ class TemplateJoiner:
         ]
         return sum(len(ids) for ids in self._tokenizer.encode(segments, "text"))
 
-    def _surroundings(self, frames: list[Frame]) -> _Surroundings:
+    def _surroundings(self, request: ScoreRequest, query: int, fitted: Fitted[np.int32]) -> _Surroundings:
+        text = request.queries[query]
+        if fitted.truncated:
+            text = self._tokenizer.decode(fitted.tokens.tolist())
+        frames = self._template.frames(text, request.instruction)
         position = next(i for i, frame in enumerate(frames) if frame.after is not None)
-        ids = self._tokenizer.encode([frame.before for frame in frames], "queries")
-        nothing = np.empty(0, dtype=np.int32)
-        before = np.concatenate([nothing, *ids[:position]])
-        after = np.concatenate([nothing, *ids[position + 1 :]])
-        # The segment's last token may merge with a document's first characters: it is no part of the prefix.
-        prefix = np.concatenate([before, ids[position][:-1]])
-        return _Surroundings(before, frames[position], after, prefix)
+        left, right = frames[position].before, frames[position].after or ""
+        # What cannot merge with a document is tokenised once, not once for each document.
+        apart = max(self._tokenizer.breaks(left), default=0)
+        beside = min(self._tokenizer.breaks(right), default=len(right))
+        before = [*(frame.before for frame in frames[:position]), left[:apart], left[apart:]]
+        after = [right[beside:], *(frame.before for frame in frames[position + 1 :])]
+        *ids, last = self._tokenizer.encode(before, "queries")
+        # The last token may merge with a document's first characters: it is no part of the prefix.
+        return _Surroundings(
+            np.concatenate(ids),
+            left[apart:],
+            right[:beside],
+            np.concatenate(self._tokenizer.encode(after, "queries")),
+            np.concatenate([*ids, last[:-1]]),
+        )
 
+    def _fitted(self, pairs: list[_Pair], long_inputs: LongInputs) -> Iterator[tuple[list[TokenIds], bool]]:
+        """The tokens of each pair's text, or of that text with each window of the document, and whether the
+        document was cut."""
+        limit = long_inputs.limit
+        if long_inputs.max_document_tokens is not None:
+            yield from (self._cut(pair, long_inputs) for pair in pairs)
+            return
+        encoded = self._tokenizer.encode((pair.text for pair in pairs), "documents", limit + 1)
+        for pair, ids in zip(pairs, encoded, strict=True):
+            fits = pair.around.num_tokens + len(ids) <= limit
+            yield ([ids], False) if fits else self._cut(pair, long_inputs)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Segment:
-    """The segment of a document that may have to be cut: its tokens before and after the document's, and how
-    many `others` the sequence has."""
-
-    head: TokenIds
-    tail: TokenIds
-    others: int
-
-    def fitted(
-        self, document: TokenIds, name: InputName, long_inputs: LongInputs
-    ) -> tuple[list[TokenIds], bool]:
-        """The segment for each window of the document, and whether the document was cut."""
-        limited = long_inputs.document(document)
-        others = self.others + len(self.head) + len(self.tail)
-        windows = long_inputs.windows(limited.tokens, Room(long_inputs.limit - others, others), name)
-        segments = [np.concatenate([self.head, window.tokens, self.tail]) for window in windows]
-        return segments, limited.truncated or any(window.truncated for window in windows)
-
-
-def _untyped(ids: TokenIds) -> TypedIds:
-    return ids, np.zeros(len(ids), dtype=np.int32)
+    def _cut(self, pair: _Pair, long_inputs: LongInputs) -> tuple[list[TokenIds], bool]:
+        most = long_inputs.most_of_document(long_inputs.limit)
+        tokens = self._tokenizer.encode_around(pair.text, pair.span, "documents", most, long_inputs.side)
+        limited = long_inputs.document(tokens.inside)
+        others = pair.around.num_tokens + len(tokens.before) + len(tokens.after)
+        room = Room(long_inputs.limit - others, others)
+        windows = long_inputs.windows(limited.tokens, room, pair.name)
+        parts = [np.concatenate([tokens.before, window.tokens, tokens.after]) for window in windows]
+        return parts, limited.truncated or any(window.truncated for window in windows)

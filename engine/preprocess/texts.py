@@ -14,6 +14,9 @@ from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.scheduler import Tokens
 from maxsimd.scheduler.payload import TokenIds
 
+# How many of the caller's own token ids are checked at a time.
+_IDS = 65_536
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltText:
@@ -46,22 +49,27 @@ class TextBuilder:
         # The most tokens of a sequence in this role, as the checkpoint sets it.
         self.own_length = rules.max_tokens
         special_tokens = self._template.special_tokens
-        self._prompt_length = len(tokenizer.encode([rules.prompt], param)[0]) if rules.prompt else 0
+        self.prompt_length = len(tokenizer.encode([rules.prompt], param)[0]) if rules.prompt else 0
         self._room = Room(long_inputs.limit - special_tokens, special_tokens)
         if self._room.tokens < 1:
             raise no_room(long_inputs.limit, special_tokens)
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Token ids of each text behind the role's prompt, without special tokens."""
-        prompt = self._rules.prompt
-        return self._tokenizer.encode([prompt + text for text in texts] if prompt else texts, self._param)
+        """Token ids of each text behind the role's prompt, as many as `build` needs."""
+        most = self._long_inputs.most_of_text(self._room.tokens, self._own_room, self._max_tokens)
+        return self._encode(texts, most)
 
     def build(self, text: TokenIds, index: int) -> BuiltText:
         """One text's sequence, cut if it must be and may be."""
-        own_length = None if self.own_length is None else max(0, self.own_length - self._room.others)
         name = InputName(self._param, index)
-        fitted = self._long_inputs.fit(text, self._room, name, own_length, self._max_tokens)
+        fitted = self._long_inputs.fit(text, self._room, name, self._own_room, self._max_tokens)
         return self._filled(fitted, name)
+
+    def encode_for_windows(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Token ids of each text behind the role's prompt, as many as `windows` needs."""
+        if not self._long_inputs.uses_windows:
+            return self.encode(texts)
+        return self._encode(texts, None if self._max_tokens is None else self._max_tokens + 1)
 
     def windows(self, text: TokenIds, index: int) -> list[BuiltText]:
         """One document's sequences: one, or its windows, each behind the role's prompt."""
@@ -74,7 +82,7 @@ class TextBuilder:
             room = min(room, self.own_length - special_tokens)
         if len(limited.tokens) <= room:
             return [self._filled(limited, name)]
-        prompt, body = np.split(limited.tokens, [self._prompt_length])
+        prompt, body = np.split(limited.tokens, [self.prompt_length])
         beside_prompt = Room(room - len(prompt), special_tokens + len(prompt))
         return [
             self._filled(Fitted(np.concatenate([prompt, window.tokens]), limited.truncated), name)
@@ -85,22 +93,38 @@ class TextBuilder:
         """The sequence of token ids that the caller made, special tokens included."""
         name = InputName(self._param, index)
         size = self._tokenizer.vocabulary_size
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= size:
-            raise InvalidRequestError(f"{name} must hold token ids from 0 to {size - 1}", self._param)
-        ids = np.array(token_ids, dtype=np.int32)
+        parts = []
+        for start in range(0, max(1, len(token_ids)), _IDS):
+            yield_to_smaller()
+            part = token_ids[start : start + _IDS]
+            if not part or min(part) < 0 or max(part) >= size:
+                raise InvalidRequestError(f"{name} must hold token ids from 0 to {size - 1}", self._param)
+            parts.append(np.array(part, dtype=np.int32))
+        ids = np.concatenate(parts)
         room = Room(self._long_inputs.limit, 0)
         fitted = self._long_inputs.fit(ids, room, name, self.own_length, self._max_tokens)
         types = np.zeros(len(fitted.tokens), dtype=np.int32)
         return self._completed(fitted.tokens, types, fitted.truncated, prompt_end=0)
 
+    @property
+    def _own_room(self) -> int | None:
+        """How much of a text the checkpoint reads."""
+        return None if self.own_length is None else max(0, self.own_length - self._room.others)
+
+    def _encode(self, texts: Sequence[str], most: int | None) -> list[TokenIds]:
+        prompt = self._rules.prompt
+        # One by one, because a prompt may be long and the texts many.
+        prompted = (prompt + text for text in texts) if prompt else texts
+        return self._tokenizer.encode(prompted, self._param, most, self._long_inputs.side)
+
     def _filled(self, fitted: Fitted[np.int32], name: InputName) -> BuiltText:
         """The sequence of a text that fits: special tokens around it."""
-        ids, types = self._template.fill(fitted.tokens)
-        if len(ids) == 0:
+        if self._template.special_tokens + len(fitted.tokens) == 0:
             raise InvalidRequestError(f"{name} has no tokens; leave it out", self._param)
+        ids, types = self._template.fill(fitted.tokens)
         prompt_end = 0
-        if not self._rules.pool_prompt and self._prompt_length:
-            prompt_end = len(self._template.ids[0]) + self._prompt_length
+        if not self._rules.pool_prompt and self.prompt_length:
+            prompt_end = len(self._template.ids[0]) + self.prompt_length
         return self._completed(ids, types, fitted.truncated, prompt_end)
 
     def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_end: int) -> BuiltText:

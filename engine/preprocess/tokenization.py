@@ -5,7 +5,7 @@ document, and truncation is arithmetic on lengths. The special tokens around tex
 tokeniser itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.pieces import (
+    LONGEST_PIECE,
+    PIECE,
+    LongPieceError,
+    cut_up,
+    cut_up_backwards,
+    proven_breaks,
+)
 from maxsimd.engine.preprocess.workers import yield_to_smaller
+from maxsimd.scheduler import JoinedTokens
 from maxsimd.scheduler.payload import TokenIds
 
 Side = Literal["left", "right"]
@@ -22,6 +31,11 @@ IdType = TypeVar("IdType", np.int32, np.int64)
 
 # Texts are tokenised in parts of this size, which take some milliseconds.
 PART_TEXTS, PART_CHARACTERS = 256, 65_536
+# Of a text that is cut to a number of tokens, this many characters for each are tokenised at first, and as
+# many again while they are too few.
+_CHARACTERS_A_TOKEN, _FEWEST_CHARACTERS = 8, 1024
+# The most tokens that are decoded at once, within a second or so.
+MOST_DECODED = 1_048_576
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,15 +53,33 @@ class Template:
 
     def fill(self, *texts: TokenIds) -> tuple[TokenIds, TokenIds]:
         """The token ids and type ids of one sequence."""
-        ids, types = [self.ids[0]], [self.types[0]]
+        joined = self.join(*texts)
+        return joined.ids, joined.type_ids
+
+    def join(self, *texts: TokenIds) -> JoinedTokens:
+        """The tokens of one sequence, of which the texts' are not copied. Raises ValueError for none."""
+        parts: list[TokenIds] = [self.ids[0]]
+        types: list[TokenIds | int] = [self.types[0]]
         for i, text in enumerate(texts):
-            ids += [text, self.ids[i + 1]]
-            types += [np.full(len(text), self.text_types[i], dtype=np.int32), self.types[i + 1]]
-        return np.concatenate(ids), np.concatenate(types)
+            parts += [text, self.ids[i + 1]]
+            types += [self.text_types[i], self.types[i + 1]]
+        return JoinedTokens.of(parts, types)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Around:
+    """The tokens of a part of a text, and those that stand before and after it."""
+
+    before: TokenIds
+    inside: TokenIds
+    after: TokenIds
 
 
 class TextTokenizer:
-    """A private copy of a checkpoint's tokeniser. Thread-safe: nothing in it changes after construction."""
+    """A private copy of a checkpoint's tokeniser. Thread-safe: nothing in it changes after construction.
+
+    Long texts are tokenised in pieces, between which other work goes on. `param` names the field in errors:
+    texts that are not Unicode, or that nothing cuts for more than `LONGEST_PIECE` characters, are refused."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -56,6 +88,7 @@ class TextTokenizer:
         self._tokenizer: Tokenizer = Tokenizer.from_str(backend.to_str())
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._breaks = proven_breaks(self._tokenizer)
         self.single = _learn_template(self._tokenizer.encode("a"), texts=1)
         self.pair = _learn_template(self._tokenizer.encode("a", "b"), texts=2)
 
@@ -63,27 +96,59 @@ class TextTokenizer:
     def vocabulary_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
-    def encode(self, texts: Sequence[str], param: str) -> list[TokenIds]:
-        """The token ids of each text, without special tokens. `param` names the field in errors."""
+    def encode(
+        self, texts: Iterable[str], param: str, most: int | None = None, side: Side = "right"
+    ) -> list[TokenIds]:
+        """The token ids of each text, without special tokens. A text of more than `most` is cut to as many at
+        the given side, and what is cut off is not read."""
+        size = PIECE if most is None else min(PIECE, max(_FEWEST_CHARACTERS, _CHARACTERS_A_TOKEN * most))
         token_ids: list[TokenIds] = []
-        for part in in_parts(texts):
+        for part in in_parts(texts, size):
             yield_to_smaller()
-            try:
-                encodings = self._tokenizer.encode_batch_fast(part, add_special_tokens=False)
-            except (TypeError, UnicodeEncodeError) as error:
-                raise _not_unicode(param) from error
-            token_ids += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+            readings = [self._pieces(text, size, side, param) for text in part]
+            firsts = self._encode_batch([next(pieces) for pieces in readings], param)
+            for first, rest in zip(firsts, readings, strict=True):
+                read = [_ids(first)]
+                num_tokens = len(read[0])
+                while (most is None or num_tokens < most) and (piece := next(rest, None)):
+                    yield_to_smaller()
+                    read += map(_ids, self._encode_batch([piece], param))
+                    num_tokens += len(read[-1])
+                token_ids.append(_joined(read, most, side))
         return token_ids
 
-    def span(self, text: str, start: int, stop: int, param: str) -> tuple[int, int]:
-        """The first token that holds one of the characters `start` to `stop` of a text, and the one after the
-        last; `stop` is excluded."""
-        try:
-            offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
-        except (TypeError, UnicodeEncodeError) as error:
-            raise _not_unicode(param) from error
-        inside = [i for i, (begin, end) in enumerate(offsets) if end > start and begin < stop]
-        return (inside[0], inside[-1] + 1) if inside else (len(offsets), len(offsets))
+    def encode_around(
+        self, text: str, span: range, param: str, most: int | None = None, side: Side = "right"
+    ) -> Around:
+        """The tokens of a text by where they stand: `inside` are those from the first that holds one of the
+        characters in `span` to the last, cut like a text by itself if they are more than `most`."""
+        parts: list[tuple[TokenIds, TokenIds, TokenIds]] = []
+        num_inside = 0
+        for start, stop in self._cut_up(text, PIECE, side, param):
+            if most is not None and num_inside >= most and span.start < start and stop < span.stop:
+                continue
+            yield_to_smaller()
+            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
+            ids = _ids(encoding)
+            first, last = _holding(encoding.offsets, span.start - start, span.stop - start)
+            parts.append((ids[:first], ids[first:last], ids[last:]))
+            num_inside += last - first
+        before, inside, after = (list(each) for each in zip(*parts, strict=True))
+        return Around(_joined(before, None, side), _joined(inside, most, side), _joined(after, None, side))
+
+    def read(self, text: str, param: str) -> Iterator[Encoding]:
+        """A text as encoded pieces, without special tokens."""
+        for piece in self._pieces(text, PIECE, "right", param):
+            yield_to_smaller()
+            yield from self._encode_batch([piece], param, complete=True)
+
+    def breaks(self, text: str) -> list[int]:
+        """Where a text can be cut so that each part has the same tokens alone, whatever stands around it."""
+        return [] if self._breaks is None else self._breaks.all(text)
+
+    def token(self, token_id: int) -> str:
+        """A token of the vocabulary by its id."""
+        return str(self._tokenizer.id_to_token(token_id))
 
     def token_id(self, token: str) -> int:
         """The id of a token of the vocabulary."""
@@ -91,33 +156,73 @@ class TextTokenizer:
         assert token_id is not None, token
         return int(token_id)
 
-    def encode_whole(self, text: str) -> tuple[list[int], list[str]]:
-        """Ids and token strings of one text as it would be run alone, special tokens included."""
-        encoding = self._tokenizer.encode(text)
-        return encoding.ids, encoding.tokens
-
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        """The text of at most `MOST_DECODED` tokens."""
+        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)[0]
+
+    def _pieces(self, text: str, size: int, side: Side, param: str) -> Iterator[str]:
+        return (text[start:stop] for start, stop in self._cut_up(text, size, side, param))
+
+    def _cut_up(self, text: str, size: int, side: Side, param: str) -> Iterator[tuple[int, int]]:
+        """Where a text's pieces begin and end, from the side that is left when it is cut at the given one."""
+        cut_into = cut_up if side == "right" else cut_up_backwards
+        try:
+            yield from cut_into(text, size, self._breaks)
+        except LongPieceError:
+            if self._breaks is None:
+                wrong, remedy = "text", "this model's tokeniser takes no more at once; split the text"
+            else:
+                wrong, remedy = "text without a break", "put spaces or line breaks into it"
+            raise InvalidRequestError(
+                f"{param} holds more than {LONGEST_PIECE} characters of {wrong}; {remedy}", param
+            ) from None
+
+    def _encode_batch(self, texts: list[str], param: str, complete: bool = False) -> list[Encoding]:
+        """Encodings with token ids, and if they are to be complete, strings and offsets."""
+        # Unlike `encode`, both let other threads run meanwhile.
+        encode = self._tokenizer.encode_batch if complete else self._tokenizer.encode_batch_fast
+        try:
+            return encode(texts, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequestError(
+                f"{param} holds a text that is not valid Unicode; replace lone surrogates", param
+            ) from error
 
 
-def in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts in parts of at most `PART_TEXTS` texts and `PART_CHARACTERS` characters, or of one text."""
+def in_parts(texts: Iterable[str], longest: int) -> Iterator[list[str]]:
+    """Texts in parts of at most `PART_TEXTS` texts and `PART_CHARACTERS` characters, or of one text. Of each
+    text no more than the `longest` piece counts."""
     part: list[str] = []
     characters = 0
     for text in texts:
-        if part and (characters + len(text) > PART_CHARACTERS or len(part) == PART_TEXTS):
+        length = min(len(text), longest)
+        if part and (characters + length > PART_CHARACTERS or len(part) == PART_TEXTS):
             yield part
             part, characters = [], 0
         part.append(text)
-        characters += len(text)
+        characters += length
     if part:
         yield part
 
 
-def _not_unicode(param: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{param} holds a text that is not valid Unicode; replace lone surrogates", param
-    )
+def _ids(encoding: Encoding) -> TokenIds:
+    return np.array(encoding.ids, dtype=np.int32)
+
+
+def _joined(read: list[TokenIds], most: int | None, side: Side) -> TokenIds:
+    """The tokens of pieces that were read from the other side, cut if they are more than `most`."""
+    ids = read[0] if len(read) == 1 else np.concatenate(read if side == "right" else read[::-1])
+    return ids if most is None or len(ids) <= most else cut(ids, most, side).copy()
+
+
+def _holding(offsets: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
+    """The first token that holds one of the characters `start` to `stop`, and the one after the last; where
+    none does, both are the first after these characters."""
+    inside = [i for i, (begin, end) in enumerate(offsets) if end > start and begin < stop]
+    if inside:
+        return inside[0], inside[-1] + 1
+    before = sum(end <= start for _, end in offsets)
+    return before, before
 
 
 def _learn_template(encoding: Encoding, texts: int) -> Template:

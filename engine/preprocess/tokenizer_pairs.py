@@ -8,9 +8,10 @@ import numpy as np
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room, too_long
-from maxsimd.engine.preprocess.pair_joiner import JoinedPair, TypedIds
+from maxsimd.engine.preprocess.pair_joiner import JoinedPair
 from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
 from maxsimd.engine.requests import ScoreRequest
+from maxsimd.scheduler import JoinedTokens
 from maxsimd.scheduler.payload import TokenIds
 
 TruncationStrategy = Literal["longest_first", "only_second"]
@@ -30,13 +31,17 @@ class TokenizerJoiner:
     ) -> Iterator[JoinedPair]:
         before, between, _ = self._template.ids
         prefixes = [np.concatenate([before, query.tokens, between]) for query in queries]
-        for i, text in enumerate(self._tokenizer.encode(request.documents, "documents")):
+        # Where both are cut to halves, it counts which of them is longer.
+        longest_query = max(len(query.tokens) for query in queries)
+        most = long_inputs.most_of_document(max(long_inputs.limit, longest_query))
+        documents = self._tokenizer.encode(request.documents, "documents", most, long_inputs.side)
+        for i, text in enumerate(documents):
             query = request.query_of(i)
             document = long_inputs.document(text)
             name = InputName("documents", i)
-            windows, cut_to_fit = self._windows(queries[query].tokens, document.tokens, name, long_inputs)
-            if len(windows[0][0]) == 0:
+            if self._template.special_tokens + len(queries[query].tokens) + len(document.tokens) == 0:
                 raise InvalidRequestError(f"{name} and its query have no tokens; leave them out", name.param)
+            windows, cut_to_fit = self._windows(queries[query].tokens, document.tokens, name, long_inputs)
             yield JoinedPair(windows, prefixes[query], document.truncated or cut_to_fit)
 
     def shortest_pair(self) -> int:
@@ -44,21 +49,21 @@ class TokenizerJoiner:
 
     def _windows(
         self, query: TokenIds, document: TokenIds, name: InputName, long_inputs: LongInputs
-    ) -> tuple[list[TypedIds], bool]:
+    ) -> tuple[list[JoinedTokens], bool]:
         """A pair as one sequence or as windows, and whether it was cut."""
         special_tokens = self._template.special_tokens
         room = long_inputs.limit - special_tokens
         if len(query) + len(document) <= room:
-            return [self._template.fill(query, document)], False
+            return [self._template.join(query, document)], False
         if long_inputs.uses_windows:
             beside_query = Room(room - len(query), special_tokens + len(query))
             windows = long_inputs.windows(document, beside_query, name)
-            return [self._template.fill(query, window.tokens) for window in windows], False
+            return [self._template.join(query, window.tokens) for window in windows], False
         if not long_inputs.may_cut:
             raise too_long(name, len(query) + len(document) + special_tokens, long_inputs.limit)
         first, second = self._cut_lengths(len(query), len(document), room, name)
         side = long_inputs.side
-        return [self._template.fill(cut(query, first, side), cut(document, second, side))], True
+        return [self._template.join(cut(query, first, side), cut(document, second, side))], True
 
     def _cut_lengths(self, query: int, document: int, room: int, name: InputName) -> tuple[int, int]:
         """How much of both texts is read within `room` tokens together."""

@@ -23,7 +23,7 @@ def unigram(folder: Path, specials: dict[str, str], single: str, pair: str, **op
 
     `specials` are the tokens in front of the vocabulary by their roles; `single` and `pair` the templates."""
     ordered = list(dict.fromkeys(specials.values()))
-    tokenizer = Tokenizer(models.Unigram(_pieces(ordered), unk_id=ordered.index(specials["unk_token"])))
+    tokenizer = Tokenizer(models.Unigram(pieces_of(ordered), unk_id=ordered.index(specials["unk_token"])))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     _set_template(tokenizer, single, pair, ordered)
@@ -41,7 +41,7 @@ def byte_level_bpe(
     """A byte-level BPE tokeniser (RoBERTa, Qwen, Llama); returns its size. `words` are tokens of their own in
     its vocabulary, as common ones are in a large one."""
     ordered = list(dict.fromkeys(specials.values()))
-    vocabulary, merges = _merges(words, tuple(ordered))
+    vocabulary, merges = merges_of(words, tuple(ordered))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,7 +54,7 @@ def byte_level_bpe(
 
 
 @functools.cache
-def _merges(
+def merges_of(
     words: tuple[str, ...], specials: tuple[str, ...], size: int = 4000
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """A vocabulary and its merges: `words` and then frequent ones, each built up letter by letter. Counted,
@@ -73,7 +73,7 @@ def _merges(
     return vocabulary, merges
 
 
-def _pieces(specials: list[str], size: int = 3000) -> list[tuple[str, float]]:
+def pieces_of(specials: list[str], size: int = 3000) -> list[tuple[str, float]]:
     """Frequent words and all characters with their log frequencies, after the special tokens. Counted, not
     trained, because the trainer gives another vocabulary each time."""
     words = Counter(word for pair in docstring_pairs() for word in pair.document.split())

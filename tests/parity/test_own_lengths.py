@@ -41,7 +41,7 @@ async def test_scores_of_long_texts_equal_the_references_without_a_word(
     checkpoint: str, lengths: tuple[int, int], documents: list[str]
 ) -> None:
     async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
-        assert max(len(engine.tokenizer.encode_whole(text)[0]) for text in documents) > engine.max_tokens
+        assert max(map(len, engine.tokenizer.encode(documents, "documents"))) > engine.max_tokens
         first = await engine.score(QUERY, documents)
         again = await engine.score(QUERY, documents)
         ranked = await engine.rerank(QUERY, documents)
@@ -115,7 +115,7 @@ async def test_where_the_model_takes_less_than_the_checkpoint_reads_the_error_na
 ) -> None:
     config = EngineConfig(model=checkpoint, max_model_len=100)
     async with Engine(config) as engine:
-        special = len(engine.tokenizer.encode_whole("")[0])
+        special = engine.tokenizer.single.special_tokens
         prompt = len(engine.tokenizer.encode([engine.model.document.prompt], "x")[0])
         with pytest.raises(
             InvalidRequestError,

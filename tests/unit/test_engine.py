@@ -131,7 +131,8 @@ async def test_an_over_long_document_is_refused_with_both_numbers_or_cut(engine:
 
 
 async def test_token_ids_are_embedded_as_they_are(engine: Engine) -> None:
-    ids, _ = engine.tokenizer.encode_whole("hello world")
+    (text,) = engine.tokenizer.encode(["hello world"], "text")
+    ids = engine.tokenizer.single.fill(text)[0].tolist()
     from_text = (await engine.embed("hello world")).embeddings
     from_ids = (await engine.embed([ids])).embeddings
     np.testing.assert_allclose(from_ids, from_text, atol=1e-6)

@@ -285,31 +285,6 @@ async def test_a_model_without_classifier_does_not_classify(caller: Caller, path
     assert error["message"] == "this model cannot classify; it can embed and token_embed"
 
 
-@pytest.mark.parametrize("name", ["text", "prompt"])
-@pytest.mark.parametrize(("strings", "shown"), [(True, True), (False, False), (None, False)])
-async def test_text_becomes_tokens(caller: Caller, name: str, strings: bool | None, shown: bool) -> None:
-    answer = await caller.json("/tokenize", {name: "Hello world", "return_token_strs": strings})
-    assert answer == {
-        "tokens": [101, 7592, 2088, 102],
-        "count": 4,
-        "max_model_len": 256,
-        "token_strs": ["[CLS]", "hello", "world", "[SEP]"] if shown else None,
-    }
-
-
-async def test_an_empty_text_is_a_text_and_comes_before_the_prompt(caller: Caller) -> None:
-    assert (await caller.json("/tokenize", {"text": "", "prompt": "hello"}))["count"] == 2
-
-
-async def test_tokens_become_text_up_to_the_last_of_the_vocabulary(caller: Caller) -> None:
-    answer = await caller.json("/detokenize", {"tokens": [7592, 2088]})
-    assert answer == {"text": "hello world", "prompt": "hello world"}
-    size = caller.engine.tokenizer.vocabulary_size
-    await caller.json("/detokenize", {"tokens": [0, size - 1]})
-    status, error = await caller.error("/detokenize", {"tokens": [0, size]})
-    assert (status, error["param"], error["message"]) == (400, "tokens", f"tokens must be below {size}")
-
-
 async def test_the_version_is_the_packages(caller: Caller) -> None:
     answer = await caller.ask("GET", "/version")
     assert answer.headers["Content-Type"] == "application/json; charset=utf-8"

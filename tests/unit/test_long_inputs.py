@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, Truncation
 from maxsimd.engine.preprocess.long_inputs import InputName, LongInputs, Room
+from maxsimd.engine.preprocess.tokenization import Side, cut
 
 LENGTHS = st.integers(0, 60)
 
@@ -71,21 +72,25 @@ async def test_every_input_that_is_cut_counts_and_no_other() -> None:
         assert limited.truncated == 1
 
 
-@given(st.integers(0, 80), st.integers(1, 20), st.integers(0, 19))
+@given(st.integers(0, 80), st.integers(1, 20), st.integers(0, 19), st.booleans())
 def test_windows_cover_a_text_and_neighbours_share_exactly_the_overlap(
-    length: int, room: int, overlap: int
+    length: int, room: int, overlap: int, asked: bool
 ) -> None:
-    inputs = LongInputs(Truncation(max_tokens=-1, windows=True), 100, overlap)
+    truncation = Truncation(max_tokens=-1, windows=True, window_overlap=overlap if asked else None)
+    inputs = LongInputs(truncation, 100, 0 if asked else overlap)
     text = _text(length)
     name = InputName("documents", 4)
-    if length > room and overlap >= room:
+    if length > room and asked and overlap > room // 2:
         with pytest.raises(
-            InvalidRequestError, match=rf"^documents\[4\] .* windows of {room} tokens that share {overlap};"
+            InvalidRequestError,
+            match=rf"^window_overlap is {overlap}, .* have {room} tokens and may share at most {room // 2};",
         ) as refused:
             inputs.windows(text, Room(room, 2), name)
-        assert refused.value.param == "documents"
+        assert refused.value.param == "window_overlap"
         return
     windows = [window.tokens.tolist() for window in inputs.windows(text, Room(room, 2), name)]
+    assert sum(map(len, windows)) <= 2 * length, "a document costs at most twice its tokens"
+    overlap = min(overlap, room // 2)
     assert all(len(window) == room for window in windows[:-1])
     assert len(windows[-1]) <= room
     for before, after in itertools.pairwise(windows):
@@ -132,3 +137,61 @@ def test_a_request_may_not_ask_for_more_than_can_be_run() -> None:
     ) as refused:
         LongInputs(Truncation(max_tokens=101), 100, 0)
     assert refused.value.param == "truncate_prompt_tokens"
+
+
+def test_windows_that_are_mostly_about_something_else_are_refused() -> None:
+    """Each would repeat the rest for a few tokens of the document."""
+    inputs, name = LongInputs(Truncation(windows=True), 100, 0), InputName("documents", 2)
+    assert len(inputs.windows(_text(30), Room(2, 14), name)) == 15
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"^documents\[2\] .* windows of 2 tokens beside 15 others; shorten the query",
+    ) as refused:
+        inputs.windows(_text(30), Room(2, 15), name)
+    assert refused.value.param == "documents"
+    assert len(inputs.windows(_text(2), Room(2, 15), name)) == 1, "a document that fits needs no windows"
+
+
+SIDES = st.sampled_from(["left", "right"])
+
+
+@given(LENGTHS, st.integers(1, 60), st.none() | LENGTHS, st.none() | LENGTHS, st.booleans(), SIDES)
+def test_as_much_of_a_text_is_read_as_shows_what_is_left_of_it(
+    length: int, room: int, own: int | None, most: int | None, may_cut: bool, side: Side
+) -> None:
+    inputs = LongInputs(Truncation(max_tokens=-1 if may_cut else None, side=side), 100, 0)
+    name, of_room = InputName("documents", 0), Room(room, 2)
+
+    def fitted(text: np.ndarray) -> tuple[list[int], bool] | str:
+        try:
+            found = inputs.fit(text, of_room, name, own, most)
+        except InvalidRequestError as error:
+            return str(error)
+        return found.tokens.tolist(), found.truncated
+
+    read = inputs.most_of_text(room, own, most)
+    text = _text(length)
+    assert fitted(text if read is None else cut(text, read, side)) == fitted(text)
+    if may_cut:
+        assert read is not None
+        assert read <= room + 1
+
+
+@given(LENGTHS, st.integers(0, 60), st.none() | LENGTHS, st.booleans(), SIDES)
+def test_as_much_of_a_document_is_read_as_shows_what_is_left_of_it(
+    length: int, room: int, most: int | None, windows: bool, side: Side
+) -> None:
+    inputs = LongInputs(
+        Truncation(max_tokens=-1, side=side, windows=windows, max_document_tokens=most), 100, 0
+    )
+
+    def left(text: np.ndarray) -> tuple[list[int], bool]:
+        """What is left of it within its room, and whether it was cut."""
+        document = inputs.document(text)
+        fitted = document.tokens if windows else cut(document.tokens, room, side)
+        return fitted.tolist(), document.truncated or len(fitted) < len(document.tokens)
+
+    read = inputs.most_of_document(room)
+    assert (read is None) == (windows and most is None)
+    if read is not None:
+        assert left(cut(_text(length), read, side)) == left(_text(length))

@@ -176,4 +176,7 @@ def test_the_words_of_the_keys_stay_because_they_are_in_caches_on_disk() -> None
     truncation = Truncation(max_tokens=9, side="left", max_document_tokens=5)
     assert LongInputs(truncation, LONGEST, 1).signature == "('as asked', 9, (True, 'left', 5), False)"
     windows = Truncation(windows=True, window_overlap=2)
-    assert LongInputs(windows, LONGEST, 1).signature == "('as asked', 20, (False, 'right', None), 2)"
+    assert (
+        LongInputs(windows, LONGEST, 1).signature
+        == "('as asked', 20, (False, 'right', None), ('at most half', 2))"
+    )

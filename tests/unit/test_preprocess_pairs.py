@@ -127,6 +127,7 @@ def test_windows_stand_behind_the_query_and_cover_the_document(
 ) -> None:
     truncation = Truncation(max_tokens=limit, windows=True)
     prepared = score([words(query)], [document(length)], truncation, overlap=overlap)
+    overlap = min(overlap, (limit - 3 - query) // 2)
     bodies = []
     for window in tokens_of(prepared):
         assert len(window) <= limit
@@ -153,9 +154,10 @@ def test_the_best_of_each_document_s_windows_is_its_score() -> None:
 
 
 def test_windows_that_leave_no_room_beside_the_query_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 2 tokens that share 2"):
-        score([words(7)], [document(9)], Truncation(max_tokens=12, windows=True), overlap=2)
-    assert score([words(6)], [document(9)], Truncation(max_tokens=12, windows=True), overlap=2).results == 7
+    windows = Truncation(max_tokens=16, windows=True)
+    with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 1 tokens beside 15 others"):
+        score([words(12)], [document(9)], windows)
+    assert score([words(11)], [document(9)], windows).results == 5
 
 
 def test_a_pair_without_tokens_is_refused_by_its_index() -> None:

@@ -247,7 +247,7 @@ def windows_of(
 ) -> list[tuple[list[int], bool]]:
     made = tokenizer()
     builder = TextBuilder(made, rules, LongInputs(truncation, 64, 0), "documents", max_tokens)
-    built = builder.windows(builder.encode([words(length)])[0], 0)
+    built = builder.windows(builder.encode_for_windows([words(length)])[0], 0)
     return [(window.tokens.ids.tolist(), window.truncated) for window in built]
 
 
@@ -262,8 +262,9 @@ def test_every_window_stands_behind_the_prompt(
     length: int, prompt: int, limit: int, own_length: int | None, overlap: int
 ) -> None:
     rules = RoleRules(prompt=words(prompt, 900) + " " if prompt else "", max_tokens=own_length)
-    windows = windows_of(rules, length, Truncation(max_tokens=limit, windows=True, window_overlap=overlap))
     longest = limit if own_length is None else min(limit, own_length)
+    overlap = min(overlap, (longest - 2 - prompt) // 2)
+    windows = windows_of(rules, length, Truncation(max_tokens=limit, windows=True, window_overlap=overlap))
     bodies = []
     for window, truncated in windows:
         assert not truncated
@@ -299,5 +300,5 @@ def test_without_windows_a_document_is_one_sequence() -> None:
 def test_windows_that_leave_no_room_behind_the_prompt_are_refused() -> None:
     rules = RoleRules(prompt=words(4, 900) + " ")
     assert len(windows_of(rules, 3, Truncation(max_tokens=7, windows=True))) == 3
-    with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 0 tokens that share 0"):
+    with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 0 tokens beside 6 others"):
         windows_of(rules, 3, Truncation(max_tokens=6, windows=True))

@@ -7,6 +7,7 @@ from maxsimd.scheduler import (
     CachedBatch,
     Chunk,
     DocumentPayload,
+    JoinedTokens,
     ResultSlot,
     Role,
     Sequence,
@@ -60,6 +61,19 @@ def test_a_sequence_needs_a_token() -> None:
     with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
         Tokens(np.zeros(0, dtype=np.int32))
     assert len(tokens(1)) == 1
+
+
+def test_joined_tokens_are_their_parts_one_after_the_other_which_are_not_copied() -> None:
+    query, document = np.arange(3, dtype=np.int32), np.arange(7, 9, dtype=np.int32)
+    own_types = np.array([4, 5, 6], dtype=np.int32)
+    joined = JoinedTokens.of((query, document), (own_types, 1))
+    assert joined.parts[0] is query
+    assert (joined.ids.tolist(), joined.type_ids.tolist()) == ([0, 1, 2, 7, 8], [4, 5, 6, 1, 1])
+    assert (joined.ids.dtype, joined.type_ids.dtype) == (np.int32, np.int32)
+    assert (len(joined), joined.num_attended, joined.pooled_positions) == (5, 5, None)
+    assert len(Sequence.pair(1, SLOT, joined)) == 5
+    with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
+        JoinedTokens.of((query[:0],), (0,))
 
 
 def test_all_tokens_are_attended_unless_a_length_is_given() -> None:

@@ -101,21 +101,12 @@ def test_a_template_puts_everything_in_its_place() -> None:
     assert (token_ids.tolist(), types.tolist()) == ([1, 20, 2, 21, 3], [4, 7, 5, 8, 6])
 
 
-def test_the_tokens_of_a_span_are_those_that_hold_one_of_its_characters() -> None:
-    made, text = small_tokenizer(), "w1 w22 w333"
-    assert made.span(text, 3, 6, "documents") == (1, 2)
-    assert made.span(text, 4, 5, "documents") == (1, 2)
-    assert made.span(text, 1, 8, "documents") == (0, 3)
-    assert made.span(text, 2, 3, "documents") == (3, 3), "a space is in no token"
-    assert made.span(text, 2, 7, "documents") == (1, 2)
-    assert made.span("", 0, 0, "documents") == (0, 0)
-    with pytest.raises(InvalidRequestError, match=r"^documents holds a text that is not valid Unicode"):
-        made.span("\ud800", 0, 1, "documents")
-
-
 def test_whole_texts_and_their_way_back() -> None:
     made = small_tokenizer()
-    assert made.encode_whole("w0 w1") == ([CLS, *ids(2), SEP], ["[CLS]", "w0", "w1", "[SEP]"])
+    assert [(encoding.ids, encoding.tokens) for encoding in made.read("w0 w1", "text")] == [
+        (ids(2), ["w0", "w1"])
+    ]
+    assert made.token(CLS) == "[CLS]"
     assert made.decode([QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
     assert made.token_id("w0") == ids(1)[0]
     assert made.vocabulary_size == VOCABULARY
@@ -135,13 +126,18 @@ LENGTHS = st.sampled_from(
 @example([PART_CHARACTERS // 2] * 4)
 def test_parts_of_many_texts_are_as_large_as_they_may_be(lengths: list[int]) -> None:
     texts = ["x" * length for length in lengths]
-    parts = list(in_parts(texts))
+    parts = list(in_parts(texts, 2 * PART_CHARACTERS))
     assert [text for part in parts for text in part] == texts
     sizes = [sum(map(len, part)) for part in parts]
     for part, size in zip(parts, sizes, strict=True):
         assert len(part) == 1 or (1 < len(part) <= PART_TEXTS and size <= PART_CHARACTERS)
     for part, size, following in zip(parts, sizes, parts[1:], strict=False):
         assert len(part) == PART_TEXTS or size + len(following[0]) > PART_CHARACTERS
+
+
+def test_of_a_text_that_is_read_in_pieces_the_first_counts() -> None:
+    texts = ["x" * PART_CHARACTERS] * 5
+    assert list(in_parts(texts, PART_CHARACTERS // 4)) == [texts[:4], texts[4:]]
 
 
 def test_a_tokenizer_that_is_not_a_fast_one_is_refused() -> None:

@@ -81,14 +81,14 @@ def _special_readings(model: LoadedModel, task: str, sequences: list[Sequence]) 
     """Sequences with the special rules of a checkpoint: with tokens at the end that no token attends to
     (query expansion), and with a prompt that takes no part in pooling."""
     expansion = model.query.expansion
+    longest = sequences[-1].tokens
+    assert isinstance(longest, Tokens)
     if task == "token_embed" and expansion is not None and not expansion.attended:
-        for attended in (3, len(sequences[-1]) - 4):
+        for attended in (3, len(longest) - 4):
             # With a window, tokens far behind the attended ones see no token at all.
-            yield _of_task(task, replace(sequences[-1].tokens, attended_len=max(1, attended)))
-    if task == "embed" and not model.document.pool_prompt:
-        longest = sequences[-1]
-        if len(longest) > 4:
-            yield _of_task(task, replace(longest.tokens, pooled_positions=np.arange(4, len(longest))))
+            yield _of_task(task, replace(longest, attended_len=max(1, attended)))
+    if task == "embed" and not model.document.pool_prompt and len(longest) > 4:
+        yield _of_task(task, replace(longest, pooled_positions=np.arange(4, len(longest))))
 
 
 def _beyond_window(backbone: Any) -> int:

@@ -1,0 +1,107 @@
+"""A long text in pieces, each of which is tokenised by itself. Whether that gives the tokens of the whole is
+proven on a sample when a model is loaded; where it does not, texts are read whole.
+"""
+
+import logging
+from collections.abc import Iterator
+from itertools import pairwise
+
+from tokenizers import Tokenizer
+
+from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
+
+log = logging.getLogger(__name__)
+
+# Characters of a piece, or some more: tokenised within some milliseconds and a few megabytes.
+PIECE = 16_384
+# The most characters that are tokenised in one go where nothing cuts them: within a second or so, and about
+# 150 bytes of memory for each byte.
+LONGEST_PIECE = 1_048_576
+# Where a piece may begin is looked for from its end backwards, in steps that grow from this.
+_STEP = 256
+
+# What is cut at every break and compared with the whole, with some of the tokeniser's added tokens behind it.
+_SAMPLE = (
+    'The quick brown fox, 3.14 of 1,000,000: "it\'s" (so-called) e-mail a@b.c/d?e=f#g; x{y}[z]|~w!\n'
+    "don't  two  spaces \n\n lines\nand\ttabs .punctuation ,\n,begins A.B.C.\n"
+    # Russian, Greek, French with marks of both kinds, Chinese, Japanese, Korean, Hebrew, Arabic, Hindi, Thai.
+    "\u043d\u043e\u0432\u044b\u0439, \u03bd\u03ad\u03b1. caf\u00e9 e\u0301te\u0301 \u00a0\ufb01n\u3000."
+    "\u6f22\u5b57\u304b\u306a\u3001\u30ab\u30ca\u3002\u4e2d\u6587\uff0c\u6807\u70b9\uff01 "
+    "\ud55c\uad6d\uc5b4 \ubb38\uc7a5. \u05e2\u05d1\u05e8 \u0639\u0631\u0628 \u0939\u093f \u0e44\u0e17\u0e22 "
+    "\U0001f600 \U0001f468\u200d\U0001f469 1\ufe0f\u20e3 a\u200bb \u2581c "
+)
+_ADDED_TOKENS = 64
+
+
+class LongPieceError(Exception):
+    """Raised for text that cannot be cut for more than `LONGEST_PIECE` characters."""
+
+
+def proven_breaks(tokenizer: Tokenizer) -> Breaks | None:
+    """A tokeniser's breaks; None where texts are read whole."""
+    breaks = find_breaks(tokenizer)
+    if breaks is None:
+        log.info(
+            "nothing is known of where this tokeniser's texts can be cut: they are read whole, and those of "
+            "more than %d characters are refused",
+            LONGEST_PIECE,
+        )
+        return None
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:_ADDED_TOKENS]
+    sample = _SAMPLE + " ".join(f"a{token}b {token} c, {token}.d" for token in added)
+    ends = [*breaks.all(sample), len(sample)]
+    texts = [sample, *(sample[start:stop] for start, stop in pairwise([0, *ends]))]
+    # Not as a batch, which would start the library's threads with the priority of this one.
+    whole, *pieces = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    if whole != [token for piece in pieces for token in piece]:
+        log.warning(
+            "pieces of a text do not have the tokens of the whole: texts are read whole, and those of more "
+            "than %d characters are refused",
+            LONGEST_PIECE,
+        )
+        return None
+    return breaks
+
+
+def cut_up(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
+    """Where pieces of about `size` characters begin and end, first to last."""
+    start = 0
+    while len(text) - start > size:
+        most = start + LONGEST_PIECE
+        stop = None if breaks is None else breaks.first(text, start + size, min(most + 1, len(text)))
+        if stop is None:
+            break
+        yield start, stop
+        start = stop
+    _check(len(text) - start)
+    yield start, len(text)
+
+
+def cut_up_backwards(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
+    """Where pieces of about `size` characters begin and end, last to first."""
+    stop = len(text)
+    while stop > size:
+        start = None if breaks is None else _last_start(text, stop, size, breaks)
+        if start is None:
+            break
+        yield start, stop
+        stop = start
+    _check(stop)
+    yield 0, stop
+
+
+def _last_start(text: str, stop: int, size: int, breaks: Breaks) -> int | None:
+    upper, step = stop - size, _STEP
+    lowest = max(0, stop - LONGEST_PIECE)
+    while upper > lowest:
+        lower = max(lowest, upper - step)
+        start = breaks.first(text, lower, upper)
+        if start is not None:
+            return start
+        upper, step = lower, 2 * step
+    return None
+
+
+def _check(length: int) -> None:
+    if length > LONGEST_PIECE:
+        raise LongPieceError
