@@ -62,7 +62,7 @@ def test_small_requests_are_answered_while_a_long_text_is_tokenised(roomy: Serve
     assert answers[0]["count"] == len(answers[0]["tokens"]) == 2 + 20 * (len(LONG) // len(WORDS))
 
 
-def test_of_a_long_document_that_is_cut_no_more_is_read_than_is_left(roomy: Server) -> None:
+def test_a_long_document_that_is_cut_scores_like_its_beginning(roomy: Server) -> None:
     def scores(document: str) -> list[float]:
         answer = post(roomy, "/rerank", {"query": "times", "documents": [document], "return_documents": False})
         assert "cut" in answer["warnings"][0]
