@@ -117,6 +117,8 @@ class Connection(web.RequestHandler):
     def _body_ended(self) -> None:
         if self._phase is Phase.BODY:
             self._enter(Phase.ANSWERING, None)
+        elif self._phase is Phase.LINGERING:
+            self._enter(Phase.IDLE, self._config.idle_seconds)
 
     def _is_malformed(self) -> bool:
         """Whether what came last is not HTTP. aiohttp would tell only those who ask for the next request."""
@@ -131,6 +133,11 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
+        if self._phase is not Phase.CLOSING:
+            self._enter(Phase.ANSWERING, None)
+            # The client may not have read the answers to what it asked before.
+            if self._paused:
+                self._begin_sending()
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -145,13 +152,16 @@ class Connection(web.RequestHandler):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._phase is Phase.ANSWERING:
-            self._mark = self._unsent()
-            self._enter(Phase.SENDING, self._config.transfer_seconds)
+            self._begin_sending()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._phase is Phase.SENDING:
             self._enter(Phase.ANSWERING, None)
+
+    def _begin_sending(self) -> None:
+        self._mark = self._unsent()
+        self._enter(Phase.SENDING, self._config.transfer_seconds)
 
     def handle_error(
         self,

@@ -100,6 +100,27 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(strict_server: Server
     client.close()
 
 
+def test_a_client_that_asks_on_and_on_and_reads_nothing_is_cut_off(strict_server: Server) -> None:
+    before = cut(strict_server, "slow_reader")
+    # Their answers have some 10 MB, of which no single one is long.
+    ask = head("GET /metrics HTTP/1.1") * 1000
+    client = RawClient(strict_server.url, receive_buffer=4096).send(ask, post("/nope", RERANK)[:-1])
+    wait_for(lambda: cut(strict_server, "slow_reader") == before + 1)
+    client.close()
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_a_connection_is_as_good_as_new_after_a_body_that_was_not_waited_for(
+    strict_server: Server, asks: int
+) -> None:
+    request = post("/nope", RERANK)
+    parts = [request[:-1], request[-1:], *[head("GET /health HTTP/1.1")] * asks]
+    received = RawClient(strict_server.url).send(*parts, every=0.2).receive()
+    assert received.data.count(b"HTTP/1.1 404") == 1
+    assert received.data.count(b"HTTP/1.1 200") == asks
+    assert received.seconds < 8, "it is idle after that, for no longer than others"
+
+
 def test_a_client_that_reads_slowly_gets_all_of_its_answer(strict_server: Server) -> None:
     client = RawClient(strict_server.url, receive_buffer=4096)
     client.send(post("/detokenize", LONG_ANSWER, "Connection: close"))

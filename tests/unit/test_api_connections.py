@@ -10,11 +10,14 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from maxsimd.api import connection_table
+from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.connection_table import ConnectionTable, Phase
 from maxsimd.api.connections import Connection
-from maxsimd.api.listener import max_connections, raise_descriptor_limit
+from maxsimd.api.listener import Listener, max_connections, raise_descriptor_limit
 from maxsimd.api.metrics import ServerMetrics
+from maxsimd.engine import Engine
+from tests.waiting import until
 
 
 class Room:
@@ -138,6 +141,29 @@ async def test_a_connection_that_is_gone_does_not_come_back(room: Room) -> None:
     connection.forget()
     connection._enter(Phase.IDLE, 1.0)  # as when the answer to its last request is done with
     await asyncio.wait_for(room.table.until_empty(), 1)
+
+
+async def test_an_answer_behind_one_that_is_not_read_is_not_waited_for_either() -> None:
+    config = ServerConfig(transfer_seconds=0.2)
+    app = build_app(Engine(), config)
+    table = ConnectionTable(config, 10, app[STATE].metrics)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    server = runner.server
+    assert server is not None
+    listener = Listener(server, table, tls=None)
+    await listener.start("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+    await until(lambda: len(server.connections) == 1)
+    (connection,) = server.connections
+    # As when what was written before no longer fits into the system's buffers.
+    connection.pause_writing()
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    await asyncio.wait_for(reader.read(), 10)
+    await asyncio.wait_for(table.until_empty(), 10)
+    writer.close()
+    listener.close()
+    await runner.cleanup()
 
 
 @pytest.mark.parametrize(
