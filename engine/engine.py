@@ -189,6 +189,7 @@ class Engine:
         options = RunOptions(priority, tenant, timeout, progress, on_timeout, on_error)
         prepared, values = await self._pairs(request, options)
         scores, errors = document_scores(prepared.combine, values)
+        errors |= prepared.errors
         if model.score_task == "classify" and use_activation:
             scores = activate(scores[:, None], model.activation)[:, 0]
         return ScoreResult(
@@ -366,7 +367,9 @@ class Engine:
     async def _pairs(self, request: ScoreRequest, options: RunOptions) -> tuple[Prepared, Values]:
         running = self._require()
         self.metrics.request_documents.observe(len(request.documents))
-        return await running.run(lambda ids: running.preprocessor.score(request, ids), request, options)
+        return await running.run(
+            lambda ids: running.preprocessor.score(request, ids, options.on_error), request, options
+        )
 
     def _check_task(self, task: str) -> None:
         tasks = self.model.tasks

@@ -137,6 +137,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
             message.values.set_exception(RequestFailedError(f"this request cannot be run: {error}"))
             return
         self._open[message.request_id] = OpenRequest(message)
+        if message.num_results == 0:  # of all its documents none can be read
+            self._resolve(message.request_id, 0.0)
 
     def _end(self, request_id: int) -> OpenRequest | None:
         """Forgets a request, here and on the device, with all that is still to be run. Returns it if it was

@@ -1,5 +1,6 @@
 """What preprocessing makes of a request."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from maxsimd.engine.preprocess.combine import Combine, NoScores, one_each
@@ -12,13 +13,14 @@ class Prepared:
     """The sequences of a request, queries first, and the documents whose embeddings are cached.
 
     They give `results` values, from which `combine` makes the scores of a score request. `truncated` counts
-    the inputs that were cut."""
+    the inputs that were cut, and `errors` says of documents why they cannot be read."""
 
     sequences: list[Sequence]
     results: int
     truncated: int
     combine: Combine = one_each
     cached: list[CachedBatch] = field(default_factory=list)
+    errors: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def num_new_tokens(self) -> int:

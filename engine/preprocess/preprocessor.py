@@ -8,10 +8,11 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.choice import score_strategy
 from maxsimd.engine.preprocess.long_inputs import LengthLimits
 from maxsimd.engine.preprocess.prepared import Prepared
+from maxsimd.engine.preprocess.readable import prepare_readable
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.single_texts import TextStrategy
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
-from maxsimd.engine.requests import EmbedRequest, ScoreRequest
+from maxsimd.engine.requests import EmbedRequest, OnError, ScoreRequest
 
 
 class Preprocessor:
@@ -38,8 +39,8 @@ class Preprocessor:
         self._scores = score_strategy(model, tokenizer, limits, cache, share_prefixes)
         self._texts = TextStrategy(model, tokenizer, limits)
 
-    def score(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
-        """The sequences of a score request."""
+    def score(self, request: ScoreRequest, ids: RequestIds, on_error: OnError = "fail") -> Prepared:
+        """The sequences of a score request; with `report`, of those of its documents that can be read."""
         if request.instruction is not None and not self._model.takes_instruction:
             raise InvalidRequestError("this model takes no instruction; leave it out", "instruction")
         if request.instruction:
@@ -53,6 +54,8 @@ class Preprocessor:
                 )
         else:
             request = replace(request, instruction=self._model.instruction)
+        if on_error == "report":
+            return prepare_readable(self._scores.prepare, request, ids)
         return self._scores.prepare(request, ids)
 
     def embed(self, request: EmbedRequest, ids: RequestIds) -> Prepared:

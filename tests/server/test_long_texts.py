@@ -64,7 +64,9 @@ def test_small_requests_are_answered_while_a_long_text_is_tokenised(roomy: Serve
 
 def test_a_long_document_that_is_cut_scores_like_its_beginning(roomy: Server) -> None:
     def scores(document: str) -> list[float]:
-        answer = post(roomy, "/rerank", {"query": "times", "documents": [document], "return_documents": False})
+        answer = post(
+            roomy, "/rerank", {"query": "times", "documents": [document], "return_documents": False}
+        )
         assert "cut" in answer["warnings"][0]
         return [result["relevance_score"] for result in answer["results"]]
 

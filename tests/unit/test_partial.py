@@ -19,6 +19,7 @@ from maxsimd.engine import (
     EngineConfig,
     InvalidRequestError,
     RequestFailedError,
+    Truncation,
 )
 from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Step
@@ -78,6 +79,51 @@ async def test_one_document_that_breaks_the_model_has_an_error_and_the_others_sc
     assert len(ranked.results) == 200
     assert set(ranked.errors) == {70, 201}
     await until(lambda: engine.stats() == EngineStats())
+
+
+TOO_LONG = "word " * 600
+
+
+async def test_documents_that_cannot_be_read_have_errors_and_the_others_scores(
+    engine: RecordingEngine, documents: list[str]
+) -> None:
+    """One is too long, one breaks the model, and one is no Unicode."""
+    short = [" ".join(document.split()[:20]) for document in documents[:97]]
+    whole = await engine.score("a query", short)
+    mixed = [*short[:40], TOO_LONG, *short[40:], POISON, "\ud800"]
+    with pytest.raises(InvalidRequestError):
+        await engine.score("a query", mixed)
+    result = await engine.score("a query", mixed, on_error="report")
+    assert sorted(result.errors) == [40, 98, 99]
+    assert result.errors[40].startswith("documents[40] has ")
+    assert result.errors[98] == "the model failed on it"
+    assert "Unicode" in result.errors[99]
+    there = [result.scores[i] for i in range(100) if i not in result.errors]
+    assert there == pytest.approx(whole.scores, abs=1e-4)
+    assert result.unscored == ()
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_each_of_many_queries_keeps_its_document(engine: RecordingEngine) -> None:
+    queries, documents = ["one", "two", "three"], ["first", TOO_LONG, "third"]
+    result = await engine.score(queries, documents, on_error="report")
+    assert list(result.errors) == [1]
+    for i in (0, 2):
+        alone = await engine.score(queries[i], documents[i])
+        assert result.scores[i] == pytest.approx(alone.scores[0], abs=1e-4)
+
+
+async def test_a_request_of_which_no_document_can_be_read_has_an_empty_ranking(
+    engine: RecordingEngine,
+) -> None:
+    ranked = await engine.rerank("a", [TOO_LONG] * 3, truncation=Truncation(), on_error="report")
+    assert (ranked.results, sorted(ranked.errors), ranked.unscored) == ([], [0, 1, 2], ())
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="queries"):
+        await engine.score("\ud800", ["a", "b"], on_error="report")
 
 
 async def test_equal_documents_share_an_error(engine: RecordingEngine) -> None:
