@@ -21,6 +21,7 @@ from maxsimd.engine.checkpoint.detect import (
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files, refuse_missing_tokenizer
 from maxsimd.engine.checkpoint.fit import refusing_misfits
+from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.checkpoint.language_model import load_language_model
 from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.listwise import load_listwise
@@ -28,7 +29,7 @@ from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.reference import takes_type_ids
 from maxsimd.engine.checkpoint.support import refuse_unsupported
 from maxsimd.engine.checkpoint.translate import in_transformers_terms
-from maxsimd.engine.checkpoint.weights import refuse_pickles
+from maxsimd.engine.checkpoint.weights import hold_in_memory, refuse_pickles
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
 
@@ -112,6 +113,8 @@ def _complete(
 ) -> LoadedModel:
     """Adds what is found out from the backbone itself."""
     backbone = parts["backbone"].eval().requires_grad_(False)
+    heads = [module for task in parts["tasks"].values() for module in modules_of(task.head)]
+    hold_in_memory([backbone, *heads])
     if getattr(parts["tokenizer"], "backend_tokenizer", None) is None:
         kind = type(parts["tokenizer"]).__name__
         raise ModelLoadError(f"the tokeniser, a {kind}, is not a fast one; save a tokenizer.json beside it")

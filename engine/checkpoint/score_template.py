@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 
 # Placeholders for the texts while a template is rendered, from Unicode's private use area.
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue0a0", "\ue0a1", "\ue0a2"
@@ -34,10 +34,18 @@ class ScoreTemplate:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def frames(self, query: str, instruction: str | None) -> list[Frame]:
-        """One frame a segment, with the query and the instruction (or the template's own) inserted."""
+        """One frame a segment, with the query and the instruction (or the template's own) inserted. Raises
+        InvalidRequestError for an instruction with a character that stands for a text here."""
+        used = instruction or self.instruction
+        if used and (_QUERY in used or _DOCUMENT in used):
+            raise InvalidRequestError(
+                "instruction holds a character of Unicode's private use (U+E0A0 or U+E0A1) that this model's "
+                "template cannot hold; leave it out",
+                "instruction",
+            )
         frames = []
         for segment in self.segments:
-            rendered = self._render(segment, instruction or self.instruction)
+            rendered = self._render(segment, used)
             before, *after = [part.replace(_QUERY, query) for part in rendered.split(_DOCUMENT)]
             frames.append(Frame(before, after[0] if after else None))
         return frames

@@ -1,6 +1,9 @@
-"""The weight files of a checkpoint: which ones there are, and reading single tensors from them."""
+"""The weight files of a checkpoint: which ones there are, reading single tensors from them, and holding what
+was read apart from them."""
 
 import json
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -25,7 +28,29 @@ def refuse_pickles(model: str, revision: str | None, files: CheckpointFiles) -> 
 
 
 def _has_safetensors(model: str, folder: str, revision: str | None) -> bool:
-    return any(find_file(model, folder + name, revision) is not None for name in (_INDEX, _WHOLE))
+    if (index := find_file(model, folder + _INDEX, revision)) is not None:
+        _check_index(model, folder, index)
+        return True
+    return find_file(model, folder + _WHOLE, revision) is not None
+
+
+def _check_index(model: str, folder: str, index: Path) -> None:
+    """Refuses an index that names anything but safetensors files beside it."""
+    for name in sorted(set(_weight_map(model, index).values())):
+        if not name.endswith(".safetensors") or "/" in name or "\\" in name:
+            raise ModelLoadError(
+                f"{folder}{_INDEX} of {model!r} names {name!r}, which is no safetensors file beside it; save "
+                "the weights anew, or trust them with --allow-pickle"
+            )
+
+
+def _weight_map(model: str, index: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index.name} of {model!r} has no map of weights: {error!r}") from error
 
 
 def _only_pickles(model: str, folder: str) -> ModelLoadError:
@@ -41,7 +66,7 @@ def read_tensors(model: str, revision: str | None, prefix: str) -> dict[str, tor
     if index is None:
         names = [_WHOLE]
     else:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = _weight_map(model, index)
         names = sorted({file for tensor, file in weight_map.items() if tensor.startswith(prefix)})
     tensors = {}
     for name in names:
@@ -53,3 +78,16 @@ def read_tensors(model: str, revision: str | None, prefix: str) -> dict[str, tor
                 if tensor.startswith(prefix):
                     tensors[tensor.removeprefix(prefix)] = file.get_tensor(tensor).float()
     return tensors
+
+
+def hold_in_memory(modules: Iterable[torch.nn.Module]) -> None:
+    """Copies all weights on the CPU into memory of the process's own. As they are read they may be mapped
+    from their files: who writes to a file would change them, and who cuts one short would end the process."""
+    for root in modules:
+        for module in root.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.device.type == "cpu":
+                    parameter.data = parameter.data.clone()
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device.type == "cpu":
+                    module._buffers[name] = buffer.clone()

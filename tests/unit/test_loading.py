@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -47,6 +48,46 @@ def test_pickled_weights_are_refused_unless_they_are_allowed(cross_encoder: Path
         load_model(EngineConfig(model=str(cross_encoder)), CPU)
     loaded = load_model(EngineConfig(model=str(cross_encoder), allow_pickle=True), CPU)
     assert loaded.labels == ("LABEL_0",)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "../model.safetensors", "folder/model.safetensors"])
+def test_an_index_that_names_anything_but_safetensors_beside_it_is_refused(
+    cross_encoder: Path, file: str
+) -> None:
+    tensors = load_file(cross_encoder / "model.safetensors")
+    torch.save(tensors, cross_encoder / "pytorch_model.bin")
+    (cross_encoder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, file)}
+    (cross_encoder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match=r"index\.json .* names .* no safetensors file beside it"):
+        load_model(EngineConfig(model=str(cross_encoder)), CPU)
+
+
+@pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": 3}', "{}"])
+def test_an_index_without_a_map_of_weights_is_refused(cross_encoder: Path, index: str) -> None:
+    (cross_encoder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelLoadError, match="has no map of weights"):
+        load_model(EngineConfig(model=str(cross_encoder)), CPU)
+
+
+def _mapped() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def _overwrite(file: Path) -> None:
+    file.write_bytes(b"\xff" * (file.stat().st_size // 2))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux shows what is mapped")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_what_becomes_of_the_files_changes_nothing_once_they_are_read(
+    cross_encoder: Path, dtype: Literal["float32", "bfloat16"]
+) -> None:
+    async with Engine(EngineConfig(model=str(cross_encoder), dtype=dtype)) as engine:
+        before = await engine.score("a", ["b", "c"])
+        assert str(cross_encoder) not in _mapped()
+        _overwrite(cross_encoder / "model.safetensors")
+        assert (await engine.score("a", ["b", "c"])).scores == before.scores
 
 
 def test_a_pickled_module_of_a_save_is_refused_too(tmp_path: Path) -> None:

@@ -151,6 +151,15 @@ def test_a_query_that_is_not_cut_stands_in_the_template_as_it_is() -> None:
     assert tokens_of(score([" " + words(2)], [document(1)], template=template)) == [whole]
 
 
+@pytest.mark.parametrize("character", ["\ue0a0", "\ue0a1"])
+def test_an_instruction_with_a_character_that_stands_for_a_text_is_refused(character: str) -> None:
+    template = ScoreTemplate(("{{ instruction }} {{ query }} {{ document }}",))
+    assert template.frames("q", "fine\ue0a2")
+    with pytest.raises(InvalidRequestError, match="private use") as refused:
+        template.frames("q", f"a{character}b")
+    assert refused.value.param == "instruction"
+
+
 def test_only_the_document_s_own_tokens_are_cut_from_a_token_that_it_shares_with_the_template() -> None:
     """The tokenizer makes one token of what no space separates: here it holds the document's last word."""
     template = ScoreTemplate(("query: {{ query }} passage: {{ document }}/end w1",))
