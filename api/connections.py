@@ -171,6 +171,9 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answers what aiohttp could not read, and what its handler should not have raised."""
+        if isinstance(exc, ConnectionError):
+            # There is nobody left to answer.
+            raise exc
         request_id = uuid.uuid4().hex
         if isinstance(exc, HttpProcessingError):
             failure = malformed_request(exc)

@@ -1,6 +1,8 @@
 """Whatever bytes come, the answer is an error of ours, and the server goes on."""
 
 import json
+import socket
+import struct
 
 import httpx
 import pytest
@@ -98,6 +100,17 @@ def test_the_log_of_all_that_has_no_trace_and_no_error(strict_server: Server) ->
     assert " ERROR " not in strict_server.log
     assert "GARBAGE" not in strict_server.log
     assert 'status="500"' not in httpx.get(strict_server.url + "/metrics").text
+
+
+def test_a_client_that_leaves_while_it_is_told_to_go_on_is_no_error(strict_server: Server) -> None:
+    before = len(strict_server.log)
+    for _ in range(50):
+        client = RawClient(strict_server.url)
+        client.send(head("POST /tokenize HTTP/1.1", "Expect: 100-continue", "Content-Length: 9"))
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+    assert httpx.get(strict_server.url + "/health").status_code == 200
+    assert " ERROR " not in strict_server.log[before:]
 
 
 @pytest.mark.parametrize(
