@@ -211,6 +211,19 @@ def bench_neighbours(executable: str | None, rounds: int, seconds: float, json_f
     publish({"rounds": rounds, "seconds": seconds}, figures, json_file)
 
 
+@bench.command("overload")
+@click.argument("model", required=False)
+@click.option("--max-wait-seconds", type=float, default=2.0, show_default=True, help="The server's limit.")
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="Seconds at each rate.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_overload(model: str | None, max_wait_seconds: float, seconds: float, json_file: str | None) -> None:
+    """A server of its own at 2, 5 and 10 times what it can do."""
+    from maxsimd.bench.overload import measure_overload
+
+    figures = run_and_clean_up(measure_overload(model, max_wait_seconds, seconds))
+    publish({"model": model, "seconds": seconds}, figures, json_file)
+
+
 @bench.command("plots")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def bench_plots(folder: str) -> None:

@@ -1,0 +1,125 @@
+"""A server of its own beyond what it can do: what it serves, how fast, and how fast it refuses the rest."""
+
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from maxsimd.bench.datasets import Request, docstring_requests
+from maxsimd.bench.peers.systems import Running, maxsimd
+
+_DOCUMENTS = 20
+CONCURRENCY = (4, 8, 16, 32, 64)
+TIMES = (2, 5, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    seconds: float
+
+
+async def measure_overload(
+    model: str | None, wait_seconds: float, seconds: float, seed: int = 0
+) -> dict[str, Any]:
+    """Capacity is the best throughput of clients that wait for each answer; then requests come at random
+    moments (Poisson), at several times that rate, for `seconds` each."""
+    requests = docstring_requests(200, _DOCUMENTS, seed)
+    bodies = [_body(request) for request in requests]
+    server = maxsimd("maxsimd", "--max-wait-seconds", str(wait_seconds))
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        async with server.run(model, Path(folder, "log")) as running:
+            await _closed(running, bodies, 8, seconds / 4)
+            capacity, best = await _capacity(running, bodies, seconds / 4)
+            figures: dict[str, Any] = {"documents": _DOCUMENTS, "max_wait_seconds": wait_seconds, **capacity}
+            for times in TIMES:
+                answers, duration = await _open(running.session, bodies, times * best, seconds, draw)
+                figures |= {
+                    f"{name}_at_{times}_times": value for name, value in _shown(answers, duration).items()
+                }
+    return figures
+
+
+async def _capacity(running: Running, bodies: list[bytes], seconds: float) -> tuple[dict[str, Any], float]:
+    """Of several numbers of clients the one with the best throughput, and that throughput."""
+    best: tuple[float, int, list[_Answer], float] | None = None
+    for clients in CONCURRENCY:
+        answers, duration = await _closed(running, bodies, clients, seconds)
+        rate = len(answers) / duration
+        if best is None or rate > best[0]:
+            best = rate, clients, answers, duration
+    assert best is not None
+    rate, clients, answers, duration = best
+    return {"clients_at_capacity": clients, **_shown(answers, duration)}, rate
+
+
+def _shown(answers: list[_Answer], duration: float) -> dict[str, Any]:
+    served = sorted(answer.seconds for answer in answers if answer.status == 200)
+    refused = sorted(answer.seconds for answer in answers if answer.status == 429)
+    others = [answer.status for answer in answers if answer.status not in (200, 429)]
+    shown = {
+        "served_per_s": round(len(served) / duration, 2),
+        "p50_ms": round(statistics.median(served) * 1e3, 1),
+        "p99_ms": round(_p99(served) * 1e3, 1),
+        "refused": len(refused),
+        "other_answers": len(others),
+    }
+    return shown | ({"refusal_p99_ms": round(_p99(refused) * 1e3, 1)} if refused else {})
+
+
+def _p99(values: list[float]) -> float:
+    return values[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+async def _closed(
+    running: Running, bodies: list[bytes], clients: int, seconds: float
+) -> tuple[list[_Answer], float]:
+    """Clients that send a request when the one before is answered."""
+    started = time.perf_counter()
+    answers: list[_Answer] = []
+
+    async def client(number: int) -> None:
+        while time.perf_counter() - started < seconds:
+            answers.append(await _send(running.session, bodies[number % len(bodies)]))
+            number += clients
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return answers, time.perf_counter() - started
+
+
+async def _open(
+    session: aiohttp.ClientSession, bodies: list[bytes], rate: float, seconds: float, draw: random.Random
+) -> tuple[list[_Answer], float]:
+    """Requests that come whatever becomes of those before. Returns the answers to all, and the seconds until
+    the last of those that were served."""
+    started = time.perf_counter()
+    tasks, due, number = [], 0.0, 0
+    while due < seconds:
+        await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
+        tasks.append(asyncio.create_task(_send(session, bodies[number % len(bodies)])))
+        due += draw.expovariate(rate)
+        number += 1
+    answers = await asyncio.gather(*tasks)
+    return list(answers), time.perf_counter() - started
+
+
+async def _send(session: aiohttp.ClientSession, body: bytes) -> _Answer:
+    """The time is that from when all of the body is sent, by about: it is small, and sent at once."""
+    started = time.perf_counter()
+    headers = {"Content-Type": "application/json"}
+    async with session.post("/rerank", data=body, headers=headers) as response:
+        await response.read()
+        return _Answer(response.status, time.perf_counter() - started)
+
+
+def _body(request: Request) -> bytes:
+    given = {"query": request.query, "documents": request.documents, "return_documents": False}
+    return msgspec.json.encode(given)
