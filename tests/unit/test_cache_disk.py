@@ -601,6 +601,17 @@ def test_a_process_that_finds_damage_late_uses_what_another_has_begun(
     assert same(disk.get(key(2)), entry(2))
 
 
+def test_what_another_program_wrote_over_ours_is_not_set_aside(disk: DiskStore, folder: Path) -> None:
+    seen = database.identify(folder)
+    with closing(sqlite3.connect(folder.with_name("other"))) as other:
+        other.execute("CREATE TABLE of_a_user (name)")
+    (folder / FILE).write_bytes(folder.with_name("other").read_bytes())
+    before = unchanged(folder)
+    with pytest.raises(database.NotOursError):
+        database.set_aside(folder, seen)
+    assert unchanged(folder) == before
+
+
 def test_what_cannot_be_set_aside_stays_unused(
     disk: DiskStore, folder: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
 ) -> None:
