@@ -92,8 +92,8 @@ def _ask_for_log(folder: Path) -> None:
 
 def _scramble_definitions(folder: Path) -> None:
     """What sqlite3 cannot even quote in an error."""
-    start = (folder / FILE).read_bytes().index(b"CREATE TABLE entries")
-    _overwrite(folder, start, b"\xff" * 40)
+    table = (folder / FILE).read_bytes().index(b"TABLE entries")
+    _overwrite(folder, table, b"\xff")
 
 
 def _make_pipe(folder: Path) -> None:

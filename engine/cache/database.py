@@ -96,7 +96,8 @@ class Database:
             self._closed = True
             idle, self._idle = self._idle, []
         for connection in idle:
-            connection.close()
+            with suppress(sqlite3.Error):
+                connection.close()
 
 
 def identify(folder: Path) -> Identity | None:

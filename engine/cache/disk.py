@@ -58,14 +58,14 @@ class DiskStore:
             self.drop(key)
         return entry
 
-    def newest(self) -> Iterator[tuple[bytes, CachedEmbedding]]:
-        """The entries that are whole, the newest first. Ends early where the store cannot be read."""
+    def newest(self) -> Iterator[tuple[bytes, CachedEmbedding | None]]:
+        """The entries, None for one that is damaged, the newest first. Ends early where the store cannot be
+        read."""
         sequence = _END
         # Each by itself, because nobody can write while something is read.
         while found := self._database.read(partial(_find_before, sequence=sequence)):
             sequence, key, entry = found
-            if entry is not None:
-                yield key, entry
+            yield key, entry
 
     def put(self, entries: Entries) -> None:
         """Stores entries; the oldest go where there is no room."""

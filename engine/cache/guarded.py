@@ -83,23 +83,27 @@ class GuardedDatabase:
         return result
 
     def _open(self) -> Database | None:
-        """The open database, opened now if none is; None while another thread opens it."""
+        """The open database, opened now if none is. None while another thread opens it, and where its file is
+        found to be another: that one is opened after a pause."""
         database = self._database
         if database is not None and database.is_current:
             return database
         if not self._opening.acquire(blocking=False):
             return None
         try:
-            return self._open_anew()
+            database = self._database
+            if database is None:
+                return self._open_anew()
+            if database.is_current:
+                return database  # another thread was quicker
+            self._let_go(database)
+            self._pause()
+            _log(self._folder, "was removed or replaced, and is opened anew")
+            return None
         finally:
             self._opening.release()
 
     def _open_anew(self) -> Database:
-        if self._database is not None:
-            if self._database.is_current:
-                return self._database  # another thread was quicker
-            self._let_go(self._database)
-            _log(self._folder, "was removed or replaced, and is opened anew")
         seen = db.identify(self._folder)
         try:
             self._database = Database(self._folder)
@@ -113,10 +117,9 @@ class GuardedDatabase:
     def _handle(self, error: Exception, access: "_Access", database: Database | None) -> None:
         """Logs a failure, and closes a database that is damaged or whose tables are gone."""
         if db.is_lock(error):
-            self._locks.say("is locked by another process, so documents are encoded instead")
+            self._locks.say("was locked for too long, so documents are encoded instead")
         elif database is None:
-            self._reading.pause()
-            self._writing.pause()
+            self._pause()
             self._unusable.say(f"cannot be used, so embeddings are cached in memory only: {_advice(error)}")
         elif db.is_damage(error):
             self._begin_anew(error, access, database)
@@ -143,6 +146,10 @@ class GuardedDatabase:
             return False
         _log(self._folder, f"was damaged ({_reason(error)}); it is begun anew beside {db.DAMAGED_FILE}")
         return True
+
+    def _pause(self) -> None:
+        self._reading.pause()
+        self._writing.pause()
 
     def _let_go(self, database: Database) -> None:
         database.close()

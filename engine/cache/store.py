@@ -120,10 +120,11 @@ class EmbeddingCache:
         found: list[tuple[bytes, CachedEmbedding]] = []
         room = self._memory.limit
         for key, entry in disk.newest():
-            room -= entry.nbytes
+            room -= 0 if entry is None else entry.nbytes
             if room < 0 or self._enough.is_set():
                 break
-            found.append((key, entry))
+            if entry is not None:
+                found.append((key, entry))
         for key, entry in reversed(found):
             if self._enough.is_set():
                 return

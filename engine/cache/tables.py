@@ -64,6 +64,8 @@ def read_before(connection: sqlite3.Connection, sequence: int) -> tuple[int, byt
     """Sequence number, key and data of the newest entry that is older than another."""
     statement = "SELECT sequence, key, data FROM entries WHERE sequence < ? ORDER BY sequence DESC LIMIT 1"
     for older, key, data in connection.execute(statement, (sequence,)).fetchall():
+        if older >= sequence:  # or whoever reads on from there might never come to an end
+            raise DamagedError("its entries are out of order")
         return older, _as_bytes(key), _as_bytes(data)
     return None
 

@@ -1,5 +1,6 @@
 """The cache on disk: its order and limits, its file, other processes that use it, and what is not ours."""
 
+import itertools
 import logging
 import os
 import resource
@@ -9,11 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from maxsimd.engine.cache import database, guarded
+from maxsimd.engine.cache import database, guarded, tables
 from maxsimd.engine.cache import disk as disk_store
 from maxsimd.engine.cache.database import DAMAGED_FILE, FILE, PAGE
 from maxsimd.engine.cache.disk import DiskStore
@@ -38,7 +40,8 @@ def same(one: CachedEmbedding | None, other: CachedEmbedding) -> bool:
 
 
 def numbers(store: DiskStore) -> list[int]:
-    return [int.from_bytes(name, "big") for name, _ in store.newest()]
+    """The entries that are whole, the newest first."""
+    return [int.from_bytes(name, "big") for name, found in store.newest() if found is not None]
 
 
 @contextmanager
@@ -353,6 +356,31 @@ def test_memory_that_is_not_there_is_a_miss(
     assert numbers(disk) == [1]
 
 
+class _Disordered:
+    """Stands in for a connection to a database whose entries are out of order."""
+
+    def execute(self, *_: object) -> "_Disordered":
+        return self
+
+    def fetchall(self) -> list[tuple[int, bytes, bytes]]:
+        return [(7, b"key", b"data")]
+
+
+def test_entries_out_of_order_are_damage_and_not_read_for_ever() -> None:
+    disordered: Any = _Disordered()
+    assert tables.read_before(disordered, 8) == (7, b"key", b"data")
+    with pytest.raises(tables.DamagedError):
+        tables.read_before(disordered, 7)
+
+
+def test_damaged_entries_are_named_when_all_are_read(disk: DiskStore, folder: Path) -> None:
+    """Whoever reads must be able to stop among them, however many there are."""
+    disk.put([(key(number), entry(number)) for number in range(3)])
+    with sql(folder) as connection:
+        connection.execute("UPDATE entries SET data = x'00' WHERE key > ?", (key(0),))
+    assert [found is None for _, found in disk.newest()] == [True, True, False]
+
+
 # Other processes
 
 
@@ -369,7 +397,7 @@ def test_a_lock_is_waited_for_once_and_reported_once(
             disk.put([(key(number), entry(number))])
             disk.drop(key(number))
         assert time.monotonic() - started < 20 * database.LOCK_SECONDS
-    assert caplog.text.count("is locked by another process") == 1
+    assert caplog.text.count("was locked for too long") == 1
 
 
 def test_what_was_locked_is_used_again_after_a_pause(
@@ -458,6 +486,21 @@ def test_threads_and_processes_that_read_and_write_at_once_find_what_is_right(fo
     assert len(numbers(stores[0])) > 200
     for store in stores:
         store.close()
+
+
+def test_a_file_system_that_never_says_the_same_of_a_file_is_asked_once_a_pause(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It could open, and log, for each document of a request."""
+    monkeypatch.setattr(guarded, "PAUSE_SECONDS", 60.0)
+    numbers_of_files = itertools.count()
+    monkeypatch.setattr(database, "_identify", lambda path: (1, next(numbers_of_files)))
+    store = DiskStore(folder, 4 * MIB)
+    for number in range(100):
+        store.put([(key(number), entry(number))])
+        assert store.get(key(number)) is None
+    assert caplog.text.count("was removed or replaced") == 1
+    store.close()
 
 
 # Folders that cannot be used
@@ -599,6 +642,17 @@ def test_a_process_that_finds_damage_late_uses_what_another_has_begun(
     disk.put([(key(2), entry(2))])
     assert not database.set_aside(folder, late)
     assert same(disk.get(key(2)), entry(2))
+
+
+def test_what_another_program_wrote_over_ours_is_not_set_aside(disk: DiskStore, folder: Path) -> None:
+    seen = database.identify(folder)
+    with closing(sqlite3.connect(folder.with_name("other"))) as other:
+        other.execute("CREATE TABLE of_a_user (name)")
+    (folder / FILE).write_bytes(folder.with_name("other").read_bytes())
+    before = unchanged(folder)
+    with pytest.raises(database.NotOursError):
+        database.set_aside(folder, seen)
+    assert unchanged(folder) == before
 
 
 def test_what_cannot_be_set_aside_stays_unused(

@@ -338,7 +338,7 @@ def test_new_embeddings_are_rounded_as_they_would_be_stored(precision: Precision
 class _Disk:
     """Stands in for a disk whose newest entries come as the test says."""
 
-    def __init__(self, newest: Iterator[tuple[bytes, CachedEmbedding]]) -> None:
+    def __init__(self, newest: Iterator[tuple[bytes, CachedEmbedding | None]]) -> None:
         self.newest = lambda: newest
         self.evictions = 0
         self.closed = False
@@ -416,6 +416,24 @@ def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:
     cache.close()
     assert not reader.is_alive()
     assert disk.closed
+
+
+def test_a_start_passes_over_what_is_damaged_and_can_be_ended_there() -> None:
+    def newest() -> Iterator[tuple[bytes, CachedEmbedding | None]]:
+        yield key(2), None
+        yield key(1), entry(1)
+        while True:
+            yield key(0), None
+            time.sleep(0.001)
+
+    cache = _cache(disk=_Disk(newest()))
+    cache.close()
+    assert cache._warming is not None
+    assert not cache._warming.is_alive()
+    memory = MemoryStore(10_000)
+    found = iter([(key(2), None), (key(1), entry(1))])
+    EmbeddingCache(b"", "float32", memory, _Disk(found)).wait_until_warm(10)  # type: ignore[arg-type]
+    assert [memory.get(key(number)) is not None for number in (1, 2)] == [True, False]
 
 
 @pytest.mark.parametrize("end", ["clear", "close"])
