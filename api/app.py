@@ -51,7 +51,8 @@ async def _answer(
             return web.Response()
         connection.begin(request)
     path = request.rel_url.path_safe
-    response = as_response(await handle(state, request.method, path, request.headers, _chunks(request)))
+    answer = await handle(state, request.method, path, request.headers, _chunks(request))
+    response = as_response(answer, request)
     # After a body that cannot be read on there is no telling where the next request would begin.
     if state.draining or request.content.exception() is not None:
         response.force_close()

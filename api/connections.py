@@ -25,6 +25,7 @@ from maxsimd.api.responses import (
     LONGEST_HEADER,
     LONGEST_LINE,
     MOST_HEADERS,
+    PIECE,
     as_bytes,
     as_response,
     malformed_request,
@@ -79,6 +80,8 @@ class Connection(web.RequestHandler):
         if self._is_gone:
             self._wire.abort()
             return
+        # The default is eight times as much behind TLS.
+        self._wire.set_write_buffer_limits(high=PIECE)
         super().connection_made(transport)
         self._enter(Phase.HEADERS, self._config.header_seconds)
 

@@ -160,14 +160,14 @@ class Listener:
                 self._refuse(arrived)
                 return
         connection = Connection(self._server, self._table, self._loop)
-        patience = None if self._tls is None else self._table.config.header_seconds
+        config = self._table.config
         opening = self._loop.create_task(
             self._loop.connect_accepted_socket(
                 lambda: connection,
                 arrived,
                 ssl=self._tls,
-                ssl_handshake_timeout=patience,
-                ssl_shutdown_timeout=patience,
+                ssl_handshake_timeout=None if self._tls is None else config.header_seconds,
+                ssl_shutdown_timeout=None if self._tls is None else config.transfer_seconds,
             )
         )
         if self._tls is not None:

@@ -1,7 +1,10 @@
 """Answers as aiohttp sends them, as bytes where there is no request to answer, and what is told to those
 whose bytes are no HTTP."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpProcessingError, LineTooLong
@@ -12,11 +15,25 @@ from maxsimd.api.failures import ApiError, malformed
 _SERVER = "maxsimd"
 # Bytes of a request's first line, and of a header. They differ, so that errors tell which was too long.
 LONGEST_LINE, LONGEST_HEADER, MOST_HEADERS = 8190, 16_380, 128
+# Bytes that are written at a time where answers are written piece by piece.
+PIECE = 64 * 1024
 
 
-def as_response(answer: Answer) -> web.Response:
+def as_response(answer: Answer, request: web.BaseRequest | None = None) -> web.Response:
+    """As the response to a request, if there is one that could be read."""
     headers = {**answer.headers, "Server": _SERVER}
-    return web.Response(status=answer.status, headers=headers, body=answer.body)
+    body: Any = answer.body
+    if request is not None and request.secure and len(body) > PIECE:
+        headers["Content-Length"] = str(len(body))
+        body = _in_pieces(body)
+    return web.Response(status=answer.status, headers=headers, body=body)
+
+
+async def _in_pieces(body: bytes) -> AsyncIterator[bytes]:
+    """Behind TLS the event loop notices only between writes that a client does not read."""
+    for start in range(0, len(body), PIECE):
+        yield body[start : start + PIECE]
+        await asyncio.sleep(0)
 
 
 def as_bytes(answer: Answer) -> bytes:

@@ -16,10 +16,21 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
+from aiohttp import web
+from prometheus_client import CollectorRegistry
 
 from maxsimd.api import serve as life
+from maxsimd.api.answer import Answer
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.connection_table import ConnectionTable
+from maxsimd.api.connections import Connection
+from maxsimd.api.listener import Listener
+from maxsimd.api.metrics import ServerMetrics
+from maxsimd.api.responses import as_response
+from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig
+from tests.waiting import until
 
 HEAVY = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(400)]}
 LIGHT = {"query": "q", "documents": ["d"]}
@@ -255,6 +266,31 @@ async def test_a_server_with_a_certificate_speaks_https_alone(
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
         assert await asyncio.wait_for(reader.read(), 15) == b""
         writer.close()
+
+
+def test_a_client_that_does_not_read_is_noticed_behind_tls_too(certificate: tuple[str, str]) -> None:
+    cert, key = certificate
+    config = ServerConfig(tls_cert=cert, tls_key=key, transfer_seconds=0.3)
+    metrics = ServerMetrics(CollectorRegistry())
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        assert isinstance(request.protocol, Connection)
+        request.protocol.begin(request)
+        # More than fits into the system's buffers.
+        return as_response(Answer(200, {}, bytes(30_000_000)), request)
+
+    async def ask_and_read_nothing() -> None:
+        listener = Listener(web.Server(answer), ConnectionTable(config, 10, metrics), tls_context(config))
+        await listener.start("127.0.0.1", 0)
+        trusting = ssl.create_default_context(cafile=cert)
+        _, writer = await asyncio.open_connection("127.0.0.1", listener.port, ssl=trusting, limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: metrics.cut_connections.labels("slow_reader")._value.get() == 1)
+        writer.transport.abort()
+        listener.close()
+
+    # As the server runs: other event loops have other buffers.
+    uvloop.run(ask_and_read_nothing())
 
 
 async def test_a_key_that_is_another_certificates_is_one_line(
