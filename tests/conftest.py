@@ -124,11 +124,10 @@ def group_of_one_core() -> Iterator[Path]:
             group.mkdir()
         except OSError:
             continue
-        try:
-            (group / file).write_text(text)
-        except OSError:
+        if not (group / file).exists():  # no control group, but a folder where none are mounted
             group.rmdir()
             continue
+        (group / file).write_text(text)
         yield group
         group.rmdir()
         return

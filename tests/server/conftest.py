@@ -60,7 +60,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _command() -> str:
+def installed_command() -> str:
     beside = Path(sys.executable).parent / "maxsimd"
     return str(beside) if beside.exists() else shutil.which("maxsimd") or "maxsimd"
 
@@ -80,7 +80,7 @@ def _starter(folder: Path) -> Iterator[StartServer]:
         `before` what its process does first."""
         port = _free_port()
         command = [
-            *(program or [_command()]),
+            *(program or [installed_command()]),
             "serve",
             *arguments,
             "--host",

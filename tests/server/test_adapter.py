@@ -72,7 +72,7 @@ async def test_an_answer_arrives_with_its_status_headers_and_body(wire: Wire) ->
     assert status == 200
     assert headers["x-request-id"] == "mine-1"
     assert headers["content-type"] == "application/json"
-    assert headers["server-timing"].startswith("total;dur=")
+    assert "total;dur=" in headers["server-timing"]
     assert int(headers["content-length"]) == len(body)
     assert json.loads(body)["results"][0]["index"] == 0
     status, headers, body = await wire.ask("DELETE /cache HTTP/1.1")

@@ -126,7 +126,7 @@ def test_a_timeout_is_a_504(server: Server) -> None:
 def test_the_clients_request_id_comes_back(server: Server) -> None:
     response = httpx.post(server.url + "/rerank", json=RERANK, headers={"x-request-id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"
-    assert response.headers["server-timing"].startswith("total;dur=")
+    assert "total;dur=" in response.headers["server-timing"]
     strange = httpx.post(server.url + "/rerank", json=RERANK, headers={"x-request-id": "a b"})
     assert strange.headers["x-request-id"] != "a b"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.conftest import StartServer
+from tests.server.conftest import StartServer, installed_command
 
 
 def _join(group: Path) -> None:
@@ -15,10 +15,13 @@ def _join(group: Path) -> None:
 
 @pytest.mark.parametrize("threads", [None, 2])
 def test_a_server_has_as_many_threads_as_its_quota_unless_told_otherwise(
-    start_server: StartServer, group_of_one_core: Path, threads: int | None
+    group_of_one_core: Path, start_server: StartServer, threads: int | None
 ) -> None:
     options = [] if threads is None else ["--threads", str(threads)]
-    server = start_server("--dtype", "float32", *options, before=partial(_join, group_of_one_core))
+    # This test's own process may have been told how many threads to use.
+    program = ("env", "-u", "OMP_NUM_THREADS", installed_command())
+    join = partial(_join, group_of_one_core)
+    server = start_server("--dtype", "float32", *options, program=program, before=join)
     assert httpx.post(server.url + "/rerank", json={"query": "a", "documents": ["b"]}).status_code == 200
     assert ("threads for computing: 1 (" in server.log) == (threads is None)
     assert server.terminate() == 0
