@@ -4,8 +4,10 @@ would without a cache, and its log says what happened.
 What becomes of the files, and more kinds of damage, are in tests/unit/test_damaged_caches.py."""
 
 import resource
+import sqlite3
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -20,7 +22,7 @@ from tests.server.test_cache import rerank, scores
 from tests.waiting import wait_for
 
 # Without memory, so that whatever is cached is read from disk.
-OPTIONS = ("--dtype", "float32", "--cache-mb", "0", "--cache-dir")
+OPTIONS = ("--dtype", "float32", "--threads", "1", "--cache-mb", "0", "--cache-dir")
 # The installed command, with pauses that are short enough for as many failures as there are here.
 PROGRAM = (
     sys.executable,
@@ -122,6 +124,21 @@ def test_a_server_survives_damage_to_its_cache(
         wait_for(lambda: count_warnings(server.log[before:]) > 0)
     assert count_warnings(server.log[before:]) <= (0 if damage in HARMLESS else 5), server.log[before:]
     undo(folder)
+
+
+def test_a_server_goes_on_while_another_process_has_its_cache_locked(
+    server: Server, folder: Path, documents: list[str], expected: list[float]
+) -> None:
+    if folder.is_file():
+        folder.unlink()
+    wait_until_cached(server, documents)
+    with closing(sqlite3.connect(folder / FILE, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        np.testing.assert_allclose(scores(rerank(server, documents[:3])), expected[:3], atol=1e-4)
+        assert "was locked for too long" in server.log
+        assert httpx.delete(server.url + "/cache").status_code == 204
+    assert count_cached(rerank(server, documents)) <= 3, "what was encoded after the DELETE"
+    wait_until_cached(server, documents)
 
 
 def _limit_files() -> None:
