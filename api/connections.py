@@ -251,7 +251,7 @@ class Connection(web.RequestHandler):
                     self._enter(Phase.BODY, self._config.transfer_seconds)
                 else:
                     self._count("slow_body")
-                    self._fail_body(too_slow("body"))
+                    self._fail_body(too_slow("body", "--transfer-seconds"))
             case Phase.SENDING:
                 unsent = self._unsent()
                 if self._goes_on(self._mark - unsent):
@@ -262,7 +262,7 @@ class Connection(web.RequestHandler):
                     self._abort()
             case Phase.HEADERS if self._received:
                 self._count("slow_headers")
-                self.refuse(too_slow("headers"))
+                self.refuse(too_slow("headers", "--header-seconds"))
             case Phase.CLOSING:
                 self._count("slow_reader")
                 self._abort()

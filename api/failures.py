@@ -95,12 +95,10 @@ def no_such_model(name: str) -> ApiError:
     return ApiError(404, "NotFoundError", f"The model `{printable(name, 100)}` does not exist.", "model")
 
 
-def too_slow(what: str) -> ApiError:
-    """Of headers or a body."""
-    message = (
-        f"the {what} took too long to arrive; send faster, or raise --header-seconds or --transfer-seconds"
+def too_slow(what: str, option: str) -> ApiError:
+    return ApiError(
+        408, "RequestTimeoutError", f"the {what} took too long to arrive; send faster, or raise {option}"
     )
-    return ApiError(408, "RequestTimeoutError", message)
 
 
 def too_many_connections() -> ApiError:
