@@ -5,6 +5,7 @@ document, and truncation is arithmetic on lengths. The special tokens around tex
 tokeniser itself.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -34,7 +35,7 @@ PART_TEXTS, PART_CHARACTERS = 256, 65_536
 # Of a text that is cut to a number of tokens, this many characters for each are tokenised at first, and as
 # many again while they are too few.
 _CHARACTERS_A_TOKEN, _FEWEST_CHARACTERS = 8, 1024
-# The most tokens that are decoded at once, within a second or so.
+# The most tokens that are decoded at once, within two seconds or so.
 MOST_DECODED = 1_048_576
 
 
@@ -102,13 +103,18 @@ class TextTokenizer:
         """The token ids of each text, without special tokens. A text of more than `most` is cut to as many at
         the given side, and what is cut off is not read."""
         size = PIECE if most is None else min(PIECE, max(_FEWEST_CHARACTERS, _CHARACTERS_A_TOKEN * most))
+        rests: deque[Iterator[str]] = deque()
+
+        def firsts() -> Iterator[str]:
+            for text in texts:
+                rests.append(self._pieces(text, size, side, param))
+                yield next(rests[-1])
+
         token_ids: list[TokenIds] = []
-        for part in in_parts(texts, size):
+        for part in in_parts(firsts()):
             yield_to_smaller()
-            readings = [self._pieces(text, size, side, param) for text in part]
-            firsts = self._encode_batch([next(pieces) for pieces in readings], param)
-            for first, rest in zip(firsts, readings, strict=True):
-                read = [_ids(first)]
+            for first in self._encode_batch(part, param):
+                read, rest = [_ids(first)], rests.popleft()
                 num_tokens = len(read[0])
                 while (most is None or num_tokens < most) and (piece := next(rest, None)):
                     yield_to_smaller()
@@ -189,18 +195,16 @@ class TextTokenizer:
             ) from error
 
 
-def in_parts(texts: Iterable[str], longest: int) -> Iterator[list[str]]:
-    """Texts in parts of at most `PART_TEXTS` texts and `PART_CHARACTERS` characters, or of one text. Of each
-    text no more than the `longest` piece counts."""
+def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in parts of at most `PART_TEXTS` texts and `PART_CHARACTERS` characters, or of one text."""
     part: list[str] = []
     characters = 0
     for text in texts:
-        length = min(len(text), longest)
-        if part and (characters + length > PART_CHARACTERS or len(part) == PART_TEXTS):
+        if part and (characters + len(text) > PART_CHARACTERS or len(part) == PART_TEXTS):
             yield part
             part, characters = [], 0
         part.append(text)
-        characters += length
+        characters += len(text)
     if part:
         yield part
 

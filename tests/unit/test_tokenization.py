@@ -126,18 +126,13 @@ LENGTHS = st.sampled_from(
 @example([PART_CHARACTERS // 2] * 4)
 def test_parts_of_many_texts_are_as_large_as_they_may_be(lengths: list[int]) -> None:
     texts = ["x" * length for length in lengths]
-    parts = list(in_parts(texts, 2 * PART_CHARACTERS))
+    parts = list(in_parts(texts))
     assert [text for part in parts for text in part] == texts
     sizes = [sum(map(len, part)) for part in parts]
     for part, size in zip(parts, sizes, strict=True):
         assert len(part) == 1 or (1 < len(part) <= PART_TEXTS and size <= PART_CHARACTERS)
     for part, size, following in zip(parts, sizes, parts[1:], strict=False):
         assert len(part) == PART_TEXTS or size + len(following[0]) > PART_CHARACTERS
-
-
-def test_of_a_text_that_is_read_in_pieces_the_first_counts() -> None:
-    texts = ["x" * PART_CHARACTERS] * 5
-    assert list(in_parts(texts, PART_CHARACTERS // 4)) == [texts[:4], texts[4:]]
 
 
 def test_a_tokenizer_that_is_not_a_fast_one_is_refused() -> None:
