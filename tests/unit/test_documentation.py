@@ -66,3 +66,37 @@ def test_the_page_on_security_names_every_reason_for_cutting_a_connection() -> N
     assert len(reasons) == 6
     for reason in reasons:
         assert f"`{reason}`" in SECURITY
+
+
+PROMISES = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+# Options that the page names before the command line has them.
+PROMISED_AHEAD = {"--restart-on-failure"}
+
+
+def test_the_page_on_promises_names_options_and_tests_that_there_are() -> None:
+    """Options of maxsimd's own column; the others belong to other programs."""
+    rows = [line.split(" | ") for line in PROMISES.splitlines() if line.startswith("| ")]
+    ours = " ".join(row[1] for row in rows if len(row) == 4)
+    named = set(re.findall(r"`(--[\w-]+)`", ours))
+    shown = CliRunner().invoke(main, ["serve", "--help"]).output
+    assert len(named) > 20
+    for name in sorted(named - PROMISED_AHEAD):
+        assert f"{name} " in shown, name
+    tests = set(re.findall(r"`(tests/[\w/]+\.py)`", PROMISES))
+    assert len(tests) > 20
+    for test in sorted(tests):
+        assert (ROOT / test).is_file(), test
+
+
+def test_each_statement_of_the_page_on_promises_has_its_source() -> None:
+    above, notes = PROMISES.split("## Notes")
+    used = set(re.findall(r"\[\^([\w-]+)\]", above))
+    defined = re.findall(r"^\[\^([\w-]+)\]: .*https://", notes, flags=re.MULTILINE)
+    assert len(defined) == len(set(defined))
+    assert used == set(defined)
+    rows = [line.split(" | ") for line in above.splitlines() if line.startswith("| ")]
+    cases = [row for row in rows if len(row) == 4 and row[0] not in ("| case", "| ---")]
+    assert len(cases) > 20
+    for case, _, tei, vllm in cases:
+        assert "[^t-" in tei, case
+        assert "[^v-" in vllm, case
