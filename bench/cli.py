@@ -211,6 +211,25 @@ def bench_neighbours(executable: str | None, rounds: int, seconds: float, json_f
     publish({"rounds": rounds, "seconds": seconds}, figures, json_file)
 
 
+@bench.command("mixed")
+@click.argument("model", required=False)
+@click.option("--rate", type=float, default=5.0, show_default=True, help="One-document requests a second.")
+@click.option("--priority", help="The priority of the batches.")
+@click.option("--max-batch-tokens", type=int, help="The server's token budget.")
+@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")
+@click.option("--seconds", type=float, default=20.0, show_default=True, help="Seconds for each measurement.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_mixed(
+    model: str | None, max_batch_tokens: int | None, json_file: str | None, **values: Any
+) -> None:
+    """A server of its own with one-document requests beside batches of 10,000 documents."""
+    from maxsimd.bench.mixed import MixedLoad, measure_mixed_load
+
+    options = [] if max_batch_tokens is None else ["--max-batch-tokens", str(max_batch_tokens)]
+    figures = run_and_clean_up(measure_mixed_load(model, MixedLoad(**values), *options))
+    publish({"model": model, "max_batch_tokens": max_batch_tokens, **values}, figures, json_file)
+
+
 @bench.command("overload")
 @click.argument("model", required=False)
 @click.option("--max-wait-seconds", type=float, default=2.0, show_default=True, help="The server's limit.")

@@ -84,7 +84,8 @@ def _check(outcomes: list[Any]) -> None:
         raise RuntimeError(f"a request failed: {failed[0]}")
 
 
-async def _samples(session: aiohttp.ClientSession) -> list[Any]:
+async def samples(session: aiohttp.ClientSession) -> list[Any]:
+    """All that the server counts and measures now."""
     async with session.get("/metrics") as response:
         families = list(text_string_to_metric_families(await response.text()))
     return [sample for family in families for sample in family.samples]
@@ -94,13 +95,13 @@ async def _buckets(session: aiohttp.ClientSession) -> dict[float, float]:
     """The histogram of the event loop's lag: how many samples are at most each number of seconds."""
     return {
         float(sample.labels["le"]): sample.value
-        for sample in await _samples(session)
+        for sample in await samples(session)
         if sample.name == f"{LAG}_bucket"
     }
 
 
 async def _megabytes(session: aiohttp.ClientSession) -> int:
-    return next(int(sample.value / 1e6) for sample in await _samples(session) if sample.name == MEMORY)
+    return next(int(sample.value / 1e6) for sample in await samples(session) if sample.name == MEMORY)
 
 
 def _quantile(counts: dict[float, float], share: float) -> float:
