@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.interpreter import waiting_threads_sleep
 from maxsimd.api.options import config_from, options_from
 from maxsimd.api.signals import leaving_when_asked
 from maxsimd.engine.config import EngineConfig
@@ -43,6 +44,7 @@ def _registered() -> Any:
 @click.version_option(package_name="maxsimd")
 def main() -> None:
     """Scores documents against queries: late interaction, cross-encoders and bi-encoders."""
+    waiting_threads_sleep()
 
 
 @main.command()

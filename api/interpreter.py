@@ -1,6 +1,7 @@
-"""How Python itself is set up in a process that serves."""
+"""How Python and the libraries' threads are set up in a process that serves."""
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,20 @@ def switching_often() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+# How often OpenMP's threads look whether the others are ready before they sleep: for microseconds.
+_SPINS = "1000"
+
+
+def waiting_threads_sleep() -> None:
+    """Has OpenMP's threads sleep when they wait for each other, unless the environment says how they wait. To
+    be called before torch is imported.
+
+    By default they look for milliseconds, which nobody else can use: where other processes keep the cores
+    busy, a thread spends its share of them on waiting for one that has not got its own yet."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 @contextmanager

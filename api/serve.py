@@ -18,6 +18,7 @@ from maxsimd.api.state import ServerState
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.device.load import DeviceModel
+from maxsimd.engine.device.time_slices import take_short_slices
 
 log = logging.getLogger("maxsimd.serve")
 
@@ -29,6 +30,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, started: flo
     """Serves until SIGTERM or SIGINT; returns the process's exit status.
 
     `started` is when the command was given (perf_counter), for the log."""
+    take_short_slices()
     with switching_often():
         return uvloop.run(_serve(engine_config, server_config, started))
 

@@ -139,7 +139,7 @@ async def _send(session: aiohttp.ClientSession, body: bytes) -> tuple[float, int
 
 async def _tokens(session: aiohttp.ClientSession) -> float:
     """How many tokens the model has run."""
-    return next(s.value for s in await samples(session) if s.name == "maxsimd_tokens_total")
+    return float(next(s.value for s in await samples(session) if s.name == "maxsimd_tokens_total"))
 
 
 def _p99(values: list[float]) -> float:

@@ -16,7 +16,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.budget import default_budget
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread
-from maxsimd.engine.device.thread_priority import lower_thread_priority
+from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.errors import EngineDeadError, RequestTimeoutError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
@@ -58,12 +58,13 @@ class Running:
         metrics.watch(device_model.cache)
         self._sequence_ids: Iterator[int] = count()
         self._request_ids: Iterator[int] = count()
+        self._most_tokens = config.max_request_tokens
         self._num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._pool = WorkerPool(
             config.tokenizer_threads,
-            lower_thread_priority,
+            take_short_slices,
             lambda: self.scheduler.waiting_tokens > _ENOUGH_STEPS * budget,
         )
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
@@ -245,7 +246,7 @@ class Running:
         self._num_inside += 1
         self._empty.clear()
         try:
-            yield RequestIds(next(self._request_ids), self._sequence_ids)
+            yield RequestIds(next(self._request_ids), self._sequence_ids, self._most_tokens)
         finally:
             self._num_inside -= 1
             if self._num_inside == 0:

@@ -12,7 +12,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.allocators import settle_allocators
 from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.open_cache import open_cache
-from maxsimd.engine.device.thread_priority import lower_thread_priority
+from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.device.warmup import checked_maxsim, warm_up
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
@@ -45,7 +45,7 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     device = choose_device(config.device)
     if device.type == "cpu":
         settle_allocators()
-        lower_thread_priority()
+        take_short_slices()
     try:
         maxsim_name, maxsim = choose_maxsim(config.maxsim, device, config.kernels == "auto")
     except ValueError as error:

@@ -36,9 +36,11 @@ class PairStrategy:
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         encoded = self._tokenizer.encode(request.queries, "queries", most, long_inputs.side)
         queries = [long_inputs.query(tokens) for tokens in encoded]
-        pairs = []
+        pairs, num_tokens = [], 0
         for pair in self._joiner.join(request, queries, long_inputs):
             yield_to_smaller()
+            num_tokens += sum(map(len, pair.windows))
+            ids.check_tokens(num_tokens)
             pairs.append(pair)
         shared = _shared_prefixes(pairs, ids) if self._share_prefixes else []
         prefix_of = {i: prefix for prefix, positions in shared for i in positions}

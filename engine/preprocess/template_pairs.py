@@ -14,6 +14,8 @@ from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import JoinedTokens
 from maxsimd.scheduler.payload import TokenIds
 
+_NONE = np.empty(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Surroundings:
@@ -50,6 +52,32 @@ class _Pair:
         return range(start, start + len(self.document))
 
 
+class _Heads:
+    """Segments begin alike for all queries, with the instruction: that part is tokenised once."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._heads: dict[int, tuple[str, TokenIds]] = {}
+        self._last: dict[int, str] = {}
+
+    def of(self, segment: int, text: str) -> tuple[str, TokenIds]:
+        """The part with which a segment's text begins as it did for an earlier query, and its tokens; none
+        for the first."""
+        head, ids = self._heads.get(segment, ("", _NONE))
+        if not head or not text.startswith(head):
+            common = _common_start(self._last.get(segment, ""), text)
+            head = common[: max(self._tokenizer.breaks(common), default=0)]
+            ids = self._tokenizer.encode([head], "queries")[0]
+            self._heads[segment] = head, ids
+        self._last[segment] = text
+        return head, ids
+
+
+def _common_start(first: str, second: str) -> str:
+    different = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return first[: next(different, min(len(first), len(second)))]
+
+
 class TemplateJoiner:
     """Joins pairs by a score template; `instruction` is the one that the checkpoint is used with."""
 
@@ -61,13 +89,14 @@ class TemplateJoiner:
     def join(
         self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
     ) -> Iterator[JoinedPair]:
-        around = self._surroundings(request, 0, queries[0])
+        heads = _Heads(self._tokenizer)
+        around = self._surroundings(request, 0, queries[0], heads)
         # Some at a time, because what stands around each document may be long.
         for start in range(0, len(request.documents), PART_TEXTS):
             pairs = []
             for i, document in enumerate(request.documents[start : start + PART_TEXTS], start):
                 if i and request.query_of(i) == i:
-                    around = self._surroundings(request, i, queries[i])
+                    around = self._surroundings(request, i, queries[i], heads)
                 pairs.append(_Pair(InputName("documents", i), around, document))
             for pair, (parts, truncated) in zip(pairs, self._fitted(pairs, long_inputs), strict=True):
                 before, after = pair.around.before, pair.around.after
@@ -82,7 +111,9 @@ class TemplateJoiner:
         ]
         return sum(len(ids) for ids in self._tokenizer.encode(segments, "text"))
 
-    def _surroundings(self, request: ScoreRequest, query: int, fitted: Fitted[np.int32]) -> _Surroundings:
+    def _surroundings(
+        self, request: ScoreRequest, query: int, fitted: Fitted[np.int32], heads: "_Heads"
+    ) -> _Surroundings:
         text = request.queries[query]
         if fitted.truncated:
             text = self._tokenizer.decode(fitted.tokens.tolist())
@@ -90,11 +121,17 @@ class TemplateJoiner:
         position = next(i for i, frame in enumerate(frames) if frame.after is not None)
         left, right = frames[position].before, frames[position].after or ""
         # What cannot merge with a document is tokenised once, not once for each document.
-        apart = max(self._tokenizer.breaks(left), default=0)
+        others = [heads.of(i, frame.before) for i, frame in enumerate(frames[:position])]
+        head, head_ids = heads.of(position, left)
+        apart = len(head) + max(self._tokenizer.breaks(left[len(head) :]), default=0)
         beside = min(self._tokenizer.breaks(right), default=len(right))
-        before = [*(frame.before for frame in frames[:position]), left[:apart], left[apart:]]
+        rests = [frame.before[len(begun) :] for frame, (begun, _) in zip(frames, others, strict=False)]
+        *encoded, middle, last = self._tokenizer.encode(
+            [*rests, left[len(head) : apart], left[apart:]], "queries"
+        )
+        ids = [part for (_, begun), rest in zip(others, encoded, strict=True) for part in (begun, rest)]
+        ids += [head_ids, middle]
         after = [right[beside:], *(frame.before for frame in frames[position + 1 :])]
-        *ids, last = self._tokenizer.encode(before, "queries")
         # The last token may merge with a document's first characters: it is no part of the prefix.
         return _Surroundings(
             np.concatenate(ids),

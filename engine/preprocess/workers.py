@@ -95,7 +95,7 @@ class WorkerPool:
     may do huge work at once, or the only one. `has_enough` says whether the device has enough to do."""
 
     def __init__(
-        self, threads: int, initialise: Callable[[], None], has_enough: Callable[[], bool] = lambda: False
+        self, threads: int, initialise: Callable[[], object], has_enough: Callable[[], bool] = lambda: False
     ) -> None:
         self._initialise = initialise
         self._has_enough = has_enough

@@ -120,7 +120,7 @@ def _paths(
     """Where each pair of a request, or each window, is split, and its tokens."""
     running: Any = engine._running
     request = ScoreRequest(queries=(query,), documents=tuple(documents), truncation=truncation)
-    prepared = running.preprocessor.score(request, RequestIds(0, count()))
+    prepared = running.preprocessor.score(request, RequestIds(0, count(), 1_000_000))
     return [
         (one.shared_prefix_len, one.tokens.ids.tolist())
         for one in prepared.sequences

@@ -89,10 +89,10 @@ def preprocessor(
     return Preprocessor(described, tokenizer(special_tokens), longest, overlap, cache, share_prefixes)
 
 
-def request_ids(request_id: int = 7, first: int = 100) -> RequestIds:
+def request_ids(request_id: int = 7, first: int = 100, most_tokens: int = 10_000_000) -> RequestIds:
     """The ids of request 7, whose sequences are numbered from 100."""
     sequence_ids: Iterator[int] = count(first)
-    return RequestIds(request_id, sequence_ids)
+    return RequestIds(request_id, sequence_ids, most_tokens)
 
 
 def empty_cache() -> EmbeddingCache:

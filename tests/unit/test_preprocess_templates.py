@@ -1,16 +1,24 @@
 """Pairs that a score template joins, and what pairs of a query begin with and is run only once."""
 
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 
 from maxsimd.engine.checkpoint import PairRules
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
-from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.preprocess.pair_joiner import JoinedPair
 from maxsimd.engine.preprocess.pairs import SHORTEST_PREFIX, shared_tokens
 from maxsimd.engine.preprocess.shortest import shortest_sequences
+from maxsimd.engine.preprocess.template_pairs import TemplateJoiner
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, ScoreRequest, Truncation
 from maxsimd.scheduler import Role
+from maxsimd.scheduler.payload import TokenIds
 from tests.unit.preprocessing import (
     CLS,
     DOCUMENT_PROMPT,
@@ -34,6 +42,9 @@ THREE_SEGMENTS = ScoreTemplate(
         "w902 w903",
     ),
     instruction="w904",
+)
+INSTRUCTED = ScoreTemplate(
+    ("instruct: {{ instruction }} query: {{ query }} passage: w900 {{ document }} w901",)
 )
 ONE_SEGMENT = ScoreTemplate(("query: {{ query }} passage: {{ document }}",))
 DOCUMENT = 500  # the first word of documents
@@ -85,6 +96,62 @@ def test_each_pair_is_what_the_template_makes_of_it() -> None:
     types = two.sequences[0].tokens.type_ids
     assert types is not None
     assert types.tolist() == [0] * 12
+
+
+def test_of_many_queries_each_has_the_tokens_that_it_has_alone() -> None:
+    """What their texts begin with alike is tokenised once."""
+    draw = random.Random(0)
+    queries = [words(draw.randint(0, 3), draw.randint(0, 3)) for _ in range(60)]
+    documents = [document(draw.randint(1, 3)) for _ in queries]
+    for template in (THREE_SEGMENTS, INSTRUCTED):
+        for instruction in ("w1", "w1, w2. (w3) w4: w5"):
+            together = score(queries, documents, template=template, instruction=instruction)
+            alone = [
+                tokens_of(score([query], [text], template=template, instruction=instruction))[0]
+                for query, text in zip(queries, documents, strict=True)
+            ]
+            assert tokens_of(together) == alone
+
+
+def test_a_long_instruction_is_read_once_for_many_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    encode = TextTokenizer.encode
+
+    def counting(self: TextTokenizer, texts: Iterable[str], *rest: Any, **more: Any) -> list[TokenIds]:
+        texts = list(texts)
+        read.append(sum(map(len, texts)))
+        return encode(self, texts, *rest, **more)
+
+    monkeypatch.setattr(TextTokenizer, "encode", counting)
+    instruction = words(1000)
+    for template in (THREE_SEGMENTS, INSTRUCTED):
+        read.clear()
+        score([f"w{i}" for i in range(100)], ["w1"] * 100, template=template, instruction=instruction,
+              max_tokens=2000)  # fmt: skip
+        assert sum(read) < 5 * len(instruction)
+
+
+def test_a_request_that_becomes_too_large_is_refused_before_all_of_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairs, each = 200, len(asked(ids(1), ids(1)))
+    described = model(score_task="classify", pairs=PairRules(template=THREE_SEGMENTS))
+    request = ScoreRequest(queries=("w1",) * pairs, documents=("w2",) * pairs)
+    exact = request_ids(most_tokens=pairs * each)
+    assert len(preprocessor(described).score(request, exact).sequences) == pairs
+    made: list[int] = []
+    join = TemplateJoiner.join
+
+    def counting(*given: Any) -> Iterator[JoinedPair]:
+        for pair in join(*given):
+            made.append(1)
+            yield pair
+
+    monkeypatch.setattr(TemplateJoiner, "join", counting)
+    short = request_ids(most_tokens=3 * each)
+    with pytest.raises(RequestTooLargeError, match=rf"more than the {3 * each} tokens .* raise --max"):
+        preprocessor(described).score(request, short)
+    assert len(made) == 4
 
 
 def test_the_request_s_instruction_goes_before_the_checkpoint_s_and_that_before_the_template_s() -> None:

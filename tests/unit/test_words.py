@@ -20,7 +20,7 @@ OLD_NAMES = {
     "carries": "prefill_kv",
     "carry": "prefill_kv",
     "everywhere": "full",
-    "give_way": "lower_thread_priority",
+    "give_way": "take_short_slices",
     "keep": "cache, or the noun of what is stored",
     "kept": "cached, or pooled_positions",
     "kept_document": "CachedDocument",
