@@ -13,7 +13,7 @@ from maxsimd.engine.actors.messages import Admit, Cancel, EndEarly, SchedulerMes
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.budget import default_budget
+from maxsimd.engine.device.budget import beside_small_requests, default_budget
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread
 from maxsimd.engine.device.time_slices import take_short_slices
@@ -76,7 +76,12 @@ class Running:
             device_model.cache,
             prepared.runner.chunked and config.prefix_sharing == "auto",
         )
-        limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked)
+        limits = StepLimits(
+            budget,
+            config.max_batch_sequences,
+            prepared.runner.chunked,
+            beside_small_requests(budget, device_model.device),
+        )
         self._device = device
         self._died = died
         self._reason = "the engine was stopped"

@@ -11,17 +11,22 @@ from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """What one step may hold: `tokens` in all, cached batches counted at their price, and `sequences` in
-    number, cached batches not counted; `chunked` allows to cut a sequence.
+    number, cached batches not counted; `chunked` allows to cut a sequence. While requests come that have no
+    more than `beside_small` tokens, a step has no more of others' work, so that those wait for short steps;
+    None for no such limit.
 
     Raises ValueError for a step that could hold nothing."""
 
     tokens: int
     sequences: int
     chunked: bool
+    beside_small: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.sequences < 1:
             raise ValueError("a step must hold at least one token and one sequence")
+        if self.beside_small is not None and not 1 <= self.beside_small <= self.tokens:
+            raise ValueError(f"beside_small must be from 1 to {self.tokens}, not {self.beside_small}")
 
 
 class Filling:

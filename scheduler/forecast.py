@@ -71,8 +71,8 @@ def _weights(shares: set[Share], tenants: Mapping[str, float]) -> dict[Share, fl
 
 
 class ServiceRate:
-    """How many tokens a second the device runs when it has enough to do: an average of the steps that were at
-    least half full, in which newer ones count more. A step of a few tokens says nothing of it."""
+    """How many tokens a second the device runs when it has enough to do: an average of steps, in which newer
+    ones count more. A step of less than half of `budget` tokens says nothing of it."""
 
     def __init__(self, budget: int) -> None:
         self._least = budget / 2

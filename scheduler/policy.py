@@ -18,6 +18,8 @@ from maxsimd.scheduler.waiting import WaitingRequest
 # 0.52, 0.52, 0.56 and 0.81 s (round robin: 0.76) and p99 of 1.3, 1.4, 1.8 and 4.9 s (2.8). So 1/8 costs next
 # to nothing, and who must wait for a turn as the oldest waits half as long as with 1/16.
 OLDEST_SHARE = 1 / 8
+# For how many steps after the last small request the next is expected: for seconds, on a CPU.
+_STEPS_BESIDE_SMALL = 256
 # How many requests of which nothing fits are looked at to fill a step; it bounds the time of a step.
 _MAX_MISSES = 64
 
@@ -34,6 +36,9 @@ class Scheduler:
     3. All requests in order, as much of each as fits; of a causal model the first of which nothing fits any
        more is cut to fill the step. At most one sequence is mid-prefill at a time.
     4. What room is left goes to the sequence that is mid-prefill.
+
+    While small requests come (`StepLimits.beside_small`), these passes have a smaller budget; only small
+    requests use what is left of the whole one.
 
     Cached batches are scheduled like sequences and cost their price. What is larger than the whole budget and
     cannot be cut makes up a step alone, when its request's turn comes and the step is still empty.
@@ -72,6 +77,7 @@ class Scheduler:
         self._steps = 0
         self._budget_divisor = 1
         self._reduced_steps = 0
+        self._steps_beside_small = 0
 
     @property
     def waiting_tokens(self) -> int:
@@ -146,6 +152,8 @@ class Scheduler:
         self._tokens += request.work - before
         self._sequences += len(sequences)
         self._cached += len(cached)
+        if self._is_small(request):
+            self._steps_beside_small = _STEPS_BESIDE_SMALL
         if is_new:
             self._shares.join(request)
         else:
@@ -174,7 +182,9 @@ class Scheduler:
         """Forms the next step, or returns None when nothing waits."""
         if not self._requests:
             return None
-        filling = Filling(self._next_budget(), self.limits.sequences)
+        budget = self._next_budget()
+        most = self._most_beside_small(budget)
+        filling = Filling(most, self.limits.sequences)
         if not self._serve_oldest(filling):
             self._serve_passed_over(filling)
         self._serve_in_order(filling)
@@ -182,8 +192,21 @@ class Scheduler:
             self._shares.restore()
             self._serve_in_order(filling)
         self._shares.restore()
+        if most < budget:
+            filling.room += budget - most
+            self._serve_small(filling)
         self._steps += 1
         return filling.step(self._steps)
+
+    def _is_small(self, request: WaitingRequest) -> bool:
+        return self.limits.beside_small is not None and request.work <= self.limits.beside_small
+
+    def _most_beside_small(self, budget: int) -> int:
+        """How much of a step's budget larger requests may use."""
+        if self.limits.beside_small is None or not self._steps_beside_small:
+            return budget
+        self._steps_beside_small -= 1
+        return min(budget, self.limits.beside_small)
 
     def _next_budget(self) -> int:
         if self._reduced_steps == 0:
@@ -224,6 +247,11 @@ class Scheduler:
                 self._passed_over = request
             self._shares.set_aside(request)
             misses += 1
+
+    def _serve_small(self, filling: Filling) -> None:
+        while filling.is_open and (request := self._shares.first()) is not None and self._is_small(request):
+            if not self._give(request, filling, filling.room):
+                break
 
     def _fill_gap(self, filling: Filling) -> bool:
         """Fills what nothing else fits into; says whether it could."""

@@ -60,7 +60,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._posted: dict[int, Admit] = {}
         self._posted_tokens = 0
         self._last_report = 0.0
-        self.rate = ServiceRate(scheduler.limits.tokens)
+        self.rate = ServiceRate(scheduler.limits.beside_small or scheduler.limits.tokens)
 
     @property
     def waiting_tokens(self) -> int:
