@@ -211,6 +211,22 @@ def bench_neighbours(executable: str | None, rounds: int, seconds: float, json_f
     publish({"rounds": rounds, "seconds": seconds}, figures, json_file)
 
 
+@bench.command("partial")
+@click.argument("model", required=False)
+@options_from(EngineConfig, exclude=frozenset({"model"}))
+@click.option("--documents", type=int, default=1000, show_default=True, help="Documents in the request.")
+@click.option("--share", type=float, default=1 / 3, help="The timeout, as a share of the time of all.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_partial(documents: int, share: float, rounds: int, json_file: str | None, **values: Any) -> None:
+    """What is scored of a request whose time is up before it is done."""
+    config = config_from(EngineConfig, values)
+    from maxsimd.bench.partial import measure_partial
+
+    settings = {"model": config.model, "score_type": config.score_type}
+    publish(settings, asyncio.run(measure_partial(config, documents, share, rounds)), json_file)
+
+
 @bench.command("mixed")
 @click.argument("model", required=False)
 @click.option("--rate", type=float, default=5.0, show_default=True, help="One-document requests a second.")
