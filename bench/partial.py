@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,20 +33,18 @@ async def measure_partial(config: EngineConfig, documents: int, share: float, ro
             )
             took = time.perf_counter() - started
             steps, step_seconds = (after - b for after, b in zip(_steps(engine), before, strict=True))
-            late = took - share * seconds
-            found.append(
-                (seconds, took, late, step_seconds / max(1, steps), len(partial.results) / documents)
-            )
+            late, scored = took - share * seconds, len(partial.results) / documents
+            found.append((seconds, took, late, step_seconds / max(1, steps), scored))
             wrong += _wrong(whole, partial, documents)
-    whole_s, partial_s, late, step, scored = (list(values) for values in zip(*found, strict=True))
+    whole_s, partial_s, overtime, step_s, shares = zip(*found, strict=True)
     return {
         "documents": documents,
         "whole_s": round(statistics.median(whole_s), 3),
         "timeout_over_whole": round(share, 3),
         "partial_s": round(statistics.median(partial_s), 3),
-        "latest_after_the_timeout_ms": round(max(late) * 1e3, 2),
-        "mean_step_ms": round(statistics.median(step) * 1e3, 2),
-        "least_share_scored": round(min(scored), 3),
+        "latest_after_the_timeout_ms": round(max(overtime) * 1e3, 2),
+        "mean_step_ms": round(statistics.median(step_s) * 1e3, 2),
+        "least_share_scored": round(min(shares), 3),
         "wrong": wrong,
     }
 
@@ -63,6 +62,6 @@ def _wrong(whole: RerankResult, partial: RerankResult, documents: int) -> int:
     given = [(result.index, result.score) for result in partial.results]
     differing = sum(not np.isclose(score, scores[i], rtol=1e-4, atol=1e-5) for i, score in given)
     ranks = [score for _, score in given]
-    out_of_order = sum(earlier < later for earlier, later in zip(ranks, ranks[1:], strict=False))
+    out_of_order = sum(earlier < later for earlier, later in pairwise(ranks))
     listed = {i for i, _ in given} | set(partial.unscored)
     return differing + out_of_order + (documents - len(listed))
