@@ -14,7 +14,7 @@ QUERY = "how is a file opened for reading"
 
 
 async def measure_partial(config: EngineConfig, documents: int, share: float, rounds: int) -> dict[str, Any]:
-    """A request of so many documents whole, and with `share` of that time for a timeout and a partial result,
+    """A request of `documents` whole, and with `share` of that time for a timeout and a partial result,
     in turns; medians, but the worst of what has to hold each time."""
     texts = [pair.document for pair in docstring_pairs()]
     texts = [f"{i // len(texts)} {texts[i % len(texts)]}" for i in range(documents)]

@@ -124,12 +124,15 @@ class Scheduler:
         cached: Iterable[CachedBatch] = (),
         priority: int = 0,
         tenant: str = "",
+        *,
+        in_order: bool = False,
     ) -> None:
         """Takes a request's sequences and cached batches into the queue. Queries and prefixes must be in the
         same call as what waits for them, or in an earlier one of the same request.
 
         Among the waiting requests of a tenant, those with a lower `priority` (cut to -8 to 8) get a larger
         share, by powers of two. What is added to a waiting request stays under the tenant and priority of the
+        first call. Its sequences are run in steps that are full, or `in_order`, as they were given in the
         first call. Raises ValueError, and takes nothing, for a sequence that can never fit a step."""
         sequences, cached = list(sequences), list(cached)
         for sequence in sequences:
@@ -145,7 +148,7 @@ class Scheduler:
         is_new = request is None
         if request is None:
             share = share_of(tenant, priority)
-            request = self._requests[request_id] = WaitingRequest(request_id, self._arrivals, share)
+            request = self._requests[request_id] = WaitingRequest(request_id, self._arrivals, share, in_order)
             self._arrivals += 1
         before = request.work
         request.add(sequences, cached)

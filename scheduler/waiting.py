@@ -7,11 +7,15 @@ what is ready can be asked for by size. Which request comes next is decided else
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import Generic, TypeVar
 
 from maxsimd.scheduler.sequence import CachedBatch, Sequence
 
 Item = TypeVar("Item")
+
+# How many items that come next are looked at for one that fits.
+_LOOKED_AT = 64
 
 
 class BySize(Generic[Item]):
@@ -27,7 +31,7 @@ class BySize(Generic[Item]):
             insort(self._sizes, size)
         self._items[size].append(item)
 
-    def pop_largest(self, most: int | None = None) -> Item | None:
+    def pop(self, most: int | None = None) -> Item | None:
         """Removes and returns the largest item, of those of at most the size `most` if that is given, or
         None where there is none."""
         position = len(self._sizes) if most is None else bisect_right(self._sizes, most)
@@ -42,14 +46,36 @@ class BySize(Generic[Item]):
         return item
 
 
+class InOrder(Generic[Item]):
+    """Items that come out in the order in which they went in; where the first does not fit, one of the next
+    that does."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[int, Item]] = deque()
+
+    def add(self, item: Item, size: int) -> None:
+        self._items.append((size, item))
+
+    def pop(self, most: int | None = None) -> Item | None:
+        """Removes and returns the first item of at most the size `most` if that is given, or None where none
+        of the next is."""
+        for position, (size, item) in enumerate(islice(self._items, _LOOKED_AT)):
+            if most is None or size <= most:
+                del self._items[position]
+                return item
+        return None
+
+
 class WaitingRequest:
     """The waiting work of one request. Owned by the `Scheduler`, which alone may call it.
 
-    `arrival` counts requests in the order in which they were admitted. `work` is what is left, in tokens: of
-    sequences those that have not been scheduled, and the prices of cached batches.
+    Its sequences are run by size, so that steps are full, or `in_order`: of a request that may be ended
+    before it is done, the first count most. `arrival` counts requests in the order in which they were
+    admitted. `work` is what is left, in tokens: of sequences those that have not been scheduled, and the
+    prices of cached batches.
     """
 
-    def __init__(self, request_id: int, arrival: int, share: tuple[str, int]) -> None:
+    def __init__(self, request_id: int, arrival: int, share: tuple[str, int], in_order: bool = False) -> None:
         self.request_id = request_id
         self.arrival = arrival
         self.share = share
@@ -57,7 +83,8 @@ class WaitingRequest:
         self.num_sequences = 0
         self.num_cached = 0
         self.partial: tuple[Sequence, int] | None = None
-        self._ready: BySize[Sequence] = BySize()
+        self._in_order = in_order
+        self._ready: BySize[Sequence] | InOrder[Sequence] = InOrder() if in_order else BySize()
         self._ready_cached: BySize[CachedBatch] = BySize()
         self._queries: deque[Sequence] = deque()
         self._blocked: dict[int, list[Sequence | CachedBatch]] = {}
@@ -87,10 +114,13 @@ class WaitingRequest:
     def take(self, room: int) -> Sequence | CachedBatch | None:
         """Removes and returns what best uses `room` tokens, or None when nothing fits.
 
-        The longest ready sequence goes first, so that short ones are left to fill the gaps of later steps,
-        then the dearest cached batch; a query or prefix only when nothing else fits, so that few of them are
-        held at a time."""
-        if (sequence := self._ready.pop_largest(room)) is not None:
+        The longest ready sequence goes first, so that short ones are left to fill the gaps of later steps, or
+        the first where that is the request's order; then the dearest cached batch, which there is first,
+        because it costs little; a query or prefix only when nothing else fits, so that few of them are held
+        at a time."""
+        if self._in_order and (batch := self.take_cached(room)) is not None:
+            return batch
+        if (sequence := self._ready.pop(room)) is not None:
             self._account(sequence)
             return sequence
         if (batch := self.take_cached(room)) is not None:
@@ -102,21 +132,23 @@ class WaitingRequest:
     def take_cached(self, room: int | None = None) -> CachedBatch | None:
         """Removes and returns the dearest cached batch that is ready, of those that fit `room` tokens if that
         is given; None where there is none."""
-        if (batch := self._ready_cached.pop_largest(room)) is not None:
+        if (batch := self._ready_cached.pop(room)) is not None:
             self._account(batch)
         return batch
 
     def take_longest(self) -> Sequence | None:
-        """Removes and returns the longest ready sequence, else the next query, else None."""
-        if (sequence := self._ready.pop_largest()) is not None:
+        """Removes and returns the longest ready sequence, or the first where that is the order, else the
+        next query, else None."""
+        if (sequence := self._ready.pop()) is not None:
             self._account(sequence)
             return sequence
         return self._take_query() if self._queries else None
 
     def start_partial(self) -> bool:
-        """Chooses the longest ready sequence, else the next query, as the one that is mid-prefill; says
-        whether there was one. It counts as waiting until `advance` has brought it to its end."""
-        sequence = self._ready.pop_largest()
+        """Chooses the longest ready sequence, or the first where that is the order, else the next query, as
+        the one that is mid-prefill; says whether there was one. It counts as waiting until `advance` has
+        brought it to its end."""
+        sequence = self._ready.pop()
         if sequence is None and self._queries:
             sequence = self._queries.popleft()
         if sequence is None:

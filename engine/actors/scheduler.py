@@ -130,6 +130,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 message.cached,
                 message.options.priority,
                 message.options.tenant,
+                in_order=message.options.on_timeout == "partial",
             )
         except ValueError as error:
             # No request should get here with a sequence that no step can hold; if one does, it alone fails.

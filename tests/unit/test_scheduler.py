@@ -42,7 +42,8 @@ def test_every_step_is_sound_and_the_counts_are_exact(step_limits: StepLimits, d
             sequences, batches = data.draw(work(step_limits, admitted - 1, next_id))
             next_id += len(sequences)
             tenant = data.draw(st.sampled_from(["", "heavy", "light"]))
-            scheduler.admit(admitted - 1, sequences, batches, data.draw(st.integers(-10, 10)), tenant)
+            priority, in_order = data.draw(st.integers(-10, 10)), data.draw(st.booleans())
+            scheduler.admit(admitted - 1, sequences, batches, priority, tenant, in_order=in_order)
             waiting.admit(sequences, batches)
         elif operation == "cancel":
             request_id = data.draw(st.integers(0, admitted))

@@ -438,3 +438,31 @@ def test_one_document_behind_ten_thousand_is_scheduled_within_two_steps(chunked:
         scheduler.admit(1, two_stage(1, [12], [length], [], first_id=20_000)[0])
         given = [tokens_by_request(scheduler.schedule()).get(1, 0) for _ in range(2)]
         assert sum(given) == 12 + length
+
+
+def in_order(lengths: list[int], chunked: bool = False) -> list[list[tuple[int, int, int]]]:
+    """The chunks of each step of a request whose first sequences count most."""
+    scheduler = Scheduler(StepLimits(10, 100, chunked))
+    scheduler.admit(0, texts(0, lengths), in_order=True)
+    return [spans(step) for step in run_dry(scheduler)]
+
+
+def test_a_request_may_be_run_in_the_order_in_which_it_was_given() -> None:
+    assert in_order([2, 9, 3, 4, 5, 1]) == [
+        [(0, 0, 2), (2, 0, 3), (3, 0, 4), (5, 0, 1)],
+        [(1, 0, 9)],
+        [(4, 0, 5)],
+    ], "what does not fit the step is passed"
+    assert in_order([3, 12, 4], chunked=True)[0] == [(0, 0, 3), (2, 0, 4), (1, 0, 3)]
+
+
+def test_a_sequence_beyond_those_that_come_next_is_not_looked_for() -> None:
+    first, second, *_ = in_order([5] + [6] * 64 + [5])
+    assert (first, second) == ([(0, 0, 5)], [(1, 0, 6)])
+    assert in_order([5] + [6] * 63 + [5])[0] == [(0, 0, 5), (64, 0, 5)]
+
+
+def test_of_a_request_in_order_what_is_cached_comes_first() -> None:
+    scheduler = bidirectional(10)
+    scheduler.admit(0, texts(0, [6, 6]), [cached(0, 4), cached(0, 4)], in_order=True)
+    assert [prices(step) for step in run_dry(scheduler)] == [[4, 4], [], []]
