@@ -37,8 +37,8 @@ PriorityClass = Literal["interactive", "batch"]
 Priority: TypeAlias = int | PriorityClass
 
 # What each class is as a number. Beside batches of 10,000 documents, requests of 1 to 100 documents take no
-# longer at 4 than at any higher number, but at 2 up to 1.6 times as long and at 1 up to 15 times
-# (`maxsimd bench order-of-work` simulates it). Whatever the number, the oldest request gets its part.
+# longer at 4 than at any higher number, but at 2 up to 1.6 times as long and at 1 up to 8 times
+# (`maxsimd bench beside-batches`). Whatever the number, the oldest request gets its part.
 _NUMBERS = {"interactive": 0, "batch": 4}
 
 
