@@ -24,8 +24,6 @@ _LOOK_EVERY_SECONDS = 1.0
 _LARGEST_FILE = 1024 * 1024
 _NO_TABLE = KeyTable({}, {}, {})
 _NO_LIMITS = Tenant()
-# What the names of nameless tenants begin with, before a number.
-_ANONYMOUS = "key-"
 
 
 class ApiKeys:
@@ -44,7 +42,7 @@ class ApiKeys:
         self._set_tenants = set_tenants
         self._table = _NO_TABLE if self._file is None else self._file.table()
         self._numbered = count(1)
-        self._owners: dict[bytes, str] = {}
+        self._anonymous: dict[bytes, str] = {}
         self._take_over()
 
     @property
@@ -66,12 +64,12 @@ class ApiKeys:
     def _take_over(self) -> None:
         """Gives each key its owner. One without a name is a tenant of its own, under a number that says
         nothing of the key and stays while the key does."""
-        before, self._owners = self._owners, {}
-        for digest, name in (dict.fromkeys(self._given) | dict(self._table.names)).items():
-            anonymous = before.get(digest, "")
-            if name is None and not anonymous.startswith(_ANONYMOUS):
-                anonymous = f"{_ANONYMOUS}{next(self._numbered)}"
-            self._owners[digest] = name or anonymous
+        names = dict.fromkeys(self._given) | dict(self._table.names)
+        before, self._anonymous = self._anonymous, {}
+        for digest, name in names.items():
+            if name is None:
+                self._anonymous[digest] = before.get(digest) or f"key-{next(self._numbered)}"
+        self._owners = {digest: name or self._anonymous[digest] for digest, name in names.items()}
         limited = {
             self._owners[digest]: tenant
             for digest, tenant in self._table.nameless.items()

@@ -95,6 +95,14 @@ class Admission:
         metrics.preparing_tokens.set_function(lambda: sum(permit.tokens for permit in self._permits))
         metrics.wait_seconds.set_function(self._wait_of_a_step)
 
+    def check_rate(self, tenant: str) -> None:
+        """Refuses a request that is not read yet, where its tenant has used up a rate."""
+        refusal = self._tenants.request_refusal(tenant)
+        if refusal is not None:
+            self._metrics.tenants.count_request(tenant)
+            self._count_refusal(tenant, refusal.reason)
+            raise refusal
+
     @contextmanager
     def permit(self, request: ScoreRequest | EmbedRequest, options: RunOptions) -> Iterator[Permit]:
         """Leave to prepare a request and to queue it. Raises QueueFullError where too much waits."""
@@ -152,7 +160,7 @@ class Admission:
         refusal = self._tenants.token_refusal(permit.share[0])
         if refusal is not None or not waiting:
             return refusal
-        if (refusal := self._tenants_queue_is_full(permit, tokens, is_counted=is_counted)) is not None:
+        if (refusal := self._tenant_refusal(permit, tokens, is_counted=is_counted)) is not None:
             return refusal
         most = self._limits.queued_tokens
         if tokens > self._limits.step_tokens:
@@ -187,9 +195,7 @@ class Admission:
             )
         return None
 
-    def _tenants_queue_is_full(
-        self, permit: Permit, tokens: int, *, is_counted: bool
-    ) -> QueueFullError | None:
+    def _tenant_refusal(self, permit: Permit, tokens: int, *, is_counted: bool) -> QueueFullError | None:
         """Why the tenant may have no more waiting. As with the whole queue, what is lone is let in."""
         tenant = permit.share[0]
         most = self._tenants[tenant].max_queued_tokens

@@ -340,6 +340,10 @@ class Engine:
         if self._running is not None:
             self._running.weigh(self._tenants.weights)
 
+    def check_rate(self, tenant: str) -> None:
+        """Raises QueueFullError for a tenant that has used up a rate: before its request is even read."""
+        self._require().admission.check_rate(tenant)
+
     async def clear_cache(self) -> None:
         """Forgets all cached embeddings, on disk as well."""
         cache = self.device_model.cache

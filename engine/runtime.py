@@ -101,7 +101,7 @@ class Running:
             step_tokens=budget,
         )
         self._tenants = tenants
-        self._admission = Admission(admission_limits, self.scheduler, metrics, tenants)
+        self.admission = Admission(admission_limits, self.scheduler, metrics, tenants)
         self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
 
     async def run(
@@ -217,7 +217,7 @@ class Running:
     ) -> tuple[Prepared, asyncio.Future[Values], Timings]:
         """Returns when the request is queued; its values will be in the future."""
         came = time.perf_counter()
-        with self._admission.permit(request, options) as permit:
+        with self.admission.permit(request, options) as permit:
 
             def check_and_prepare() -> tuple[Prepared, Timings]:
                 permit.check()
@@ -229,7 +229,7 @@ class Running:
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             permit.confirm(prepared.work)
             values = self._queue(ids.request_id, prepared, options)
-        self._admission.review()
+        self.admission.review()
         return prepared, values, timings
 
     def _queue(self, request_id: int, prepared: Prepared, options: RunOptions) -> asyncio.Future[Values]:

@@ -51,7 +51,7 @@ def post(path: str, kind: type[T], handler: Callable[[ServerState, T], Awaitable
     async def handle(state: ServerState, request: T, nothing: None, tenant: str) -> Answer:
         return await handler(state, request)
 
-    return post_texts(path, kind, lambda request, most: None, handle)
+    return Route(path, ("POST",), _with_body(kind, lambda request, most: None, handle))
 
 
 def post_texts(
@@ -61,8 +61,22 @@ def post_texts(
     handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
 ) -> Route:
     """The same for a handler that also gets what `read` finds in the wire type, of which there may be at most
-    a number, and the tenant whose request it is."""
+    a number, and the tenant whose request it is. Nothing is read of a tenant that has used up its rate."""
+    handle = _with_body(kind, read, handler)
 
+    async def work(state: ServerState, body: Body, tenant: str) -> Answer:
+        state.check_ready()
+        state.engine.check_rate(tenant)
+        return await handle(state, body, tenant)
+
+    return Route(path, ("POST",), work)
+
+
+def _with_body(
+    kind: type[T],
+    read: Callable[[T, int], R],
+    handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
+) -> Work:
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
         state.check_ready()
         with state.bodies.hold() as held:
@@ -72,7 +86,7 @@ def post_texts(
             state.check_model(getattr(request, "model", None))
             return await handler(state, request, found, tenant)
 
-    return Route(path, ("POST",), work)
+    return work
 
 
 def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:

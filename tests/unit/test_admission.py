@@ -296,6 +296,20 @@ async def test_a_tenant_that_has_sent_its_requests_of_a_minute_is_refused_and_to
     assert door.metric("tenant_requests_total", tenant="other") == 1
 
 
+async def test_a_rate_can_be_asked_for_before_a_request_is_read() -> None:
+    door = Door(tenants={"a": Tenant(requests_per_minute=1), "b": Tenant(tokens_per_minute=50)})
+    for tenant in ("a", "b"):
+        for _ in range(3):
+            door.admission.check_rate(tenant)
+        door.ask(50, tenant=tenant)
+        with pytest.raises(QueueFullError, match=f"the tenant '{tenant}' has used up"):
+            door.admission.check_rate(tenant)
+        assert door.metric("tenant_requests_total", tenant=tenant) == 2
+        assert door.metric("tenant_refused_requests_total", tenant=tenant, reason="rate") == 1
+    door.admission.check_rate("other")
+    assert door.metric("refused_requests_total", reason="rate") == 2
+
+
 async def test_tokens_count_once_they_are_counted_and_make_debt() -> None:
     door = Door(tenants={"a": Tenant(tokens_per_minute=600)})
     door.ask(4000, counted=10, tenant="a")

@@ -147,9 +147,11 @@ def test_a_key_without_a_name_is_the_same_tenant_as_long_as_it_is_there(tmp_path
         key: before[key] for key in ("given", "two")
     }
     assert keys.owner("zero") == "key-4"
-    keys.rewrite("one\ntwo name=named\n")
+    keys.rewrite("one\ntwo name=key-ring\n")
     assert keys.owner("one") == "key-5", "no number is given again"
-    assert keys.owner("two") == "named"
+    assert keys.owner("two") == "key-ring"
+    keys.rewrite("two\n")
+    assert keys.owner("two") == "key-6", "without a name it is not that tenant any more"
 
 
 def test_what_tenants_may_use_changes_with_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

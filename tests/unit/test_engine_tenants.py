@@ -5,7 +5,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, QueueFullError, SyncEngine, Tenant
+from maxsimd.engine import (
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    QueueFullError,
+    RequestTooLargeError,
+    SyncEngine,
+    Tenant,
+)
 from tests.waiting import until
 
 DOCUMENTS = [f"{i} " + "word " * 60 for i in range(400)]
@@ -86,5 +94,5 @@ def test_the_engine_for_scripts_has_tenants_too() -> None:
     with SyncEngine(EngineConfig(dtype="float32")) as engine:
         engine.set_tenants({"a": Tenant(max_request_tokens=1, requests_per_minute=1)})
         engine.score("q", "d")
-        with pytest.raises(Exception, match="have max_request_tokens of the tenant 'a' raised"):
+        with pytest.raises(RequestTooLargeError, match="have max_request_tokens of the tenant 'a' raised"):
             engine.score("q", "d", tenant="a")

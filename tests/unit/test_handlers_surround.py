@@ -19,6 +19,7 @@ from tests.unit.calling_handlers import (
     POSTED,
     RERANK,
     Caller,
+    Pieces,
     RecordingEngine,
     error_of,
     expected,
@@ -117,6 +118,22 @@ async def test_a_request_is_its_keys_tenants_whatever_it_says(
         assert engine.calls[-1][2]["tenant"] == tenant
     await Caller(engine).post(path, body)
     assert {call[2]["tenant"] for call in engine.calls} == {""}, "without keys there is one tenant"
+
+
+async def test_nothing_is_read_of_a_tenant_that_has_used_up_its_rate(
+    engine: RecordingEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one name=a requests_per_minute=1\ntwo name=b\n")
+    caller = Caller(engine, api_key_file=str(file))
+    headers = {"authorization": "Bearer one"}
+    assert (await caller.post("/rerank", RERANK, headers)).status == 200
+    body = Pieces([b"not ", b"read"])
+    answer = await caller.post("/rerank", body, headers)
+    assert (answer.status, error_of(answer)["type"], body.read) == (429, "RateLimitError", 0)
+    assert 1 <= int(answer.headers["Retry-After"]) <= 60
+    assert (await caller.post("/tokenize", GOOD["POST", "/tokenize"], headers)).status == 200
+    assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer two"})).status == 200
 
 
 @pytest.mark.parametrize("given", ["mine-1", "!", "~", "a" * 128])
