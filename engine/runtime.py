@@ -78,12 +78,8 @@ class Running:
             device_model.cache,
             prepared.runner.chunked and config.prefix_sharing == "auto",
         )
-        limits = StepLimits(
-            budget,
-            config.max_batch_sequences,
-            prepared.runner.chunked,
-            beside_small_requests(budget, device_model.device),
-        )
+        small = beside_small_requests(budget, device_model.device)
+        limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked, small)
         self._device = device
         self._died = died
         self._reason = "the engine was stopped"
