@@ -30,7 +30,10 @@ class ServerConfig:
     api_key: tuple[str, ...] = option(
         (), "Key that clients must send as a bearer token; repeatable. MAXSIMD_API_KEY may hold keys too."
     )
-    api_key_file: str | None = option(None, "File with one accepted key a line; read again when it changes.")
+    api_key_file: str | None = option(
+        None,
+        "File with one accepted key a line, and what its tenant may use behind it; read again when changed.",
+    )
     cors_origin: tuple[str, ...] = option(
         (), "Origin whose pages may use the server from a browser, or * for all; repeatable."
     )

@@ -47,7 +47,8 @@ def as_api_error(error: Exception) -> ApiError:
         case msgspec.DecodeError():
             return ApiError(400, "BadRequestError", f"the body is not valid JSON: {error}")
         case QueueFullError():
-            return ApiError(429, "QueueFullError", str(error), retry_after=error.retry_after)
+            kind = "RateLimitError" if error.reason == "rate" else "QueueFullError"
+            return ApiError(429, kind, str(error), retry_after=error.retry_after)
         case RequestTooLargeError():
             return ApiError(413, "RequestTooLargeError", str(error))
         case RequestTimeoutError():

@@ -1,51 +1,86 @@
-"""The API keys: where they are read from, and whether a request has sent one.
+"""The API keys: where they are read from, whether a request has sent one, and whose it is.
 
 A file of keys is read again when it changes. Kept in memory are digests, which have one length, so that
 comparing them takes the same time for every guess.
 """
 
-import hashlib
 import hmac
 import logging
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 
 from maxsimd.api.config import ServerConfig, SetupError
+from maxsimd.api.key_file import KeyTable, digest_of, read_keys
+from maxsimd.engine import Tenant
 
 log = logging.getLogger("maxsimd.keys")
 
 # A request looks at the file of keys only if none has done so for this long.
 _LOOK_EVERY_SECONDS = 1.0
 _LARGEST_FILE = 1024 * 1024
+_NO_TABLE = KeyTable({}, {}, {})
+_NO_LIMITS = Tenant()
 
 
 class ApiKeys:
-    """The keys that are accepted. Raises SetupError where the file of keys has none or cannot be read."""
+    """The keys that are accepted, and whose they are. Raises SetupError where the file of keys has none or
+    cannot be read. `set_tenants` is called with the tenants that the file names, at once and whenever the
+    file has changed."""
 
-    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._given = frozenset(_digest(key.strip()) for key in config.api_key)
+    def __init__(
+        self,
+        config: ServerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        set_tenants: Callable[[Mapping[str, Tenant]], None] = lambda tenants: None,
+    ) -> None:
+        self._given = [digest_of(key.strip()) for key in config.api_key]
         self._file = None if config.api_key_file is None else KeyFile(Path(config.api_key_file), clock)
+        self._set_tenants = set_tenants
+        self._table = _NO_TABLE if self._file is None else self._file.table()
+        self._numbered = count(1)
+        self._anonymous: dict[bytes, str] = {}
+        self._take_over()
 
     @property
     def are_asked_for(self) -> bool:
         return bool(self._given) or self._file is not None
 
-    def accept(self, authorization: str) -> bool:
-        """Whether an Authorization header is `Bearer KEY` with one of the keys."""
+    def accept(self, authorization: str) -> str | None:
+        """The tenant whose key an Authorization header sends as `Bearer KEY`; None where it sends none."""
+        if self._file is not None and (table := self._file.table()) is not self._table:
+            self._table = table
+            self._take_over()
         scheme, _, key = authorization.partition(" ")
-        digest = _digest(key.strip())
+        digest = digest_of(key.strip())
         # Every key is compared, in constant time, so that timing reveals nothing.
-        accepted = self._given if self._file is None else self._given | self._file.digests()
-        matches = [hmac.compare_digest(digest, one) for one in accepted]
-        return scheme.lower() == "bearer" and any(matches)
+        matches = [(hmac.compare_digest(digest, one), owner) for one, owner in self._owners.items()]
+        owner = next((owner for matches_it, owner in matches if matches_it), None)
+        return owner if scheme.lower() == "bearer" else None
+
+    def _take_over(self) -> None:
+        """Gives each key its owner. One without a name is a tenant of its own, under a number that says
+        nothing of the key and stays while the key does."""
+        names = dict.fromkeys(self._given) | dict(self._table.names)
+        before, self._anonymous = self._anonymous, {}
+        for digest, name in names.items():
+            if name is None:
+                self._anonymous[digest] = before.get(digest) or f"key-{next(self._numbered)}"
+        self._owners = {digest: name or self._anonymous[digest] for digest, name in names.items()}
+        limited = {
+            self._owners[digest]: tenant
+            for digest, tenant in self._table.nameless.items()
+            if tenant != _NO_LIMITS
+        }
+        self._set_tenants({**self._table.tenants, **limited})
 
 
 class KeyFile:
     """The keys of a file with one a line. When the file changes they are read again; when it then has none,
-    or cannot be read, those that were read before stay."""
+    or cannot be read, those that were read before stay, with all that was said of them."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._path = path
@@ -53,17 +88,17 @@ class KeyFile:
         self._looked = clock()
         self._version = _version(path)
         try:
-            self._digests = _read(path)
+            self._table = _read(path)
         except (OSError, ValueError) as error:
             raise SetupError(
                 f"{_cannot_read(path, error)}; give a readable file with one key a line"
             ) from error
 
-    def digests(self) -> frozenset[bytes]:
+    def table(self) -> KeyTable:
         if self._clock() - self._looked >= _LOOK_EVERY_SECONDS:
             self._looked = self._clock()
             self._look()
-        return self._digests
+        return self._table
 
     def _look(self) -> None:
         version = _version(self._path)
@@ -71,11 +106,11 @@ class KeyFile:
             return
         self._version = version
         try:
-            self._digests = _read(self._path)
+            self._table = _read(self._path)
         except (OSError, ValueError) as error:
             log.error("%s; the keys read before stay in use", _cannot_read(self._path, error))
         else:
-            log.info("the file of keys has changed: %d keys are in it now", len(self._digests))
+            log.info("the file of keys has changed: %d keys are in it now", len(self._table.names))
 
 
 def _cannot_read(path: Path, error: Exception) -> str:
@@ -95,21 +130,9 @@ def _version(path: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _read(path: Path) -> frozenset[bytes]:
+def _read(path: Path) -> KeyTable:
     with path.open("rb") as file:
         content = file.read(_LARGEST_FILE + 1)
     if len(content) > _LARGEST_FILE:
         raise ValueError("it is larger than 1 MiB")
-    try:
-        lines = content.decode("utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError("it is not UTF-8") from None
-    keys = {line.strip() for line in lines if line.strip()}
-    if not keys:
-        raise ValueError("it holds no key")
-    return frozenset(map(_digest, keys))
-
-
-def _digest(key: str) -> bytes:
-    # A header may hold bytes that are no UTF-8; servers hand these over as surrogates.
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return read_keys(content)

@@ -23,7 +23,7 @@ class ServerState:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
-        self.keys = ApiKeys(config)
+        self.keys = ApiKeys(config, set_tenants=engine.set_tenants)
         self.cross_origin = CrossOrigin(config.cors_origin)
         self.metrics = ServerMetrics(engine.metrics.registry)
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)

@@ -23,7 +23,7 @@ class Common(msgspec.Struct, kw_only=True):
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: int | None = None
+    priority: int | Literal["interactive", "batch"] | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 

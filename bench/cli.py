@@ -198,6 +198,15 @@ def bench_order_of_work(requests: int, seeds: int, oldest_share: float, json_fil
     measure_order_of_work(requests, seeds, oldest_share, json_file)
 
 
+@bench.command("beside-batches")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_beside_batches(json_file: str | None) -> None:
+    """What requests lose to batches of 10,000 documents, by the batches' priority, simulated."""
+    from maxsimd.bench.beside_batches import measure_beside_batches
+
+    measure_beside_batches(json_file)
+
+
 @bench.command("neighbours")
 @click.option("--executable", help="The command of another version to measure instead.")
 @click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")

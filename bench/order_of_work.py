@@ -19,7 +19,7 @@ BUDGET = 2048
 TOKENS_PER_SECOND = 30_000.0
 SECONDS_PER_STEP = 0.002
 # The share of the time that goes to tokens in full steps, at which a load of 1 is nominal.
-_NOMINAL = 0.93
+NOMINAL = 0.93
 QUEUE_LIMIT = 100_000
 LOADS = (0.5, 0.8, 0.95)
 
@@ -44,7 +44,7 @@ def poisson_arrivals(load: float, requests: int, mix: Mix, seed: int) -> list[Ar
     """Requests of documents of 50 to 150 tokens, at random times."""
     draw = random.Random(seed)
     mean_tokens = sum(part * documents * 100 for part, documents in mix)
-    rate = load * _NOMINAL * TOKENS_PER_SECOND / mean_tokens
+    rate = load * NOMINAL * TOKENS_PER_SECOND / mean_tokens
     seconds = 0.0
     arrivals = []
     for _ in range(requests):

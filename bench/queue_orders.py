@@ -104,7 +104,7 @@ class SchedulerOrder:
         self._tokens: dict[int, Tokens] = {}
         self._num_sequences = 0
 
-    def admit(self, request_id: int, lengths: Lengths[int], tenant: str = "") -> None:
+    def admit(self, request_id: int, lengths: Lengths[int], tenant: str = "", priority: int = 0) -> None:
         slot = ResultSlot(request_id, 0)
         sequences = []
         for length in lengths:
@@ -112,7 +112,7 @@ class SchedulerOrder:
                 self._tokens[length] = Tokens(np.zeros(length, dtype=np.int32))
             sequences.append(Sequence.text(self._num_sequences, slot, "", self._tokens[length]))
             self._num_sequences += 1
-        self.scheduler.admit(request_id, sequences, tenant=tenant)
+        self.scheduler.admit(request_id, sequences, (), priority, tenant)
 
     def step(self) -> dict[int, int]:
         used: dict[int, int] = {}

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from maxsimd.engine.sync import SyncEngine
+    from maxsimd.engine.tenants import Tenant
 
 __all__ = [
     "CUT_LONG",
@@ -59,13 +60,14 @@ __all__ = [
     "RerankResult",
     "ScoreResult",
     "SyncEngine",
+    "Tenant",
     "TokenEmbedResult",
     "Truncation",
     "Usage",
 ]
 
 
-_HOME = {"Engine": "engine", "EngineConfig": "config", "SyncEngine": "sync"}
+_HOME = {"Engine": "engine", "EngineConfig": "config", "SyncEngine": "sync", "Tenant": "tenants"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import QueueFullError, RequestTooLargeError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest
+from maxsimd.engine.tenants import TenantLimits
 from maxsimd.scheduler import Share
 
 # Any request may wait this many times as long as it runs, and this many steps: with less, next to nothing
@@ -49,7 +50,7 @@ class Permit:
         self.timeout = options.timeout
         # What is to have a partial result need not be done in its time, only begun.
         self.must_be_done = options.on_timeout == "error"
-        self.share: Share = (options.tenant, options.priority)
+        self.share: Share = options.share
         self.refusal: QueueFullError | None = None
 
     @property
@@ -70,15 +71,23 @@ class Permit:
 
 class Admission:
     """Owned by `Running`, on the caller's event loop. A lone request is never refused for what waits. One
-    that is dearer than a request may be, or takes longer than its own timeout, always is refused.
+    that is dearer than a request may be, or takes longer than its own timeout, always is refused. Requests
+    count in their tenant's rate unless they are refused for what waits, tokens once the request is let in.
 
     What is being prepared does not count as waiting: how much work it is cannot be known, because documents
     may be cached."""
 
-    def __init__(self, limits: AdmissionLimits, scheduler: SchedulerActor, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        scheduler: SchedulerActor,
+        metrics: EngineMetrics,
+        tenants: TenantLimits,
+    ) -> None:
         self._limits = limits
         self._scheduler = scheduler
-        self._refused = metrics.refused
+        self._metrics = metrics
+        self._tenants = tenants
         self._permits: set[Permit] = set()
         self._counted_tokens = _FIRST_RATIO
         self._counted_size = 1.0
@@ -86,21 +95,34 @@ class Admission:
         metrics.preparing_tokens.set_function(lambda: sum(permit.tokens for permit in self._permits))
         metrics.wait_seconds.set_function(self._wait_of_a_step)
 
+    def check_rate(self, tenant: str) -> None:
+        """Refuses a request that is not read yet, where its tenant has used up a rate."""
+        refusal = self._tenants.request_refusal(tenant)
+        if refusal is not None:
+            self._metrics.tenants.count_request(tenant)
+            self._count_refusal(tenant, refusal.reason)
+            raise refusal
+
     @contextmanager
     def permit(self, request: ScoreRequest | EmbedRequest, options: RunOptions) -> Iterator[Permit]:
         """Leave to prepare a request and to queue it. Raises QueueFullError where too much waits."""
         permit = Permit(self, request.size, self._estimate(request), options)
+        tenant = options.tenant
+        self._metrics.tenants.count_request(tenant)
         wait = self._wait(permit, permit.tokens)
-        permit.refusal = self._refusal(permit, permit.tokens, wait, is_counted=False)
+        permit.refusal = self._tenants.request_refusal(tenant)
+        permit.refusal = permit.refusal or self._refusal(permit, permit.tokens, wait, is_counted=False)
         self._permits.add(permit)
+        self._tenants.charge_requests(tenant, 1)
         try:
             permit.check()
             yield permit
         except QueueFullError as error:
-            self._refused.labels(error.reason).inc()
+            self._tenants.charge_requests(tenant, -1)
+            self._count_refusal(tenant, error.reason)
             raise
         except RequestTooLargeError:
-            self._refused.labels("size").inc()
+            self._count_refusal(tenant, "size")
             raise
         finally:
             self._permits.remove(permit)
@@ -113,6 +135,11 @@ class Admission:
         refusal = self._refusal(permit, tokens, self._wait(permit, tokens), is_counted=True)
         if refusal is not None:
             raise refusal
+        self._tenants.charge_tokens(permit.share[0], tokens)
+
+    def _count_refusal(self, tenant: str, reason: str) -> None:
+        self._metrics.refused.labels(reason).inc()
+        self._metrics.tenants.count_refusal(tenant, reason)
 
     def review(self) -> None:
         """Refuses requests that are not prepared yet and came while there was room that others have taken."""
@@ -130,8 +157,11 @@ class Admission:
         """Why a request has to be refused that would `wait` that many seconds; None for one that need not.
         Before its tokens are counted only for what waits already."""
         waiting = self._scheduler.waiting_tokens
-        if not waiting:
-            return None
+        refusal = self._tenants.token_refusal(permit.share[0])
+        if refusal is not None or not waiting:
+            return refusal
+        if (refusal := self._tenant_refusal(permit, tokens, is_counted=is_counted)) is not None:
+            return refusal
         most = self._limits.queued_tokens
         if tokens > self._limits.step_tokens:
             most = int(most * (1 - _KEPT_FOR_SMALL))
@@ -165,13 +195,35 @@ class Admission:
             )
         return None
 
+    def _tenant_refusal(self, permit: Permit, tokens: int, *, is_counted: bool) -> QueueFullError | None:
+        """Why the tenant may have no more waiting. As with the whole queue, what is lone is let in."""
+        tenant = permit.share[0]
+        most = self._tenants[tenant].max_queued_tokens
+        waiting = 0 if most is None else self._scheduler.waiting_of(tenant)
+        if most is None or not waiting:
+            return None
+        excess = waiting + (tokens if is_counted else 1) - most
+        if excess <= 0:
+            return None
+        # Until then others are served too, by estimate as much as they have waiting beside it.
+        beside = self._scheduler.waiting_tokens / waiting
+        return QueueFullError(
+            f"{waiting} tokens of the tenant {tenant!r} wait already and this request has about {tokens}, "
+            f"together more than its max_queued_tokens of {most}; try again later, or have it raised",
+            retry_after=max(1.0, self._scheduler.rate.seconds(round(excess * beside)) or 0.0),
+            reason="queue",
+        )
+
     def _check_price(self, permit: Permit, tokens: int) -> None:
         """Refuses what is too much by itself."""
-        most = self._limits.request_tokens
+        most, raised = self._limits.request_tokens, "raise --max-request-tokens"
+        own = self._tenants[permit.share[0]].max_request_tokens
+        if own is not None and own < most:
+            most, raised = own, f"have max_request_tokens of the tenant {permit.share[0]!r} raised"
         if tokens > most:
             raise RequestTooLargeError(
                 f"this request has {tokens} tokens, more than the {most} that one may have; send it in "
-                "parts, let texts be cut shorter, or raise --max-request-tokens"
+                f"parts, let texts be cut shorter, or {raised}"
             )
         seconds, timeout = self._scheduler.rate.seconds(tokens), permit.timeout
         if permit.must_be_done and seconds is not None and timeout is not None and seconds > timeout:

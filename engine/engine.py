@@ -5,7 +5,7 @@ out.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
@@ -35,6 +35,7 @@ from maxsimd.engine.requests import (
     InputType,
     OnError,
     OnTimeout,
+    Priority,
     Progress,
     RerankResult,
     RunOptions,
@@ -46,7 +47,8 @@ from maxsimd.engine.requests import (
 )
 from maxsimd.engine.runtime import Running
 from maxsimd.engine.stats import EngineStats
-from maxsimd.engine.validation import as_inputs, as_texts, check_dimensions, check_scores, pair_up
+from maxsimd.engine.tenants import Tenant, TenantLimits
+from maxsimd.engine.validation import as_inputs, as_texts, check_dimensions, check_scores, check_task, pair_up
 
 T = TypeVar("T")
 Texts = str | Sequence[str]
@@ -60,15 +62,17 @@ class Engine:
     are too much by themselves, QueueFullError when too much waits already, RequestTimeoutError when `timeout`
     (seconds) passes, RequestFailedError when the model fails on this very request, EngineNotReadyError
     outside of the context and EngineDeadError when the engine has died. Cancelling a call cancels its work.
-    Tenants share the device evenly, however many requests each has, and a lower `priority` gets a larger
-    share. `progress` is called on the event loop with how many of a call's values have come and how many
-    there will be (one or more a document, text or pass); it must not block, and if it raises, the call fails.
+    Tenants share the device by weight (`set_tenants`), however many requests each has, and a lower
+    `priority` gets a larger share: "interactive" is 0, "batch" 4. `progress` is called on the event loop with
+    how many of a call's values have come and how many there will be (one or more a document, text or pass);
+    it must not block, and if it raises, the call fails.
     """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.metrics = EngineMetrics()
         self.death: str | None = None
+        self._tenants = TenantLimits()
         self._running: Running | None = None
         # Whether a start or a stop is under way.
         self._changing = False
@@ -156,7 +160,7 @@ class Engine:
         use_activation: bool = True,
         instruction: str | None = None,
         cache: CacheMode = "use",
-        priority: int = 0,
+        priority: Priority = 0,
         tenant: str = "",
         timeout: float | None = None,
         on_timeout: OnTimeout = "error",
@@ -211,7 +215,7 @@ class Engine:
         use_activation: bool = True,
         instruction: str | None = None,
         cache: CacheMode = "use",
-        priority: int = 0,
+        priority: Priority = 0,
         tenant: str = "",
         timeout: float | None = None,
         on_timeout: OnTimeout = "error",
@@ -251,7 +255,7 @@ class Engine:
         prompt_name: str | None = None,
         dimensions: int | None = None,
         truncation: Truncation = REFUSE_LONG,
-        priority: int = 0,
+        priority: Priority = 0,
         tenant: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
@@ -266,9 +270,8 @@ class Engine:
             prompt_name=prompt_name,
             truncation=truncation,
         )
-        prepared, values = await self._texts(
-            request, dimensions, RunOptions(priority, tenant, timeout, progress)
-        )
+        options = RunOptions(priority, tenant, timeout, progress)
+        prepared, values = await self._texts(request, dimensions, options)
         embeddings = np.concatenate([np.asarray(value) for value in values.values])
         normalised = self.model.tasks["embed"].normalised
         return EmbedResult(shorten(embeddings, dimensions, normalised), usage_of(prepared))
@@ -281,7 +284,7 @@ class Engine:
         prompt_name: str | None = None,
         dimensions: int | None = None,
         truncation: Truncation = REFUSE_LONG,
-        priority: int = 0,
+        priority: Priority = 0,
         tenant: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
@@ -294,9 +297,8 @@ class Engine:
             prompt_name=prompt_name,
             truncation=truncation,
         )
-        prepared, values = await self._texts(
-            request, dimensions, RunOptions(priority, tenant, timeout, progress)
-        )
+        options = RunOptions(priority, tenant, timeout, progress)
+        prepared, values = await self._texts(request, dimensions, options)
         normalised = self.model.tasks["token_embed"].normalised
         matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values.values]
         return TokenEmbedResult(matrices, usage_of(prepared))
@@ -308,7 +310,7 @@ class Engine:
         text_pairs: Sequence[str] | None = None,
         truncation: Truncation = REFUSE_LONG,
         use_activation: bool = True,
-        priority: int = 0,
+        priority: Priority = 0,
         tenant: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
@@ -316,7 +318,7 @@ class Engine:
         """A classifier's probabilities, or its logits without `use_activation`, one a text and label.
 
         Of single texts, or of pairs with the `text_pairs` as their second texts."""
-        self._check_task("classify")
+        check_task("classify", self.model.tasks)
         options = RunOptions(priority, tenant, timeout, progress)
         if text_pairs is None:
             texts_alone = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=truncation)
@@ -329,6 +331,18 @@ class Engine:
         if use_activation:
             scores = activate(scores, self.model.probabilities)
         return ClassifyResult(scores, self.model.labels, usage_of(prepared))
+
+    def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
+        """Names the tenants with a weight and limits of their own, in place of those named before. May be
+        called at any time; weights hold for what waits as well."""
+        self._tenants.set(tenants)
+        self.metrics.tenants.set_names(tenants)
+        if self._running is not None:
+            self._running.weigh(self._tenants.weights)
+
+    def check_rate(self, tenant: str) -> None:
+        """Raises QueueFullError for a tenant that has used up a rate: before its request is even read."""
+        self._require().admission.check_rate(tenant)
 
     async def clear_cache(self) -> None:
         """Forgets all cached embeddings, on disk as well."""
@@ -346,7 +360,7 @@ class Engine:
         try:
             device_model = await device.call(lambda: load_device_model(self.config))
             try:
-                return Running(self.config, self.metrics, device, device_model, self._died)
+                return Running(self.config, self.metrics, device, device_model, self._died, self._tenants)
             except BaseException:
                 if device_model.cache is not None:
                     device_model.cache.close()
@@ -359,7 +373,7 @@ class Engine:
         self, request: EmbedRequest, dimensions: int | None, options: RunOptions
     ) -> tuple[Prepared, Values]:
         running = self._require()
-        self._check_task(request.task)
+        check_task(request.task, self.model.tasks)
         check_dimensions(dimensions, self.model.tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
         return await running.run(lambda ids: running.preprocessor.embed(request, ids), request, options)
@@ -370,13 +384,6 @@ class Engine:
         return await running.run(
             lambda ids: running.preprocessor.score(request, ids, options.on_error), request, options
         )
-
-    def _check_task(self, task: str) -> None:
-        tasks = self.model.tasks
-        if task not in tasks:
-            raise InvalidRequestError(
-                f"this model cannot {task}; it can {' and '.join(sorted(tasks))}", "task"
-            )
 
     def _require(self) -> Running:
         if self.death is not None:

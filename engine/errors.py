@@ -2,6 +2,10 @@
 
 from typing import Literal
 
+# queue: no room; wait: it would take too long; timeout: that for the request's own timeout; rate: the tenant
+# has used up what it may use in a minute.
+Refusal = Literal["queue", "wait", "timeout", "rate"]
+
 
 class MaxsimdError(Exception):
     """The base of all errors that the engine raises on purpose."""
@@ -20,14 +24,10 @@ class InvalidRequestError(MaxsimdError):
 
 
 class QueueFullError(MaxsimdError):
-    """Too much waits already for this request to come in; `retry_after` (seconds) is when it might.
+    """Too much waits already for this request to come in, or its tenant has used up its rate; `retry_after`
+    (seconds) is when it might, and `reason` one of those of `Refusal`."""
 
-    `reason` is `queue` where the queue has no room, `wait` where the wait would be too long, and `timeout`
-    where it would be so for the request's own timeout."""
-
-    def __init__(
-        self, message: str, retry_after: float, reason: Literal["queue", "wait", "timeout"] = "queue"
-    ) -> None:
+    def __init__(self, message: str, retry_after: float, reason: Refusal = "queue") -> None:
         super().__init__(message)
         self.retry_after = retry_after
         self.reason = reason

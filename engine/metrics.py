@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.tenants import TenantMetrics
 
 disable_created_metrics()
 
@@ -60,7 +61,8 @@ class EngineMetrics:
         )
         self.refused = Counter(
             "maxsimd_refused_requests",
-            "Requests refused because of what waits (queue, wait, timeout) or of their own size (size)",
+            "Requests refused because of what waits (queue, wait, timeout), of their tenant's rate (rate) "
+            "or of their own size (size)",
             ("reason",),
             registry=self.registry,
         )
@@ -75,6 +77,8 @@ class EngineMetrics:
             "Requests whose caller went away or ran out of time",
             registry=self.registry,
         )
+
+        self.tenants = TenantMetrics(self.registry)
 
     def watch(self, cache: EmbeddingCache | None) -> None:
         """Reports this cache from now on; None for none."""

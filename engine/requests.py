@@ -10,6 +10,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.scheduler import Share, share_of
+
 InputType = Literal["query", "document"]
 
 # The result of one sequence or pair: a score, or an embedding, float32 [tokens, dim] or [1, dim].
@@ -28,18 +31,43 @@ OnError = Literal["fail", "report"]
 CacheMode = Literal["use", "bypass", "refresh"]
 
 
+# interactive: someone waits for it; batch: it takes what is left.
+PriorityClass = Literal["interactive", "batch"]
+# A class, or a number, of which a lower one gets a larger share.
+Priority: TypeAlias = int | PriorityClass
+
+# What each class is as a number. Beside batches of 10,000 documents, requests of 1 to 100 documents take no
+# longer at 4 than at any higher number, but at 2 up to 1.6 times as long and at 1 up to 8 times
+# (`maxsimd bench beside-batches`). Whatever the number, the oldest request gets its part.
+_NUMBERS = {"interactive": 0, "batch": 4}
+
+
+def priority_number(priority: Priority) -> int:
+    """A priority as a number. Raises InvalidRequestError for one that there is not."""
+    number = _NUMBERS.get(priority) if isinstance(priority, str) else priority
+    if number is None:
+        raise InvalidRequestError(
+            f"priority {priority!r} is not known; use interactive, batch or a number", "priority"
+        )
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """How a request is run: whose share of the device it uses (`tenant`; a lower `priority` gets a larger
     share), within how many seconds (`timeout`) and what is done when they have passed (`on_timeout`), what
     is done about a part of it that fails (`on_error`), and who is called with its `progress`."""
 
-    priority: int = 0
+    priority: Priority = 0
     tenant: str = ""
     timeout: float | None = None
     progress: Progress | None = None
     on_timeout: OnTimeout = "error"
     on_error: OnError = "fail"
+
+    @property
+    def share(self) -> Share:
+        return share_of(self.tenant, priority_number(self.priority))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import TypeVar
 
 from maxsimd.engine.actors.actor import Mailbox
-from maxsimd.engine.actors.messages import Admit, Cancel, EndEarly, SchedulerMessage
+from maxsimd.engine.actors.messages import Admit, Cancel, EndEarly, SchedulerMessage, SetWeights
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.config import EngineConfig
@@ -24,6 +24,7 @@ from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Values
 from maxsimd.engine.stats import EngineStats
+from maxsimd.engine.tenants import TenantLimits
 from maxsimd.scheduler import Scheduler, StepLimits
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Running:
         device: DeviceThread,
         device_model: DeviceModel,
         died: Callable[[str], None],
+        tenants: TenantLimits,
     ) -> None:
         model, prepared = device_model.model, device_model.prepared
         budget = config.max_batch_tokens
@@ -76,12 +78,8 @@ class Running:
             device_model.cache,
             prepared.runner.chunked and config.prefix_sharing == "auto",
         )
-        limits = StepLimits(
-            budget,
-            config.max_batch_sequences,
-            prepared.runner.chunked,
-            beside_small_requests(budget, device_model.device),
-        )
+        small = beside_small_requests(budget, device_model.device)
+        limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked, small)
         self._device = device
         self._died = died
         self._reason = "the engine was stopped"
@@ -89,9 +87,8 @@ class Running:
         loop = asyncio.get_running_loop()
         mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
         actors = self._actors = DeviceActors(device.loop, device_model, mailbox)
-        self.scheduler = SchedulerActor(
-            mailbox, Scheduler(limits), actors.mailbox, config.steps_in_flight, metrics
-        )
+        policy = Scheduler(limits, weights=tenants.weights)
+        self.scheduler = SchedulerActor(mailbox, policy, actors.mailbox, config.steps_in_flight, metrics)
         admission_limits = AdmissionLimits(
             queued_tokens=config.max_queued_tokens,
             request_tokens=config.max_request_tokens,
@@ -99,7 +96,8 @@ class Running:
             sequence_tokens=self.max_tokens,
             step_tokens=budget,
         )
-        self._admission = Admission(admission_limits, self.scheduler, metrics)
+        self._tenants = tenants
+        self.admission = Admission(admission_limits, self.scheduler, metrics, tenants)
         self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
 
     async def run(
@@ -113,6 +111,7 @@ class Running:
         `options.progress` is called on this loop whenever some have come. Raises QueueFullError,
         RequestTooLargeError and RequestTimeoutError; when it is cancelled, so is its work. What is to have a
         partial result raises no RequestTimeoutError."""
+        options = self._tenants.applied(options)
         with self._new_request() as ids:
             try:
                 return await self._run(ids, prepare, request, options)
@@ -126,6 +125,10 @@ class Running:
             except asyncio.CancelledError:
                 self._abandon(ids.request_id)
                 raise
+
+    def weigh(self, tenants: Mapping[str, float]) -> None:
+        """Changes the weights of tenants, for what waits already too."""
+        self.scheduler.mailbox.tell(SetWeights(tenants))
 
     def stats(self) -> EngineStats:
         """What the engine holds at the moment."""
@@ -210,7 +213,7 @@ class Running:
     ) -> tuple[Prepared, asyncio.Future[Values], Timings]:
         """Returns when the request is queued; its values will be in the future."""
         came = time.perf_counter()
-        with self._admission.permit(request, options) as permit:
+        with self.admission.permit(request, options) as permit:
 
             def check_and_prepare() -> tuple[Prepared, Timings]:
                 permit.check()
@@ -222,7 +225,7 @@ class Running:
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             permit.confirm(prepared.work)
             values = self._queue(ids.request_id, prepared, options)
-        self._admission.review()
+        self.admission.review()
         return prepared, values, timings
 
     def _queue(self, request_id: int, prepared: Prepared, options: RunOptions) -> asyncio.Future[Values]:

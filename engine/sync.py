@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,6 +19,7 @@ from maxsimd.engine.requests import (
     ScoreResult,
     TokenEmbedResult,
 )
+from maxsimd.engine.tenants import Tenant
 
 T = TypeVar("T")
 
@@ -70,6 +71,12 @@ class SyncEngine:
 
     def classify(self, texts: Inputs, **options: Any) -> ClassifyResult:
         return self._run(self._engine.classify, texts, options, texts)
+
+    def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
+        async def set_them() -> None:
+            self._engine.set_tenants(tenants)
+
+        self._wait(set_them())
 
     def _run(
         self,

@@ -1,6 +1,6 @@
 """Checks of what callers pass in; each error names the argument and says what to change."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.requests import OnError, OnTimeout
@@ -60,3 +60,9 @@ def check_scores(num_labels: int, is_listwise: bool, on_timeout: OnTimeout, on_e
             "a listwise model scores documents by each other: leave out on_timeout and on_error",
             "on_timeout" if on_timeout == "partial" else "on_error",
         )
+
+
+def check_task(task: str, tasks: Collection[str]) -> None:
+    """Raises InvalidRequestError for a task that a model cannot do."""
+    if task not in tasks:
+        raise InvalidRequestError(f"this model cannot {task}; it can {' and '.join(sorted(tasks))}", "task")

@@ -4,10 +4,11 @@ Pure Python and numpy: no torch and no asyncio, so that the policy can be simula
 """
 
 from maxsimd.scheduler.filling import StepLimits
-from maxsimd.scheduler.forecast import ServiceRate, Share
+from maxsimd.scheduler.forecast import ServiceRate
 from maxsimd.scheduler.payload import DocumentPayload, JoinedTokens, Payload, ResultSlot, Role, Tokens, Window
 from maxsimd.scheduler.policy import OLDEST_SHARE, Scheduler
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
+from maxsimd.scheduler.weights import Share, share_of
 
 __all__ = [
     "OLDEST_SHARE",
@@ -26,4 +27,5 @@ __all__ = [
     "StepLimits",
     "Tokens",
     "Window",
+    "share_of",
 ]

@@ -7,18 +7,12 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-# A tenant and a priority: who shares the device with whom.
-Share = tuple[str, int]
+from maxsimd.scheduler.weights import Share, part_of, weight_of
 
 # The longer all takes, the more the oldest get meanwhile: how often that is worked out anew at most.
 _ROUNDS = 100
 # After this many seconds of steps a measurement counts half.
 _HALF_LIFE = 10.0
-
-
-def share_of(tenant: str, priority: int) -> Share:
-    """Whose share of the device a request uses; priorities are cut to -8 to 8."""
-    return tenant, max(-8, min(8, priority))
 
 
 def work_ahead(
@@ -60,12 +54,11 @@ def work_ahead(
 
 
 def _weights(shares: set[Share], tenants: Mapping[str, float]) -> dict[Share, float]:
-    """A tenant's weight is divided among its priorities, 2**-priority to each."""
     together: dict[str, float] = {}
     for tenant, priority in shares:
-        together[tenant] = together.get(tenant, 0.0) + 2.0**-priority
+        together[tenant] = together.get(tenant, 0.0) + part_of(priority)
     return {
-        (tenant, priority): tenants.get(tenant, 1.0) * 2.0**-priority / together[tenant]
+        (tenant, priority): weight_of(tenants.get(tenant, 1.0), priority, together[tenant])
         for tenant, priority in shares
     }
 

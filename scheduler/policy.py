@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 
 from maxsimd.scheduler.filling import Filling, StepLimits
-from maxsimd.scheduler.forecast import Share, share_of, work_ahead
+from maxsimd.scheduler.forecast import work_ahead
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 from maxsimd.scheduler.shares import Shares
 from maxsimd.scheduler.waiting import WaitingRequest
+from maxsimd.scheduler.weights import Share, share_of
 
 # What the oldest request gets of each step. By `maxsimd bench order-of-work --oldest-share`, with one giant
 # in a hundred requests at a load of 0.95 and seed 1, shares of 1/16, 1/8, 1/4 and 1/2 have mean latencies of
@@ -62,8 +63,7 @@ class Scheduler:
             raise ValueError(f"oldest_share must be above 0 and at most 0.5, not {oldest_share}")
         self.limits = limits
         self.oldest_share = oldest_share
-        self._weights = dict(weights or {})
-        self._shares = Shares(self._weights, limits.tokens)
+        self._shares = Shares(weights or {}, limits.tokens)
         self._requests: dict[int, WaitingRequest] = {}
         self._arrivals = 0
         self._tokens = 0
@@ -111,7 +111,16 @@ class Scheduler:
         Those `coming` before it are not admitted yet: whose they are, and their tokens."""
         waiting = ((request.share, request.work) for request in self._requests.values())
         share = share_of(tenant, priority)
-        return work_ahead(tokens, share, chain(waiting, coming), self._weights, self.oldest_share)
+        return work_ahead(tokens, share, chain(waiting, coming), self._shares.weights, self.oldest_share)
+
+    def waiting_of(self, tenant: str) -> int:
+        """Tokens of a tenant that are not scheduled yet, and the prices of its cached batches."""
+        return sum(request.work for request in self._requests.values() if request.share[0] == tenant)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Changes what tenants weigh, those whose requests wait included; 1 for each that is not named.
+        Raises ValueError, and changes nothing, for a weight that is not positive and finite."""
+        self._shares.set_weights(weights)
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of which `num_tokens` tokens are to be run can ever be scheduled."""
@@ -131,9 +140,10 @@ class Scheduler:
         same call as what waits for them, or in an earlier one of the same request.
 
         Among the waiting requests of a tenant, those with a lower `priority` (cut to -8 to 8) get a larger
-        share, by powers of two. What is added to a waiting request stays under the tenant and priority of the
-        first call. Its sequences are run in steps that are full, or `in_order`, as they were given in the
-        first call. Raises ValueError, and takes nothing, for a sequence that can never fit a step."""
+        share, by powers of two; a priority above 0 also lets other tenants pass. What is added to a waiting
+        request stays under the tenant and priority of the first call. Its sequences are run in steps that are
+        full, or `in_order`, as they were given in the first call. Raises ValueError, and takes nothing, for a
+        sequence that can never fit a step."""
         sequences, cached = list(sequences), list(cached)
         for sequence in sequences:
             if not self.fits(sequence.num_new_tokens):

@@ -3,11 +3,11 @@
 How much of a request fits a step is not decided here.
 """
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 
 from maxsimd.scheduler.waiting import WaitingRequest
+from maxsimd.scheduler.weights import checked_weights, part_of, weight_of
 
 # A group can be ahead of the others by at most what its weight would give it in this number of steps.
 _MAX_STEPS_AHEAD = 4
@@ -32,18 +32,16 @@ class Shares:
     The group that has been given least for its weight is served first: start-time fair queueing (Goyal, Vin &
     Cheng 1996). So shares hold only between groups that have work, and none is saved up without work. A
     tenant's weight is divided among its priorities that have work, 2**-priority to each: no tenant takes from
-    another by its choice of `priority`. Within a group, requests are ranked by the class of what they have
-    left, then by arrival: shortest remaining processing time (Schrage 1968), the order with the least mean
+    another by its choice of `priority`. One that has only priorities above 0 lets others pass: it weighs no
+    more than these parts together. Within a group, requests are ranked by the class of what they have left,
+    then by arrival: shortest remaining processing time (Schrage 1968), the order with the least mean
     latency, but with classes, so that like requests are served one after the other.
 
     Every change costs a binary search and an insertion into a list.
     """
 
     def __init__(self, weights: Mapping[str, float], tokens: int) -> None:
-        for tenant, weight in weights.items():
-            if not 0 < weight < math.inf:
-                raise ValueError(f"the weight of tenant {tenant!r} must be positive and finite, not {weight}")
-        self._weights = dict(weights)
+        self.weights = checked_weights(weights)
         self._most_ahead = _MAX_STEPS_AHEAD * tokens
         self._now = 0.0
         self._numbered = 0
@@ -56,6 +54,19 @@ class Shares:
         self._classes: dict[int, int] = {}
         self._aside: dict[int, WaitingRequest] = {}
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Changes what tenants weigh from now on. What each has been given ahead of the others stays as many
+        tokens as it was. Raises ValueError, and changes nothing, for a weight that means nothing."""
+        before, self.weights = self.weights, checked_weights(weights)
+
+        def scaled(share: tuple[str, int], virtual_time: float) -> float:
+            ratio = before.get(share[0], 1.0) / self.weights.get(share[0], 1.0)
+            return self._now + (virtual_time - self._now) * ratio
+
+        for share, group in self._groups.items():
+            self._move(group, scaled(share, group.virtual_time))
+        self._ahead = {share: scaled(share, time) for share, time in self._ahead.items()}
+
     def join(self, request: WaitingRequest) -> None:
         """Takes in a request that has work."""
         group = self._groups.get(request.share)
@@ -65,7 +76,7 @@ class Shares:
             start = max(self._now, self._ahead.pop(request.share, 0.0))
             group = self._groups[request.share] = _Group(request.share, self._numbered, start)
             self._numbered += 1
-            self._priorities[tenant] = self._priorities.get(tenant, 0.0) + 2.0**-priority
+            self._priorities[tenant] = self._priorities.get(tenant, 0.0) + part_of(priority)
         group.num_requests += 1
         self._rank(group, request)
 
@@ -79,7 +90,7 @@ class Shares:
             return
         del self._groups[request.share]
         tenant, priority = request.share
-        self._priorities[tenant] -= 2.0**-priority
+        self._priorities[tenant] -= part_of(priority)
         if not self._priorities[tenant]:
             del self._priorities[tenant]
         self._ahead[request.share] = group.virtual_time
@@ -125,7 +136,7 @@ class Shares:
 
     def _weight(self, group: _Group) -> float:
         tenant, priority = group.share
-        return self._weights.get(tenant, 1.0) * 2.0**-priority / self._priorities[tenant]
+        return weight_of(self.weights.get(tenant, 1.0), priority, self._priorities[tenant])
 
     def _rank(self, group: _Group, request: WaitingRequest) -> None:
         if not group.ranked:

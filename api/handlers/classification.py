@@ -10,13 +10,14 @@ from maxsimd.api.state import ServerState
 
 
 async def classify(
-    state: ServerState, body: wire.ClassifyRequest, inputs: list[str] | list[list[int]]
+    state: ServerState, body: wire.ClassifyRequest, inputs: list[str] | list[list[int]], tenant: str
 ) -> Answer:
     result = await state.engine.classify(
         inputs,
         truncation=truncation_of(body),
         use_activation=body.use_activation is not False,
         priority=body.priority or 0,
+        tenant=tenant,
         timeout=body.timeout,
     )
     labels = result.labels
@@ -31,7 +32,10 @@ async def classify(
 
 
 async def predict(
-    state: ServerState, body: wire.PredictRequest, sequences: tuple[list[str], list[str] | None, bool]
+    state: ServerState,
+    body: wire.PredictRequest,
+    sequences: tuple[list[str], list[str] | None, bool],
+    tenant: str,
 ) -> Answer:
     """text-embeddings-inference's: texts or pairs of texts in, labels with scores out, best first."""
     texts, text_pairs, is_batch = sequences
@@ -40,6 +44,7 @@ async def predict(
         text_pairs=text_pairs,
         truncation=tei_truncation_of(body, state.config.long_documents),
         use_activation=not body.raw_scores,
+        tenant=tenant,
     )
     answers = [_ranked(result.labels, row.tolist()) for row in result.scores]
     return await wire_answer(state.engine, answers if is_batch else answers[0], len(answers))

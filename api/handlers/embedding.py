@@ -16,7 +16,7 @@ from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, Tok
 Inputs = list[str] | list[list[int]]
 
 
-async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs) -> Answer:
+async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str) -> Answer:
     result = await state.engine.embed(
         inputs,
         input_type=input_type_of(body.input_type),
@@ -24,6 +24,7 @@ async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: I
         dimensions=body.dimensions,
         truncation=truncation_of(body),
         priority=body.priority or 0,
+        tenant=tenant,
         timeout=body.timeout,
     )
 
@@ -38,8 +39,8 @@ async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: I
     return await wire_answer(state.engine, response, result.embeddings.size)
 
 
-async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs) -> Answer:
-    result = await _pool(state, body, inputs)
+async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs, tenant: str) -> Answer:
+    result = await _pool(state, body, inputs, tenant)
     pooled = result.scores if isinstance(result, ClassifyResult) else result.embeddings
 
     def build() -> wire.PoolingResponse:
@@ -52,7 +53,7 @@ async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs)
 
 
 async def _pool(
-    state: ServerState, body: wire.PoolingRequest, inputs: Inputs
+    state: ServerState, body: wire.PoolingRequest, inputs: Inputs, tenant: str
 ) -> ClassifyResult | EmbedResult | TokenEmbedResult:
     """Runs the task that the request names, or else the one that the model's scores are made of."""
     engine = state.engine
@@ -60,6 +61,7 @@ async def _pool(
     options: dict[str, Any] = {
         "truncation": truncation_of(body),
         "priority": body.priority or 0,
+        "tenant": tenant,
         "timeout": body.timeout,
     }
     if task == "classify":

@@ -72,9 +72,8 @@ async def _answer(
             preflight = state.cross_origin.preflight(method, headers, METHODS)
             if preflight is not None:
                 return preflight
-            if state.keys.are_asked_for and path not in OPEN_ROUTES:
-                _check_key(state, headers)
-            return await _work_of(method, path)(state, body)
+            tenant = "" if path in OPEN_ROUTES else _tenant_of(state, headers)
+            return await _work_of(method, path)(state, body, tenant)
     except Exception as error:
         failure = as_api_error(error)
         if failure.status == 500:
@@ -82,9 +81,14 @@ async def _answer(
         return error_answer(failure)
 
 
-def _check_key(state: ServerState, headers: Mapping[str, str]) -> None:
-    if not state.keys.accept(headers.get("authorization", "")):
+def _tenant_of(state: ServerState, headers: Mapping[str, str]) -> str:
+    """Whose request this is: the key says so, and nothing else."""
+    if not state.keys.are_asked_for:
+        return ""
+    tenant = state.keys.accept(headers.get("authorization", ""))
+    if tenant is None:
         raise no_valid_key()
+    return tenant
 
 
 def _work_of(method: str, path: str) -> Work:

@@ -19,7 +19,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 # A request's body as it arrives.
 Body: TypeAlias = AsyncIterable[bytes]
-Work: TypeAlias = Callable[[ServerState, Body], Awaitable[Answer]]
+# Does a request's work, for the tenant that is named last.
+Work: TypeAlias = Callable[[ServerState, Body, str], Awaitable[Answer]]
 
 # Bodies of more bytes than this are parsed in the thread pool, so that the event loop goes on.
 LARGE_BODY = 64 * 1024
@@ -47,35 +48,49 @@ def delete(path: str, handler: Callable[[ServerState], Awaitable[Answer]]) -> Ro
 def post(path: str, kind: type[T], handler: Callable[[ServerState, T], Awaitable[Answer]]) -> Route:
     """A route whose body is a wire type. It takes requests only while the server is ready."""
 
-    async def handle(state: ServerState, request: T, nothing: None) -> Answer:
+    async def handle(state: ServerState, request: T, nothing: None, tenant: str) -> Answer:
         return await handler(state, request)
 
-    return post_texts(path, kind, lambda request, most: None, handle)
+    return Route(path, ("POST",), _with_body(kind, lambda request, most: None, handle))
 
 
 def post_texts(
     path: str,
     kind: type[T],
     read: Callable[[T, int], R],
-    handler: Callable[[ServerState, T, R], Awaitable[Answer]],
+    handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
 ) -> Route:
     """The same for a handler that also gets what `read` finds in the wire type, of which there may be at most
-    a number."""
+    a number, and the tenant whose request it is. Nothing is read of a tenant that has used up its rate."""
+    handle = _with_body(kind, read, handler)
 
-    async def work(state: ServerState, body: Body) -> Answer:
+    async def work(state: ServerState, body: Body, tenant: str) -> Answer:
+        state.check_ready()
+        state.engine.check_rate(tenant)
+        return await handle(state, body, tenant)
+
+    return Route(path, ("POST",), work)
+
+
+def _with_body(
+    kind: type[T],
+    read: Callable[[T, int], R],
+    handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
+) -> Work:
+    async def work(state: ServerState, body: Body, tenant: str) -> Answer:
         state.check_ready()
         with state.bodies.hold() as held:
             whole = await _read(state, body, held)
             request, found = await _parse(state, whole, kind, read)
             del whole
             state.check_model(getattr(request, "model", None))
-            return await handler(state, request, found)
+            return await handler(state, request, found, tenant)
 
-    return Route(path, ("POST",), work)
+    return work
 
 
 def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:
-    async def work(state: ServerState, body: Body) -> Answer:
+    async def work(state: ServerState, body: Body, tenant: str) -> Answer:
         return await handler(state)
 
     return work

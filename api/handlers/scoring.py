@@ -17,7 +17,9 @@ from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError, RerankResult, ScoreResult, Truncation
 
 
-async def score(state: ServerState, body: wire.ScoreRequest, texts: tuple[list[str], list[str]]) -> Answer:
+async def score(
+    state: ServerState, body: wire.ScoreRequest, texts: tuple[list[str], list[str]], tenant: str
+) -> Answer:
     queries, documents = texts
     result = await state.engine.score(
         queries,
@@ -27,6 +29,7 @@ async def score(state: ServerState, body: wire.ScoreRequest, texts: tuple[list[s
         instruction=body.instruction,
         cache=body.cache or "use",
         priority=body.priority or 0,
+        tenant=tenant,
         timeout=body.timeout,
         on_timeout=body.on_timeout or "error",
         on_error=body.on_error or "fail",
@@ -39,11 +42,13 @@ async def score(state: ServerState, body: wire.ScoreRequest, texts: tuple[list[s
     return answer.with_timings(result.timings)
 
 
-async def rerank(state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]]) -> Answer:
+async def rerank(
+    state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], tenant: str
+) -> Answer:
     if body.texts is not None:
-        return await _rerank_texts(state, body, texts)
+        return await _rerank_texts(state, body, texts, tenant)
     truncation = truncation_of(body, state.config.long_documents)
-    result = await _rank(state, body, texts, truncation)
+    result = await _rank(state, body, texts, truncation, tenant)
     with_text = body.return_documents is not False
     results = [
         wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if with_text else None)
@@ -66,14 +71,16 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: tuple[str,
     return answer.with_timings(result.timings)
 
 
-async def _rerank_texts(state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]]) -> Answer:
+async def _rerank_texts(
+    state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], tenant: str
+) -> Answer:
     """text-embeddings-inference's rerank: `texts` in, a bare list out, which has no place for documents that
     have no score."""
     for option, value in (("on_timeout", body.on_timeout), ("on_error", body.on_error)):
         if value in ("partial", "report"):
             raise InvalidRequestError(f"{option} {value!r} is only for requests with documents", option)
     truncation = tei_truncation_of(body, state.config.long_documents)
-    result = await _rank(state, body, texts, truncation)
+    result = await _rank(state, body, texts, truncation, tenant)
     ranked = [
         wire.TeiRanked(ranked.index, ranked.score, ranked.document if body.return_text else None)
         for ranked in result.results
@@ -83,7 +90,11 @@ async def _rerank_texts(state: ServerState, body: wire.RerankRequest, texts: tup
 
 
 async def _rank(
-    state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], truncation: Truncation
+    state: ServerState,
+    body: wire.RerankRequest,
+    texts: tuple[str, list[str]],
+    truncation: Truncation,
+    tenant: str,
 ) -> RerankResult:
     return await state.engine.rerank(
         *texts,
@@ -93,6 +104,7 @@ async def _rank(
         instruction=body.instruction,
         cache=body.cache or "use",
         priority=body.priority or 0,
+        tenant=tenant,
         timeout=body.timeout,
         on_timeout=body.on_timeout or "error",
         on_error=body.on_error or "fail",

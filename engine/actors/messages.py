@@ -1,6 +1,7 @@
 """The messages between actors. Data only."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,13 @@ class EndEarly:
     """Engine to scheduler: this request's time is up, resolve its values with those that have come."""
 
     request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetWeights:
+    """Engine to scheduler: tenants weigh this from now on, and those that are not named 1."""
+
+    weights: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +131,7 @@ class StepEnding:
     step_id: int
 
 
-SchedulerMessage = Admit | Cancel | EndEarly | StepEnding | StepReport
+SchedulerMessage = Admit | Cancel | EndEarly | SetWeights | StepEnding | StepReport
 RunnerMessage = Step | Release
 PoolingMessage = Pool | FreeSequences
 ScoringMessage = Score | Commit | ForgetAttempt | DropRequest

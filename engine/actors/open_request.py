@@ -33,6 +33,10 @@ class OpenRequest:
         self._score_seconds = 0.0
 
     @property
+    def tenant(self) -> str:
+        return self._options.tenant
+
+    @property
     def is_complete(self) -> bool:
         """Whether nothing more is to come."""
         return self._missing == 0

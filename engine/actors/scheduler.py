@@ -12,6 +12,7 @@ from maxsimd.engine.actors.messages import (
     Release,
     RunnerMessage,
     SchedulerMessage,
+    SetWeights,
     StepEnding,
     StepReport,
 )
@@ -19,7 +20,7 @@ from maxsimd.engine.actors.open_request import OpenRequest
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.scoring.outcome import RequestFailure, Result
-from maxsimd.scheduler import Scheduler, ServiceRate, Share
+from maxsimd.scheduler import Scheduler, ServiceRate, Share, Step
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +28,11 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class _InFlight:
     """A step of `work` tokens on the device, cached documents at their price: how many of its parts are not
-    reported, and the work of those that are."""
+    reported, the work of those that are, and whose work it is."""
 
     work: int
     parts_left: int
+    tenants: dict[str, int]
     reported: int = 0
 
 
@@ -89,11 +91,14 @@ class SchedulerActor(Actor[SchedulerMessage]):
     def work_ahead(self, tokens: int, share: Share) -> int:
         """About how many tokens are run before the last of a request of `tokens` that came now, those on the
         device included."""
-        posted = [
-            ((each.options.tenant, each.options.priority), each.num_tokens) for each in self._posted.values()
-        ]
+        posted = [(each.options.share, each.num_tokens) for each in self._posted.values()]
         running = sum(step.work - step.reported for step in self._in_flight.values())
         return running + self._scheduler.work_ahead(tokens, *share, coming=posted)
+
+    def waiting_of(self, tenant: str) -> int:
+        """The part of `waiting_tokens` that is a tenant's."""
+        posted = [each.num_tokens for each in self._posted.values() if each.options.tenant == tenant]
+        return self._scheduler.waiting_of(tenant) + sum(posted)
 
     def post(self, message: Admit) -> None:
         """Posts a request, whose tokens count as waiting at once. For senders on this actor's loop."""
@@ -110,6 +115,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
             case EndEarly():
                 if (request := self._end(message.request_id)) is not None:
                     request.finish()
+            case SetWeights():
+                self._scheduler.set_weights(message.weights)
             case StepEnding():
                 self._ending.add(message.step_id)
             case StepReport():
@@ -123,13 +130,14 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._posted_tokens -= message.num_tokens
         if message.values.done():  # cancelled before it got here
             return
+        tenant, priority = message.options.share
         try:
             self._scheduler.admit(
                 message.request_id,
                 message.sequences,
                 message.cached,
-                message.options.priority,
-                message.options.tenant,
+                priority,
+                tenant,
                 in_order=message.options.on_timeout == "partial",
             )
         except ValueError as error:
@@ -158,13 +166,21 @@ class SchedulerActor(Actor[SchedulerMessage]):
             if step is None:
                 return
             work = step.num_tokens + sum(batch.price for batch in step.cached)
-            self._in_flight[step.step_id] = _InFlight(work, step.num_parts)
+            self._in_flight[step.step_id] = _InFlight(work, step.num_parts, self._work_by_tenant(step))
             self._metrics.step_tokens.observe(step.num_tokens)
             self._metrics.step_sequences.observe(len(step.chunks))
             for request_id in step.request_ids:
                 if (request := self._open.get(request_id)) is not None:
                     request.begin()
             self._runner.post(step)
+
+    def _work_by_tenant(self, step: Step) -> dict[str, int]:
+        work: dict[str, int] = {}
+        parts = [(chunk.sequence.request_id, len(chunk)) for chunk in step.chunks]
+        for request_id, tokens in [*parts, *((batch.request_id, batch.price) for batch in step.cached)]:
+            if (request := self._open.get(request_id)) is not None:
+                work[request.tenant] = work.get(request.tenant, 0) + tokens
+        return work
 
     def _account(self, report: StepReport) -> None:
         step = self._in_flight[report.step_id]
@@ -175,6 +191,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
             del self._in_flight[report.step_id]
             self._ending.discard(report.step_id)
             self._measure(step.reported, report.seconds)
+            for tenant, work in step.tenants.items():
+                self._metrics.tenants.count_tokens(tenant, work)
         if report.out_of_memory:
             log.warning("the device ran out of memory; steps are smaller for a while")
             self._scheduler.reduce_budget()

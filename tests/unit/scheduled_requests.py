@@ -254,7 +254,7 @@ class PlainOrder:
             return 0
         tenant, priority = group
         together = sum(2.0**-p for t, p in self._groups() if t == tenant)
-        weight = self.weights.get(tenant, 1.0) * 2.0**-priority / together
+        weight = self.weights.get(tenant, 1.0) * 2.0**-priority / max(1.0, together)
         length = lengths.pop(fitting - 1)
         later = min(self.times[group] + length / weight, self.now + 4 * self.budget / weight)
         self.times[group] = max(self.times[group], later)

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from maxsimd.engine.actors.actor import Mailbox
-from maxsimd.engine.actors.messages import Admit, RunnerMessage, SchedulerMessage, StepEnding, StepReport
+from maxsimd.engine.actors.messages import (
+    Admit,
+    RunnerMessage,
+    SchedulerMessage,
+    SetWeights,
+    StepEnding,
+    StepReport,
+)
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
@@ -16,6 +23,8 @@ from maxsimd.engine.requests import RunOptions
 from maxsimd.engine.scoring.outcome import Result
 from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits
 from tests.unit.scheduled_requests import texts
+
+DEFAULTS = RunOptions()
 
 
 class Device:
@@ -35,7 +44,9 @@ class Device:
         if isinstance(message, Step):
             self.steps.append(message)
 
-    async def admit(self, request_id: int, lengths: list[int]) -> asyncio.Future[Any]:
+    async def admit(
+        self, request_id: int, lengths: list[int], options: RunOptions = DEFAULTS
+    ) -> asyncio.Future[Any]:
         values: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         sequences = texts(request_id, lengths, 100 * request_id)
         await self.actor.receive(
@@ -45,7 +56,7 @@ class Device:
                 cached=[],
                 num_tokens=0,
                 num_results=len(lengths),
-                options=RunOptions(),
+                options=options,
                 values=values,
             )
         )
@@ -126,3 +137,34 @@ async def test_a_value_that_is_not_finite_fails_its_request_alone(value: Any) ->
         broken.result()
     assert whole.result().values == [np.array([[1.0]])]
     assert device.actor.open_requests == 0
+
+
+async def test_weights_hold_from_the_next_step_on_for_what_waits_too() -> None:
+    device = Device(steps_in_flight=1)
+    for request_id, tenant in ((1, "a"), (2, "b")):
+        await device.admit(request_id, [1] * 90, RunOptions(0, tenant))
+    await device.actor.receive(SetWeights({"b": 7.0}))
+    for number in range(10):
+        await device.report(device.steps[number], 0, 8, 0.1)
+    requests = [chunk.sequence.request_id for step in device.steps[1:] for chunk in step.chunks]
+    assert requests.count(2) > 3 * requests.count(1)
+
+
+async def test_the_tokens_of_a_step_are_counted_by_tenant_when_it_has_ended() -> None:
+    device = Device(steps_in_flight=1)
+    device.metrics.tenants.set_names(["a", "b"])
+    await device.admit(1, [8, 2, 2], RunOptions(0, "a"))
+    await device.admit(2, [3], RunOptions(0, "b"))
+    await device.admit(3, [1], RunOptions(0, "c"))
+
+    def counted() -> list[float | None]:
+        value = device.metrics.registry.get_sample_value
+        return [value("maxsimd_tenant_tokens_total", {"tenant": tenant}) for tenant in ("a", "b", "other")]
+
+    assert counted() == [None, None, None]
+    await device.report(device.steps[0], 0, 1, 0.1)
+    assert counted() == [8, None, None]
+    await device.report(device.steps[1], 0, 1, 0.1)
+    assert counted() == [8, None, None], "a part of it is still to come"
+    await device.report(device.steps[1], 1, 4, 0.1)
+    assert counted() == [12, 3, 1]

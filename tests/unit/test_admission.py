@@ -13,6 +13,7 @@ from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import EmbedRequest, RunOptions, Truncation
+from maxsimd.engine.tenants import Tenant, TenantLimits
 from maxsimd.scheduler import Scheduler, StepLimits
 from tests.unit.scheduled_requests import texts
 
@@ -26,7 +27,9 @@ TEXT = EmbedRequest(texts=("x" * 336,), task="embed", truncation=Truncation(wind
 class Door:
     """An admission before a scheduler that is known for 100 tokens a second, and runs nothing."""
 
-    def __init__(self, rate: float | None = 100.0, **limits: Any) -> None:
+    def __init__(
+        self, rate: float | None = 100.0, tenants: dict[str, Tenant] | None = None, **limits: Any
+    ) -> None:
         self.limits = replace(LIMITS, **limits)
         loop = asyncio.get_running_loop()
         self.metrics = EngineMetrics()
@@ -36,7 +39,11 @@ class Door:
         self.actor = SchedulerActor(mailbox, scheduler, runner, 2, self.metrics)
         if rate is not None:
             self.actor.rate.observe(self.limits.step_tokens, self.limits.step_tokens / rate)
-        self.admission = Admission(self.limits, self.actor, self.metrics)
+        self.now = 0.0
+        self.tenants = TenantLimits(lambda: self.now)
+        self.tenants.set(tenants or {})
+        self.metrics.tenants.set_names(tenants or {})
+        self.admission = Admission(self.limits, self.actor, self.metrics, self.tenants)
         self._numbers = iter(range(1000))
 
     def queue(self, requests: int, tokens: int, tenant: str = "") -> None:
@@ -59,7 +66,7 @@ class Door:
     def ask(self, tokens: int, counted: int | None = None, **options: Any) -> None:
         """Lets a request in as `Running` does, with an estimate of `tokens`."""
         request = replace(TEXT, texts=("x" * (4 * tokens - 64),))
-        with self.admission.permit(request, RunOptions(**options)) as permit:
+        with self.admission.permit(request, self.tenants.applied(RunOptions(**options))) as permit:
             permit.confirm(tokens if counted is None else counted)
 
     def metric(self, name: str, **labels: str) -> float | None:
@@ -264,3 +271,130 @@ async def test_any_request_may_wait_for_four_steps() -> None:
     door.queue(1, 2)
     with pytest.raises(QueueFullError, match=r"more than the 2\.0"):
         door.ask(20)
+
+
+async def test_a_tenant_that_has_sent_its_requests_of_a_minute_is_refused_and_told_when_to_come() -> None:
+    door = Door(tenants={"a": Tenant(requests_per_minute=30)})
+    for _ in range(30):
+        door.ask(20, tenant="a")
+    with pytest.raises(
+        QueueFullError,
+        match=r"^the tenant 'a' has used up the 30 requests that it has a minute; try again in 2\.0 seconds, "
+        r"send less, or have its requests_per_minute raised$",
+    ) as raised:
+        door.ask(20, tenant="a")
+    assert raised.value.retry_after == 2.0
+    door.ask(20)
+    door.now = 1.9
+    with pytest.raises(QueueFullError):
+        door.ask(20, tenant="a")
+    door.now = 2.0
+    door.ask(20, tenant="a")
+    assert door.metric("refused_requests_total", reason="rate") == 2
+    assert door.metric("tenant_refused_requests_total", tenant="a", reason="rate") == 2
+    assert door.metric("tenant_requests_total", tenant="a") == 33
+    assert door.metric("tenant_requests_total", tenant="other") == 1
+
+
+async def test_a_rate_can_be_asked_for_before_a_request_is_read() -> None:
+    door = Door(tenants={"a": Tenant(requests_per_minute=1), "b": Tenant(tokens_per_minute=50)})
+    for tenant in ("a", "b"):
+        for _ in range(3):
+            door.admission.check_rate(tenant)
+        door.ask(50, tenant=tenant)
+        with pytest.raises(QueueFullError, match=f"the tenant '{tenant}' has used up"):
+            door.admission.check_rate(tenant)
+        assert door.metric("tenant_requests_total", tenant=tenant) == 2
+        assert door.metric("tenant_refused_requests_total", tenant=tenant, reason="rate") == 1
+    door.admission.check_rate("other")
+    assert door.metric("refused_requests_total", reason="rate") == 2
+
+
+async def test_tokens_count_once_they_are_counted_and_make_debt() -> None:
+    door = Door(tenants={"a": Tenant(tokens_per_minute=600)})
+    door.ask(4000, counted=10, tenant="a")
+    door.ask(20, counted=590, tenant="a")
+    with pytest.raises(QueueFullError, match=r"used up the 600 tokens .* have its tokens_per_minute raised"):
+        door.ask(1, tenant="a")
+    door.now = 1.0
+    door.ask(20, counted=1210, tenant="a")
+    with pytest.raises(QueueFullError) as raised:
+        door.ask(1, tenant="a")
+    assert raised.value.retry_after == pytest.approx(120.1)
+    door.now += raised.value.retry_after
+    door.ask(1, tenant="a")
+
+
+async def test_who_has_used_up_the_tokens_meanwhile_is_refused_before_more_are_run() -> None:
+    door = Door(tenants={"a": Tenant(tokens_per_minute=600)})
+    options = RunOptions(tenant="a")
+    with (  # noqa: PT012 (the permit must see the error)
+        door.admission.permit(TEXT, options) as first,
+        pytest.raises(QueueFullError, match="used up the 600 tokens"),
+        door.admission.permit(TEXT, options) as second,
+    ):
+        with (  # noqa: PT012 (the permit must see the error)
+            pytest.raises(QueueFullError, match="used up the 600 tokens"),
+            door.admission.permit(TEXT, options) as third,
+        ):
+            second.check()
+            first.confirm(600)
+            door.admission.review()
+            third.check()
+        second.confirm(1)
+    assert door.metric("refused_requests_total", reason="rate") == 2
+
+
+async def test_a_request_that_is_refused_for_what_waits_does_not_count_in_the_rate() -> None:
+    door = Door(tenants={"a": Tenant(requests_per_minute=2, tokens_per_minute=1000)})
+    door.queue(7, 31)
+    for _ in range(5):
+        with pytest.raises(QueueFullError, match="would wait for about"):
+            door.ask(20, tenant="")
+        with pytest.raises(QueueFullError, match="than is left of its timeout"):
+            door.ask(200, tenant="a", timeout=2.5)
+    with pytest.raises(RequestTooLargeError):
+        door.ask(200, counted=5001, tenant="a")
+    door.ask(20, tenant="a")
+    with pytest.raises(QueueFullError, match="used up the 2 requests"):
+        door.ask(20, tenant="a")
+
+
+async def test_a_tenant_may_have_no_more_waiting_than_is_said_of_it() -> None:
+    door = Door(tenants={"a": Tenant(max_queued_tokens=100)}, wait_seconds=1000)
+    door.queue(10, 50)
+    door.ask(4999, tenant="a")
+    door.queue(1, 50, tenant="a")
+    door.ask(50, tenant="a")
+    with pytest.raises(
+        QueueFullError,
+        match=r"^50 tokens of the tenant 'a' wait already and this request has about 70, together more than "
+        r"its max_queued_tokens of 100; try again later, or have it raised$",
+    ) as raised:
+        door.ask(70, tenant="a")
+    assert raised.value.reason == "queue"
+    assert raised.value.retry_after == pytest.approx(20 * 550 / 50 / 100)
+    door.ask(70)
+    assert door.metric("tenant_refused_requests_total", tenant="a", reason="queue") == 1
+
+
+async def test_a_request_of_more_tokens_than_its_tenant_may_send_is_too_large() -> None:
+    door = Door(tenants={"a": Tenant(max_request_tokens=70), "b": Tenant(max_request_tokens=9000)})
+    door.ask(70, tenant="a")
+    with pytest.raises(
+        RequestTooLargeError,
+        match=r"71 tokens, more than the 70 .* or have max_request_tokens of the tenant 'a' raised$",
+    ):
+        door.ask(71, tenant="a")
+    with pytest.raises(RequestTooLargeError, match=r"the 5000 that .* or raise --max-request-tokens$"):
+        door.ask(5001, tenant="b")
+    assert door.metric("tenant_refused_requests_total", tenant="a", reason="size") == 1
+
+
+async def test_batches_wait_for_what_others_have_waiting() -> None:
+    door = Door(tenants={"nightly": Tenant(priority="batch")})
+    door.queue(200, 20)
+    door.ask(20, tenant="other", timeout=1.0)
+    for options in ({"tenant": "nightly"}, {"tenant": "nightly", "priority": "interactive"}):
+        with pytest.raises(QueueFullError, match=r"for about 3\.2 seconds"):
+            door.ask(20, timeout=1.0, **options)

@@ -50,6 +50,7 @@ UNEXPECTED = "internal error; the log has it under this request's id"
         (msgspec.ValidationError("Is bad - at `$.X`"), 400, BAD, "X: is bad", "X", None),
         (QueueFullError("full", 1.2), 429, "QueueFullError", "full", None, "2"),
         (QueueFullError("full", 3.0), 429, "QueueFullError", "full", None, "3"),
+        (QueueFullError("slow", 3.0, "rate"), 429, "RateLimitError", "slow", None, "3"),
         (RequestTooLargeError("too much"), 413, "RequestTooLargeError", "too much", None, None),
         (RequestTimeoutError("late"), 504, "TimeoutError", "late", None, None),
         (EngineNotReadyError("x"), 503, BUSY, STARTING, None, "5"),

@@ -4,12 +4,15 @@ import re
 from pathlib import Path
 
 from click.testing import CliRunner
+from prometheus_client import CollectorRegistry
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.handlers.handle import OPEN_ROUTES
+from maxsimd.api.key_file import ATTRIBUTES, read_keys
 from maxsimd.api.options import flag, markdown_table
 from maxsimd.engine import EngineConfig
+from maxsimd.engine.tenants import TenantMetrics
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -100,3 +103,15 @@ def test_each_statement_of_the_page_on_promises_has_its_source() -> None:
     for case, _, tei, vllm in cases:
         assert "[^t-" in tei, case
         assert "[^v-" in vllm, case
+
+
+def test_the_page_on_tenants_names_every_attribute_of_a_key_and_every_metric() -> None:
+    page = (ROOT / "docs" / "tenants.md").read_text(encoding="utf-8")
+    section = page.split("## The file of keys")[1].split("## Shares")[0]
+    assert re.findall(r"^\| `(\w+)`", section, flags=re.MULTILINE) == list(ATTRIBUTES)
+    registry = CollectorRegistry()
+    TenantMetrics(registry)
+    shown = re.findall(r"^\| `(maxsimd_\w+)_total\{", page, flags=re.MULTILINE)
+    assert shown == [family.name for family in registry.collect()]
+    (example,) = re.findall(r"```\n(\w+ +name=search.*?)```", page, flags=re.DOTALL)
+    assert set(read_keys(example.encode()).tenants) == {"search", "crawler"}

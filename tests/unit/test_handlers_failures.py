@@ -61,6 +61,7 @@ FAILURES: list[tuple[Exception, int, str, str, str | None, str | None]] = [
     (InvalidRequestError("wrong", "top_n"), 400, "BadRequestError", "wrong", "top_n", None),
     (QueueFullError("full", 1.2), 429, "QueueFullError", "full", None, "2"),
     (QueueFullError("full", 3.0), 429, "QueueFullError", "full", None, "3"),
+    (QueueFullError("slow", 3.0, "rate"), 429, "RateLimitError", "slow", None, "3"),
     (RequestTooLargeError("too much"), 413, "RequestTooLargeError", "too much", None, None),
     (RequestTimeoutError("late"), 504, "TimeoutError", "late", None, None),
     (EngineNotReadyError("x"), 503, "ServiceUnavailableError", BUSY, None, "5"),

@@ -20,6 +20,7 @@ PAIRS = {
     "instruction": None,
     "cache": "use",
     "priority": 0,
+    "tenant": "",
     "timeout": None,
     "on_timeout": "error",
     "on_error": "fail",
@@ -31,10 +32,11 @@ EMBED = {
     "dimensions": None,
     "truncation": REFUSE,
     "priority": 0,
+    "tenant": "",
     "timeout": None,
 }
-CLASSIFY = {"truncation": REFUSE, "use_activation": True, "priority": 0, "timeout": None}
-PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True}
+CLASSIFY = {"truncation": REFUSE, "use_activation": True, "priority": 0, "tenant": "", "timeout": None}
+PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
 
 SCORE_BODY = {"queries": "q", "documents": ["d", "e"]}
 RERANK_BODY = {"query": "q", "documents": ["d", "e"]}
@@ -95,6 +97,7 @@ CHANGES: list[Change] = [
     (RERANKS, {"truncation_side": "left"}, _cut(side="left")),
     ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"priority": 3}, {"priority": 3}),
     ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"priority": -2}, {"priority": -2}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"priority": "batch"}, {"priority": "batch"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"timeout": 17.5}, {"timeout": 17.5}),
     (SCORES, {"max_tokens_per_query": 5}, _truncation(max_query_tokens=5)),
     (SCORES, {"max_tokens_per_doc": 6}, _truncation(max_document_tokens=6)),
@@ -238,7 +241,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "model": (7, ["m"]),
     "truncate_prompt_tokens": (-2, "7", 7.5, True),
     "truncation_side": ("up", "Left", 1),
-    "priority": ("1", 1.5),
+    "priority": ("1", "urgent", 1.5),
     "timeout": (0, -1, "5"),
     "max_tokens_per_query": (-1, "5"),
     "max_tokens_per_doc": (-1, "5"),

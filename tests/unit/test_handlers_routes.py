@@ -56,7 +56,7 @@ async def test_a_table_has_the_work_of_every_method_of_every_path() -> None:
 async def test_a_route_without_a_body_reads_none(engine: RecordingEngine, route_of: Any) -> None:
     state, handler, body = Caller(engine).state, Handler(), Pieces([b"{}"])
     state.draining = True  # when the server is still looked after
-    assert await route_of("/new", handler).work(state, body) is DONE
+    assert await route_of("/new", handler).work(state, body, "") is DONE
     assert handler.calls == [(state,)]
     assert body.read == 0
 
@@ -64,10 +64,10 @@ async def test_a_route_without_a_body_reads_none(engine: RecordingEngine, route_
 async def test_a_route_with_a_body_hands_its_handler_the_wire_type(engine: RecordingEngine) -> None:
     state, handler = Caller(engine, max_body_mb=1).state, Handler()
     route = post("/new", wire.TokenizeRequest, handler)
-    assert await route.work(state, Pieces([b'{"text":', b' "d"}'.ljust(LARGE_BODY)])) is DONE
-    assert await route.work(state, Pieces([b'{"model": "all-MiniLM-L6-v2", "text": "e"}'])) is DONE
+    assert await route.work(state, Pieces([b'{"text":', b' "d"}'.ljust(LARGE_BODY)]), "") is DONE
+    assert await route.work(state, Pieces([b'{"model": "all-MiniLM-L6-v2", "text": "e"}']), "") is DONE
     nameless = post("/new", wire.PredictRequest, handler)
-    assert await nameless.work(state, Pieces([b'{"inputs": "f", "model": "nope"}'])) is DONE
+    assert await nameless.work(state, Pieces([b'{"inputs": "f", "model": "nope"}']), "") is DONE
     assert handler.calls == [
         (state, wire.TokenizeRequest(text="d")),
         (state, wire.TokenizeRequest(model="all-MiniLM-L6-v2", text="e")),
@@ -80,11 +80,11 @@ async def test_a_handler_is_not_called_with_what_is_refused(engine: RecordingEng
     route = post("/new", wire.TokenizeRequest, handler)
     for body, status in ((b'{"model": "nope", "text": "d"}', 404), (b" " * (1024 * 1024 + 1), 413)):
         with pytest.raises(ApiError) as refused:
-            await route.work(state, Pieces([body]))
+            await route.work(state, Pieces([body]), "")
         assert refused.value.status == status
     state.draining = True
     unread = Pieces([b'{"text": "d"}'])
     with pytest.raises(EngineNotReadyError):
-        await route.work(state, unread)
+        await route.work(state, unread, "")
     assert unread.read == 0
     assert handler.calls == []

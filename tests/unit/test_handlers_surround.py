@@ -13,7 +13,17 @@ import pytest_asyncio
 from maxsimd.api.answer import Answer
 from maxsimd.api.handlers.handle import OPEN_ROUTES
 from maxsimd.engine import EngineConfig
-from tests.unit.calling_handlers import GOOD, HEAVY, RERANK, Caller, RecordingEngine, error_of, expected
+from tests.unit.calling_handlers import (
+    GOOD,
+    HEAVY,
+    POSTED,
+    RERANK,
+    Caller,
+    Pieces,
+    RecordingEngine,
+    error_of,
+    expected,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -91,6 +101,38 @@ async def test_the_server_asks_for_the_keys_of_its_file(engine: RecordingEngine,
     file.write_text("two\n")
     caller = Caller(engine, api_key_file=str(file))
     assert (await caller.post("/rerank", RERANK)).status == 401
+    assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer two"})).status == 200
+
+
+@pytest.mark.parametrize("path", [path for path in POSTED if "tokenize" not in path])
+async def test_a_request_is_its_keys_tenants_whatever_it_says(
+    engine: RecordingEngine, tmp_path: Path, path: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one name=search weight=2\ntwo name=nightly\nthree\n")
+    caller = Caller(engine, api_key_file=str(file), api_key=("four",))
+    body = GOOD["POST", path] | {"tenant": "search", "user": "search"}
+    for key, tenant in (("one", "search"), ("two", "nightly"), ("three", "key-2"), ("four", "key-1")):
+        headers = {"authorization": f"Bearer {key}", "x-tenant": "search"}
+        assert (await caller.post(path, body, headers)).status == expected(path)
+        assert engine.calls[-1][2]["tenant"] == tenant
+    await Caller(engine).post(path, body)
+    assert {call[2]["tenant"] for call in engine.calls} == {""}, "without keys there is one tenant"
+
+
+async def test_nothing_is_read_of_a_tenant_that_has_used_up_its_rate(
+    engine: RecordingEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one name=a requests_per_minute=1\ntwo name=b\n")
+    caller = Caller(engine, api_key_file=str(file))
+    headers = {"authorization": "Bearer one"}
+    assert (await caller.post("/rerank", RERANK, headers)).status == 200
+    body = Pieces([b"not ", b"read"])
+    answer = await caller.post("/rerank", body, headers)
+    assert (answer.status, error_of(answer)["type"], body.read) == (429, "RateLimitError", 0)
+    assert 1 <= int(answer.headers["Retry-After"]) <= 60
+    assert (await caller.post("/tokenize", GOOD["POST", "/tokenize"], headers)).status == 200
     assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer two"})).status == 200
 
 

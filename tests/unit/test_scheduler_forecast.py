@@ -52,7 +52,8 @@ def test_priorities_divide_their_tenants_share() -> None:
     """Of a tenant whose only other priority weighs half, a third runs beside two thirds."""
     assert _ahead(100, [(("", 1), 5000)]) == 50
     assert _ahead(100, [(("", -1), 5000)]) == 200
-    assert _ahead(100, [(("other", 3), 5000)]) == 100, "a priority alone has the tenant's whole share"
+    assert _ahead(100, [(("other", -3), 5000)]) == 100, "no tenant takes from another by its choice"
+    assert _ahead(100, [(("other", 2), 5000)]) == 25, "what can wait lets other tenants pass"
 
 
 def _run_before(scheduler: Scheduler, draw: random.Random, tenants: tuple[str, ...]) -> tuple[int, int]:

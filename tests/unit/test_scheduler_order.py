@@ -204,8 +204,13 @@ def test_a_lower_priority_number_gets_a_larger_share() -> None:
 
 
 def test_priorities_divide_the_share_of_their_tenant_only() -> None:
-    shares = shares_of([("a", -2), ("a", 0), ("b", 3)], {})
+    shares = shares_of([("a", -2), ("a", 0), ("b", -3)], {})
     assert shares == pytest.approx([2 / 5, 1 / 10, 1 / 2], rel=0.08)
+
+
+def test_a_tenant_that_has_only_work_of_a_priority_above_zero_lets_others_pass() -> None:
+    assert shares_of([("a", 0), ("b", 3)], {}) == pytest.approx([8 / 9, 1 / 9], rel=0.08)
+    assert shares_of([("a", 0), ("b", 1), ("b", 2)], {}) == pytest.approx([4 / 7, 2 / 7, 1 / 7], rel=0.08)
 
 
 def test_priorities_beyond_eight_count_as_eight() -> None:
@@ -280,6 +285,60 @@ def test_what_a_tenant_owes_is_bounded() -> None:
     scheduler.admit(3, texts(3, [10] * 3000), tenant="c")
     given = [tokens_by_request(scheduler.schedule()) for _ in range(20)]
     assert sum(step.get(0, 0) for step in given) > 0
+
+
+def given_to(scheduler: Scheduler, steps: int) -> dict[int, int]:
+    given: dict[int, int] = {}
+    for _ in range(steps):
+        for request_id, tokens in tokens_by_request(scheduler.schedule()).items():
+            given[request_id] = given.get(request_id, 0) + tokens
+    return given
+
+
+def test_weights_that_change_hold_for_what_waits() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights={"a": 3.0}, oldest_share=0.01)
+    for request_id, tenant in enumerate("ab"):
+        scheduler.admit(request_id, texts(request_id, [10] * 5000), tenant=tenant)
+    assert given_to(scheduler, 40) == pytest.approx({0: 3000, 1: 1000}, rel=0.05)
+    scheduler.set_weights({"b": 4.0})
+    assert given_to(scheduler, 40) == pytest.approx({0: 800, 1: 3200}, rel=0.05)
+    scheduler.set_weights({})
+    assert given_to(scheduler, 40) == pytest.approx({0: 2000, 1: 2000}, rel=0.05)
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_who_is_ahead_when_weights_change_is_ahead_by_as_many_tokens(is_back: bool) -> None:
+    """Beside a large weight, a hundredth is given four steps as the oldest, and then weighs as much as the
+    other: four steps of the other's are what it waits for, not four hundred."""
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights={"a": 0.01}, oldest_share=0.5)
+    scheduler.admit(0, texts(0, [10] * (20 if is_back else 5000)), tenant="a")
+    scheduler.admit(1, texts(1, [10] * 5000), tenant="b")
+    given_to(scheduler, 4)
+    scheduler.set_weights({})
+    if is_back:
+        scheduler.admit(2, texts(2, [10] * 5000), tenant="a")
+    scheduler.oldest_share = 0.01
+    given = given_to(scheduler, 60)
+    assert sum(given.get(request_id, 0) for request_id in (0, 2)) > 2500
+
+
+def test_weights_that_mean_nothing_change_nothing() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights={"a": 3.0}, oldest_share=0.01)
+    with pytest.raises(ValueError, match="positive and finite"):
+        scheduler.set_weights({"a": 1.0, "b": 0.0})
+    for request_id, tenant in enumerate("ab"):
+        scheduler.admit(request_id, texts(request_id, [10] * 5000), tenant=tenant)
+    assert given_to(scheduler, 40) == pytest.approx({0: 3000, 1: 1000}, rel=0.05)
+
+
+def test_what_waits_of_a_tenant_is_counted() -> None:
+    scheduler = scheduler_of(100)
+    scheduler.admit(0, texts(0, [10] * 20), tenant="a")
+    scheduler.admit(1, texts(1, [10] * 5), [cached(1, 7)], priority=3, tenant="a")
+    scheduler.admit(2, texts(2, [10] * 9), tenant="b")
+    assert [scheduler.waiting_of(tenant) for tenant in ("a", "b", "")] == [257, 90, 0]
+    scheduler.schedule()
+    assert scheduler.waiting_of("a") + scheduler.waiting_of("b") == scheduler.waiting_tokens
 
 
 class Tenant(str):

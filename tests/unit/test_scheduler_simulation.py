@@ -2,6 +2,7 @@
 
 import pytest
 
+from maxsimd.bench.beside_batches import beside_batches
 from maxsimd.bench.order_of_work import (
     BUDGET,
     MIXES,
@@ -12,6 +13,7 @@ from maxsimd.bench.order_of_work import (
     tokens_of_tenants,
 )
 from maxsimd.bench.queue_orders import FirstComeFirstServed, RoundRobin, SchedulerOrder
+from maxsimd.engine.requests import priority_number
 
 
 def test_first_come_first_served_fills_the_step_with_what_came_first() -> None:
@@ -65,3 +67,18 @@ def test_under_overload_every_admitted_request_finishes_within_the_bound(mix: st
 def test_tenants_that_are_always_busy_share_by_their_weights() -> None:
     given = tokens_of_tenants({"a": 1.0, "b": 3.0}, 200, seed=1)
     assert given["b"] / given["a"] == pytest.approx(3, rel=0.1)
+
+
+def test_batches_take_what_requests_leave_and_no_more() -> None:
+    """Of 100 documents at a load of 0.6: as long as if batches weighed nothing, and far less than beside
+    batches that weigh as much as they do."""
+    batch = beside_batches(100, 0.6, 100, priority_number("batch"))
+    assert batch.latency["mean_s"] <= 1.02 * beside_batches(100, 0.6, 100, 8).latency["mean_s"]
+    assert batch.latency["mean_s"] <= 1.5 * beside_batches(100, 0.6, 100, None).latency["mean_s"]
+    assert batch.latency["mean_s"] < 0.3 * beside_batches(100, 0.6, 100, 0).latency["mean_s"]
+    assert batch.batch_share > 0.3, "what is left is theirs"
+
+
+def test_batches_never_starve() -> None:
+    """Requests alone would keep the device busy; the oldest of all gets its part all the same."""
+    assert beside_batches(20, 1.3, 300, 8).batch_share > 0.1
