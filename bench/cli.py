@@ -239,7 +239,7 @@ def bench_partial(documents: int, share: float, rounds: int, json_file: str | No
 @bench.command("mixed")
 @click.argument("model", required=False)
 @click.option("--rate", type=float, default=5.0, show_default=True, help="One-document requests a second.")
-@click.option("--priority", help="The priority of the batches.")
+@click.option("--priority", type=click.Choice(["interactive", "batch"]), help="The priority of the batches.")
 @click.option("--max-batch-tokens", type=int, help="The server's token budget.")
 @click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")
 @click.option("--seconds", type=float, default=20.0, show_default=True, help="Seconds for each measurement.")

@@ -175,9 +175,9 @@ class Engine:
         documents are taken from the cache, and new ones cached.
 
         With `on_timeout` "partial" a request whose time is up has the scores that there are by then, and the
-        rest `unscored`. With `on_error` "report" a document that cannot be read, or on which the model fails,
-        has an error in `errors` and the others their scores. A listwise model scores documents by each other
-        and takes neither.
+        rest `unscored`; its documents are run in their order. With `on_error` "report" a document that cannot
+        be read, or on which the model fails, has an error in `errors` and the others their scores. A listwise
+        model scores documents by each other and takes neither.
         """
         model = self.model
         num_labels = len(model.labels) if model.score_task == "classify" else 1
