@@ -1,10 +1,13 @@
 """Mixed traffic while one thing after another goes wrong: nothing may be lost, and no answer wrong."""
 
 import asyncio
+import bisect
+import itertools
 import random
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,22 +51,27 @@ class Report:
     def recoveries(self) -> dict[str, list[float | None]]:
         """For each kind of fault, the seconds from the end of each to the first right answer to a request
         that was sent after it; None where there was none."""
-        right = [(record.sent, record.done) for record in self.records if record.outcome == "right"]
+        right = sorted((record.sent, record.done) for record in self.records if record.outcome == "right")
+        sent = [moment for moment, _ in right]
+        # The first answer to any request from this one on.
+        first = list(itertools.accumulate((done for _, done in reversed(right)), min))[::-1]
         found: dict[str, list[float | None]] = {}
         for fault in self.faults:
-            after = [done for sent, done in right if sent >= fault.over]
-            found.setdefault(fault.kind, []).append(min(after) - fault.over if after else None)
+            index = bisect.bisect_left(sent, fault.over)
+            seconds = first[index] - fault.over if index < len(first) else None
+            found.setdefault(fault.kind, []).append(seconds)
         return found
 
     def lines(self) -> str:
         sent = len(self.records) + len(self.verdicts)
         counts = [("sent", sent), *((outcome.value, self.count(outcome)) for outcome in Outcome)]
         kinds = Counter(record.kind for record in self.records)
-        rows: list[Sequence[object]] = [("fault", "times", "median s", "longest s")]
+        rows: list[Sequence[object]] = [("fault", "times", "it lasted s", "median s", "longest s")]
         for kind, seconds in sorted(self.recoveries().items()):
             known = [one for one in seconds if one is not None]
             longest = max(known) if len(known) == len(seconds) else None
-            rows.append((kind, len(seconds), percentile(known, 0.5), longest))
+            lasted = [fault.over - fault.begun for fault in self.faults if fault.kind == kind]
+            rows.append((kind, len(seconds), percentile(lasted, 0.5), percentile(known, 0.5), longest))
         statuses = Counter(record.status for record in self.records if record.outcome == "refused")
         parts = [
             table(counts),
@@ -81,11 +89,9 @@ class Report:
             return "no samples"
         first, last = self.samples[0], self.samples[-1]
         trend = memory_trend(self.samples)
-        shown = (
-            "too few samples for a trend"
-            if trend is None
-            else f"{trend[0]:+.1f} ± {trend[1]:.1f} MiB an hour"
-        )
+        shown = "too few samples for a trend"
+        if trend is not None:
+            shown = f"{trend[0]:+.1f} ± {trend[1]:.1f} MiB an hour"
         return (
             f"memory {first.resident_mb:,.0f} to {last.resident_mb:,.0f} MiB; in the second half {shown}\n"
             f"descriptors {first.descriptors} to {last.descriptors}, tasks {first.tasks} to {last.tasks}"
@@ -116,6 +122,8 @@ async def disturb(
                     await disturber.run(seconds, pause)
                     await asyncio.sleep(pause)  # for what comes after the last fault
                     sampling.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await sampling
                 held = server.settled(lambda state: not state.held).held
                 ended = server.terminate()
                 verdicts = [*disturber.verdicts, *_end(server, ended)]
@@ -132,11 +140,9 @@ async def disturb(
 
 
 def _end(server: Running, status: int) -> list[Verdict]:
-    return (
-        []
-        if status == 0
-        else [Verdict(Outcome.WRONG, f"the server ended with {status}:\n{server.log[-2000:]}")]
-    )
+    if status == 0:
+        return []
+    return [Verdict(Outcome.WRONG, f"the server ended with {status}:\n{server.log[-2000:]}")]
 
 
 def run(options: Options) -> int:

@@ -1,5 +1,7 @@
 """What a program is told on the command line."""
 
+import atexit
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,4 +26,6 @@ class Options:
             return self.model
         from tests.checkpoints.late_interaction import stanford
 
-        return stanford(Path(tempfile.mkdtemp(prefix="maxsimd-chaos-")))
+        folder = Path(tempfile.mkdtemp(prefix="maxsimd-chaos-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return stanford(folder)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,16 +42,18 @@ class Running(Server):
 
     control: socket.socket | None = None
     _answers: Any = field(default=None, repr=False)
+    _asking: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
     def ask(self, do: str, **values: Any) -> Any:
-        """Has the hooks do something; see server.py."""
+        """Has the hooks do something; see server.py. Threads may ask at a time."""
         assert self.control is not None
-        self.control.sendall(json.dumps({"do": do, **values}).encode() + b"\n")
-        return json.loads(self._answers.readline())
+        with self._asking:
+            self.control.sendall(json.dumps({"do": do, **values}).encode() + b"\n")
+            return json.loads(self._answers.readline())
 
     @property
     def resident_bytes(self) -> int:
@@ -109,6 +112,9 @@ def running(
                 server.control.connect(str(folder / "control"))
                 server._answers = server.control.makefile("rb")
             yield server
+        except Exception as error:
+            error.add_note(f"the end of the server's log:\n{server.log[-4000:]}")
+            raise
         finally:
             if server.control is not None:
                 server._answers.close()
