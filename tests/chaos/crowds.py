@@ -90,9 +90,11 @@ async def crowd(url: str, pool: Path, processes: int, *options: str) -> AsyncIte
                 group.create_task(crowd.collect(number))
             yield crowd
             crowd.end()
+        for process in crowd.processes:
+            await process.wait()
     finally:
         for process in crowd.processes:
             if process.returncode is None:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
-            await process.wait()
+                await process.wait()

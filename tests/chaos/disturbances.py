@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -121,18 +122,20 @@ class Disturber:
 
     async def _forbid(self) -> None:
         await self._until_there()
-        DAMAGES["read-only"](self._disk.folder)
+        with suppress(FileNotFoundError):  # a journal, gone again
+            DAMAGES["read-only"](self._disk.folder)
         try:
             await asyncio.sleep(self._draw.uniform(0.5, 2))
         finally:
             self._disk.folder.chmod(0o755)
             for path in self._disk.folder.iterdir():
-                path.chmod(0o644)
+                with suppress(FileNotFoundError):
+                    path.chmod(0o644)
 
     async def _replace(self) -> None:
         """What is not the server's own it leaves alone, until its owner takes it away."""
         await self._until_there()
-        with suppress(OSError):
+        with suppress(OSError, sqlite3.Error):
             DAMAGES["file replaced by another program's"](self._disk.folder)
         await asyncio.sleep(self._draw.uniform(0.5, 2))
         (self._disk.folder / FILE).unlink(missing_ok=True)

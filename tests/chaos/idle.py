@@ -107,6 +107,7 @@ async def _beside(server: Running, count: int, window: float, limit: float) -> T
         await asyncio.sleep(window)
         ended = time.monotonic()
         found = json.loads(await process.stdout.readline())
+        await process.wait()
         return Turn(begun, ended, {kind: Seen(**seen) for kind, seen in found.items()})
     finally:
         if process.returncode is None:
