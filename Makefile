@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-gpu lint wheel-test mutants bench bench-gpu clean
+.PHONY: serve test test-fast test-all test-gpu soak lint wheel-test mutants bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -31,6 +31,11 @@ test-all: $(VENV)/.dev
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu
+
+# Half an hour of mixed traffic while one thing after another goes wrong; SOAK_SECONDS=60 for less.
+SOAK_SECONDS ?= 1800
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos faults --seconds $(SOAK_SECONDS) --plot docs/soak.svg
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

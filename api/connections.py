@@ -10,6 +10,7 @@ import logging
 import uuid
 from contextlib import suppress
 from fcntl import ioctl
+from socket import SO_LINGER, SOL_SOCKET
 from struct import Struct
 from termios import TIOCOUTQ
 from typing import Any, cast
@@ -40,6 +41,8 @@ _LINGERING_SECONDS = 10.0
 _SECOND_LOOK_SECONDS = 0.02
 _NEVER = float("inf")
 _INT = Struct("i")
+# For SO_LINGER: nothing is sent any more.
+_RESET = Struct("ii").pack(1, 0)
 
 
 class Connection(web.RequestHandler):
@@ -292,6 +295,10 @@ class Connection(web.RequestHandler):
         self._enter(Phase.CLOSING, None)
         self.force_close()
         if self._wire is not None:
+            if self._wire.get_write_buffer_size() > 0:
+                # The answer will not be whole: else the system would hold its part until that is read.
+                with suppress(OSError, AttributeError):
+                    self._wire.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, _RESET)
             self._wire.abort()
         elif self.opening is not None:
             self.opening.cancel()

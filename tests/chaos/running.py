@@ -1,0 +1,130 @@
+"""Servers in processes of their own, and what can be asked of such a process."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.server.conftest import Server
+
+ROOT = Path(__file__).parents[2]
+PAGE = os.sysconf("SC_PAGE_SIZE")
+_SETTLING_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a server holds; `engine` is its EngineStats, `tasks` are asyncio's on its event loop."""
+
+    engine: dict[str, Any]
+    tasks: int
+    descriptors: int
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What the engine holds, by name; nothing once it is idle."""
+        parts = {name: value for name, value in self.engine.items() if name != "device"}
+        return {name: value for name, value in (parts | self.engine["device"]).items() if value}
+
+
+@dataclass
+class Running(Server):
+    """A running server. One that is not `hooked` is the plain command, of which nothing can be asked."""
+
+    control: socket.socket | None = None
+    _answers: Any = field(default=None, repr=False)
+    _asking: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def ask(self, do: str, **values: Any) -> Any:
+        """Has the hooks do something; see server.py. Threads may ask at a time."""
+        assert self.control is not None
+        with self._asking:
+            self.control.sendall(json.dumps({"do": do, **values}).encode() + b"\n")
+            return json.loads(self._answers.readline())
+
+    @property
+    def resident_bytes(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * PAGE
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most since the start, or since `forget_peak`."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    @property
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def state(self) -> State:
+        stats = self.ask("stats")
+        return State(stats["engine"], stats["tasks"], self.descriptors)
+
+    def settled(self, is_settled: Callable[[State], bool]) -> State:
+        """The state once it is as asked for; or when that takes too long, as it is then."""
+        end = time.monotonic() + _SETTLING_SECONDS
+        while not is_settled(state := self.state()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return state
+
+
+@contextmanager
+def running(
+    model: str, *options: str, hooked: bool = True, before: Callable[[], None] | None = None
+) -> Iterator[Running]:
+    """A server in float32 that is ready, stopped in the end. `before` is what its process does first."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        program = "tests.chaos.server" if hooked else "maxsimd"
+        port = _free_port()
+        command = [sys.executable, "-m", program, "serve", model, "--dtype", "float32", "--port", str(port)]
+        log_file = folder / "log"
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(
+                [*command, *options],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                preexec_fn=before,
+                env=os.environ | {"HF_HUB_OFFLINE": "1", "CHAOS_SOCKET": str(folder / "control")},
+            )
+        server = Running(f"http://127.0.0.1:{port}", process, log_file)
+        try:
+            server.wait_until_ready()
+            if hooked:
+                server.control = socket.socket(socket.AF_UNIX)
+                server.control.connect(str(folder / "control"))
+                server._answers = server.control.makefile("rb")
+            yield server
+        except Exception as error:
+            error.add_note(f"the end of the server's log:\n{server.log[-4000:]}")
+            raise
+        finally:
+            if server.control is not None:
+                server._answers.close()
+                server.control.close()
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

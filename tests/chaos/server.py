@@ -1,0 +1,174 @@
+"""Runs maxsimd's command in this process with a model that can be made to fail, and tells what is inside:
+`python -m tests.chaos.server serve ...`. A thread listens on the Unix socket that CHAOS_SOCKET names; each
+line there is a command, and gets a line as its answer."""
+
+import asyncio
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+from maxsimd.api.cli import main
+from maxsimd.engine.actors.runner import RunnerActor
+from maxsimd.engine.engine import Engine
+from maxsimd.scheduler import Step
+from tests.chaos.pool import POISON
+
+_BEAT_SECONDS = 0.005
+_STALL_SECONDS = 0.05
+
+
+class Stalls:
+    """Notes when the event loop stood still for too long, how much of that its thread was computing, and
+    where it stood meanwhile."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread = threading.get_ident()
+        self._beat, self._cpu = time.monotonic(), time.thread_time()
+        self._stack = ""
+        self.seen: list[dict[str, Any]] = []
+        loop.call_later(_BEAT_SECONDS, self._note_beat)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _note_beat(self) -> None:
+        now, cpu = time.monotonic(), time.thread_time()
+        late = now - self._beat - _BEAT_SECONDS
+        if late > _STALL_SECONDS:
+            self.seen.append({"seconds": late, "cpu_seconds": cpu - self._cpu, "stack": self._stack})
+        self._beat, self._cpu, self._stack = now, cpu, ""
+        self._loop.call_later(_BEAT_SECONDS, self._note_beat)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_BEAT_SECONDS)
+            if time.monotonic() - self._beat > _STALL_SECONDS / 2 and not self._stack:
+                frame = sys._current_frames().get(self._thread)
+                self._stack = "".join(traceback.format_stack(frame)[-6:])
+
+
+class Hooks:
+    """What is to go wrong with steps, and what is known of the engine."""
+
+    def __init__(self) -> None:
+        # How likely it is that a step of several sequences fails, and that it lacks memory.
+        self.failing = 0.0
+        self.out_of_memory = 0.0
+        self.steps = 0
+        self.failed = 0
+        self._draw = random.Random(0)
+        self._engine: Engine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._poison = -1
+        self._stalls: Stalls | None = None
+
+    def watch(self, engine: Engine) -> None:
+        """Called on the engine's loop once it has started."""
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+        [tokens] = engine.tokenizer.encode([POISON], "texts")
+        assert len(tokens) == 1, "the poison must be one token"
+        self._poison = int(tokens[0])
+
+    def check(self, step: Step) -> None:
+        """Called before a step's forward pass; raises where it is to fail."""
+        self.steps += 1
+        if any(self._poison in chunk.sequence.tokens.ids for chunk in step.chunks):
+            self.failed += 1
+            raise RuntimeError("a poisoned sequence")
+        if len(step.chunks) > 1:
+            if self._draw.random() < self.failing:
+                self.failed += 1
+                raise RuntimeError("a step that fails at random")
+            if self._draw.random() < self.out_of_memory:
+                self.failed += 1
+                raise MemoryError("a step that lacks memory at random")
+
+    def obey(self, command: dict[str, Any]) -> Any:
+        """In the loop's thread."""
+        match command.pop("do"):
+            case "set":
+                for name, value in command.items():
+                    assert hasattr(self, name)
+                    setattr(self, name, value)
+                return None
+            case "stats":
+                assert self._engine is not None
+                assert self._loop is not None
+                healthy = self._engine.is_healthy
+                return {
+                    "engine": asdict(self._engine.stats()) if healthy else None,
+                    "tasks": len(asyncio.all_tasks(self._loop)),
+                    "steps": self.steps,
+                    "failed": self.failed,
+                }
+            case "watch stalls":
+                assert self._loop is not None
+                self._stalls = Stalls(self._loop)
+                return None
+            case "stalls":
+                assert self._stalls is not None
+                seen, self._stalls.seen = self._stalls.seen, []
+                return seen
+
+    def serve(self, listening: socket.socket) -> None:
+        """Obeys one client, in a thread of its own."""
+        connection, _ = listening.accept()
+        for line in connection.makefile("rb"):
+            future: Future[Any] = Future()
+            assert self._loop is not None, "ask once the server is ready"
+            self._loop.call_soon_threadsafe(self._obey_into, future, json.loads(line))
+            connection.sendall(json.dumps(future.result()).encode() + b"\n")
+
+    def _obey_into(self, future: "Future[Any]", command: dict[str, Any]) -> None:
+        try:
+            future.set_result(self.obey(command))
+        except Exception as error:
+            future.set_exception(error)
+
+
+class Failing:
+    """A `ModelRunner` that asks the hooks before each pass."""
+
+    def __init__(self, runner: Any, hooks: Hooks) -> None:
+        self._runner = runner
+        self._hooks = hooks
+
+    def forward(self, step: Step) -> Any:
+        self._hooks.check(step)
+        return self._runner.forward(step)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+def install(hooks: Hooks) -> None:
+    """Puts the hooks into the classes of this process."""
+    start: Any = Engine.start
+    init: Any = RunnerActor.__init__
+
+    async def start_and_watch(engine: Engine) -> None:
+        await start(engine)
+        hooks.watch(engine)
+
+    def init_failing(actor: RunnerActor, mailbox: Any, runner: Any, *others: Any) -> None:
+        init(actor, mailbox, Failing(runner, hooks), *others)
+
+    changed: Any = (Engine, RunnerActor)
+    changed[0].start, changed[1].__init__ = start_and_watch, init_failing
+
+
+if __name__ == "__main__":
+    hooks = Hooks()
+    install(hooks)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(os.environ["CHAOS_SOCKET"])
+    listening.listen()
+    threading.Thread(target=hooks.serve, args=(listening,), daemon=True).start()
+    main()

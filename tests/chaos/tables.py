@@ -1,0 +1,32 @@
+"""How the programs print what they found."""
+
+from collections.abc import Iterable, Sequence
+
+
+def table(rows: Iterable[Sequence[object]]) -> str:
+    """Rows of cells in columns: the first to the left, the others to the right."""
+    cells = [[_shown(cell) for cell in row] for row in rows]
+    columns = max(map(len, cells))
+    widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(columns)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        for row in cells
+    )
+
+
+def _shown(cell: object) -> str:
+    if cell is None:
+        return "-"
+    if isinstance(cell, float):
+        return f"{cell:,.3g}" if abs(cell) < 100 else f"{cell:,.0f}"
+    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value below which that share of them lies; None where there are none."""
+    if not values:
+        return None
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
