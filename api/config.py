@@ -60,6 +60,11 @@ class ServerConfig:
     )
     idle_seconds: float = option(75.0, "How long a connection stays open between requests.")
     grace_seconds: float = option(30.0, "After SIGTERM, how long requests in flight may take to finish.")
+    restart_on_failure: bool = option(
+        False,
+        "Start the engine again, in the same process, after it has died; a fifth death within ten minutes "
+        "ends the server.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least severe level that is logged."
     )

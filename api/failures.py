@@ -76,6 +76,11 @@ def error_answer(error: ApiError) -> Answer:
     return Answer(error.status, headers, msgspec.json.encode(body))
 
 
+def restarting() -> ApiError:
+    message = "the engine has failed and is being restarted; send the request again shortly"
+    return ApiError(503, "ServiceUnavailableError", message, retry_after=5)
+
+
 def no_such_route() -> ApiError:
     return ApiError(404, "NotFoundError", "there is no such route; see README for those there are")
 

@@ -13,11 +13,13 @@ from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.interpreter import garbage_left_alone, switching_often
 from maxsimd.api.listener import Listener, max_connections, raise_descriptor_limit
+from maxsimd.api.loading import Deaths, Loading
 from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.api.state import ServerState
 from maxsimd.api.tls import tls_context
-from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.device.load import DeviceModel
+from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.device.time_slices import take_short_slices
 
 log = logging.getLogger("maxsimd.serve")
@@ -32,7 +34,11 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, started: flo
     `started` is when the command was given (perf_counter), for the log."""
     take_short_slices()
     with switching_often():
-        return uvloop.run(_serve(engine_config, server_config, started))
+        status = uvloop.run(_serve(engine_config, server_config, started))
+    if num_left_behind():
+        # A thread that is stuck in a library may keep an interpreter from ending.
+        leave_at_once(status)
+    return status
 
 
 async def _serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
@@ -45,17 +51,19 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, start
         log.error("%s", error)
         return 1
     try:
-        if not await _load(engine, stop):
+        loading = Loading(engine, stop, Deaths())
+        if not await loading.first():
             return 1
-        with garbage_left_alone():
-            seconds = time.perf_counter() - started
-            name, how = engine.model.name, _how_it_runs(engine)
-            log.info("%s is ready on %s after %.1f s: %s", name, door.url, seconds, how)
-            await _until_the_end(engine, stop)
-            status = 0 if engine.death is None else 1
-            stop.begin(status)
-            await _drain(door, stop.deadline)
-            return status
+        while True:
+            await _live(engine, door, stop, started)
+            started = time.perf_counter()
+            if engine.death is None or not door.state.comes_back or not await loading.again(door.state):
+                break
+        # An engine that was to come back when the signal came has failed nobody who was not told.
+        status = 0 if engine.death is None or door.state.comes_back else 1
+        stop.begin(status)
+        await _drain(door, stop.deadline)
+        return status
     finally:
         # What is still unfinished has had its grace.
         await engine.stop(grace=0)
@@ -105,28 +113,13 @@ async def _open(engine: Engine, config: ServerConfig) -> _Door:
     return _Door(url, app[STATE], runner, listener, connections)
 
 
-async def _load(engine: Engine, stop: Stop) -> bool:
-    """Whether the model could be loaded. A signal ends the process meanwhile: nothing has been promised to
-    anyone."""
-    loading = asyncio.create_task(engine.start())
-    asked = asyncio.create_task(stop.asked())
-    await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():
-        log.info("stopped while loading")
-        leave_at_once(0)
-    asked.cancel()
-    try:
-        loading.result()
-    except ModelLoadError as error:
-        log.error("%s", error)
-        return False
-    except Exception as error:
-        log.error(
-            "the model cannot be loaded: %s: %s (--log-level debug says where)", type(error).__name__, error
-        )
-        log.debug("loading failed", exc_info=error)
-        return False
-    return True
+async def _live(engine: Engine, door: _Door, stop: Stop, started: float) -> None:
+    """Serves until the engine has died, or a signal has come. It was `started` then (perf_counter)."""
+    with garbage_left_alone():
+        seconds = time.perf_counter() - started
+        name, how = engine.model.name, _how_it_runs(engine)
+        log.info("%s is ready on %s after %.1f s: %s", name, door.url, seconds, how)
+        await _until_the_end(engine, stop)
 
 
 async def _until_the_end(engine: Engine, stop: Stop) -> None:

@@ -49,8 +49,21 @@ class Stop:
         for number in SIGNALS:
             self._loop.add_signal_handler(number, self._ask, number)
 
+    @property
+    def is_asked(self) -> bool:
+        return self._asked.is_set()
+
     async def asked(self) -> None:
         await self._asked.wait()
+
+    async def asked_within(self, seconds: float) -> bool:
+        """Waits for a signal for so long; says whether one has come."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._asked.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def begin(self, status: int) -> None:
         """Starts the grace period, after which the process ends with `status` in any case."""

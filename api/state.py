@@ -13,12 +13,13 @@ from maxsimd.api.keys import ApiKeys
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
 
-Phase = Literal["starting", "ok", "draining", "dead"]
+Phase = Literal["starting", "ok", "restarting", "draining", "dead"]
 
 
 class ServerState:
     """Lives as long as the server, which may start before its engine does. `draining` refuses new work while
-    work in flight is finished. Raises SetupError where the configuration's file of keys does not serve."""
+    work in flight is finished; `comes_back` says that an engine that dies is started again. Raises SetupError
+    where the configuration's file of keys does not serve."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.engine = engine
@@ -28,6 +29,7 @@ class ServerState:
         self.metrics = ServerMetrics(engine.metrics.registry)
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.draining = False
+        self.comes_back = config.restart_on_failure
         self._in_flight: set[asyncio.Timeout] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -44,10 +46,12 @@ class ServerState:
     @property
     def phase(self) -> Phase:
         """`ok` while the server takes requests; else why it does not."""
-        if self.engine.death is not None:
+        if self.engine.death is not None and not self.comes_back:
             return "dead"
         if self.draining:
             return "draining"
+        if self.engine.death is not None:
+            return "restarting"
         return "ok" if self.engine.is_healthy else "starting"
 
     @asynccontextmanager

@@ -91,9 +91,15 @@ class Admission:
         self._permits: set[Permit] = set()
         self._counted_tokens = _FIRST_RATIO
         self._counted_size = 1.0
+        self._gauges = (metrics.preparing_requests, metrics.preparing_tokens, metrics.wait_seconds)
         metrics.preparing_requests.set_function(lambda: len(self._permits))
         metrics.preparing_tokens.set_function(lambda: sum(permit.tokens for permit in self._permits))
         metrics.wait_seconds.set_function(self._wait_of_a_step)
+
+    def close(self) -> None:
+        """Lets the metrics forget the door, and with it all that it leads to: 0 from now on."""
+        for gauge in self._gauges:
+            gauge.set_function(lambda: 0)
 
     def check_rate(self, tenant: str) -> None:
         """Refuses a request that is not read yet, where its tenant has used up a rate."""

@@ -61,6 +61,11 @@ class EngineConfig:
     steps_in_flight: int = option(
         2, "Steps on the device at a time, 1 or 2; chosen when the one before is in its last stage."
     )
+    step_timeout_seconds: float = option(
+        60.0,
+        "The device counts as stuck, and the engine ends, when a step makes no progress for this long and 20 "
+        "times as long as expected, or, before any step is done, for ten times this; 0 for never.",
+    )
     quantization: Literal["none", "int8"] = option(
         "none", "int8 rounds the weights of linear layers, and what they multiply, to int8; on a CPU only."
     )
@@ -148,7 +153,8 @@ class EngineConfig:
         for name in ("max_queued_tokens", "window_overlap", "cache_mb"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        if not 0 <= self.max_wait_seconds < math.inf:
-            raise ValueError(f"max_wait_seconds must be 0 or more, not {self.max_wait_seconds}")
+        for name in ("max_wait_seconds", "step_timeout_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
         if self.doc_token_pooling is not None and self.doc_token_pooling < 1:
             raise ValueError(f"doc_token_pooling must be at least 1, not {self.doc_token_pooling}")

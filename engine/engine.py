@@ -13,8 +13,7 @@ import numpy as np
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig, ScoreType
-from maxsimd.engine.device.load import DeviceModel, load_device_model
-from maxsimd.engine.device.thread import DeviceThread
+from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import (
     EngineDeadError,
     EngineNotReadyError,
@@ -45,7 +44,7 @@ from maxsimd.engine.requests import (
     Truncation,
     Values,
 )
-from maxsimd.engine.runtime import Running
+from maxsimd.engine.runtime import Running, bury, launch
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant, TenantLimits
 from maxsimd.engine.validation import as_inputs, as_texts, check_dimensions, check_scores, check_task, pair_up
@@ -72,6 +71,8 @@ class Engine:
         self.config = config or EngineConfig()
         self.metrics = EngineMetrics()
         self.death: str | None = None
+        # Of a death, why another start in this process would be of no use; None where it may be.
+        self.restart_obstacle: str | None = None
         self._tenants = TenantLimits()
         self._running: Running | None = None
         # Whether a start or a stop is under way.
@@ -88,26 +89,26 @@ class Engine:
         await self.stop()
 
     async def start(self) -> None:
-        """Loads the model and starts the actors; also after `stop` and after the engine has died. Raises
-        ModelLoadError, and EngineRunningError for an engine that runs already."""
+        """Loads the model and starts the actors; also after `stop` and after the engine has died, whose
+        `death` is over once this has succeeded. Raises ModelLoadError, and EngineRunningError for an engine
+        that runs already."""
         if self._changing or self.is_healthy:
             raise EngineRunningError(
                 "the engine is running, or is being started or stopped; stop it first and wait for that"
             )
         self._changing = True
         try:
-            dead, self._running = self._running, None
+            await bury(self._let_go())
+            self._running = await launch(self.config, self.metrics, self._died, self._tenants)
             if self.death is not None:
-                self.death, self._dead = None, asyncio.Event()
-            if dead is not None:
-                await dead.close(None)
-            self._running = await self._launch()
+                self.death, self.restart_obstacle, self._dead = None, None, asyncio.Event()
+                self.metrics.restarts.inc()
         finally:
             self._changing = False
 
     async def stop(self, grace: float | None = None) -> None:
         """Takes no more requests, finishes those it has within `grace` seconds and frees everything."""
-        running, self._running = self._running, None
+        running = self._let_go()
         if running is None:
             return
         self._changing = True
@@ -355,19 +356,9 @@ class Engine:
         is about how many characters it reads or writes."""
         return await self._require().in_pool(function, size)
 
-    async def _launch(self) -> Running:
-        device = DeviceThread()
-        try:
-            device_model = await device.call(lambda: load_device_model(self.config))
-            try:
-                return Running(self.config, self.metrics, device, device_model, self._died, self._tenants)
-            except BaseException:
-                if device_model.cache is not None:
-                    device_model.cache.close()
-                raise
-        except BaseException:
-            device.close()
-            raise
+    def _let_go(self) -> Running | None:
+        running, self._running = self._running, None
+        return running
 
     async def _texts(
         self, request: EmbedRequest, dimensions: int | None, options: RunOptions
@@ -392,6 +383,6 @@ class Engine:
             raise EngineNotReadyError("the engine is not running: it is starting, draining or stopped")
         return self._running
 
-    def _died(self, reason: str) -> None:
-        self.death = reason
+    def _died(self, reason: str, obstacle: str | None) -> None:
+        self.death, self.restart_obstacle = reason, obstacle
         self._dead.set()

@@ -54,4 +54,4 @@ class EngineNotReadyError(MaxsimdError):
 
 
 class EngineDeadError(MaxsimdError):
-    """An actor failed beyond repair; the engine must be started anew."""
+    """An actor or the device failed beyond repair, or is stuck; the engine must be started anew."""

@@ -72,13 +72,15 @@ class EngineMetrics:
             buckets=(1, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000),
             registry=self.registry,
         )
-        self.cancelled = Counter(
-            "maxsimd_cancelled_requests",
-            "Requests whose caller went away or ran out of time",
-            registry=self.registry,
+        self.cancelled = self._counter(
+            "maxsimd_cancelled_requests", "Requests whose caller went away or ran out of time"
         )
 
         self.tenants = TenantMetrics(self.registry)
+        self.restarts = self._counter("maxsimd_engine_restarts", "Starts of the engine after it had died")
+
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(name, help, registry=self.registry)
 
     def watch(self, cache: EmbeddingCache | None) -> None:
         """Reports this cache from now on; None for none."""

@@ -1,8 +1,11 @@
 """Everything that exists only while an engine runs: threads, actors and their supervisor."""
 
 import asyncio
+import gc
 import logging
+import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -10,12 +13,15 @@ from typing import TypeVar
 
 from maxsimd.engine.actors.actor import Mailbox
 from maxsimd.engine.actors.messages import Admit, Cancel, EndEarly, SchedulerMessage, SetWeights
+from maxsimd.engine.actors.runner import is_device_error
 from maxsimd.engine.actors.scheduler import SchedulerActor
+from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
 from maxsimd.engine.admission import Admission, AdmissionLimits
+from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.budget import beside_small_requests, default_budget
-from maxsimd.engine.device.load import DeviceModel
-from maxsimd.engine.device.thread import DeviceActors, DeviceThread
+from maxsimd.engine.device.load import DeviceModel, load_device_model
+from maxsimd.engine.device.thread import DeviceActors, DeviceThread, num_left_behind, stacks
 from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.errors import EngineDeadError, RequestTimeoutError
 from maxsimd.engine.metrics import EngineMetrics
@@ -33,6 +39,52 @@ T = TypeVar("T")
 
 # With the work of this many full steps waiting, the device is not idle soon if the next requests come slowly.
 _ENOUGH_STEPS = 2
+# How long each of an engine's threads is waited for where a stuck device may keep it.
+_STUCK_SECONDS = 2.0
+
+# Before another start, what the requests of an engine that died still do has this long to end.
+_DEAD_SECONDS = 1.0
+# How often is looked whether it is gone, before another is loaded beside it.
+_MOST_LOOKS = 5
+
+# Told of an engine's death: the reason, and what stands against another start in this process, if anything.
+Died = Callable[[str, str | None], None]
+
+
+async def launch(
+    config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits
+) -> "Running":
+    """Loads the model on a thread of its own and starts the actors. Raises ModelLoadError."""
+    device = DeviceThread()
+    try:
+        device_model = await device.call(lambda: load_device_model(config))
+        try:
+            return Running(config, metrics, device, device_model, died, tenants)
+        except BaseException:
+            if device_model.cache is not None:
+                device_model.cache.close()
+            raise
+    except asyncio.CancelledError:
+        device.close(0)  # it ends when it has loaded
+        raise
+    except BaseException:
+        device.close()
+        raise
+
+
+async def bury(dead: "Running | None") -> None:
+    """Frees what an engine that died has left, its model above all, before another is loaded. The caller must
+    not hold it any more."""
+    if dead is None:
+        return
+    await dead.close(_DEAD_SECONDS)
+    is_there = weakref.ref(dead)
+    del dead
+    for _ in range(_MOST_LOOKS):
+        gc.collect()
+        if is_there() is None:
+            return
+        await asyncio.sleep(0.01)  # threads and callbacks that are about to end still know it
 
 
 class Running:
@@ -46,7 +98,7 @@ class Running:
         metrics: EngineMetrics,
         device: DeviceThread,
         device_model: DeviceModel,
-        died: Callable[[str], None],
+        died: Died,
         tenants: TenantLimits,
     ) -> None:
         model, prepared = device_model.model, device_model.prepared
@@ -89,15 +141,11 @@ class Running:
         actors = self._actors = DeviceActors(device.loop, device_model, mailbox)
         policy = Scheduler(limits, weights=tenants.weights)
         self.scheduler = SchedulerActor(mailbox, policy, actors.mailbox, config.steps_in_flight, metrics)
-        admission_limits = AdmissionLimits(
-            queued_tokens=config.max_queued_tokens,
-            request_tokens=config.max_request_tokens,
-            wait_seconds=config.max_wait_seconds,
-            sequence_tokens=self.max_tokens,
-            step_tokens=budget,
-        )
         self._tenants = tenants
+        admission_limits = _admission_limits(config, self.max_tokens, budget)
         self.admission = Admission(admission_limits, self.scheduler, metrics, tenants)
+        self._watchdog = Watchdog(config.step_timeout_seconds, self.scheduler, stacks)
+        self._is_stuck = False
         self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
 
     async def run(
@@ -173,13 +221,10 @@ class Running:
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
         self._metrics.watch(None)
-        await asyncio.to_thread(self._end_threads)
-
-    def _end_threads(self) -> None:
-        self._device.close()
-        self._pool.close()
-        if self.device_model.cache is not None:
-            self.device_model.cache.close()
+        self.admission.close()
+        allowed = self._watchdog.allowance
+        seconds = _STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
+        await asyncio.to_thread(_end_threads, self._device, self._pool, self.device_model.cache, seconds)
 
     async def _run(
         self,
@@ -277,18 +322,54 @@ class Running:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.scheduler.run())
                 group.create_task(self._run_on_device(actors))
+                group.create_task(self._watchdog.run())
         except* Exception as errors:
             cause = _first_cause(errors)
             self._reason = f"the engine has died: {cause!r}"
             log.critical("%s", self._reason, exc_info=cause)
-            self._died(self._reason)
+            self._is_stuck = isinstance(cause, StuckDeviceError)
+            self._died(self._reason, self._obstacle(cause))
         finally:
             for future in list(self._awaited):
                 if not future.done():
                     future.set_exception(EngineDeadError(self._reason))
 
+    def _obstacle(self, cause: BaseException) -> str | None:
+        """What stands against another start in this process after a death of this cause."""
+        if self.device_model.device.type == "cuda" and is_device_error(cause):
+            return "after an error of the GPU itself nothing runs on it in this process any more"
+        if self._is_stuck and num_left_behind():
+            return "the device is stuck again, and the thread that was stuck before still holds its model"
+        return None
+
     async def _run_on_device(self, actors: DeviceActors) -> None:
         await asyncio.wrap_future(self._device.run(actors.run()))
+
+
+def _end_threads(
+    device: DeviceThread, pool: WorkerPool, cache: EmbeddingCache | None, seconds: float | None
+) -> None:
+    """Ends all threads and waits for that: briefly, where the device has not ended within `seconds`.
+
+    It knows nothing of the model, so that the thread which calls this does not hold it."""
+    if device.close(seconds):
+        seconds = None
+    else:
+        log.error("the device's thread is stuck; it is left behind, and holds its model until it goes on")
+        seconds = _STUCK_SECONDS
+    pool.close(seconds)
+    if cache is not None:
+        cache.close(seconds)
+
+
+def _admission_limits(config: EngineConfig, sequence_tokens: int, step_tokens: int) -> AdmissionLimits:
+    return AdmissionLimits(
+        queued_tokens=config.max_queued_tokens,
+        request_tokens=config.max_request_tokens,
+        wait_seconds=config.max_wait_seconds,
+        sequence_tokens=sequence_tokens,
+        step_tokens=step_tokens,
+    )
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -4,7 +4,7 @@ Pure Python and numpy: no torch and no asyncio, so that the policy can be simula
 """
 
 from maxsimd.scheduler.filling import StepLimits
-from maxsimd.scheduler.forecast import ServiceRate
+from maxsimd.scheduler.forecast import ServiceRate, StepTimes
 from maxsimd.scheduler.payload import DocumentPayload, JoinedTokens, Payload, ResultSlot, Role, Tokens, Window
 from maxsimd.scheduler.policy import OLDEST_SHARE, Scheduler
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
@@ -25,6 +25,7 @@ __all__ = [
     "Share",
     "Step",
     "StepLimits",
+    "StepTimes",
     "Tokens",
     "Window",
     "share_of",

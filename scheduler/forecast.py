@@ -3,6 +3,7 @@
 Nothing here changes what is run, or in which order.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -13,6 +14,8 @@ from maxsimd.scheduler.weights import Share, part_of, weight_of
 _ROUNDS = 100
 # After this many seconds of steps a measurement counts half.
 _HALF_LIFE = 10.0
+# By how many of the latest steps it is judged how long another may take.
+_LATEST_STEPS = 16
 
 
 def work_ahead(
@@ -89,3 +92,19 @@ class ServiceRate:
         """How long the device takes for that many tokens; None where that is not known yet."""
         rate = self.tokens_per_second
         return None if rate is None else tokens / rate
+
+
+class StepTimes:
+    """How long another step may take, by the latest ones: each says that it is no longer than it was itself
+    for as many tokens or fewer, and in proportion for more. Small steps say so too, if less exactly."""
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[int, float]] = deque(maxlen=_LATEST_STEPS)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Notes a step of at least one token."""
+        self._latest.append((tokens, seconds))
+
+    def most_seconds(self, tokens: int) -> float | None:
+        """How long a step of that many tokens takes at most; None before the first."""
+        return min((seconds * max(1.0, tokens / each) for each, seconds in self._latest), default=None)

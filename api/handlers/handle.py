@@ -8,11 +8,19 @@ import uuid
 from collections.abc import Mapping
 
 from maxsimd.api.answer import Answer
-from maxsimd.api.failures import as_api_error, error_answer, no_such_route, no_valid_key, wrong_method
+from maxsimd.api.failures import (
+    as_api_error,
+    error_answer,
+    no_such_route,
+    no_valid_key,
+    restarting,
+    wrong_method,
+)
 from maxsimd.api.handlers import classification, embedding, operating, scoring, tokens
 from maxsimd.api.handlers.route import Body, Route, Work
 from maxsimd.api.printable import printable
 from maxsimd.api.state import ServerState
+from maxsimd.engine import EngineDeadError
 
 log = logging.getLogger("maxsimd.http")
 
@@ -75,7 +83,8 @@ async def _answer(
             tenant = "" if path in OPEN_ROUTES else _tenant_of(state, headers)
             return await _work_of(method, path)(state, body, tenant)
     except Exception as error:
-        failure = as_api_error(error)
+        is_over_soon = isinstance(error, EngineDeadError) and state.comes_back
+        failure = restarting() if is_over_soon else as_api_error(error)
         if failure.status == 500:
             log.exception("request %s failed", request_id, exc_info=error)
         return error_answer(failure)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from maxsimd.engine.actors.actor import Actor, Mailbox
+from maxsimd.engine.actors.arrivals import Arrivals
 from maxsimd.engine.actors.cut_sequences import CutSequences
 from maxsimd.engine.actors.messages import (
     Commit,
@@ -30,6 +31,7 @@ from maxsimd.engine.actors.messages import (
     StepEnding,
     StepReport,
 )
+from maxsimd.engine.actors.suspects import Suspects
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.execution import ModelRunner
 from maxsimd.engine.scoring.documents import CacheHit, Duplicate, SkippedSequence
@@ -45,8 +47,9 @@ class RunnerActor(Actor[RunnerMessage]):
 
     A step is run in stages, each a transaction by itself; when the last begins, the scheduler is told and
     chooses the next step meanwhile. A stage that fails on the way to delivery is tried again in halves, until
-    the sequence that breaks it stands alone; only that sequence's request fails. An error of the device, and
-    whatever fails in delivery or commit, ends the engine.
+    the sequence that breaks it stands alone; only that sequence's request fails. When that sequence comes
+    again it runs alone at once. An error of the device, and whatever fails in delivery or commit, ends the
+    engine.
     """
 
     def __init__(
@@ -65,13 +68,18 @@ class RunnerActor(Actor[RunnerMessage]):
         self._scheduler = scheduler
         self._cache = cache
         self._deliveries: asyncio.TaskGroup | None = None
+        self._arrivals = Arrivals()
+        self._suspects = Suspects()
         self._started = 0.0
         self.cut_sequences = CutSequences()
 
     async def run(self) -> None:
         """Reads messages until cancelled; raises when a message or a delivery fails."""
-        async with asyncio.TaskGroup() as self._deliveries:
-            await super().run()
+        try:
+            async with asyncio.TaskGroup() as self._deliveries:
+                await super().run()
+        finally:
+            self._arrivals.close()
 
     async def receive(self, message: RunnerMessage) -> None:
         if isinstance(message, Release):
@@ -80,7 +88,7 @@ class RunnerActor(Actor[RunnerMessage]):
             return
         self.cut_sequences.note(message)
         self._started = time.perf_counter()
-        *stages, last = message.stages()
+        *stages, last = [part for stage in message.stages() for part in self._suspects.isolate(stage)]
         for stage in stages:
             await self._run(stage)
         self._scheduler.post(StepEnding(message.step_id))
@@ -120,7 +128,7 @@ class RunnerActor(Actor[RunnerMessage]):
         return _Attempt(step, sum(map(len, chunks)), started, time.perf_counter() - pooled_at, outcome)
 
     async def _finish_later(self, attempt: "_Attempt", arrival: Arrival) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, arrival.synchronize)
+        await self._arrivals.until(arrival)
         self._finish(attempt, attempt.outcome.results())
 
     def _finish(self, attempt: "_Attempt", results: list[Result]) -> None:
@@ -129,6 +137,8 @@ class RunnerActor(Actor[RunnerMessage]):
         New embeddings can be found in the cache from then on; a thread of the cache's own writes them. That
         the cache takes them is no condition."""
         step, outcome = attempt.step, attempt.outcome
+        if self._suspects and step.num_parts == 1 and step.chunks and step.chunks[0].is_last:
+            self._suspects.discard(step.chunks[0].sequence)
         try:
             self._stage(outcome)
         except Exception:
@@ -203,6 +213,8 @@ class RunnerActor(Actor[RunnerMessage]):
             return
         log.error("a step of one part (%d tokens) cannot be run:\n%s", step.num_tokens, described)
         part = step.chunks[0].sequence if step.chunks else step.cached[0]
+        if isinstance(part, Sequence) and not out_of_memory:
+            self._suspects.add(part)
         reason = (
             "the device has not enough memory for this input" if out_of_memory else "the model failed on it"
         )

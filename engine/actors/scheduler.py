@@ -20,7 +20,7 @@ from maxsimd.engine.actors.open_request import OpenRequest
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.scoring.outcome import RequestFailure, Result
-from maxsimd.scheduler import Scheduler, ServiceRate, Share, Step
+from maxsimd.scheduler import Scheduler, ServiceRate, Share, Step, StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ class _InFlight:
 class SchedulerActor(Actor[SchedulerMessage]):
     """Owns the `Scheduler` and the open requests; keeps up to `steps_in_flight` steps on the device.
 
-    Other parts may read its properties and `rate`, and ask for `work_ahead`; all else goes by message.
+    Other parts may read its properties, `rate`, `step_times` and `num_signs` (how often the device was heard
+    of), and ask for `work_ahead`; all else goes by message.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._posted_tokens = 0
         self._last_report = 0.0
         self.rate = ServiceRate(scheduler.limits.beside_small or scheduler.limits.tokens)
+        self.step_times = StepTimes()
+        self.num_signs = 0
 
     @property
     def waiting_tokens(self) -> int:
@@ -88,12 +91,16 @@ class SchedulerActor(Actor[SchedulerMessage]):
         """Steps on the device."""
         return len(self._in_flight)
 
+    @property
+    def running_work(self) -> int:
+        """Tokens on the device that are not reported as run yet; cached documents at their price."""
+        return sum(step.work - step.reported for step in self._in_flight.values())
+
     def work_ahead(self, tokens: int, share: Share) -> int:
         """About how many tokens are run before the last of a request of `tokens` that came now, those on the
         device included."""
         posted = [(each.options.share, each.num_tokens) for each in self._posted.values()]
-        running = sum(step.work - step.reported for step in self._in_flight.values())
-        return running + self._scheduler.work_ahead(tokens, *share, coming=posted)
+        return self.running_work + self._scheduler.work_ahead(tokens, *share, coming=posted)
 
     def waiting_of(self, tenant: str) -> int:
         """The part of `waiting_tokens` that is a tenant's."""
@@ -118,8 +125,10 @@ class SchedulerActor(Actor[SchedulerMessage]):
             case SetWeights():
                 self._scheduler.set_weights(message.weights)
             case StepEnding():
+                self.num_signs += 1
                 self._ending.add(message.step_id)
             case StepReport():
+                self.num_signs += 1
                 self._account(message)
         self._dispatch()
         self._metrics.queue_tokens.set(self._scheduler.waiting_tokens)
@@ -211,6 +220,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         if work and seconds > 0:
             self._metrics.step_seconds.observe(seconds)
             self.rate.observe(work, alone)
+            self.step_times.observe(work, seconds)
 
     def _store(self, result: Result) -> None:
         request = self._open.get(result.slot.request_id)

@@ -108,10 +108,11 @@ class EmbeddingCache:
         if self._disk is not None:
             self._disk.clear()
 
-    def close(self) -> None:
-        """Writes what is staged and closes the disk."""
-        self._stop_warming()
-        self._writer.close()
+    def close(self, seconds: float | None = None) -> None:
+        """Writes what is staged, as far as that takes at most so long, and closes the disk: what is not
+        written by then never is."""
+        self._stop_warming(seconds)
+        self._writer.close(seconds)
         if self._disk is not None:
             self._disk.close()
 
@@ -131,10 +132,10 @@ class EmbeddingCache:
             if self._memory.get(key) is None:
                 self._memory.put(key, entry)
 
-    def _stop_warming(self) -> None:
+    def _stop_warming(self, seconds: float | None = None) -> None:
         self._enough.set()
         if self._warming is not None:
-            self._warming.join()
+            self._warming.join(seconds)
 
     @property
     def num_staged(self) -> int:

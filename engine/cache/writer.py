@@ -71,10 +71,10 @@ class CacheWriter:
         """Waits until all is written, for at most that long; says whether it is."""
         return self._idle.wait(seconds)
 
-    def close(self) -> None:
-        """Writes what is staged and ends the thread."""
+    def close(self, seconds: float | None = None) -> None:
+        """Writes what is staged and ends the thread; waits for that, but for at most that long."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         while (embeddings := self._queue.get()) is not None:

@@ -4,7 +4,9 @@ It runs an event loop of its own, on which the model runner, pooling and scoring
 """
 
 import asyncio
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -20,13 +22,17 @@ from maxsimd.engine.stats import DeviceStats
 
 T = TypeVar("T")
 
+# How all threads of an engine are called.
+_PREFIX = "maxsimd-"
+_left_behind: list[threading.Thread] = []
+
 
 class DeviceThread:
     """A thread with an event loop; coroutines are handed to it and awaited from elsewhere."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="maxsimd-device", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{_PREFIX}device", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -41,14 +47,36 @@ class DeviceThread:
 
         return await asyncio.wrap_future(self.run(run()))
 
-    def close(self) -> None:
-        """Cancels what still runs there and joins the thread."""
+    def close(self, seconds: float | None = None) -> bool:
+        """Cancels what still runs there and joins the thread, for at most that long; says whether it ended.
+
+        One that did not is left behind with all that it holds. It ends if ever it goes on."""
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            _left_behind.append(self._thread)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.get_loop().run_forever()
+
+
+def num_left_behind() -> int:
+    """How many device threads of this process are stuck and were left behind."""
+    _left_behind[:] = [thread for thread in _left_behind if thread.is_alive()]
+    return len(_left_behind)
+
+
+def stacks() -> str:
+    """Where the threads of all engines in this process stand."""
+    names = {thread.ident: thread.name for thread in threading.enumerate() if thread.name.startswith(_PREFIX)}
+    shown = [
+        f"{names[ident]}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident in names
+    ]
+    return "\n".join(sorted(shown))
 
 
 class DeviceActors:

@@ -147,8 +147,9 @@ class WorkerPool:
                 self._changed.wait(min(_REST * worked, _LONGEST_NAP))
         work.resumed = time.perf_counter()
 
-    def close(self) -> None:
-        """Cancels what waits, withdraws what is under way, and returns once all threads have ended."""
+    def close(self, seconds: float | None = None) -> None:
+        """Cancels what waits, withdraws what is under way, and returns once all threads have ended, or none
+        has for so long."""
         with self._changed:
             self._is_closed = True
             stopped = [*self._at_work, *(work for queue in self._waiting.values() for work in queue)]
@@ -157,7 +158,7 @@ class WorkerPool:
         for work in stopped:
             work.withdraw()
         for thread in self._threads:
-            thread.join()
+            thread.join(seconds)
 
     def _work(self) -> None:
         self._initialise()

@@ -36,7 +36,9 @@ def note(frame, event, _):
 
 async def main():
     global following
-    async with Engine(EngineConfig(dtype="float32", threads=1, kernels="torch", maxsim="tiled")) as engine:
+    # What looks at the device from time to time is no part of a request either.
+    options = {"dtype": "float32", "threads": 1, "kernels": "torch", "maxsim": "tiled"}
+    async with Engine(EngineConfig(**options, step_timeout_seconds=0)) as engine:
         config = ServerConfig()
         app = build_app(engine, config)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)

@@ -161,7 +161,7 @@ async def _stop_of_itself(monkeypatch: pytest.MonkeyPatch, kill: Callable[[Engin
 
 
 async def test_a_dead_engine_ends_the_server_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await _stop_of_itself(monkeypatch, lambda engine: engine._died("of old age")) == 1
+    assert await _stop_of_itself(monkeypatch, lambda engine: engine._died("of old age", None)) == 1
 
 
 async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, **options: Any) -> str:

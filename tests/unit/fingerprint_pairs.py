@@ -211,6 +211,7 @@ OF_NO_CONCERN: dict[str, Any] = {
     "max_batch_sequences": 99,
     "max_queued_tokens": 99_999,
     "max_wait_seconds": 99.0,
+    "step_timeout_seconds": 99.0,
     "max_request_tokens": 99_999,
     "steps_in_flight": 1,
     "maxsim": "torch",

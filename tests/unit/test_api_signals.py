@@ -41,6 +41,17 @@ async def test_a_signal_asks_and_starts_the_grace_period(left: list[int], number
     stop.done()
 
 
+async def test_one_may_wait_for_a_signal_for_a_while(left: list[int]) -> None:
+    stop = Stop(grace=100)
+    assert not await stop.asked_within(0.05)
+    assert not stop.is_asked
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(5):
+        assert await stop.asked_within(100)
+    assert stop.is_asked
+    stop.done()
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 async def test_a_second_signal_ends_the_process_at_once(
     left: list[int], number: signal.Signals, caplog: pytest.LogCaptureFixture

@@ -51,6 +51,19 @@ def test_work_is_taken_only_while_all_is_well(
             state.check_ready()
 
 
+@pytest.mark.parametrize(
+    ("death", "draining", "phase"),
+    [(None, False, "ok"), ("of old age", False, "restarting"), ("of old age", True, "draining")],
+)
+def test_an_engine_that_comes_back_is_not_dead(death: str | None, draining: bool, phase: str) -> None:
+    state = _state(restart_on_failure=True)
+    state.engine.death, state.engine.is_healthy, state.draining = death, death is None, draining
+    assert state.phase == phase
+    assert state.is_ready is (phase == "ok")
+    state.comes_back = False
+    assert state.phase == ("ok" if death is None else "dead")
+
+
 def test_a_model_goes_by_the_served_name_and_its_own() -> None:
     assert _state().model_name == "its own"
     state = _state(served_model_name="mine")

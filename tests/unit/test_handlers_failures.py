@@ -237,6 +237,19 @@ async def test_a_server_with_a_dead_engine_says_that_it_must_be_restarted(
         assert error_of(answer)["message"] == DEAD
 
 
+async def test_a_server_that_restarts_its_engine_says_when_to_come_again(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caller.engine, "death", "of old age")
+    caller.state.comes_back = True
+    assert await _probe(caller) == (200, 503, "restarting")
+    for method, path in (*(("POST", path) for path in POSTED), ("GET", "/v1/models"), ("DELETE", "/cache")):
+        answer = await caller.ask(method, path, GOOD[method, path])
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
+        message = "the engine has failed and is being restarted; send the request again shortly"
+        assert error_of(answer)["message"] == message
+
+
 async def test_handle_may_be_given_any_mapping_of_headers(caller: Caller) -> None:
     answer = await handle(caller.state, "GET", "/version", {}, Pieces([]))
     assert answer.status == 200

@@ -1,0 +1,88 @@
+"""The command `maxsimd`, whose device fails as words in the texts ask for.
+
+- `loop`: the step with it never ends, and waits without Python's lock.
+- `spin`: it never ends, and works.
+- `lose`: the device itself fails.
+- `die`: an actor fails where nothing may.
+- `break`: the model fails on the step with it.
+
+`MAXSIMD_TEST_LOADS` makes loads after that number fail, `MAXSIMD_TEST_SLOW_LOADS` makes them last for ever.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from maxsimd.api.cli import main
+from maxsimd.engine import ModelLoadError
+from maxsimd.engine import runtime as runtime_module
+from maxsimd.engine.actors import runner as runner_module
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.scheduler import Step
+
+
+def _stay() -> None:
+    threading.Event().wait()
+
+
+def _work() -> None:
+    while True:
+        time.perf_counter()
+
+
+def _lose() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def _break() -> None:
+    raise RuntimeError("shapes cannot be multiplied")
+
+
+ACTIONS: dict[str, Callable[[], None]] = {"loop": _stay, "spin": _work, "lose": _lose, "break": _break}
+FATAL = "die"
+
+
+def _patched(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    loads = 0
+
+    def load_and_patch(config: Any) -> Any:
+        nonlocal loads
+        loads += 1
+        if loads > int(os.environ.get("MAXSIMD_TEST_LOADS", "1000")):
+            raise ModelLoadError("the model is gone")
+        if loads > int(os.environ.get("MAXSIMD_TEST_SLOW_LOADS", "1000")):
+            _stay()
+        device_model = load(config)
+        tokenizer = TextTokenizer(device_model.model.tokenizer)
+        words = {word: int(tokenizer.encode([word], "texts")[0][0]) for word in (*ACTIONS, FATAL)}
+        runner = device_model.prepared.runner
+        forward = runner.forward
+
+        def failing(step: Step) -> Any:
+            ids = {int(each) for chunk in step.chunks for each in chunk.sequence.tokens.ids}
+            for word, action in ACTIONS.items():
+                if words[word] in ids:
+                    action()
+            if words[FATAL] in ids:
+                runner_module.RunnerActor._finish = _fail  # type: ignore[method-assign]
+            return forward(step)
+
+        runner.forward = failing
+        return device_model
+
+    return load_and_patch
+
+
+_finish = runner_module.RunnerActor._finish
+
+
+def _fail(*_: Any) -> None:
+    runner_module.RunnerActor._finish = _finish  # type: ignore[method-assign]
+    raise RuntimeError("beyond repair")
+
+
+if __name__ == "__main__":
+    runtime_module.load_device_model = _patched(runtime_module.load_device_model)
+    main()
