@@ -131,7 +131,12 @@ class StepEnding:
     step_id: int
 
 
-SchedulerMessage = Admit | Cancel | EndEarly | SetWeights | StepEnding | StepReport
+@dataclass(frozen=True, slots=True)
+class ChooseStep:
+    """Scheduler to itself: the step on the device is nearly done; choose the next."""
+
+
+SchedulerMessage = Admit | Cancel | ChooseStep | EndEarly | SetWeights | StepEnding | StepReport
 RunnerMessage = Step | Release
 PoolingMessage = Pool | FreeSequences
 ScoringMessage = Score | Commit | ForgetAttempt | DropRequest

@@ -1,5 +1,6 @@
 """The actor that owns the queue and every waiting request. Lives on the caller's event loop."""
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from maxsimd.engine.actors.actor import Actor, Mailbox
 from maxsimd.engine.actors.messages import (
     Admit,
     Cancel,
+    ChooseStep,
     EndEarly,
     Release,
     RunnerMessage,
@@ -23,6 +25,10 @@ from maxsimd.engine.scoring.outcome import RequestFailure, Result
 from maxsimd.scheduler import Scheduler, ServiceRate, Share, Step, StepTimes
 
 log = logging.getLogger(__name__)
+
+# The next step is chosen when this share of the time is left that the one on the device takes, but no later
+# than this many seconds before its end.
+_SHARE_LEFT, _LEAST_LEFT = 0.25, 0.005
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +66,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         # The steps on the device, and which of them are in their last stage.
         self._in_flight: dict[int, _InFlight] = {}
         self._ending: set[int] = set()
+        self._choose_at = 0.0
+        self._alarm: asyncio.TimerHandle | None = None
         self._posted: dict[int, Admit] = {}
         self._posted_tokens = 0
         self._last_report = 0.0
@@ -127,6 +135,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
             case StepEnding():
                 self.num_signs += 1
                 self._ending.add(message.step_id)
+                self._choose_at = self._nearly_done(message.step_id)
+            case ChooseStep():
+                self._alarm = None
             case StepReport():
                 self.num_signs += 1
                 self._account(message)
@@ -168,9 +179,13 @@ class SchedulerActor(Actor[SchedulerMessage]):
         return request
 
     def _dispatch(self) -> None:
-        """Chooses the next step when all that are on the device have begun their last stages: late, so that a
-        request that comes meanwhile can still be in it, and in time to keep the device busy."""
+        """Chooses the next step when all that are on the device have begun their last stages and are nearly
+        done: late, so that a request that comes meanwhile can still be in it, and in time to keep the device
+        busy."""
         while len(self._ending) == len(self._in_flight) < self._steps_in_flight:
+            if self._in_flight and time.perf_counter() < self._choose_at:
+                self._set_alarm()
+                return
             step = self._scheduler.schedule()
             if step is None:
                 return
@@ -182,6 +197,21 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 if (request := self._open.get(request_id)) is not None:
                     request.begin()
             self._runner.post(step)
+
+    def _nearly_done(self, step_id: int) -> float:
+        """When (perf_counter) the step after one that has begun its last stage is to be chosen. On a GPU at
+        once: a step takes no longer there than an alarm may be late."""
+        now = time.perf_counter()
+        expected = self.rate.seconds(self._in_flight[step_id].work)
+        if self._scheduler.limits.beside_small is None or expected is None:
+            return now
+        return now + expected - max(_SHARE_LEFT * expected, _LEAST_LEFT)
+
+    def _set_alarm(self) -> None:
+        if self._alarm is None:
+            delay = self._choose_at - time.perf_counter()
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_later(delay, self.mailbox.tell, ChooseStep())
 
     def _work_by_tenant(self, step: Step) -> dict[str, int]:
         work: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,13 @@ DEFAULTS = RunOptions()
 class Device:
     """A scheduler actor, and what it has sent to the device."""
 
-    def __init__(self, steps_in_flight: int) -> None:
+    def __init__(self, steps_in_flight: int, beside_small: int | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.steps: list[Step] = []
         runner: Mailbox[RunnerMessage] = Mailbox(loop)
         runner.post = self._sent  # type: ignore[method-assign]
         mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
-        scheduler = Scheduler(StepLimits(8, 100, chunked=False))
+        scheduler = Scheduler(StepLimits(8, 100, chunked=False, beside_small=beside_small))
         self.metrics = EngineMetrics()
         self.actor = SchedulerActor(mailbox, scheduler, runner, steps_in_flight, self.metrics)
 
@@ -87,6 +88,34 @@ async def test_the_next_step_is_chosen_when_the_one_on_the_device_is_in_its_last
     await device.report(device.steps[0], 0, 2, 0.5)
     assert len(device.steps) == 3
     assert device.actor.in_flight == 2
+
+
+async def test_where_steps_are_long_the_next_is_chosen_when_the_one_on_the_device_is_nearly_done() -> None:
+    device = Device(steps_in_flight=2, beside_small=8)
+    await device.admit(1, [8, 8, 8, 8])
+    await device.report(device.steps[0], 0, 1, 0.5)
+    device.actor.rate.observe(8_000_000, 1_000_000.0)  # a second for each step from now on
+    before = time.perf_counter()
+    await device.actor.receive(StepEnding(device.steps[1].step_id))
+    assert len(device.steps) == 2
+    await device.admit(2, [2])
+    assert len(device.steps) == 2
+    message = (await asyncio.wait_for(device.actor.mailbox.next(), 60)).message
+    assert time.perf_counter() - before > 0.7, "a quarter of the second is left"
+    await device.actor.receive(message)
+    assert len(device.steps) == 3
+    assert 2 in {chunk.sequence.request_id for chunk in device.steps[2].chunks}, "it came in time"
+
+
+async def test_a_step_that_ends_before_it_was_expected_to_is_followed_at_once() -> None:
+    device = Device(steps_in_flight=2, beside_small=8)
+    await device.admit(1, [8, 8, 8, 8])
+    await device.report(device.steps[0], 0, 1, 0.5)
+    device.actor.rate.observe(8_000_000, 1_000_000_000.0)
+    await device.actor.receive(StepEnding(device.steps[1].step_id))
+    assert len(device.steps) == 2
+    await device.report(device.steps[1], 0, 1, 0.5)
+    assert len(device.steps) == 3
 
 
 async def test_with_one_step_in_flight_the_next_waits_for_the_report() -> None:
