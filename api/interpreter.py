@@ -23,16 +23,18 @@ def switching_often() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-# How often OpenMP's threads look whether the others are ready before they sleep: for microseconds.
-_SPINS = "1000"
+# How often OpenMP's threads look whether the others are ready before they sleep: for half a millisecond,
+# which is longer than most of what is done between two layers. By `maxsimd bench engine` on a quiet machine
+# that costs nothing (1,000: 9% of throughput); by `maxsimd bench neighbours` it keeps the share of the cores.
+_SPINS = "10000"
 
 
 def waiting_threads_sleep() -> None:
     """Has OpenMP's threads sleep when they wait for each other, unless the environment says how they wait. To
     be called before torch is imported.
 
-    By default they look for milliseconds, which nobody else can use: where other processes keep the cores
-    busy, a thread spends its share of them on waiting for one that has not got its own yet."""
+    By default they look for tens of milliseconds, which nobody else can use: where other processes keep the
+    cores busy, a thread spends its share of them on waiting for one that has not got its own yet."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
