@@ -16,14 +16,20 @@ from maxsimd.bench.datasets import Request, docstring_requests
 from maxsimd.bench.peers.systems import Running, maxsimd
 
 _DOCUMENTS = 20
-CONCURRENCY = (4, 8, 16, 32, 64)
+CONCURRENCY = (2, 4, 8, 16, 32)
 TIMES = (2, 5, 10)
+_PAUSE_SECONDS = 0.25
+# The share of a measurement after which answers count.
+_RAMP = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
+    """`came` is when (perf_counter)."""
+
     status: int
     seconds: float
+    came: float
 
 
 async def measure_overload(
@@ -38,7 +44,7 @@ async def measure_overload(
     with tempfile.TemporaryDirectory() as folder:
         async with server.run(model, Path(folder, "log")) as running:
             await _closed(running, bodies, 8, seconds / 4)
-            capacity, best = await _capacity(running, bodies, seconds / 4)
+            capacity, best = await _capacity(running, bodies, seconds / 2)
             figures: dict[str, Any] = {"documents": _DOCUMENTS, "max_wait_seconds": wait_seconds, **capacity}
             for times in TIMES:
                 answers, duration = await _open(running.session, bodies, times * best, seconds, draw)
@@ -53,7 +59,7 @@ async def _capacity(running: Running, bodies: list[bytes], seconds: float) -> tu
     best: tuple[float, int, list[_Answer], float] | None = None
     for clients in CONCURRENCY:
         answers, duration = await _closed(running, bodies, clients, seconds)
-        rate = len(answers) / duration
+        rate = sum(answer.status == 200 for answer in answers) / duration
         if best is None or rate > best[0]:
             best = rate, clients, answers, duration
     assert best is not None
@@ -82,24 +88,33 @@ def _p99(values: list[float]) -> float:
 async def _closed(
     running: Running, bodies: list[bytes], clients: int, seconds: float
 ) -> tuple[list[_Answer], float]:
-    """Clients that send a request when the one before is answered."""
+    """Clients that send a request when the one before is answered, or a while after it was refused."""
     started = time.perf_counter()
     answers: list[_Answer] = []
 
     async def client(number: int) -> None:
         while time.perf_counter() - started < seconds:
-            answers.append(await _send(running.session, bodies[number % len(bodies)]))
+            answer = await _send(running.session, bodies[number % len(bodies)])
+            answers.append(answer)
+            if answer.status != 200:
+                await asyncio.sleep(_PAUSE_SECONDS)
             number += clients
 
     await asyncio.gather(*(client(number) for number in range(clients)))
-    return answers, time.perf_counter() - started
+    return _within(answers, started, seconds)
+
+
+def _within(answers: list[_Answer], started: float, seconds: float) -> tuple[list[_Answer], float]:
+    """Of all answers those that came between the time at which the queue is full and the end, and how long
+    that is."""
+    begin = started + _RAMP * seconds
+    return [each for each in answers if begin <= each.came <= started + seconds], (1 - _RAMP) * seconds
 
 
 async def _open(
     session: aiohttp.ClientSession, bodies: list[bytes], rate: float, seconds: float, draw: random.Random
 ) -> tuple[list[_Answer], float]:
-    """Requests that come whatever becomes of those before. Returns the answers to all, and the seconds until
-    the last of those that were served."""
+    """Requests that come whatever becomes of those before."""
     started = time.perf_counter()
     tasks, due, number = [], 0.0, 0
     while due < seconds:
@@ -107,8 +122,7 @@ async def _open(
         tasks.append(asyncio.create_task(_send(session, bodies[number % len(bodies)])))
         due += draw.expovariate(rate)
         number += 1
-    answers = await asyncio.gather(*tasks)
-    return list(answers), time.perf_counter() - started
+    return _within(await asyncio.gather(*tasks), started, seconds)
 
 
 async def _send(session: aiohttp.ClientSession, body: bytes) -> _Answer:
@@ -117,7 +131,8 @@ async def _send(session: aiohttp.ClientSession, body: bytes) -> _Answer:
     headers = {"Content-Type": "application/json"}
     async with session.post("/rerank", data=body, headers=headers) as response:
         await response.read()
-        return _Answer(response.status, time.perf_counter() - started)
+        came = time.perf_counter()
+        return _Answer(response.status, came - started, came)
 
 
 def _body(request: Request) -> bytes:
