@@ -14,6 +14,7 @@ import pytest_asyncio
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
     CUT_LONG,
+    REFUSE_LONG,
     WINDOW_LONG,
     Engine,
     EngineConfig,
@@ -102,6 +103,20 @@ async def test_documents_that_cannot_be_read_have_errors_and_the_others_scores(
     assert there == pytest.approx(whole.scores, abs=1e-4)
     assert result.unscored == ()
     await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_of_a_thousand_documents_two_have_errors_and_the_others_their_scores(
+    engine: RecordingEngine,
+) -> None:
+    fine = [f"text {i} of a thousand" for i in range(998)]
+    whole = await engine.score("a query", fine)
+    given = [*fine[:333], POISON, *fine[333:666], TOO_LONG, *fine[666:]]
+    ranked = await engine.rerank("a query", given, truncation=REFUSE_LONG, on_error="report")
+    assert len(ranked.results) == 998
+    assert sorted(ranked.errors) == [333, 667]
+    scores = {result.index: result.score for result in ranked.results}
+    there = [scores[i] for i in range(1000) if i not in ranked.errors]
+    assert there == pytest.approx(whole.scores, abs=1e-4)
 
 
 async def test_each_of_many_queries_keeps_its_document(engine: RecordingEngine) -> None:
