@@ -14,7 +14,6 @@ import pytest_asyncio
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
     CUT_LONG,
-    REFUSE_LONG,
     WINDOW_LONG,
     Engine,
     EngineConfig,
@@ -111,7 +110,7 @@ async def test_of_a_thousand_documents_two_have_errors_and_the_others_their_scor
     fine = [f"text {i} of a thousand" for i in range(998)]
     whole = await engine.score("a query", fine)
     given = [*fine[:333], POISON, *fine[333:666], TOO_LONG, *fine[666:]]
-    ranked = await engine.rerank("a query", given, truncation=REFUSE_LONG, on_error="report")
+    ranked = await engine.rerank("a query", given, truncation=Truncation(), on_error="report")
     assert len(ranked.results) == 998
     assert sorted(ranked.errors) == [333, 667]
     scores = {result.index: result.score for result in ranked.results}
