@@ -72,8 +72,6 @@ def test_the_page_on_security_names_every_reason_for_cutting_a_connection() -> N
 
 
 PROMISES = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-# Options that the page names before the command line has them.
-PROMISED_AHEAD = {"--restart-on-failure"}
 
 
 def test_the_page_on_promises_names_options_and_tests_that_there_are() -> None:
@@ -83,7 +81,7 @@ def test_the_page_on_promises_names_options_and_tests_that_there_are() -> None:
     named = set(re.findall(r"`(--[\w-]+)`", ours))
     shown = CliRunner().invoke(main, ["serve", "--help"]).output
     assert len(named) > 20
-    for name in sorted(named - PROMISED_AHEAD):
+    for name in sorted(named):
         assert f"{name} " in shown, name
     tests = set(re.findall(r"`(tests/[\w/]+\.py)`", PROMISES))
     assert len(tests) > 20
