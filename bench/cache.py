@@ -8,11 +8,9 @@ from dataclasses import replace
 import numpy as np
 from scipy.stats import kendalltau
 
-from maxsimd.bench.datasets import docstring_pairs
+from maxsimd.bench.datasets import QUERY, docstring_pairs
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ScoreResult
 from maxsimd.engine.requests import CacheMode
-
-QUERY = "how is a file opened for reading"
 
 
 async def measure_cache(config: EngineConfig, documents: int, rounds: int) -> dict[str, float]:

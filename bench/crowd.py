@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from maxsimd.api.interpreter import garbage_left_alone, switching_often
-from maxsimd.bench.datasets import docstring_pairs
+from maxsimd.bench.datasets import QUERY, docstring_pairs
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
-
-QUERY = "how is a file opened for reading"
 
 
 async def measure_crowd(config: EngineConfig, requests: int, documents: int, rounds: int) -> dict[str, float]:

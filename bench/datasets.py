@@ -22,6 +22,9 @@ _WORDS = tuple(
 # Modules that do something visible when imported.
 _NOT_IMPORTED = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "lib2to3"}
 
+# The query of what asks for no answer in particular.
+QUERY = "how is a file opened for reading"
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -109,6 +112,12 @@ def docstring_pairs(max_characters: int = 4000) -> list[Pair]:
         seen |= {sentence, rest}
         pairs.append(Pair(sentence[:300], rest[:max_characters]))
     return pairs
+
+
+def numbered_documents(count: int) -> list[str]:
+    """As many different documents as asked for: those of `docstring_pairs`, again and again, with numbers."""
+    texts = [pair.document for pair in docstring_pairs()]
+    return [f"{i // len(texts)} {texts[i % len(texts)]}" for i in range(count)]
 
 
 def _split_first_sentence(text: str) -> tuple[str, str]:

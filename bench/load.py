@@ -40,6 +40,11 @@ async def drive(
     return time.perf_counter() - started, list(outcomes)
 
 
+def p99(values: Sequence[float]) -> float:
+    """The value that 99% of them do not exceed."""
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+
 async def _time(send: Send, request: Request) -> Outcome:
     started = time.perf_counter()
     try:

@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from maxsimd.bench.datasets import docstring_pairs
+from maxsimd.bench.datasets import docstring_pairs, numbered_documents
+from maxsimd.bench.load import p99
 from maxsimd.bench.peers.systems import Running, maxsimd
 from maxsimd.bench.scaling import samples
 
@@ -38,9 +39,7 @@ async def measure_mixed_load(model: str | None, load: MixedLoad, *options: str) 
     """Interactive requests alone, batches alone, and both, in turns; medians. Throughput of batches is in
     tokens that the model ran for them alone."""
     pairs = docstring_pairs()
-    texts = [pair.document for pair in pairs]
-    documents = [f"{i // len(texts)} {texts[i % len(texts)]}" for i in range(BATCH_DOCUMENTS)]
-    batch = _body(pairs[0].query, documents, load.priority)
+    batch = _body(pairs[0].query, numbered_documents(BATCH_DOCUMENTS), load.priority)
     client = _Interactive([_body(pair.query, [pair.document], None) for pair in pairs[:500]], load)
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -71,9 +70,9 @@ async def _round(running: Running, client: "_Interactive", batch: bytes, seconds
         after = await _tokens(running.session), time.perf_counter()
     return {
         "p50_alone_ms": statistics.median(alone) * 1e3,
-        "p99_alone_ms": _p99(alone) * 1e3,
+        "p99_alone_ms": p99(alone) * 1e3,
         "p50_beside_batches_ms": statistics.median(beside) * 1e3,
-        "p99_beside_batches_ms": _p99(beside) * 1e3,
+        "p99_beside_batches_ms": p99(beside) * 1e3,
         "batch_tokens_per_s_alone": (between[0] - before[0]) / (between[1] - before[1]),
         "batch_tokens_per_s_beside": (after[0] - between[0] - interactive_tokens) / (after[1] - between[1]),
     }
@@ -140,10 +139,6 @@ async def _send(session: aiohttp.ClientSession, body: bytes) -> tuple[float, int
 async def _tokens(session: aiohttp.ClientSession) -> float:
     """How many tokens the model has run."""
     return float(next(s.value for s in await samples(session) if s.name == "maxsimd_tokens_total"))
-
-
-def _p99(values: list[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
 def _body(query: str, documents: list[str], priority: str | None) -> bytes:

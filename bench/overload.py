@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from maxsimd.bench.datasets import Request, docstring_requests
+from maxsimd.bench.load import p99
 from maxsimd.bench.peers.systems import Running, maxsimd
 
 _DOCUMENTS = 20
@@ -74,15 +75,11 @@ def _shown(answers: list[_Answer], duration: float) -> dict[str, Any]:
     shown = {
         "served_per_s": round(len(served) / duration, 2),
         "p50_ms": round(statistics.median(served) * 1e3, 1),
-        "p99_ms": round(_p99(served) * 1e3, 1),
+        "p99_ms": round(p99(served) * 1e3, 1),
         "refused": len(refused),
         "other_answers": len(others),
     }
-    return shown | ({"refusal_p99_ms": round(_p99(refused) * 1e3, 1)} if refused else {})
-
-
-def _p99(values: list[float]) -> float:
-    return values[min(len(values) - 1, int(0.99 * len(values)))]
+    return shown | ({"refusal_p99_ms": round(p99(refused) * 1e3, 1)} if refused else {})
 
 
 async def _closed(

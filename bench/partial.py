@@ -7,17 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from maxsimd.bench.datasets import docstring_pairs
+from maxsimd.bench.datasets import QUERY, numbered_documents
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, RerankResult
-
-QUERY = "how is a file opened for reading"
 
 
 async def measure_partial(config: EngineConfig, documents: int, share: float, rounds: int) -> dict[str, Any]:
     """A request of `documents` whole, and with `share` of that time for a timeout and a partial result,
     in turns; medians, but the worst of what has to hold each time."""
-    texts = [pair.document for pair in docstring_pairs()]
-    texts = [f"{i // len(texts)} {texts[i % len(texts)]}" for i in range(documents)]
+    texts = numbered_documents(documents)
     found: list[tuple[float, ...]] = []
     wrong = 0
     async with Engine(config) as engine:

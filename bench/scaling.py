@@ -9,11 +9,10 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from maxsimd.bench.datasets import Request, docstring_pairs
+from maxsimd.bench.datasets import QUERY, Request, docstring_pairs
 from maxsimd.bench.load import drive
 from maxsimd.bench.peers.systems import Running, maxsimd
 
-QUERY = "how is a file opened for reading"
 SIZES = (10, 100, 1000, 10_000)
 LAG = "maxsimd_event_loop_lag_seconds"
 MEMORY = "process_resident_memory_bytes"

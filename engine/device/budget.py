@@ -28,8 +28,8 @@ def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype,
 
 def beside_small_requests(budget: int, device: torch.device) -> int | None:
     """How many tokens of larger requests a step may have while requests of a document or so come; None for as
-    many as fit. A CPU takes 0.1 seconds for a step, for which whoever comes meanwhile waits, and half the
-    tokens take half as long; a GPU takes milliseconds, and is less busy with fewer."""
+    many as fit. On a CPU whoever comes meanwhile waits for a step for long, and one of a quarter of the
+    tokens takes a quarter of the time; of a GPU that has not been measured."""
     return None if device.type == "cuda" else min(budget, max(_LEAST_BESIDE_SMALL, budget // 4))
 
 

@@ -20,10 +20,10 @@ def take_short_slices() -> bool:
     says whether that could be asked for.
 
     The event loop needs a moment, but at once; a thread that has done its part of a layer waits for those
-    that have not. Of equal threads, Linux lets the one with the shorter slice go first when it wakes up, from
-    6.12 on; older kernels change nothing. The share of the cores stays the same: what other processes have is
-    theirs. (A higher niceness of busy threads would serve the event loop as well, and halve their share
-    wherever other processes are busy.)"""
+    that have not. From Linux 6.12 on, a thread that wakes up need not wait for a long slice of another of
+    this process to end, and goes before those of other processes whose slices are longer; older kernels
+    change nothing. The share of the cores stays the same. (A higher niceness of busy threads would serve the
+    event loop as well, and halve their share wherever other processes are busy.)"""
     calls = _CALLS.get(platform.machine())
     if sys.platform != "linux" or calls is None:
         return False

@@ -12,7 +12,9 @@ from click.testing import CliRunner
 from maxsimd.api.cli import main
 from maxsimd.bench.candidates import Bm25
 from maxsimd.bench.datasets import docstring_pairs, docstring_requests, mixed_counts, random_requests
-from maxsimd.bench.load import _rank
+from maxsimd.bench.load import _rank, p99
+from maxsimd.bench.overload import _Answer, _within
+from maxsimd.bench.partial import _wrong
 from maxsimd.bench.peers.experiments import Arena, Load, Turn
 from maxsimd.bench.peers.experiments import Outcome as PeerOutcome
 from maxsimd.bench.peers.report import markdown, write
@@ -22,6 +24,7 @@ from maxsimd.bench.plots import draw
 from maxsimd.bench.report import Outcome, Report
 from maxsimd.bench.running import run_and_clean_up
 from maxsimd.bench.scaling import _quantile
+from maxsimd.engine import RankedDocument, RerankResult, Usage
 
 
 def test_docstring_requests_hold_the_querys_own_document_and_no_other_twice() -> None:
@@ -185,3 +188,26 @@ async def test_a_system_that_does_not_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended while it started"):
         async with maxsimd("maxsimd").run(str(tmp_path / "nothing"), tmp_path / "log"):
             pass
+
+
+def test_the_99th_percentile_is_a_value_that_occurred() -> None:
+    assert p99([float(i) for i in range(200, 0, -1)]) == 199.0
+    assert p99([3.0]) == 3.0
+
+
+def test_of_an_overload_only_what_came_while_the_queue_was_full_counts() -> None:
+    answers = [_Answer(200, 0.1, came) for came in (100.0, 101.9, 102.0, 110.0, 110.1)]
+    counted, seconds = _within(answers, 100.0, 10.0)
+    assert [answer.came for answer in counted] == [102.0, 110.0]
+    assert seconds == 8.0
+
+
+def test_a_partial_result_is_wrong_by_score_by_order_and_by_what_is_missing() -> None:
+    def result(*scores: tuple[int, float], unscored: tuple[int, ...] = ()) -> RerankResult:
+        return RerankResult([RankedDocument(i, score, "") for i, score in scores], Usage(0, 0), 0, unscored)
+
+    whole = result((1, 3.0), (0, 2.0), (2, 1.0))
+    assert _wrong(whole, result((1, 3.0), (2, 1.0), unscored=(0,)), 3) == 0
+    assert _wrong(whole, result((1, 3.0), (2, 1.5), unscored=(0,)), 3) == 1
+    assert _wrong(whole, result((2, 1.0), (1, 3.0), unscored=(0,)), 3) == 1
+    assert _wrong(whole, result((1, 3.0), (2, 1.0)), 3) == 1
