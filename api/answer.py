@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from maxsimd.api import wire
 from maxsimd.engine import Engine, Usage
 from maxsimd.engine.requests import Timings
 
-# Answers of more items than this are encoded in the thread pool, so that the event loop goes on.
+# Answers of more items than this are built and encoded in the thread pool, so that the event loop goes on.
 LARGE_ANSWER = 500
 # About how many characters an item takes in JSON: a number of an embedding, say.
 CHARACTERS_AN_ITEM = 10
@@ -57,13 +57,15 @@ class Answer:
         return Answer(self.status, {**always, **self.headers, **own, **more}, self.body)
 
 
-async def wire_answer(engine: Engine, response: Any, items: int = 0) -> Answer:
-    """A wire type, or a list of them, as JSON; `items` says how large it is."""
-    if items > LARGE_ANSWER:
-        body = await engine.in_thread(lambda: msgspec.json.encode(response), CHARACTERS_AN_ITEM * items)
-    else:
-        body = msgspec.json.encode(response)
-    return Answer(200, {"Content-Type": "application/json"}, body)
+async def wire_answer(engine: Engine, build: Callable[[], Any], items: int) -> Answer:
+    """As JSON what is built, a wire type or a list of them; `items` says how large it will be."""
+
+    def body() -> bytes:
+        return msgspec.json.encode(build())
+
+    is_large = items > LARGE_ANSWER
+    encoded = await engine.in_thread(body, CHARACTERS_AN_ITEM * items) if is_large else body()
+    return Answer(200, {"Content-Type": "application/json"}, encoded)
 
 
 def json_page(page: Any, status: int = 200) -> Answer:

@@ -1,6 +1,5 @@
 """How Python and the libraries' threads are set up in a process that serves."""
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -37,15 +36,3 @@ def waiting_threads_sleep() -> None:
     cores busy, a thread spends its share of them on waiting for one that has not got its own yet."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
-
-
-@contextmanager
-def garbage_left_alone() -> Iterator[None]:
-    """What there is by now is not walked through by the garbage collector, which would stop everything for a
-    tenth of a second or more now and then. For after a start, which leaves very many objects behind."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -11,7 +11,8 @@ from aiohttp import web
 from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.connection_table import ConnectionTable
-from maxsimd.api.interpreter import garbage_left_alone, switching_often
+from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
+from maxsimd.api.interpreter import switching_often
 from maxsimd.api.listener import Listener, max_connections, raise_descriptor_limit
 from maxsimd.api.loading import Deaths, Loading
 from maxsimd.api.signals import Stop, leave_at_once
@@ -119,7 +120,9 @@ async def _live(engine: Engine, door: _Door, stop: Stop, started: float) -> None
         seconds = time.perf_counter() - started
         name, how = engine.model.name, _how_it_runs(engine)
         log.info("%s is ready on %s after %.1f s: %s", name, door.url, seconds, how)
+        collecting = asyncio.create_task(collect_when_quiet(lambda: door.state.is_quiet, resident_bytes))
         await _until_the_end(engine, stop)
+        collecting.cancel()
 
 
 async def _until_the_end(engine: Engine, stop: Stop) -> None:

@@ -80,6 +80,11 @@ class ServerState:
                 end.reschedule(0)
         return len(self._in_flight)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no request is in flight."""
+        return not self._in_flight
+
     async def until_quiet(self) -> None:
         """Returns when no request is in flight."""
         await self._quiet.wait()

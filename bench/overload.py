@@ -24,20 +24,33 @@ _PAUSE_SECONDS = 0.25
 _RAMP = 0.2
 
 
+class _Usage(msgspec.Struct):
+    total_tokens: int
+
+
+class _Served(msgspec.Struct):
+    """What is read of an answer."""
+
+    usage: _Usage
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """`came` is when (perf_counter)."""
+    """`came` is when (perf_counter); `tokens` are those that were run for it."""
 
     status: int
     seconds: float
     came: float
+    tokens: int
 
 
 async def measure_overload(
     model: str | None, wait_seconds: float, seconds: float, seed: int = 0
 ) -> dict[str, Any]:
     """Capacity is the best throughput of clients that wait for each answer; then requests come at random
-    moments (Poisson), at several times that rate, for `seconds` each."""
+    moments (Poisson), at several times that rate, for `seconds` each. Throughput is in tokens: whether a
+    request is refused depends on its size, so that answers a second would say more of sizes than of the
+    server."""
     requests = docstring_requests(200, _DOCUMENTS, seed)
     bodies = [_body(request) for request in requests]
     server = maxsimd("maxsimd", "--max-wait-seconds", str(wait_seconds))
@@ -60,11 +73,12 @@ async def _capacity(running: Running, bodies: list[bytes], seconds: float) -> tu
     best: tuple[float, int, list[_Answer], float] | None = None
     for clients in CONCURRENCY:
         answers, duration = await _closed(running, bodies, clients, seconds)
-        rate = sum(answer.status == 200 for answer in answers) / duration
-        if best is None or rate > best[0]:
-            best = rate, clients, answers, duration
+        tokens = sum(answer.tokens for answer in answers)
+        if best is None or tokens > best[0]:
+            best = tokens, clients, answers, duration
     assert best is not None
-    rate, clients, answers, duration = best
+    _, clients, answers, duration = best
+    rate = sum(answer.status == 200 for answer in answers) / duration
     return {"clients_at_capacity": clients, **_shown(answers, duration)}, rate
 
 
@@ -73,6 +87,7 @@ def _shown(answers: list[_Answer], duration: float) -> dict[str, Any]:
     refused = sorted(answer.seconds for answer in answers if answer.status == 429)
     others = [answer.status for answer in answers if answer.status not in (200, 429)]
     shown = {
+        "tokens_per_s": round(sum(answer.tokens for answer in answers) / duration),
         "served_per_s": round(len(served) / duration, 2),
         "p50_ms": round(statistics.median(served) * 1e3, 1),
         "p99_ms": round(p99(served) * 1e3, 1),
@@ -127,9 +142,12 @@ async def _send(session: aiohttp.ClientSession, body: bytes) -> _Answer:
     started = time.perf_counter()
     headers = {"Content-Type": "application/json"}
     async with session.post("/rerank", data=body, headers=headers) as response:
-        await response.read()
+        content = await response.read()
         came = time.perf_counter()
-        return _Answer(response.status, came - started, came)
+        tokens = (
+            msgspec.json.decode(content, type=_Served).usage.total_tokens if response.status == 200 else 0
+        )
+        return _Answer(response.status, came - started, came, tokens)
 
 
 def _body(request: Request) -> bytes:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
-import numpy as np
-
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.load import DeviceModel
@@ -21,8 +19,15 @@ from maxsimd.engine.errors import (
     InvalidRequestError,
 )
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.postprocess import activate, document_scores, rank, shorten, unscored
-from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.postprocess import (
+    aside,
+    classify_result,
+    embed_result,
+    rank,
+    score_result,
+    token_embed_result,
+)
+from maxsimd.engine.preprocess import Prepared
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     CUT_LONG,
@@ -193,18 +198,8 @@ class Engine:
         )
         options = RunOptions(priority, tenant, timeout, progress, on_timeout, on_error)
         prepared, values = await self._pairs(request, options)
-        scores, errors = document_scores(prepared.combine, values)
-        errors |= prepared.errors
-        if model.score_task == "classify" and use_activation:
-            scores = activate(scores[:, None], model.activation)[:, 0]
-        return ScoreResult(
-            scores.tolist(),
-            usage_of(prepared),
-            prepared.truncated,
-            unscored(scores, errors),
-            errors,
-            values.timings,
-        )
+        activation = model.activation if model.score_task == "classify" and use_activation else None
+        return await aside(lambda: score_result(prepared, values, activation), len(values.values))
 
     async def rerank(
         self,
@@ -243,7 +238,7 @@ class Engine:
             on_error=on_error,
             progress=progress,
         )
-        ranked = rank(scored.scores, texts, top_n)
+        ranked = await aside(lambda: rank(scored.scores, texts, top_n), len(texts))
         return RerankResult(
             ranked, scored.usage, scored.truncated, scored.unscored, scored.errors, scored.timings
         )
@@ -273,9 +268,8 @@ class Engine:
         )
         options = RunOptions(priority, tenant, timeout, progress)
         prepared, values = await self._texts(request, dimensions, options)
-        embeddings = np.concatenate([np.asarray(value) for value in values.values])
         normalised = self.model.tasks["embed"].normalised
-        return EmbedResult(shorten(embeddings, dimensions, normalised), usage_of(prepared))
+        return await aside(lambda: embed_result(prepared, values, dimensions, normalised), len(values.values))
 
     async def embed_tokens(
         self,
@@ -301,8 +295,9 @@ class Engine:
         options = RunOptions(priority, tenant, timeout, progress)
         prepared, values = await self._texts(request, dimensions, options)
         normalised = self.model.tasks["token_embed"].normalised
-        matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values.values]
-        return TokenEmbedResult(matrices, usage_of(prepared))
+        return await aside(
+            lambda: token_embed_result(prepared, values, dimensions, normalised), len(values.values)
+        )
 
     async def classify(
         self,
@@ -328,10 +323,9 @@ class Engine:
             first, second = pair_up(cast("Texts", texts), text_pairs)
             pairs = ScoreRequest(queries=first, documents=second, truncation=truncation)
             prepared, values = await self._pairs(pairs, options)
-        scores = np.array(values.values, dtype=np.float32).reshape(len(values.values), -1)
-        if use_activation:
-            scores = activate(scores, self.model.probabilities)
-        return ClassifyResult(scores, self.model.labels, usage_of(prepared))
+        activation = self.model.probabilities if use_activation else None
+        labels = self.model.labels
+        return await aside(lambda: classify_result(prepared, values, activation, labels), len(values.values))
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
         """Names the tenants with a weight and limits of their own, in place of those named before. May be

@@ -1,18 +1,56 @@
-"""Values to results: activation, ranking and shortening. Functions of their input."""
+"""Values to results: activation, ranking and shortening. Functions of their input, called `aside` where there
+is much of it."""
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.engine.requests import RankedDocument, Value, Values
+from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.requests import (
+    ClassifyResult,
+    EmbedResult,
+    RankedDocument,
+    ScoreResult,
+    TokenEmbedResult,
+    Value,
+    Values,
+)
 from maxsimd.pooling.methods import Head
 
 # Rows that an activation is applied to at a time. torch takes whole vectors of numbers in one way and what is
 # left over in another, which may differ in the last bit: with this number of rows nothing is left over.
 _ROWS = 64
+# With more values than this, what is made of them would keep the event loop for milliseconds.
+_MANY = 500
+
+T = TypeVar("T")
+
+
+async def aside(function: Callable[[], T], values: int) -> T:
+    """Calls a function that makes a result of that many values: where they are many, in a thread. It needs
+    nothing of the engine, which may stop meanwhile."""
+    return await asyncio.to_thread(function) if values > _MANY else function()
+
+
+def score_result(prepared: Prepared, values: Values, activation: Head | None) -> ScoreResult:
+    """One score a document; `activation` is that of a classifier, if it is wanted."""
+    scores, errors = document_scores(prepared.combine, values)
+    errors |= prepared.errors
+    if activation is not None:
+        scores = activate(scores[:, None], activation)[:, 0]
+    return ScoreResult(
+        scores.tolist(),
+        usage_of(prepared),
+        prepared.truncated,
+        unscored(scores, errors),
+        errors,
+        values.timings,
+    )
 
 
 def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float32]:
@@ -21,6 +59,29 @@ def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float3
     filled[: len(logits)] = logits
     parts = [activation(part) for part in torch.from_numpy(filled).split(_ROWS)]
     return torch.cat(parts).numpy()[: len(logits)]
+
+
+def embed_result(prepared: Prepared, values: Values, dimensions: int | None, normalised: bool) -> EmbedResult:
+    """One row a text."""
+    rows = np.concatenate([np.asarray(value) for value in values.values])
+    return EmbedResult(shorten(rows, dimensions, normalised), usage_of(prepared))
+
+
+def token_embed_result(
+    prepared: Prepared, values: Values, dimensions: int | None, normalised: bool
+) -> TokenEmbedResult:
+    """One matrix a text, with a row a token."""
+    matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values.values]
+    return TokenEmbedResult(matrices, usage_of(prepared))
+
+
+def classify_result(
+    prepared: Prepared, values: Values, activation: Head | None, labels: tuple[str, ...]
+) -> ClassifyResult:
+    """One row a text, with a number a label: logits, unless there is an `activation`."""
+    rows = np.array(values.values, dtype=np.float32).reshape(len(values.values), -1)
+    scores = rows if activation is None else activate(rows, activation)
+    return ClassifyResult(scores, labels, usage_of(prepared))
 
 
 def document_scores(
@@ -44,9 +105,9 @@ def unscored(scores: NDArray[np.float32], errors: Mapping[int, str]) -> tuple[in
 def rank(scores: Sequence[float], documents: Sequence[str], top_n: int | None) -> list[RankedDocument]:
     """Documents best first, ties in input order; the first `top_n` of them, all for None or 0. Those whose
     score is NaN are left out."""
-    scored = [i for i in range(len(documents)) if not math.isnan(scores[i])]
-    order = sorted(scored, key=lambda i: (-scores[i], i))
-    return [RankedDocument(i, scores[i], documents[i]) for i in order[: top_n or None]]
+    order = np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable")  # NaN last
+    scored = [int(i) for i in order if not math.isnan(scores[i])]
+    return [RankedDocument(i, scores[i], documents[i]) for i in scored[: top_n or None]]
 
 
 def shorten(rows: NDArray[np.float32], dimensions: int | None, normalised: bool) -> NDArray[np.float32]:

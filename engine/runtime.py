@@ -31,7 +31,7 @@ from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Values
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import TenantLimits
-from maxsimd.scheduler import Scheduler, StepLimits
+from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
 
 log = logging.getLogger(__name__)
 
@@ -260,33 +260,26 @@ class Running:
         came = time.perf_counter()
         with self.admission.permit(request, options) as permit:
 
-            def check_and_prepare() -> tuple[Prepared, Timings]:
+            def check_and_prepare() -> tuple[Prepared, WaitingRequest, Timings]:
                 permit.check()
                 begun = time.perf_counter()
                 prepared = prepare(ids)
-                return prepared, Timings(queue=begun - came, tokenise=time.perf_counter() - begun)
+                waiting = WaitingRequest(ids.request_id, options.share, options.on_timeout == "partial")
+                waiting.add(prepared.sequences, prepared.cached)
+                timings = Timings(queue=begun - came, tokenise=time.perf_counter() - begun)
+                return prepared, waiting, timings
 
-            prepared, timings = await self.in_pool(check_and_prepare, request.size)
+            prepared, waiting, timings = await self.in_pool(check_and_prepare, request.size)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
-            permit.confirm(prepared.work)
-            values = self._queue(ids.request_id, prepared, options)
+            permit.confirm(waiting.work)
+            values = self._queue(waiting, prepared.results, options)
         self.admission.review()
         return prepared, values, timings
 
-    def _queue(self, request_id: int, prepared: Prepared, options: RunOptions) -> asyncio.Future[Values]:
+    def _queue(self, request: WaitingRequest, results: int, options: RunOptions) -> asyncio.Future[Values]:
         """Queues a request that is prepared; its values will be in the future."""
         values = self._future()
-        self.scheduler.post(
-            Admit(
-                request_id=request_id,
-                sequences=prepared.sequences,
-                cached=prepared.cached,
-                num_tokens=prepared.work,
-                num_results=prepared.results,
-                options=options,
-                values=values,
-            )
-        )
+        self.scheduler.post(Admit(request=request, num_results=results, options=options, values=values))
         return values
 
     def _abandon(self, request_id: int) -> None:

@@ -8,6 +8,7 @@ from maxsimd.scheduler.forecast import ServiceRate, StepTimes
 from maxsimd.scheduler.payload import DocumentPayload, JoinedTokens, Payload, ResultSlot, Role, Tokens, Window
 from maxsimd.scheduler.policy import OLDEST_SHARE, Scheduler
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
+from maxsimd.scheduler.waiting import WaitingRequest
 from maxsimd.scheduler.weights import Share, share_of
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "StepLimits",
     "StepTimes",
     "Tokens",
+    "WaitingRequest",
     "Window",
     "share_of",
 ]

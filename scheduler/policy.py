@@ -145,32 +145,38 @@ class Scheduler:
         full, or `in_order`, as they were given in the first call. Raises ValueError, and takes nothing, for a
         sequence that can never fit a step."""
         sequences, cached = list(sequences), list(cached)
-        for sequence in sequences:
-            if not self.fits(sequence.num_new_tokens):
-                raise ValueError(
-                    f"{sequence.num_new_tokens} tokens do not fit a step of {self.limits.tokens}"
-                )
-        if not sequences and not cached:
-            return
-        if not self._requests:  # an empty queue has saved up nothing for the oldest, and owes nothing
-            self._oldest_credit = 0.0
         request = self._requests.get(request_id)
-        is_new = request is None
         if request is None:
-            share = share_of(tenant, priority)
-            request = self._requests[request_id] = WaitingRequest(request_id, self._arrivals, share, in_order)
-            self._arrivals += 1
+            request = WaitingRequest(request_id, share_of(tenant, priority), in_order)
+            request.add(sequences, cached)
+            self.enter(request)
+            return
+        self._check_fits(max((sequence.num_new_tokens for sequence in sequences), default=0))
         before = request.work
         request.add(sequences, cached)
         self._tokens += request.work - before
         self._sequences += len(sequences)
         self._cached += len(cached)
-        if self._is_small(request):
-            self._steps_beside_small = _STEPS_BESIDE_SMALL
-        if is_new:
-            self._shares.join(request)
-        else:
-            self._shares.charge(request, 0)
+        self._expect_small(request)
+        self._shares.charge(request, 0)
+
+    def enter(self, request: WaitingRequest) -> None:
+        """Takes a request with all its work into the queue: what `admit` does, in a moment however much it
+        is. Nothing with its id waits yet. Raises ValueError, and does not take it, if it has a sequence that
+        can never fit a step."""
+        self._check_fits(request.longest)
+        if not request.work:
+            return
+        if not self._requests:  # an empty queue has saved up nothing for the oldest, and owes nothing
+            self._oldest_credit = 0.0
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._requests[request.request_id] = request
+        self._tokens += request.work
+        self._sequences += request.num_sequences
+        self._cached += request.num_cached
+        self._expect_small(request)
+        self._shares.join(request)
 
     def cancel(self, request_id: int) -> None:
         """Forgets everything of a request that no step has taken, also the rest of a partial prefill. Does
@@ -210,6 +216,14 @@ class Scheduler:
             self._serve_small(filling)
         self._steps += 1
         return filling.step(self._steps)
+
+    def _check_fits(self, longest: int) -> None:
+        if not self.fits(longest):
+            raise ValueError(f"{longest} tokens do not fit a step of {self.limits.tokens}")
+
+    def _expect_small(self, request: WaitingRequest) -> None:
+        if self._is_small(request):
+            self._steps_beside_small = _STEPS_BESIDE_SMALL
 
     def _is_small(self, request: WaitingRequest) -> bool:
         return self.limits.beside_small is not None and request.work <= self.limits.beside_small

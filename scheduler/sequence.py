@@ -3,7 +3,7 @@
 Nothing here decides anything; the policy does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,8 @@ class Sequence:
     `sequence_id` is unique in the engine. A sequence with `waits_for` is scheduled after the sequence of that
     id: a document after its query, and a pair after the prefix whose tokens are its own first
     `shared_prefix_len`, which are not run again. `num_consumers` is how many sequences and cached documents
-    use what this one leaves on the device, its embedding or its keys and values.
+    use what this one leaves on the device, its embedding or its keys and values. Of its `num_tokens`, as many
+    as `num_new_tokens` are run for itself.
     """
 
     sequence_id: int
@@ -26,6 +27,13 @@ class Sequence:
     waits_for: int | None = None
     num_consumers: int = 0
     shared_prefix_len: int = 0
+    # Kept because they are read again and again for each of thousands of sequences.
+    num_tokens: int = field(init=False)
+    num_new_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", len(self.payload.tokens))
+        object.__setattr__(self, "num_new_tokens", self.num_tokens - self.shared_prefix_len)
 
     @classmethod
     def text(
@@ -69,17 +77,12 @@ class Sequence:
         return cls(sequence_id, slot.request_id, payload, document.query_id)
 
     def __len__(self) -> int:
-        return len(self.payload.tokens)
+        return self.num_tokens
 
     @property
     def tokens(self) -> AnyTokens:
         """What the model reads."""
         return self.payload.tokens
-
-    @property
-    def num_new_tokens(self) -> int:
-        """How many of its tokens are run for itself."""
-        return len(self) - self.shared_prefix_len
 
     @property
     def prefix_id(self) -> int | None:

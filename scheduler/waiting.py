@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from maxsimd.scheduler.sequence import CachedBatch, Sequence
+from maxsimd.scheduler.weights import Share
 
 Item = TypeVar("Item")
 
@@ -30,6 +31,16 @@ class BySize(Generic[Item]):
             self._items[size] = deque()
             insort(self._sizes, size)
         self._items[size].append(item)
+
+    def take_over(self, others: "BySize[Item] | InOrder[Item]") -> None:
+        """Adds all others, in a moment even if they are thousands."""
+        assert isinstance(others, BySize)
+        for size, items in others._items.items():
+            if size not in self._items:
+                self._items[size] = items
+                insort(self._sizes, size)
+            else:
+                self._items[size].extend(items)
 
     def pop(self, most: int | None = None) -> Item | None:
         """Removes and returns the largest item, of those of at most the size `most` if that is given, or
@@ -56,6 +67,11 @@ class InOrder(Generic[Item]):
     def add(self, item: Item, size: int) -> None:
         self._items.append((size, item))
 
+    def take_over(self, others: "BySize[Item] | InOrder[Item]") -> None:
+        """Adds all others behind those that are there."""
+        assert isinstance(others, InOrder)
+        self._items.extend(others._items)
+
     def pop(self, most: int | None = None) -> Item | None:
         """Removes and returns the first item of at most the size `most` if that is given, or None where none
         of the next is."""
@@ -66,28 +82,48 @@ class InOrder(Generic[Item]):
         return None
 
 
+class _Ready:
+    """Sequences and cached batches that may be run, or may be once a query is."""
+
+    def __init__(self, in_order: bool) -> None:
+        self.sequences: BySize[Sequence] | InOrder[Sequence] = InOrder() if in_order else BySize()
+        self.cached: BySize[CachedBatch] = BySize()
+
+    def add(self, item: Sequence | CachedBatch) -> None:
+        if isinstance(item, CachedBatch):
+            self.cached.add(item, item.price)
+        else:
+            self.sequences.add(item, item.num_new_tokens)
+
+    def take_over(self, others: "_Ready") -> None:
+        self.sequences.take_over(others.sequences)
+        self.cached.take_over(others.cached)
+
+
 class WaitingRequest:
-    """The waiting work of one request. Owned by the `Scheduler`, which alone may call it.
+    """The waiting work of one request. Made by anybody, on any thread; once it is in a `Scheduler`, that owns
+    it and alone may call it.
 
     Its sequences are run by size, so that steps are full, or `in_order`: of a request that may be ended
-    before it is done, the first count most. `arrival` counts requests in the order in which they were
-    admitted. `work` is what is left, in tokens: of sequences those that have not been scheduled, and the
-    prices of cached batches.
+    before it is done, the first count most. `arrival` counts requests in the order in which the scheduler
+    took them. `work` is what is left, in tokens: of sequences those that have not been scheduled, and the
+    prices of cached batches. No sequence that was added has more new tokens than `longest`.
     """
 
-    def __init__(self, request_id: int, arrival: int, share: tuple[str, int], in_order: bool = False) -> None:
+    def __init__(self, request_id: int, share: Share, in_order: bool = False) -> None:
         self.request_id = request_id
-        self.arrival = arrival
+        self.arrival = -1
         self.share = share
         self.work = 0
+        self.longest = 0
         self.num_sequences = 0
         self.num_cached = 0
         self.partial: tuple[Sequence, int] | None = None
         self._in_order = in_order
-        self._ready: BySize[Sequence] | InOrder[Sequence] = InOrder() if in_order else BySize()
-        self._ready_cached: BySize[CachedBatch] = BySize()
+        self._ready = _Ready(in_order)
         self._queries: deque[Sequence] = deque()
-        self._blocked: dict[int, list[Sequence | CachedBatch]] = {}
+        # By the id of the query or prefix that they wait for.
+        self._blocked: dict[int, _Ready] = {}
 
     @property
     def size_class(self) -> int:
@@ -100,9 +136,10 @@ class WaitingRequest:
         for query in sequences:
             if query.num_consumers:
                 self._queries.append(query)
-                self._blocked[query.sequence_id] = []
+                self._blocked[query.sequence_id] = _Ready(self._in_order)
         for sequence in sequences:
             self.work += sequence.num_new_tokens
+            self.longest = max(self.longest, sequence.num_new_tokens)
             self.num_sequences += 1
             if not sequence.num_consumers:
                 self._block_or_ready(sequence)
@@ -120,7 +157,7 @@ class WaitingRequest:
         at a time."""
         if self._in_order and (batch := self.take_cached(room)) is not None:
             return batch
-        if (sequence := self._ready.pop(room)) is not None:
+        if (sequence := self._ready.sequences.pop(room)) is not None:
             self._account(sequence)
             return sequence
         if (batch := self.take_cached(room)) is not None:
@@ -132,14 +169,14 @@ class WaitingRequest:
     def take_cached(self, room: int | None = None) -> CachedBatch | None:
         """Removes and returns the dearest cached batch that is ready, of those that fit `room` tokens if that
         is given; None where there is none."""
-        if (batch := self._ready_cached.pop(room)) is not None:
+        if (batch := self._ready.cached.pop(room)) is not None:
             self._account(batch)
         return batch
 
     def take_longest(self) -> Sequence | None:
         """Removes and returns the longest ready sequence, or the first where that is the order, else the
         next query, else None."""
-        if (sequence := self._ready.pop()) is not None:
+        if (sequence := self._ready.sequences.pop()) is not None:
             self._account(sequence)
             return sequence
         return self._take_query() if self._queries else None
@@ -148,7 +185,7 @@ class WaitingRequest:
         """Chooses the longest ready sequence, or the first where that is the order, else the next query, as
         the one that is mid-prefill; says whether there was one. It counts as waiting until `advance` has
         brought it to its end."""
-        sequence = self._ready.pop()
+        sequence = self._ready.sequences.pop()
         if sequence is None and self._queries:
             sequence = self._queries.popleft()
         if sequence is None:
@@ -178,20 +215,12 @@ class WaitingRequest:
 
     def _release(self, query: Sequence) -> None:
         """Makes ready what waits for a sequence, because its last token is in a step."""
-        for item in self._blocked.pop(query.sequence_id, ()):
-            self._make_ready(item)
+        if (released := self._blocked.pop(query.sequence_id, None)) is not None:
+            self._ready.take_over(released)
 
     def _block_or_ready(self, item: Sequence | CachedBatch) -> None:
-        if item.waits_for in self._blocked:
-            self._blocked[item.waits_for].append(item)
-        else:
-            self._make_ready(item)
-
-    def _make_ready(self, item: Sequence | CachedBatch) -> None:
-        if isinstance(item, CachedBatch):
-            self._ready_cached.add(item, item.price)
-        else:
-            self._ready.add(item, item.num_new_tokens)
+        blocked = None if item.waits_for is None else self._blocked.get(item.waits_for)
+        (self._ready if blocked is None else blocked).add(item)
 
     def _account(self, item: Sequence | CachedBatch) -> None:
         if isinstance(item, CachedBatch):

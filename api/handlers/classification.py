@@ -20,15 +20,18 @@ async def classify(
         tenant=tenant,
         timeout=body.timeout,
     )
-    labels = result.labels
-    data = [
-        wire.Classification(i, labels[row.argmax()], row.tolist(), len(labels))
-        for i, row in enumerate(result.scores)
-    ]
-    response = wire.ClassifyResponse(
-        new_id("classify"), now(), state.model_name, data, usage_of(result.usage)
-    )
-    return await wire_answer(state.engine, response, len(data))
+
+    def build() -> wire.ClassifyResponse:
+        labels = result.labels
+        data = [
+            wire.Classification(i, labels[row.argmax()], row.tolist(), len(labels))
+            for i, row in enumerate(result.scores)
+        ]
+        return wire.ClassifyResponse(
+            new_id("classify"), now(), state.model_name, data, usage_of(result.usage)
+        )
+
+    return await wire_answer(state.engine, build, len(result.scores))
 
 
 async def predict(
@@ -46,8 +49,12 @@ async def predict(
         use_activation=not body.raw_scores,
         tenant=tenant,
     )
-    answers = [_ranked(result.labels, row.tolist()) for row in result.scores]
-    return await wire_answer(state.engine, answers if is_batch else answers[0], len(answers))
+
+    def build() -> Any:
+        answers = [_ranked(result.labels, row.tolist()) for row in result.scores]
+        return answers if is_batch else answers[0]
+
+    return await wire_answer(state.engine, build, len(result.scores))
 
 
 def _ranked(labels: tuple[str, ...], row: list[float]) -> list[dict[str, Any]]:

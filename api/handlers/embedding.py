@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.api import wire
-from maxsimd.api.answer import CHARACTERS_AN_ITEM, Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import input_type_of, inputs_of, truncation_of
 from maxsimd.api.state import ServerState
@@ -35,8 +35,7 @@ async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: I
         ]
         return wire.EmbeddingsResponse(new_id("embd"), now(), state.model_name, data, usage_of(result.usage))
 
-    response = await state.engine.in_thread(build, CHARACTERS_AN_ITEM * result.embeddings.size)
-    return await wire_answer(state.engine, response, result.embeddings.size)
+    return await wire_answer(state.engine, build, result.embeddings.size)
 
 
 async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs, tenant: str) -> Answer:
@@ -48,8 +47,7 @@ async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs,
         return wire.PoolingResponse(new_id("pooling"), now(), state.model_name, data, usage_of(result.usage))
 
     num_values = sum(item.size for item in pooled)
-    response = await state.engine.in_thread(build, CHARACTERS_AN_ITEM * num_values)
-    return await wire_answer(state.engine, response, num_values)
+    return await wire_answer(state.engine, build, num_values)
 
 
 async def _pool(

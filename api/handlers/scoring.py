@@ -34,11 +34,15 @@ async def score(
         on_timeout=body.on_timeout or "error",
         on_error=body.on_error or "fail",
     )
-    data = [wire.Score(i, score) for i, score in enumerate(result.scores) if not math.isnan(score)]
-    response = wire.ScoreResponse(
-        new_id("score"), now(), state.model_name, data, usage_of(result.usage), **_completeness(body, result)
-    )
-    answer = await wire_answer(state.engine, response, len(data))
+
+    def build() -> wire.ScoreResponse:
+        data = [wire.Score(i, score) for i, score in enumerate(result.scores) if not math.isnan(score)]
+        rest = _completeness(body, result)
+        return wire.ScoreResponse(
+            new_id("score"), now(), state.model_name, data, usage_of(result.usage), **rest
+        )
+
+    answer = await wire_answer(state.engine, build, len(result.scores))
     return answer.with_timings(result.timings)
 
 
@@ -49,25 +53,25 @@ async def rerank(
         return await _rerank_texts(state, body, texts, tenant)
     truncation = truncation_of(body, state.config.long_documents)
     result = await _rank(state, body, texts, truncation, tenant)
-    with_text = body.return_documents is not False
-    results = [
-        wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if with_text else None)
-        for ranked in result.results
-    ]
-    warnings = (
-        [f"{result.truncated} of the inputs were too long and have been cut"] if result.truncated else []
-    )
-    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-    response = wire.RerankResponse(
-        new_id("rerank"),
-        state.model_name,
-        results,
-        usage_of(result.usage),
-        meta,
-        warnings,
-        **_completeness(body, result),
-    )
-    answer = await wire_answer(state.engine, response, len(results))
+
+    def build() -> wire.RerankResponse:
+        with_text = body.return_documents is not False
+        results = [
+            wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if with_text else None)
+            for ranked in result.results
+        ]
+        cut = f"{result.truncated} of the inputs were too long and have been cut"
+        return wire.RerankResponse(
+            new_id("rerank"),
+            state.model_name,
+            results,
+            usage_of(result.usage),
+            {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+            [cut] if result.truncated else [],
+            **_completeness(body, result),
+        )
+
+    answer = await wire_answer(state.engine, build, len(result.results) + len(result.unscored))
     return answer.with_timings(result.timings)
 
 
@@ -81,11 +85,14 @@ async def _rerank_texts(
             raise InvalidRequestError(f"{option} {value!r} is only for requests with documents", option)
     truncation = tei_truncation_of(body, state.config.long_documents)
     result = await _rank(state, body, texts, truncation, tenant)
-    ranked = [
-        wire.TeiRanked(ranked.index, ranked.score, ranked.document if body.return_text else None)
-        for ranked in result.results
-    ]
-    answer = await wire_answer(state.engine, ranked, len(ranked))
+
+    def build() -> list[wire.TeiRanked]:
+        return [
+            wire.TeiRanked(ranked.index, ranked.score, ranked.document if body.return_text else None)
+            for ranked in result.results
+        ]
+
+    answer = await wire_answer(state.engine, build, len(result.results))
     return answer.with_timings(result.timings)
 
 

@@ -12,20 +12,15 @@ from maxsimd.engine.scoring.documents import SkippedSequence
 from maxsimd.engine.scoring.outcome import Releases, RequestFailure, Result, StepOutcome
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.scheduler import CachedBatch, Sequence, Step
+from maxsimd.scheduler import CachedBatch, Step, WaitingRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Admit:
-    """Engine to scheduler: run these sequences, score the cached documents, and resolve `values` with
-    `num_results` values by index, as the options say.
+    """Engine to scheduler: run a request's sequences, score its cached documents, and resolve `values` with
+    `num_results` values by index, as the options say."""
 
-    `num_tokens` is the work in all, cached documents at their price."""
-
-    request_id: int
-    sequences: list[Sequence]
-    cached: list[CachedBatch]
-    num_tokens: int
+    request: WaitingRequest
     num_results: int
     options: RunOptions
     values: asyncio.Future[Values]

@@ -22,7 +22,7 @@ class OpenRequest:
     """One request's values by index, as they come. `errors` says of indexes why they have no value."""
 
     def __init__(self, admitted: Admit) -> None:
-        self.request_id = admitted.request_id
+        self.request_id = admitted.request.request_id
         self._options = admitted.options
         self._future = admitted.values
         self._values: list[Value | None] = [None] * admitted.num_results

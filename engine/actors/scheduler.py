@@ -107,18 +107,18 @@ class SchedulerActor(Actor[SchedulerMessage]):
     def work_ahead(self, tokens: int, share: Share) -> int:
         """About how many tokens are run before the last of a request of `tokens` that came now, those on the
         device included."""
-        posted = [(each.options.share, each.num_tokens) for each in self._posted.values()]
+        posted = [(each.request.share, each.request.work) for each in self._posted.values()]
         return self.running_work + self._scheduler.work_ahead(tokens, *share, coming=posted)
 
     def waiting_of(self, tenant: str) -> int:
         """The part of `waiting_tokens` that is a tenant's."""
-        posted = [each.num_tokens for each in self._posted.values() if each.options.tenant == tenant]
+        posted = [each.request.work for each in self._posted.values() if each.options.tenant == tenant]
         return self._scheduler.waiting_of(tenant) + sum(posted)
 
     def post(self, message: Admit) -> None:
         """Posts a request, whose tokens count as waiting at once. For senders on this actor's loop."""
-        self._posted[message.request_id] = message
-        self._posted_tokens += message.num_tokens
+        self._posted[message.request.request_id] = message
+        self._posted_tokens += message.request.work
         self.mailbox.tell(message)
 
     async def receive(self, message: SchedulerMessage) -> None:
@@ -146,28 +146,21 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._metrics.queue_sequences.set(self._scheduler.waiting_sequences)
 
     def _admit(self, message: Admit) -> None:
-        if self._posted.pop(message.request_id, None) is not None:
-            self._posted_tokens -= message.num_tokens
+        request_id = message.request.request_id
+        if self._posted.pop(request_id, None) is not None:
+            self._posted_tokens -= message.request.work
         if message.values.done():  # cancelled before it got here
             return
-        tenant, priority = message.options.share
         try:
-            self._scheduler.admit(
-                message.request_id,
-                message.sequences,
-                message.cached,
-                priority,
-                tenant,
-                in_order=message.options.on_timeout == "partial",
-            )
+            self._scheduler.enter(message.request)
         except ValueError as error:
             # No request should get here with a sequence that no step can hold; if one does, it alone fails.
-            log.exception("request %d cannot be run", message.request_id)
+            log.exception("request %d cannot be run", request_id)
             message.values.set_exception(RequestFailedError(f"this request cannot be run: {error}"))
             return
-        self._open[message.request_id] = OpenRequest(message)
+        self._open[request_id] = OpenRequest(message)
         if message.num_results == 0:  # of all its documents none can be read
-            self._resolve(message.request_id, 0.0)
+            self._resolve(request_id, 0.0)
 
     def _end(self, request_id: int) -> OpenRequest | None:
         """Forgets a request, here and on the device, with all that is still to be run. Returns it if it was

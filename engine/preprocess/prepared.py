@@ -27,11 +27,6 @@ class Prepared:
         """Tokens to be run."""
         return sum(sequence.num_new_tokens for sequence in self.sequences)
 
-    @property
-    def work(self) -> int:
-        """Tokens to be run, and cached documents at their price in tokens."""
-        return self.num_new_tokens + sum(batch.price for batch in self.cached)
-
 
 def nothing_of(request: ScoreRequest | EmbedRequest) -> Prepared:
     """What is made of a request that there was no time to prepare."""

@@ -1,5 +1,5 @@
-"""Thousands of idle and slow connections beside normal load: how long that load takes with and without
-them, in turns, and whether each is closed within its limit."""
+"""Thousands of idle and slow connections beside normal load: how long that load takes without them, while
+they come in one burst and once they are there, in turns; and whether each is closed within its limit."""
 
 import asyncio
 import json
@@ -19,37 +19,31 @@ from tests.chaos.slow import Seen
 from tests.chaos.tables import percentile, table
 from tests.chaos.traffic import Outcome
 
-_ROUNDS = 2
+_ROUNDS = 3
 # How much later than its limit says a connection may be closed.
 _LATE_SECONDS, _LATE_SHARE = 2.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What was sent in a while with or without slow clients, and what became of these."""
+class Round:
+    """When the load was alone, slow clients came, and they were there; and what became of these."""
 
-    begun: float
-    ended: float
+    alone: tuple[float, float]
+    coming: tuple[float, float]
+    beside: tuple[float, float]
     slow: Mapping[str, Seen]
-
-    def milliseconds(self, records: Sequence[Record]) -> list[float]:
-        return [
-            1e3 * (record.done - record.sent)
-            for record in records
-            if self.begun <= record.sent and record.done <= self.ended
-        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     limit: float
-    turns: Sequence[Turn]
+    rounds: Sequence[Round]
     records: Sequence[Record]
 
     @property
     def is_good(self) -> bool:
         bad = {Outcome.LOST.value, Outcome.WRONG.value}
-        seen = [one for turn in self.turns for one in turn.slow.values()]
+        seen = [one for each in self.rounds for one in each.slow.values()]
         closed = all(not one.left_open and max(one.seconds, default=0.0) <= self.latest for one in seen)
         return closed and not any(record.outcome in bad for record in self.records)
 
@@ -58,16 +52,17 @@ class Report:
         return self.limit * (1 + _LATE_SHARE) + _LATE_SECONDS
 
     def lines(self) -> str:
-        rows: list[Sequence[object]] = [("normal requests", "number", "p50 ms", "p99 ms")]
+        rows: list[Sequence[object]] = [
+            ("normal requests", "number", "p50 ms", "p99 ms"),
+            self._row("alone", [each.alone for each in self.rounds]),
+            self._row("while slow clients come", [each.coming for each in self.rounds]),
+            self._row("beside slow clients", [each.beside for each in self.rounds]),
+        ]
         closed: list[Sequence[object]] = [
             ("slow clients", "opened", "refused", "left open", "first closed s", "last closed s")
         ]
-        for turn in self.turns:
-            waited = turn.milliseconds(self.records)
-            number = sum(one.opened for one in turn.slow.values())
-            name = f"beside {number:,} slow clients" if turn.slow else "alone"
-            rows.append((name, len(waited), percentile(waited, 0.5), percentile(waited, 0.99)))
-            for kind, one in turn.slow.items():
+        for each in self.rounds:
+            for kind, one in each.slow.items():
                 times = (min(one.seconds, default=None), max(one.seconds, default=None))
                 closed.append((kind, one.opened, one.refused, one.left_open, *times))
         outcomes = {outcome.value: 0 for outcome in Outcome}
@@ -76,24 +71,32 @@ class Report:
         limits = f"each is to be closed after {self.limit:g} s, {self.latest:g} at the latest"
         return f"{table(rows)}\n{outcomes}\n\n{table(closed)}\n{limits}"
 
+    def _row(self, name: str, spans: Sequence[tuple[float, float]]) -> Sequence[object]:
+        waited = [
+            1e3 * (record.done - record.sent)
+            for record in self.records
+            if any(begun <= record.sent and record.done <= ended for begun, ended in spans)
+        ]
+        return name, len(waited), percentile(waited, 0.5), percentile(waited, 0.99)
+
 
 async def sit_idle(server: Running, pool: Pool, count: int, window: float, limit: float) -> Report:
     """Normal load for `window` seconds, alone and beside slow clients, in turns."""
-    turns: list[Turn] = []
+    rounds: list[Round] = []
     with tempfile.TemporaryDirectory() as folder:
         saved = pool.save(Path(folder, "pool"))
         load = ("--mix", "small", "--clients", "2", "--pause", "0.05")
         async with crowd(server.url, saved, 1, *load) as clients:
             await asyncio.sleep(2.0)  # for its start
             for _ in range(_ROUNDS):
-                begun = time.monotonic()
-                await asyncio.sleep(window)
-                turns.append(Turn(begun, time.monotonic(), {}))
-                turns.append(await _beside(server, count, window, limit))
-    return Report(limit, turns, clients.records)
+                rounds.append(await _round(server, count, window, limit))
+    return Report(limit, rounds, clients.records)
 
 
-async def _beside(server: Running, count: int, window: float, limit: float) -> Turn:
+async def _round(server: Running, count: int, window: float, limit: float) -> Round:
+    begun = time.monotonic()
+    await asyncio.sleep(window)
+    come = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.chaos.slow", str(server.port), str(count), str(2 * limit)),
         stdout=asyncio.subprocess.PIPE,
@@ -103,12 +106,13 @@ async def _beside(server: Running, count: int, window: float, limit: float) -> T
     try:
         assert process.stdout is not None
         await process.stdout.readline()
-        begun = time.monotonic()
+        there = time.monotonic()
         await asyncio.sleep(window)
         ended = time.monotonic()
         found = json.loads(await process.stdout.readline())
         await process.wait()
-        return Turn(begun, ended, {kind: Seen(**seen) for kind, seen in found.items()})
+        slow = {kind: Seen(**seen) for kind, seen in found.items()}
+        return Round((begun, come), (come, there), (there, ended), slow)
     finally:
         if process.returncode is None:
             process.kill()

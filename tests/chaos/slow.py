@@ -1,6 +1,6 @@
 """A process of clients that take their time: `python -m tests.chaos.slow PORT COUNT SECONDS`. Opens that
-many connections, prints a line when all are open, and one of JSON when the server has closed them, or has
-not within that many seconds."""
+many connections, prints a line when all are open and the server is done with what they have asked for, and
+one of JSON when the server has closed them, or has not within that many seconds."""
 
 import json
 import resource
@@ -13,6 +13,11 @@ from dataclasses import asdict, dataclass, field
 from maxsimd.api.listener import raise_descriptor_limit
 
 _OTHER_DESCRIPTORS = 50
+# How long an answer may take to begin.
+_ANSWER_SECONDS = 60
+# How often a client does something; tools that hold connections open do every 10 to 15 seconds. That all do
+# so at once is what clients of their own never do.
+_EVERY_SECONDS, _GROUPS = 5.0, 500
 _HEAD = b"POST /rerank HTTP/1.1\r\nHost: x\r\n"
 # Answered with more than fits into the system's buffers.
 _LONG = json.dumps({"query": "q", "documents": ["word " * 1_000_000]}).encode()
@@ -20,7 +25,7 @@ _LONG = json.dumps({"query": "q", "documents": ["word " * 1_000_000]}).encode()
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a client sends at first, and a byte of each second; how much it reads a second, None for all."""
+    """What a client sends at first and every few seconds; how much it reads as often, None for all."""
 
     name: str
     share: float
@@ -28,10 +33,15 @@ class Kind:
     drip: bytes = b""
     reads: int | None = None
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether what it sends at first is a whole request."""
+        return not self.drip
+
 
 # Those whose answers take the server some work come first.
 KINDS = (
-    Kind("slow readers", 0.01, _HEAD + b"Content-Length: %d\r\n\r\n" % len(_LONG) + _LONG, reads=100),
+    Kind("slow readers", 0.01, _HEAD + b"Content-Length: %d\r\n\r\n" % len(_LONG) + _LONG, reads=500),
     Kind("half headers", 0.4, _HEAD + b"X-Slow: ", b"x"),
     Kind("half bodies", 0.3, _HEAD + b"Content-Length: 1000000\r\n\r\n", b" "),
     Kind("idle", 0.29, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"),
@@ -73,6 +83,9 @@ def main(port: int, count: int, seconds: float) -> None:
             clients[client.socket.fileno()] = client
             # One that reads slowly learns only of the connection's end; its data are to stay where they are.
             waiting.register(client.socket, select.EPOLLIN if kind.reads is None else select.EPOLLHUP)
+    for client in clients.values():
+        if client.kind.is_answered:
+            _wait_for_answer(client.socket)
     print("open", flush=True)
     _watch(clients, waiting, seen, time.monotonic() + seconds)
     for client in clients.values():
@@ -82,17 +95,21 @@ def main(port: int, count: int, seconds: float) -> None:
 
 def _watch(clients: dict[int, Client], waiting: select.epoll, seen: dict[str, Seen], deadline: float) -> None:
     """Until all connections are closed, or the deadline."""
-    tick = time.monotonic()
+    tick, turn = time.monotonic(), 0
+    groups: list[dict[int, Client]] = [{} for _ in range(_GROUPS)]
+    for number, client in clients.items():
+        groups[number % _GROUPS][number] = client
     while clients and (now := time.monotonic()) < deadline:
         closed = [number for number, _ in waiting.poll(max(0.0, tick - now)) if _is_closed(clients[number])]
         for number in closed:
             client = clients.pop(number)
+            del groups[number % _GROUPS][number]
             seen[client.kind.name].seconds.append(time.monotonic() - client.opened)
             waiting.unregister(number)
             client.socket.close()
         if time.monotonic() >= tick:
-            tick += 1.0
-            for client in clients.values():
+            tick, turn = tick + _EVERY_SECONDS / _GROUPS, turn + 1
+            for client in groups[turn % _GROUPS].values():
                 _go_on(client)
 
 
@@ -112,6 +129,12 @@ def _open(kind: Kind, port: int) -> Client | None:
     return Client(kind, client, opened)
 
 
+def _wait_for_answer(reader: socket.socket) -> None:
+    begun = select.poll()
+    begun.register(reader, select.POLLIN)
+    begun.poll(1e3 * _ANSWER_SECONDS)
+
+
 def _is_closed(client: Client) -> bool:
     try:
         return client.socket.recv(1 << 16) == b"" or client.kind.reads is not None
@@ -122,7 +145,7 @@ def _is_closed(client: Client) -> bool:
 
 
 def _go_on(client: Client) -> None:
-    """What the client does once a second. That the connection is over is noticed elsewhere."""
+    """What the client does now and then. That the connection is over is noticed elsewhere."""
     try:
         if client.kind.drip:
             client.socket.send(client.kind.drip)

@@ -22,7 +22,7 @@ from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import RunOptions
 from maxsimd.engine.scoring.outcome import Result
-from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits
+from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits, WaitingRequest
 from tests.unit.scheduled_requests import texts
 
 DEFAULTS = RunOptions()
@@ -49,17 +49,10 @@ class Device:
         self, request_id: int, lengths: list[int], options: RunOptions = DEFAULTS
     ) -> asyncio.Future[Any]:
         values: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        sequences = texts(request_id, lengths, 100 * request_id)
+        request = WaitingRequest(request_id, options.share)
+        request.add(texts(request_id, lengths, 100 * request_id), [])
         await self.actor.receive(
-            Admit(
-                request_id=request_id,
-                sequences=sequences,
-                cached=[],
-                num_tokens=0,
-                num_results=len(lengths),
-                options=options,
-                values=values,
-            )
+            Admit(request=request, num_results=len(lengths), options=options, values=values)
         )
         return values
 

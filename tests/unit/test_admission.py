@@ -14,7 +14,7 @@ from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import EmbedRequest, RunOptions, Truncation
 from maxsimd.engine.tenants import Tenant, TenantLimits
-from maxsimd.scheduler import Scheduler, StepLimits
+from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
 from tests.unit.scheduled_requests import texts
 
 LIMITS = AdmissionLimits(
@@ -51,17 +51,11 @@ class Door:
         for _ in range(requests):
             number = next(self._numbers)
             lengths = [50] * (tokens // 50) + [tokens % 50] * (tokens % 50 > 0)
-            self.actor.post(
-                Admit(
-                    request_id=number,
-                    sequences=texts(number, lengths, 1000 * number),
-                    cached=[],
-                    num_tokens=tokens,
-                    num_results=len(lengths),
-                    options=RunOptions(tenant=tenant),
-                    values=asyncio.get_running_loop().create_future(),
-                )
-            )
+            options = RunOptions(tenant=tenant)
+            request = WaitingRequest(number, options.share)
+            request.add(texts(number, lengths, 1000 * number), [])
+            values = asyncio.get_running_loop().create_future()
+            self.actor.post(Admit(request=request, num_results=len(lengths), options=options, values=values))
 
     def ask(self, tokens: int, counted: int | None = None, **options: Any) -> None:
         """Lets a request in as `Running` does, with an estimate of `tokens`."""

@@ -196,8 +196,8 @@ class Threads(Engine):
 
 async def test_answers_of_more_than_500_items_are_encoded_in_a_thread() -> None:
     engine = Threads()
-    for items, used in (({}, 0), ({"items": 500}, 0), ({"items": 501}, 1)):
-        answer = await answers.wire_answer(engine, [wire.Score(1, 0.5)], **items)
+    for items, used in ((500, 0), (501, 1)):
+        answer = await answers.wire_answer(engine, lambda: [wire.Score(1, 0.5)], items)
         assert engine.used == used
         body = b'[{"index":1,"score":0.5,"object":"score"}]'
         assert answer == Answer(200, {"Content-Type": "application/json"}, body)

@@ -196,7 +196,7 @@ def test_the_99th_percentile_is_a_value_that_occurred() -> None:
 
 
 def test_of_an_overload_only_what_came_while_the_queue_was_full_counts() -> None:
-    answers = [_Answer(200, 0.1, came) for came in (100.0, 101.9, 102.0, 110.0, 110.1)]
+    answers = [_Answer(200, 0.1, came, 0) for came in (100.0, 101.9, 102.0, 110.0, 110.1)]
     counted, seconds = _within(answers, 100.0, 10.0)
     assert [answer.came for answer in counted] == [102.0, 110.0]
     assert seconds == 8.0

@@ -271,7 +271,6 @@ def test_the_tokens_before_the_document_are_run_once_for_all_pairs_of_a_query() 
     usage = usage_of(prepared)
     assert (usage.prompt_tokens, usage.cached_tokens) == (15 + 14, 8)
     assert prepared.num_new_tokens == 8 + 7 + 6
-    assert prepared.work == 21
 
 
 def test_a_prefix_of_the_shortest_length_is_shared_and_a_shorter_one_is_not() -> None:

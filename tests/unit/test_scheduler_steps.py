@@ -1,8 +1,10 @@
 """How a step is filled: queries and prefixes first, cuts, cached batches, reduced budgets, cancellation."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from maxsimd.scheduler import Scheduler, Step, StepLimits
+from maxsimd.scheduler import Scheduler, Step, StepLimits, WaitingRequest, share_of
 from tests.unit.scheduled_requests import (
     cached,
     cost,
@@ -466,3 +468,36 @@ def test_of_a_request_in_order_what_is_cached_comes_first() -> None:
     scheduler = bidirectional(10)
     scheduler.admit(0, texts(0, [6, 6]), [cached(0, 4), cached(0, 4)], in_order=True)
     assert [prices(step) for step in run_dry(scheduler)] == [[4, 4], [], []]
+
+
+@given(st.data())
+def test_a_request_that_was_put_together_before_is_run_as_one_that_is_admitted(data: st.DataObject) -> None:
+    """`enter`, beside `admit`."""
+    lengths = data.draw(st.lists(st.integers(1, 100), max_size=30))
+    prices = data.draw(st.lists(st.integers(1, 120), max_size=5))
+    in_order, priority = data.draw(st.booleans()), data.draw(st.integers(-2, 2))
+    admitting, entering = bidirectional(100), bidirectional(100)
+    for scheduler in (admitting, entering):
+        scheduler.admit(9, texts(9, [10] * 20, 1000))
+    sequences, batches = texts(0, lengths), [cached(0, price) for price in prices]
+    admitting.admit(0, sequences, batches, priority, "a", in_order=in_order)
+    request = WaitingRequest(0, share_of("a", priority), in_order)
+    request.add(sequences, batches)
+    entering.enter(request)
+    while (step := admitting.schedule()) is not None:
+        other = entering.schedule()
+        assert other is not None
+        assert [(c.sequence.sequence_id, c.start, c.stop) for c in step.chunks] == [
+            (c.sequence.sequence_id, c.start, c.stop) for c in other.chunks
+        ]
+        assert [id(batch) for batch in step.cached] == [id(batch) for batch in other.cached]
+    assert entering.schedule() is None
+    assert entering.waiting_tokens == entering.waiting_sequences == entering.waiting_cached == 0
+
+
+def test_what_can_never_fit_does_not_enter() -> None:
+    scheduler, request = bidirectional(100), WaitingRequest(0, ("", 0))
+    request.add(texts(0, [5, 101]), [cached(0, 5)])
+    with pytest.raises(ValueError, match=r"^101 tokens do not fit a step of 100$"):
+        scheduler.enter(request)
+    assert scheduler.waiting_sequences == scheduler.waiting_requests == scheduler.waiting_cached == 0

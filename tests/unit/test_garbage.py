@@ -1,0 +1,113 @@
+"""Python's garbage collector in a process that serves: all is collected, at moments that cost nobody."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from maxsimd.api import garbage
+from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
+
+
+class Circle:
+    """Refers to itself: only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def aged_circle() -> Callable[[], object]:
+    """A circle that nothing refers to and that has outlived its youth."""
+    circle = Circle()
+    gc.collect(1)
+    return weakref.ref(circle)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "_LOOK_SECONDS", 0.001)
+
+
+def test_what_there_is_before_is_left_alone_and_looked_at_again_after() -> None:
+    before = gc.get_threshold()
+    with garbage_left_alone():
+        assert gc.get_freeze_count() > 1000
+        assert gc.get_threshold()[:2] == before[:2]
+        circle = aged_circle()
+        for _ in range(before[2] + 2):
+            gc.collect(1)
+        keep = [[] for _ in range(3 * before[0] * before[1])]  # type: ignore[var-annotated]
+        assert circle() is not None, "there was no full collection"
+        del keep
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert circle() is None
+
+
+async def _collecting(is_quiet: Callable[[], bool], resident: Callable[[], int], seconds: float) -> None:
+    task = asyncio.create_task(collect_when_quiet(is_quiet, resident))
+    await asyncio.sleep(seconds)
+    task.cancel()
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+async def test_what_has_aged_is_collected_when_it_is_quiet(is_quiet: bool) -> None:
+    with garbage_left_alone():
+        circle = aged_circle()
+        await _collecting(lambda: is_quiet, lambda: 0, 0.1)
+        assert (circle() is None) is is_quiet
+
+
+async def test_a_server_that_is_never_quiet_collects_once_it_has_grown() -> None:
+    sizes = [0]
+    with garbage_left_alone():
+        circle = aged_circle()
+        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: sizes[-1]))
+        await asyncio.sleep(0.05)
+        sizes.append(128 << 20)
+        await asyncio.sleep(0.05)
+        assert circle() is not None
+        sizes.append((128 << 20) + 1)
+        await asyncio.sleep(0.05)
+        assert circle() is None
+        task.cancel()
+
+
+async def test_a_server_that_is_never_quiet_collects_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "_LONGEST_SECONDS", 0.05)
+    with garbage_left_alone():
+        circle = aged_circle()
+        await _collecting(lambda: False, lambda: 0, 0.2)
+        assert circle() is None
+
+
+async def test_nothing_is_walked_through_while_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
+    collections: list[int] = []
+    with garbage_left_alone():
+        monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
+        monkeypatch.setattr(garbage.gc, "get_count", lambda: (600, 9, 0))
+        await _collecting(lambda: True, lambda: 0, 0.05)
+    assert collections == []
+
+
+def test_the_memory_of_this_process_is_known() -> None:
+    before = resident_bytes()
+    block = b"x" * (64 << 20)
+    assert resident_bytes() - before > 60 << 20
+    del block
+
+
+def test_where_the_system_does_not_say_nothing_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "Path", _Missing)
+    assert resident_bytes() == 0
+
+
+class _Missing:
+    def __init__(self, path: str) -> None:
+        pass
+
+    def read_text(self) -> str:
+        raise FileNotFoundError

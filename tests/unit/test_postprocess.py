@@ -1,0 +1,48 @@
+"""Values to results: in which thread, and in which order."""
+
+import asyncio
+import math
+import threading
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.engine.postprocess import aside, rank
+
+# Few values, so that there are ties; both zeros are one.
+SCORES = st.lists(
+    st.sampled_from([-math.inf, -1.5, -0.0, 0.0, 2.0, math.inf, math.nan]) | st.floats(width=32)
+)
+
+
+async def test_what_is_made_of_many_values_is_made_in_a_thread() -> None:
+    async def thread(values: int) -> int:
+        return await aside(threading.get_ident, values)
+
+    own = threading.get_ident()
+    assert await thread(0) == await thread(500) == own
+    assert await thread(501) != own
+
+
+async def test_what_a_thread_raises_is_raised() -> None:
+    async def failing(values: int) -> str:
+        try:
+            await aside(lambda: 1 // 0, values)
+        except ZeroDivisionError as error:
+            return str(error)
+        return "nothing"
+
+    assert await asyncio.gather(failing(1), failing(1000)) == ["integer division or modulo by zero"] * 2
+
+
+@given(SCORES, st.none() | st.integers(0, 5))
+def test_documents_are_ranked_best_first_ties_in_input_order_and_nan_left_out(
+    scores: list[float], top_n: int | None
+) -> None:
+    documents = [f"document {i}" for i in range(len(scores))]
+    expected = sorted((i for i, s in enumerate(scores) if not math.isnan(s)), key=lambda i: (-scores[i], i))
+    ranked = rank(scores, documents, top_n)
+    assert [each.index for each in ranked] == (expected[:top_n] if top_n else expected)
+    assert [each.document for each in ranked] == [documents[each.index] for each in ranked]
+    assert np.array_equal([each.score for each in ranked], [scores[each.index] for each in ranked])
