@@ -16,7 +16,7 @@ from maxsimd.bench.peers.command import bench_peers
 from maxsimd.bench.report import Report, publish
 from maxsimd.bench.running import run_and_clean_up
 from maxsimd.engine.config import EngineConfig
-from maxsimd.scheduler import OLDEST_SHARE
+from maxsimd.scheduler import OLDEST_SHARE, OVERDUE_SHARE
 
 
 @click.group()
@@ -190,12 +190,16 @@ def bench_prefix(documents: int, share: float, rounds: int, json_file: str | Non
 @click.option("--seeds", type=int, default=3, show_default=True, help="Simulations of each mix and load.")
 @click.option("--oldest-share", type=float, default=OLDEST_SHARE, show_default=True,
               help="Share of each step for the oldest request.")  # fmt: skip
+@click.option("--overdue-share", type=float, default=OVERDUE_SHARE, show_default=True,
+              help="The same once it is overdue.")  # fmt: skip
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_order_of_work(requests: int, seeds: int, oldest_share: float, json_file: str | None) -> None:
+def bench_order_of_work(
+    requests: int, seeds: int, oldest_share: float, overdue_share: float, json_file: str | None
+) -> None:
     """The scheduler under load, simulated, beside first come first served and round robin."""
     from maxsimd.bench.order_of_work import measure_order_of_work
 
-    measure_order_of_work(requests, seeds, oldest_share, json_file)
+    measure_order_of_work(requests, seeds, oldest_share, overdue_share, json_file)
 
 
 @bench.command("beside-batches")

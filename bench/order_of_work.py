@@ -4,6 +4,7 @@ A step takes as long as its tokens at a fixed rate, and a fixed time more; nothi
 """
 
 import random
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import click
 import numpy as np
 
+from maxsimd.bench.datasets import docstring_requests
 from maxsimd.bench.queue_orders import FirstComeFirstServed, Order, RoundRobin, SchedulerOrder
 from maxsimd.bench.report import write_json
 from maxsimd.scheduler import OLDEST_SHARE
@@ -22,6 +24,9 @@ SECONDS_PER_STEP = 0.002
 NOMINAL = 0.93
 QUEUE_LIMIT = 100_000
 LOADS = (0.5, 0.8, 0.95)
+LOADS_BEYOND = (2.0, 5.0, 10.0)
+WAIT_SECONDS = 2.0
+_TOKENS_A_WORD = 1.4
 
 # Parts of all requests, each with the number of documents in such a request.
 Mix = tuple[tuple[float, int], ...]
@@ -54,6 +59,18 @@ def poisson_arrivals(load: float, requests: int, mix: Mix, seed: int) -> list[Ar
     return arrivals
 
 
+def arrivals_of(sizes: list[list[int]], load: float, requests: int, seed: int) -> list[Arrival]:
+    """Requests of which each is one of these, at random times."""
+    draw = random.Random(seed)
+    rate = load * NOMINAL * TOKENS_PER_SECOND / statistics.mean(map(sum, sizes))
+    seconds = 0.0
+    arrivals = []
+    for _ in range(requests):
+        seconds += draw.expovariate(rate)
+        arrivals.append(Arrival(seconds, draw.choice(sizes)))
+    return arrivals
+
+
 def _draw_documents(number: float, mix: Mix) -> int:
     total = 0.0
     for part, documents in mix:
@@ -63,9 +80,13 @@ def _draw_documents(number: float, mix: Mix) -> int:
     return mix[-1][1]
 
 
-def simulate(arrivals: list[Arrival], order: Order, queue_limit: float = float("inf")) -> list[float | None]:
+def simulate(
+    arrivals: list[Arrival],
+    order: Order,
+    is_let_in: Callable[[int, int], bool] = lambda waiting, tokens: True,
+) -> list[float | None]:
     """Seconds from each request's arrival to the end of its last step; None for one that is refused, because
-    more than `queue_limit` tokens would wait with it."""
+    it is not let in with its tokens, beside those that wait."""
     seconds = 0.0
     arrived = waiting = 0
     left: dict[int, int] = {}
@@ -75,7 +96,7 @@ def simulate(arrivals: list[Arrival], order: Order, queue_limit: float = float("
             seconds = max(seconds, arrivals[arrived].seconds)
         while arrived < len(arrivals) and arrivals[arrived].seconds <= seconds:
             tokens = sum(arrivals[arrived].lengths)
-            if waiting + tokens <= queue_limit:
+            if is_let_in(waiting, tokens):
                 order.admit(arrived, arrivals[arrived].lengths)
                 left[arrived] = tokens
                 waiting += tokens
@@ -103,10 +124,12 @@ def summary(latencies: list[float | None]) -> dict[str, float]:
     }
 
 
-def compare_orders(requests: int, seeds: int, oldest_share: float) -> Iterator[dict[str, Any]]:
+def compare_orders(
+    requests: int, seeds: int, oldest_share: float, overdue_share: float
+) -> Iterator[dict[str, Any]]:
     """One figure for each mix, load and seed: every order's latencies."""
     orders: dict[str, Callable[[], Order]] = {
-        "maxsimd": lambda: SchedulerOrder(BUDGET, oldest_share),
+        "maxsimd": lambda: SchedulerOrder(BUDGET, oldest_share, overdue_share),
         "round robin": lambda: RoundRobin(BUDGET),
         "first come": lambda: FirstComeFirstServed(BUDGET),
     }
@@ -126,7 +149,7 @@ def longest_wait_of_bound(
     request's tokens."""
     order = SchedulerOrder(BUDGET, oldest_share)
     arrivals = poisson_arrivals(1.5, requests, mix, seed)
-    latencies = simulate(arrivals, order, QUEUE_LIMIT)
+    latencies = simulate(arrivals, order, lambda waiting, tokens: waiting + tokens <= QUEUE_LIMIT)
     rate = BUDGET / (BUDGET / TOKENS_PER_SECOND + SECONDS_PER_STEP)
     parts = [
         latency * oldest_share * rate / (QUEUE_LIMIT + sum(arrival.lengths))
@@ -134,6 +157,23 @@ def longest_wait_of_bound(
         if latency is not None
     ]
     return {"refused": requests - len(parts), "longest_of_bound": round(max(parts), 4)}
+
+
+def beyond_what_can_be_served(
+    load: float, requests: int, seed: int, oldest_share: float, overdue_share: float
+) -> dict[str, float]:
+    """Latencies of those requests of 20 docstrings that are let in, because little enough is to be run before
+    them. Some have less than 2,048 tokens, and go before all others."""
+    texts = [request.documents for request in docstring_requests(200, 20, 0)]
+    sizes = [[min(256, round(_TOKENS_A_WORD * len(text.split()))) for text in each] for each in texts]
+    order = SchedulerOrder(BUDGET, oldest_share, overdue_share)
+    most = WAIT_SECONDS * TOKENS_PER_SECOND
+    latencies = simulate(
+        arrivals_of(sizes, load, requests, seed),
+        order,
+        lambda waiting, tokens: not waiting or order.scheduler.work_ahead(tokens) <= most,
+    )
+    return summary(latencies)
 
 
 def tokens_of_tenants(weights: dict[str, float], steps: int, seed: int) -> dict[str, int]:
@@ -161,24 +201,37 @@ def tokens_of_tenants(weights: dict[str, float], steps: int, seed: int) -> dict[
     return given
 
 
-def measure_order_of_work(requests: int, seeds: int, oldest_share: float, json_file: str | None) -> None:
-    """Prints a table, the bound for the slowest request, and the shares of two tenants."""
+def measure_order_of_work(
+    requests: int, seeds: int, oldest_share: float, overdue_share: float, json_file: str | None
+) -> None:
+    """Prints a table, latencies far beyond what can be served, the bound for the slowest request, and the
+    shares of two tenants."""
     settings = {
         "requests": requests, "budget": BUDGET, "tokens_per_second": TOKENS_PER_SECOND,
         "seconds_per_step": SECONDS_PER_STEP, "queue_limit": QUEUE_LIMIT,
-        "oldest_share": oldest_share,
+        "oldest_share": oldest_share, "overdue_share": overdue_share, "wait_seconds": WAIT_SECONDS,
     }  # fmt: skip
     click.echo("latency in seconds: mean, median, p99")
     columns = "".join(f"{name:>24}" for name in ("maxsimd", "round robin", "first come"))
     click.echo(f"{'mix':<26}{'load':>5}{'seed':>5}{columns}")
     rows = []
-    for row in compare_orders(requests, seeds, oldest_share):
+    for row in compare_orders(requests, seeds, oldest_share, overdue_share):
         rows.append(row)
         shown = "".join(
             f"{figures['mean_s']:>10.3f}{figures['p50_s']:>7.2f}{figures['p99_s']:>7.2f}"
             for figures in row["latency"].values()
         )
         click.echo(f"{row['mix']:<26}{row['load']:>5}{row['seed']:>5}{shown}")
+    beyond = {
+        f"{load:g}": [
+            beyond_what_can_be_served(load, int(load * requests), seed, oldest_share, overdue_share)
+            for seed in range(1, seeds + 1)
+        ]
+        for load in LOADS_BEYOND
+    }
+    for load, figures in beyond.items():
+        shown = "   ".join(f"{each['p50_s']:.2f} {each['p99_s']:.2f}" for each in figures)
+        click.echo(f"20 docstrings at {load} times what can be served, median and p99: {shown}")
     bounds = {name: longest_wait_of_bound(mix, requests, 1, oldest_share) for name, mix in MIXES.items()}
     for name, bound in bounds.items():
         click.echo(
@@ -189,5 +242,5 @@ def measure_order_of_work(requests: int, seeds: int, oldest_share: float, json_f
     ratio = shares["b"] / shares["a"]
     click.echo(f"two tenants that weigh 1 and 3: the second gets {ratio:.3f} times the tokens of the first")
     if json_file:
-        figures = {"orders": rows, "bound": bounds, "tenants": np.round(ratio, 4).item()}
+        figures = {"orders": rows, "beyond": beyond, "bound": bounds, "tenants": np.round(ratio, 4).item()}
         write_json(json_file, {"settings": settings, "figures": figures})

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from maxsimd.scheduler import OLDEST_SHARE, ResultSlot, Scheduler, Sequence, StepLimits, Tokens
+from maxsimd.scheduler import OLDEST_SHARE, OVERDUE_SHARE, ResultSlot, Scheduler, Sequence, StepLimits, Tokens
 
 
 class Order(Protocol):
@@ -97,10 +97,16 @@ class SchedulerOrder:
     """The real `Scheduler`, given texts."""
 
     def __init__(
-        self, budget: int, oldest_share: float = OLDEST_SHARE, weights: Mapping[str, float] | None = None
+        self,
+        budget: int,
+        oldest_share: float = OLDEST_SHARE,
+        overdue_share: float = OVERDUE_SHARE,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         limits = StepLimits(budget, budget, chunked=False)
-        self.scheduler = Scheduler(limits, weights=weights, oldest_share=oldest_share)
+        self.scheduler = Scheduler(
+            limits, weights=weights, oldest_share=oldest_share, overdue_share=overdue_share
+        )
         self._tokens: dict[int, Tokens] = {}
         self._num_sequences = 0
 

@@ -6,13 +6,14 @@ Pure Python and numpy: no torch and no asyncio, so that the policy can be simula
 from maxsimd.scheduler.filling import StepLimits
 from maxsimd.scheduler.forecast import ServiceRate, StepTimes
 from maxsimd.scheduler.payload import DocumentPayload, JoinedTokens, Payload, ResultSlot, Role, Tokens, Window
-from maxsimd.scheduler.policy import OLDEST_SHARE, Scheduler
+from maxsimd.scheduler.policy import OLDEST_SHARE, OVERDUE_SHARE, Scheduler
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 from maxsimd.scheduler.waiting import WaitingRequest
 from maxsimd.scheduler.weights import Share, share_of
 
 __all__ = [
     "OLDEST_SHARE",
+    "OVERDUE_SHARE",
     "CachedBatch",
     "Chunk",
     "DocumentPayload",

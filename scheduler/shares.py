@@ -102,6 +102,12 @@ class Shares:
         """The request to serve next: the first of its group, in the group that has had least."""
         return self._order[0][2].ranked[0][2] if self._order else None
 
+    def part(self, request: WaitingRequest) -> float:
+        """The part of the device that the request's tenant and priority are due by their weight, beside all
+        others that have work."""
+        together = sum(self._weight(group) for group in self._groups.values())
+        return self._weight(self._groups[request.share]) / together
+
     def charge(self, request: WaitingRequest, tokens: int) -> None:
         """Notes that a request was given tokens, or with 0 that what it has left has changed."""
         group = self._groups[request.share]

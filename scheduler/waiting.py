@@ -107,12 +107,14 @@ class WaitingRequest:
     Its sequences are run by size, so that steps are full, or `in_order`: of a request that may be ended
     before it is done, the first count most. `arrival` counts requests in the order in which the scheduler
     took them. `work` is what is left, in tokens: of sequences those that have not been scheduled, and the
-    prices of cached batches. No sequence that was added has more new tokens than `longest`.
+    prices of cached batches. It is `due` when that many tokens have been scheduled in all: those that waited
+    when it came, and its own. No sequence that was added has more new tokens than `longest`.
     """
 
     def __init__(self, request_id: int, share: Share, in_order: bool = False) -> None:
         self.request_id = request_id
         self.arrival = -1
+        self.due = 0
         self.share = share
         self.work = 0
         self.longest = 0

@@ -193,8 +193,11 @@ class PlainOrder:
     budget: int
     weights: dict[str, float]
     share: float
+    overdue_share: float
     waiting: dict[int, tuple[tuple[str, int], list[int]]] = field(default_factory=dict)
     arrivals: dict[int, int] = field(default_factory=dict)
+    due: dict[int, int] = field(default_factory=dict)
+    run: int = 0
     times: dict[tuple[str, int], float] = field(default_factory=dict)
     numbers: dict[tuple[str, int], int] = field(default_factory=dict)
     joined: int = 0
@@ -212,15 +215,16 @@ class PlainOrder:
             self.arrivals[request_id] = len(self.arrivals)
         own, waiting = self.waiting.get(request_id, (group, []))
         self.waiting[request_id] = (own, sorted(waiting + lengths))
+        in_all = sum(length for _, each in self.waiting.values() for length in each)
+        self.due.setdefault(request_id, self.run + in_all)
 
     def step(self) -> dict[int, int]:
         given: dict[int, int] = {}
-        part = self.share * self.budget
+        part = self._share_of_oldest() * self.budget
         self.credit = min(self.credit + part, self.budget)
         if self.credit > 0:
             while self.waiting and self.credit > -part:
-                oldest = min(self.waiting, key=lambda request_id: self.arrivals[request_id])
-                taken = self._give(oldest, given)
+                taken = self._give(self._oldest(), given)
                 if not taken:
                     break
                 self.credit -= taken
@@ -240,6 +244,21 @@ class PlainOrder:
             self.times, self.now, self.credit = {}, 0.0, 0.0
         return given
 
+    def _oldest(self) -> int:
+        return min(self.waiting, key=lambda request_id: self.arrivals[request_id])
+
+    def _share_of_oldest(self) -> float:
+        if not self.waiting or self.run <= self.due[self._oldest()]:
+            return self.share
+        group, _ = self.waiting[self._oldest()]
+        part = self._weight(group) / sum(map(self._weight, self._groups()))
+        return max(self.share, min(self.overdue_share, part / 2))
+
+    def _weight(self, group: tuple[str, int]) -> float:
+        tenant, priority = group
+        together = sum(2.0**-p for t, p in self._groups() if t == tenant)
+        return self.weights.get(tenant, 1.0) * 2.0**-priority / max(1.0, together)
+
     def _groups(self) -> set[tuple[str, int]]:
         return {group for group, _ in self.waiting.values()}
 
@@ -252,10 +271,9 @@ class PlainOrder:
         fitting = bisect_right(lengths, self.budget - sum(given.values()))
         if not fitting:
             return 0
-        tenant, priority = group
-        together = sum(2.0**-p for t, p in self._groups() if t == tenant)
-        weight = self.weights.get(tenant, 1.0) * 2.0**-priority / max(1.0, together)
+        weight = self._weight(group)
         length = lengths.pop(fitting - 1)
+        self.run += length
         later = min(self.times[group] + length / weight, self.now + 4 * self.budget / weight)
         self.times[group] = max(self.times[group], later)
         given[request_id] = given.get(request_id, 0) + length

@@ -68,8 +68,10 @@ def test_the_order_is_the_plain_one(data: st.DataObject) -> None:
     budget = data.draw(st.integers(20, 200))
     weights = {"heavy": 3.0, "light": 0.25}
     share = data.draw(st.sampled_from([0.05, 0.125, 0.5]))
-    scheduler = Scheduler(StepLimits(budget, 10_000, chunked=False), weights=weights, oldest_share=share)
-    plain = PlainOrder(budget, weights, share)
+    overdue = data.draw(st.sampled_from([0.0, 0.25, 0.5]))
+    limits = StepLimits(budget, 10_000, chunked=False)
+    scheduler = Scheduler(limits, weights=weights, oldest_share=share, overdue_share=overdue)
+    plain = PlainOrder(budget, weights, share, overdue)
     request_id = 0
     for _ in range(data.draw(st.integers(1, 30))):
         for _ in range(data.draw(st.integers(0, 3))):

@@ -79,7 +79,7 @@ def test_the_scheduler_does_as_was_forecast(seed: int) -> None:
     """But for some steps: which request is the oldest changes."""
     scheduler = Scheduler(StepLimits(BUDGET, 1000, chunked=False))
     forecast, before = _run_before(scheduler, random.Random(seed), ("",))
-    assert -4 * BUDGET < before - forecast < 8 * BUDGET
+    assert -4 * BUDGET < before - forecast < 10 * BUDGET
 
 
 @pytest.mark.parametrize("seed", range(10))

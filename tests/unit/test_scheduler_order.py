@@ -100,7 +100,7 @@ def test_sequences_of_one_length_go_in_the_order_of_admission() -> None:
 @pytest.mark.parametrize("share", [1 / 16, 1 / 8, 1 / 2])
 def test_the_oldest_gets_its_share_of_the_tokens(share: float, lengths: list[int]) -> None:
     """And no more, while small requests fill every step; taken as twice the share in every other step."""
-    scheduler = Scheduler(StepLimits(160, 10_000, chunked=True), oldest_share=share)
+    scheduler = Scheduler(StepLimits(160, 10_000, chunked=True), oldest_share=share, overdue_share=0)
     scheduler.admit(0, texts(0, lengths))
     parts = []
     for i in range(1, 101):
@@ -109,6 +109,26 @@ def test_the_oldest_gets_its_share_of_the_tokens(share: float, lengths: list[int
     assert sum(parts) == pytest.approx(share * 160 * 100, abs=share * 160 + 5)
     assert parts[0] == parts[2] == 2 * share * 160
     assert parts[1] == parts[3] == 0
+
+
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 1 / 4), (3.0, 1 / 4), (0.5, 1 / 6), (0.1, 1 / 8)])
+def test_an_overdue_request_gets_more_but_no_more_than_half_of_what_is_due_to_its_tenant(
+    weight: float, share: float
+) -> None:
+    """It is overdue once as much has been run as waited with it when it came."""
+    limits = StepLimits(1600, 10_000, chunked=True)
+    scheduler = Scheduler(limits, weights={"own": weight, "small": 1.0})
+    scheduler.admit(0, texts(0, [10] * 3200), tenant="own")
+    number, parts = 1, []
+    for _ in range(60):
+        # Of its own tenant and of the other, and all smaller than it.
+        for tenant in ("own", "small"):
+            scheduler.admit(number, texts(number, [10] * 320, 10_000 * number), tenant=tenant)
+            number += 1
+        parts.append(tokens_by_request(scheduler.schedule()).get(0, 0) / 1600)
+    due = parts[:20]
+    assert sum(due) == pytest.approx(20 / 8, abs=0.3), "32,000 tokens are 20 steps"
+    assert sum(parts[20:60]) == pytest.approx(40 * share, abs=0.5)
 
 
 def test_the_next_oldest_takes_what_the_oldest_leaves_of_its_part() -> None:
