@@ -229,8 +229,8 @@ def measure_order_of_work(
         ]
         for load in LOADS_BEYOND
     }
-    for load, figures in beyond.items():
-        shown = "   ".join(f"{each['p50_s']:.2f} {each['p99_s']:.2f}" for each in figures)
+    for load, latencies in beyond.items():
+        shown = "   ".join(f"{each['p50_s']:.2f} {each['p99_s']:.2f}" for each in latencies)
         click.echo(f"20 docstrings at {load} times what can be served, median and p99: {shown}")
     bounds = {name: longest_wait_of_bound(mix, requests, 1, oldest_share) for name, mix in MIXES.items()}
     for name, bound in bounds.items():

@@ -21,8 +21,8 @@ from maxsimd.scheduler.weights import Share, share_of
 OLDEST_SHARE = 1 / 8
 # What it gets once it is overdue: once as much has been run since it came as waited with it then. By the same
 # command with `--overdue-share`, shares of 1/8, 1/4 and 1/2 have p99 of 4.5, 3.7 and 3.0 s for requests of 20
-# docstrings at twice the load that can be served; with one giant in a hundred at a load of 0.95 they have mean
-# latencies of 0.52, 0.54 and 0.66 s and p99 of 1.4, 1.7 and 4.4 s.
+# docstrings at twice the load that can be served; with one giant in a hundred at a load of 0.95, they have
+# mean latencies of 0.52, 0.54 and 0.66 s and p99 of 1.4, 1.7 and 4.4 s.
 OVERDUE_SHARE = 1 / 4
 # For how many steps after the last small request the next is expected: for seconds, on a CPU.
 _STEPS_BESIDE_SMALL = 256
