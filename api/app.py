@@ -28,7 +28,7 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     # One route takes all paths, and a middleware answers in its stead, as it also gets `OPTIONS *`.
     # Without the route aiohttp would first make an error of its own for every request.
     app = web.Application(middlewares=[_answer])
-    app.router.add_route("*", "/{path:.*}", _unused, expect_handler=_expect)
+    app.router.add_route("*", r"/{path:[\s\S]*}", _unused, expect_handler=_expect)
     app[STATE] = ServerState(engine, config)
     app.cleanup_ctx.append(_watch_lag)
     return app
@@ -63,6 +63,8 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
     """Tells clients that wait for it to send their body."""
     if request.version == HttpVersion11:
         if request.headers["Expect"].lower() != "100-continue":
+            if isinstance(request.protocol, Connection):
+                request.protocol.begin(request)
             failure = malformed(417, "Expect can only be 100-continue; leave it out")
             response = as_response(error_answer(failure).completed(uuid.uuid4().hex, 0.0, {}))
             response.force_close()

@@ -66,6 +66,16 @@ MALFORMED: dict[str, tuple[bytes, int, str]] = {
     ),
     "no gzip": (post("/rerank", RERANK, "Content-Encoding: gzip"), 400, "check Content-Encoding"),
     "an expectation": (post("/rerank", RERANK, "Expect: wonders"), 417, "100-continue"),
+    "an expectation in bytes, with a line break in the path": (
+        b"POST /a%0ab HTTP/1.1\r\nHost: x\r\nExpect: \xa9I\r\nContent-Length: 0\r\n\r\n",
+        417,
+        "100-continue",
+    ),
+    "an expectation, and no gzip": (
+        post("/rerank", RERANK, "Expect: wonders", "Content-Encoding: gzip"),
+        417,
+        "100-continue",
+    ),
     "a tunnel": (head("CONNECT example.com:443 HTTP/1.1"), 404, "no such route"),
     "garbage after a request": (head("GET /health HTTP/1.1") + b"GARBAGE\r\n\r\n", 400, NOT_HTTP),
 }
