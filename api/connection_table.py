@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.metrics import ServerMetrics
 
 # At most this many at a time are told that they must make room, and do so a little later.
@@ -43,10 +44,11 @@ class ConnectionTable:
     do for: the one that has waited longest for its client's next word, or received or sent for longest. Those
     that only wait come first, but not those that have just come."""
 
-    def __init__(self, config: ServerConfig, most: int, metrics: ServerMetrics) -> None:
+    def __init__(self, config: ServerConfig, most: int, metrics: ServerMetrics, bodies: BodyBudget) -> None:
         self.config = config
         self.most = most
         self.metrics = metrics
+        self.bodies = bodies
         self._open: set[Evictable] = set()
         # In the order in which they entered their phases, and when that was.
         self._waiting: dict[Evictable, float] = {}

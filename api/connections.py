@@ -145,7 +145,8 @@ class Connection(web.RequestHandler):
             if self._paused:
                 self._begin_sending()
         try:
-            return await super().finish_response(request, resp, start_time)
+            with self._table.bodies.sending(resp.content_length or 0):
+                return await super().finish_response(request, resp, start_time)
         finally:
             if self._phase is not Phase.CLOSING:
                 if not request.content.is_eof():

@@ -60,7 +60,8 @@ async def wire() -> AsyncIterator[Wire]:
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         assert runner.server is not None
-        listener = Listener(runner.server, ConnectionTable(config, 100, app[STATE].metrics), tls=None)
+        table = ConnectionTable(config, 100, app[STATE].metrics, app[STATE].bodies)
+        listener = Listener(runner.server, table, tls=None)
         await listener.start("127.0.0.1", 0)
         yield Wire(app, listener.port)
         listener.close()

@@ -43,7 +43,8 @@ async def main():
         app = build_app(engine, config)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
-        listener = Listener(runner.server, ConnectionTable(config, 100, app[STATE].metrics), None)
+        table = ConnectionTable(config, 100, app[STATE].metrics, app[STATE].bodies)
+        listener = Listener(runner.server, table, None)
         await listener.start("127.0.0.1", 0)
         async with ClientSession(f"http://127.0.0.1:{listener.port}") as client:
             for documents in (["warm up"], ["Berlin", "Paris is a capital", "Paris is a capital"]):

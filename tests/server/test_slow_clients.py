@@ -105,6 +105,22 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(strict_server: Server
     client.close()
 
 
+def test_an_answer_that_is_not_read_counts_as_memory_until_its_client_is_cut_off(
+    start_server: StartServer, bert_cross_encoder: str
+) -> None:
+    server = start_server(bert_cross_encoder, "--max-bodies-mb", "1", "--transfer-seconds", "3")
+    client = RawClient(server.url, receive_buffer=4096).send(post("/detokenize", LONG_ANSWER))
+
+    def status() -> int:
+        return httpx.post(server.url + "/rerank", content=RERANK, timeout=20).status_code
+
+    wait_for(lambda: status() == 429)
+    assert httpx.get(server.url + "/health").status_code == 200
+    wait_for(lambda: status() == 200)
+    assert cut(server, "slow_reader") == 1
+    client.close()
+
+
 def test_a_client_that_asks_on_and_on_and_reads_nothing_is_cut_off(strict_server: Server) -> None:
     before = cut(strict_server, "slow_reader")
     # Their answers have some 10 MB, of which no single one is long.

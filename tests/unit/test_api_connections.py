@@ -14,6 +14,7 @@ from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.connection_table import ConnectionTable, Phase
 from maxsimd.api.connections import Connection
+from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.listener import Listener, max_connections, raise_descriptor_limit
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.engine import Engine
@@ -26,7 +27,7 @@ class Room:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(connection_table, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.table = ConnectionTable(ServerConfig(), 3, ServerMetrics(CollectorRegistry()))
+        self.table = ConnectionTable(ServerConfig(), 3, ServerMetrics(CollectorRegistry()), BodyBudget(1))
         self.evicted: list[tuple[str, bool]] = []
 
     def enter(self, name: str, phase: Phase) -> None:
@@ -146,7 +147,7 @@ async def test_a_connection_that_is_gone_does_not_come_back(room: Room) -> None:
 async def test_an_answer_behind_one_that_is_not_read_is_not_waited_for_either() -> None:
     config = ServerConfig(transfer_seconds=0.2)
     app = build_app(Engine(), config)
-    table = ConnectionTable(config, 10, app[STATE].metrics)
+    table = ConnectionTable(config, 10, app[STATE].metrics, app[STATE].bodies)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     server = runner.server
