@@ -117,6 +117,11 @@ def set_aside(folder: Path, damaged: Identity | None) -> bool:
     return True
 
 
+def forget_damaged(folder: Path) -> None:
+    """Removes what was set aside. Raises OSError."""
+    (folder / DAMAGED_FILE).unlink(missing_ok=True)
+
+
 def is_damage(error: Exception) -> bool:
     """Whether an error says that the file is damaged: not that it is locked, that a disk is full, that memory
     or a permission is lacking, or whatever else may be over soon."""

@@ -76,10 +76,12 @@ class DiskStore:
         self._database.write(partial(self._drop, key=key))
 
     def clear(self) -> None:
-        """Forgets all entries. Where that cannot be done now, none of them is found until it is."""
+        """Forgets all entries, and those of a database that was damaged. Where that cannot be done now, none
+        is found until it is."""
         self._usage = Usage(0, 0, 0)
         self._database.clear()
         self._database.read(self._count)
+        self._database.forget_damaged()
 
     def close(self) -> None:
         """From now on the store is as if it were empty."""

@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,6 +56,11 @@ class GuardedDatabase:
         self._reading.resume()
         self._writing.resume()
         self._attempt(self._writing, lambda connection: None)
+
+    def forget_damaged(self) -> None:
+        """Removes what is left of a database that was damaged, where that can be done."""
+        with suppress(OSError, ValueError):
+            db.forget_damaged(self._folder)
 
     def close(self) -> None:
         """From now on the database is as if it could not be used."""

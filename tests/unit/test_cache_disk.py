@@ -630,6 +630,8 @@ def test_a_damaged_database_is_set_aside_and_the_last_such_stays(
     assert len(set(sizes)) == 3
     assert caplog.text.count("was damaged") == 3
     assert {path.name for path in folder.iterdir()} == {FILE, f"{FILE}-journal", DAMAGED_FILE}
+    disk.clear()
+    assert not (folder / DAMAGED_FILE).exists(), "it has embeddings too"
 
 
 def test_a_process_that_finds_damage_late_uses_what_another_has_begun(
