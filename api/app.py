@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.web_protocol import RequestPayloadError
+from aiohttp.web_urldispatcher import UrlMappingMatchInfo
 
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.connections import Connection
@@ -25,13 +26,23 @@ STATE = web.AppKey("state", ServerState)
 
 def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     """The application around an engine, which need not be started yet."""
-    # One route takes all paths, and a middleware answers in its stead, as it also gets `OPTIONS *`.
-    # Without the route aiohttp would first make an error of its own for every request.
     app = web.Application(middlewares=[_answer])
-    app.router.add_route("*", r"/{path:[\s\S]*}", _unused, expect_handler=_expect)
+    app._router = _OneRoute()
     app[STATE] = ServerState(engine, config)
     app.cleanup_ctx.append(_watch_lag)
     return app
+
+
+class _OneRoute(web.UrlDispatcher):
+    """One route takes every target, `OPTIONS *` and the empty path too, and the middleware answers in its
+    stead. For a target without a route aiohttp would answer some requests before any middleware gets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._route = self.add_route("*", "/", _unused, expect_handler=_expect)
+
+    async def resolve(self, request: web.Request) -> UrlMappingMatchInfo:
+        return UrlMappingMatchInfo({}, self._route)
 
 
 @web.middleware

@@ -40,7 +40,8 @@ class ServerConfig:
     max_body_mb: int = option(64, "Largest request body in MiB.")
     max_bodies_mb: int = option(
         256,
-        "Most MiB of bodies that are worked on, and of answers not read yet; requests beyond get 429.",
+        "Most MiB of bodies that are worked on at a time; requests beyond get 429. With more in answers that "
+        "are being read, the slowest readers are cut off.",
     )
     max_documents: int = option(10_000, "Most documents or texts in one request.")
     long_documents: Literal["truncate", "window", "error"] = option(

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Protocol
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.metrics import ServerMetrics
 
 # At most this many at a time are told that they must make room, and do so a little later.
@@ -44,15 +45,16 @@ class ConnectionTable:
     do for: the one that has waited longest for its client's next word, or received or sent for longest. Those
     that only wait come first, but not those that have just come."""
 
-    def __init__(self, config: ServerConfig, most: int, metrics: ServerMetrics, bodies: BodyBudget) -> None:
+    def __init__(self, config: ServerConfig, most: int, metrics: ServerMetrics) -> None:
         self.config = config
         self.most = most
         self.metrics = metrics
-        self.bodies = bodies
         self._open: set[Evictable] = set()
         # In the order in which they entered their phases, and when that was.
         self._waiting: dict[Evictable, float] = {}
         self._transferring: dict[Evictable, float] = {}
+        # How many bytes of answers they have not read, those that have begun first coming first.
+        self._unread: dict[Evictable, int] = {}
         # Those that are told to make room.
         self._leaving: set[Evictable] = set()
         self._changed = asyncio.Event()
@@ -91,6 +93,22 @@ class ConnectionTable:
         self._leaving.add(chosen)
         chosen.evict(is_told)
         return True
+
+    @contextmanager
+    def sending(self, connection: Evictable, size: int) -> Iterator[None]:
+        """While an answer of `size` bytes is written. Where all together are more than memory is for, those
+        that have been read for longest are given up."""
+        self._unread[connection] = size
+        try:
+            while sum(self._unread.values()) > self.config.max_bodies_mb << 20:
+                slowest = next(iter(self._unread))
+                if slowest is connection:
+                    break
+                del self._unread[slowest]
+                slowest.evict(False)
+            yield
+        finally:
+            self._unread.pop(connection, None)
 
     async def until_quiet(self) -> None:
         """Returns when every answer has been handed to the system, so that only waiting connections are

@@ -145,7 +145,7 @@ class Connection(web.RequestHandler):
             if self._paused:
                 self._begin_sending()
         try:
-            with self._table.bodies.sending(resp.content_length or 0):
+            with self._table.sending(self, resp.content_length or 0):
                 return await super().finish_response(request, resp, start_time)
         finally:
             if self._phase is not Phase.CLOSING:

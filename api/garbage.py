@@ -15,8 +15,11 @@ from pathlib import Path
 # More collections of young objects than there ever are between two full ones.
 _NEVER = 1_000_000_000
 _LOOK_SECONDS = 0.25
-# While the server is always busy there is a full collection after this long, or once the process has grown
-# by so much: what is not freed may be bodies of requests that failed.
+# Between two full collections passes this many times as long as the first took: with a full cache of
+# embeddings in memory it is a tenth of a second.
+_REST = 200
+# While the server is always busy there is one after this long, or once the process has grown by so much: what
+# is not freed may be bodies of requests that failed.
 _LONGEST_SECONDS = 60.0
 _GROWN_BYTES = 128 << 20
 
@@ -42,14 +45,17 @@ async def collect_when_quiet(is_quiet: Callable[[], bool], resident: Callable[[]
     """Has all that has outlived its youth walked through when `is_quiet`, for as long as this runs; now and
     then anyway where it never is. `resident` is how many bytes the process has in memory."""
     now = asyncio.get_running_loop().time
-    last, bytes_then = now(), resident()
+    last, took, least_bytes = now(), 0.0, resident()
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
         has_aged = gc.get_count()[2] > 0
-        is_due = now() - last > _LONGEST_SECONDS or resident() - bytes_then > _GROWN_BYTES
-        if has_aged and (is_due or is_quiet()):
+        is_late = now() - last > _LONGEST_SECONDS
+        least_bytes = min(least_bytes, resident())
+        has_grown = resident() - least_bytes > _GROWN_BYTES
+        if now() - last > _REST * took and (has_grown or (has_aged and (is_late or is_quiet()))):
+            begun = now()
             gc.collect()
-            last, bytes_then = now(), resident()
+            last, took, least_bytes = now(), now() - begun, resident()
 
 
 def resident_bytes() -> int:

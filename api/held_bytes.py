@@ -1,5 +1,4 @@
-"""How many bytes of bodies are in memory: a request's from its first chunk until there is an answer, and the
-answer until its client has taken it."""
+"""How many bytes of bodies are in memory: each is held from its first chunk until its request is answered."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,21 +23,11 @@ class HeldBytes:
 
 
 class BodyBudget:
-    """The bytes that all requests and answers together hold; while there are several, no request makes them
-    more than `most`."""
+    """The bytes that all requests together hold, at most `most` while there are several."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.bytes = 0
-
-    @contextmanager
-    def sending(self, count: int) -> Iterator[None]:
-        """While an answer of so many bytes is written: it is there, so it is never refused."""
-        self.bytes += count
-        try:
-            yield
-        finally:
-            self.bytes -= count
 
     @contextmanager
     def hold(self) -> Iterator[HeldBytes]:

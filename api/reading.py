@@ -1,7 +1,7 @@
 """From wire requests to arguments of the engine. Functions of their input, and of how many texts there may
 be, which is checked before any of them is looked at."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from maxsimd.api.failures import too_many_entries
@@ -19,6 +19,9 @@ from maxsimd.api.wire import (
 )
 from maxsimd.engine import InvalidRequestError, Truncation
 from maxsimd.engine.requests import InputType
+
+# The names of fields, with the place that each has in the text.
+RankFields = Mapping[str, int]
 
 _PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
 
@@ -46,8 +49,8 @@ def texts_to_rank(request: RerankRequest, most: int) -> tuple[str, list[str]]:
     if request.documents is None:
         raise InvalidRequestError("documents is missing", "documents")
     _check_count(request.documents, "documents", most)
-    # A field that is named twice counts once.
-    rank_fields = tuple(dict.fromkeys(request.rank_fields or ()))
+    # A field that is named twice counts once, where it is named first.
+    rank_fields = {name: i for i, name in reversed(list(enumerate(request.rank_fields or ())))}
     return query, as_texts(request.documents, "documents", rank_fields)
 
 
@@ -64,14 +67,14 @@ def _check_count(contents: Any, param: str, most: int) -> None:
         raise too_many_entries(param, len(contents), most)
 
 
-def as_texts(contents: Contents, param: str, rank_fields: Sequence[str] | None = None) -> list[str]:
+def as_texts(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[str]:
     """One or many contents as plain texts."""
     if not isinstance(contents, list):
         contents = [contents]
     return [as_text(content, f"{param}[{i}]", param, rank_fields) for i, content in enumerate(contents)]
 
 
-def as_text(content: Content, where: str, param: str, rank_fields: Sequence[str] | None = None) -> str:
+def as_text(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> str:
     """The text of a string, of {"text": ...}, of {"content": "..."} or content parts, or, with Cohere's
     `rank_fields`, those of the named fields that a record has, a line each."""
     if isinstance(content, str):
@@ -86,8 +89,10 @@ def as_text(content: Content, where: str, param: str, rank_fields: Sequence[str]
     raise InvalidRequestError(f'{where} is an object without a "text" or "content" string', param)
 
 
-def _record_text(record: dict[str, Any], rank_fields: Sequence[str], where: str) -> str:
-    lines = [f"{name}: {record[name]}" for name in rank_fields if record.get(name) is not None]
+def _record_text(record: dict[str, Any], rank_fields: RankFields, where: str) -> str:
+    # Not every name is looked for in every record: of both there may be very many.
+    named = sorted(record.keys() & rank_fields.keys(), key=rank_fields.__getitem__)
+    lines = [f"{name}: {record[name]}" for name in named if record[name] is not None]
     if not lines:
         raise InvalidRequestError(
             f"{where} has none of the fields that rank_fields names; name at least one that it has",

@@ -97,7 +97,7 @@ async def _open(engine: Engine, config: ServerConfig) -> _Door:
     tls = tls_context(config)
     app = build_app(engine, config)
     most = max_connections(config.max_connections, raise_descriptor_limit())
-    connections = ConnectionTable(config, most, app[STATE].metrics, app[STATE].bodies)
+    connections = ConnectionTable(config, most, app[STATE].metrics)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_LEAVING_SECONDS)
     await runner.setup()
     assert runner.server is not None

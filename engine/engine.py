@@ -26,6 +26,7 @@ from maxsimd.engine.postprocess import (
     rank,
     score_result,
     token_embed_result,
+    work_in,
 )
 from maxsimd.engine.preprocess import Prepared
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
@@ -199,7 +200,7 @@ class Engine:
         options = RunOptions(priority, tenant, timeout, progress, on_timeout, on_error)
         prepared, values = await self._pairs(request, options)
         activation = model.activation if model.score_task == "classify" and use_activation else None
-        return await aside(lambda: score_result(prepared, values, activation), len(values.values))
+        return await aside(lambda: score_result(prepared, values, activation), len(request.documents))
 
     async def rerank(
         self,
@@ -267,9 +268,10 @@ class Engine:
             truncation=truncation,
         )
         options = RunOptions(priority, tenant, timeout, progress)
+        model = self.model
         prepared, values = await self._texts(request, dimensions, options)
-        normalised = self.model.tasks["embed"].normalised
-        return await aside(lambda: embed_result(prepared, values, dimensions, normalised), len(values.values))
+        normalised = model.tasks["embed"].normalised
+        return await aside(lambda: embed_result(prepared, values, dimensions, normalised), work_in(values))
 
     async def embed_tokens(
         self,
@@ -278,25 +280,29 @@ class Engine:
         input_type: InputType | None = None,
         prompt_name: str | None = None,
         dimensions: int | None = None,
+        max_tokens: int | None = None,
         truncation: Truncation = REFUSE_LONG,
         priority: Priority = 0,
         tenant: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> TokenEmbedResult:
-        """One vector a token: a list of float32 [tokens, dim], as late interaction scores them."""
+        """One vector a token: a list of float32 [tokens, dim], as late interaction scores them. Texts with
+        more than `max_tokens` together are refused before they are run."""
         request = EmbedRequest(
             texts=as_inputs(texts),
             task="token_embed",
             input_type=input_type,
             prompt_name=prompt_name,
             truncation=truncation,
+            max_tokens=max_tokens,
         )
         options = RunOptions(priority, tenant, timeout, progress)
+        model = self.model
         prepared, values = await self._texts(request, dimensions, options)
-        normalised = self.model.tasks["token_embed"].normalised
+        normalised = model.tasks["token_embed"].normalised
         return await aside(
-            lambda: token_embed_result(prepared, values, dimensions, normalised), len(values.values)
+            lambda: token_embed_result(prepared, values, dimensions, normalised), work_in(values)
         )
 
     async def classify(
@@ -314,7 +320,8 @@ class Engine:
         """A classifier's probabilities, or its logits without `use_activation`, one a text and label.
 
         Of single texts, or of pairs with the `text_pairs` as their second texts."""
-        check_task("classify", self.model.tasks)
+        model = self.model
+        check_task("classify", model.tasks)
         options = RunOptions(priority, tenant, timeout, progress)
         if text_pairs is None:
             texts_alone = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=truncation)
@@ -323,9 +330,10 @@ class Engine:
             first, second = pair_up(cast("Texts", texts), text_pairs)
             pairs = ScoreRequest(queries=first, documents=second, truncation=truncation)
             prepared, values = await self._pairs(pairs, options)
-        activation = self.model.probabilities if use_activation else None
-        labels = self.model.labels
-        return await aside(lambda: classify_result(prepared, values, activation, labels), len(values.values))
+        activation = model.probabilities if use_activation else None
+        return await aside(
+            lambda: classify_result(prepared, values, activation, model.labels), work_in(values)
+        )
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
         """Names the tenants with a weight and limits of their own, in place of those named before. May be

@@ -25,16 +25,23 @@ from maxsimd.pooling.methods import Head
 # Rows that an activation is applied to at a time. torch takes whole vectors of numbers in one way and what is
 # left over in another, which may differ in the last bit: with this number of rows nothing is left over.
 _ROWS = 64
-# With more values than this, what is made of them would keep the event loop for milliseconds.
-_MANY = 500
+# With more values than this, what is made of them would keep the event loop for milliseconds. Numbers in one
+# array are that much less work.
+_MANY, _NUMBERS_A_VALUE = 500, 200
 
 T = TypeVar("T")
 
 
-async def aside(function: Callable[[], T], values: int) -> T:
-    """Calls a function that makes a result of that many values: where they are many, in a thread. It needs
+async def aside(function: Callable[[], T], work: int) -> T:
+    """Calls a function that makes a result, in a thread where it is much `work`, counted in values. It needs
     nothing of the engine, which may stop meanwhile."""
-    return await asyncio.to_thread(function) if values > _MANY else function()
+    return await asyncio.to_thread(function) if work > _MANY else function()
+
+
+def work_in(values: Values) -> int:
+    """How much work it is to make a result of values that may be arrays, in values."""
+    numbers = sum(value.size if isinstance(value, np.ndarray) else 1 for value in values.values)
+    return max(len(values.values), numbers // _NUMBERS_A_VALUE)
 
 
 def score_result(prepared: Prepared, values: Values, activation: Head | None) -> ScoreResult:

@@ -152,13 +152,15 @@ class ScoreRequest:
 class EmbedRequest:
     """Texts to embed, each to one vector (`embed`), one vector a token (`token_embed`) or to labels
     (`classify`), behind the prompt of `input_type` or the one named `prompt_name`. A text may
-    come as token ids, special tokens included, which are run as they are."""
+    come as token ids, special tokens included, which are run as they are. Texts that have more than
+    `max_tokens` together are refused."""
 
     texts: tuple[str | tuple[int, ...], ...]
     task: Literal["embed", "token_embed", "classify"]
     input_type: InputType | None = None
     prompt_name: str | None = None
     truncation: Truncation = REFUSE_LONG
+    max_tokens: int | None = None
 
     @property
     def size(self) -> int:

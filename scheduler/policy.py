@@ -38,8 +38,8 @@ class Scheduler:
 
     1. The oldest request gets its part: `oldest_share` of the budget over time, taken as twice that in every
        other step, so that in the steps between a long sequence finds the whole budget free. Once it is
-       overdue, later ones have passed it for so long that it gets `overdue_share`, if its tenant and priority
-       are due twice as much by their weight.
+       overdue, because later ones have passed it, that is `overdue_share`, as far as it is at most half of
+       what its tenant and priority are due by their weight.
     2. In those steps, the first request of which nothing fitted the step before is given one part.
     3. All requests in order, as much of each as fits; of a causal model the first of which nothing fits any
        more is cut to fill the step. At most one sequence is mid-prefill at a time.

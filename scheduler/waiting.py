@@ -105,10 +105,11 @@ class WaitingRequest:
     it and alone may call it.
 
     Its sequences are run by size, so that steps are full, or `in_order`: of a request that may be ended
-    before it is done, the first count most. `arrival` counts requests in the order in which the scheduler
-    took them. `work` is what is left, in tokens: of sequences those that have not been scheduled, and the
-    prices of cached batches. It is `due` when that many tokens have been scheduled in all: those that waited
-    when it came, and its own. No sequence that was added has more new tokens than `longest`.
+    before it is done, the first count most. `work` is what is left, in tokens: of sequences those that have
+    not been scheduled, and the prices of cached batches. No sequence that was added has more new tokens than
+    `longest`. The scheduler sets `arrival`, which counts requests in the order in which it took them, and
+    `due`: how many tokens have been scheduled in all when those are that waited when it came, its own by then
+    included.
     """
 
     def __init__(self, request_id: int, share: Share, in_order: bool = False) -> None:

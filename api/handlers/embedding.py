@@ -13,6 +13,9 @@ from maxsimd.api.reading import input_type_of, inputs_of, truncation_of
 from maxsimd.api.state import ServerState
 from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, TokenEmbedResult
 
+# What a number of an answer takes as text, and as much again while that is made.
+_BYTES_A_NUMBER = 24
+
 Inputs = list[str] | list[list[int]]
 
 
@@ -74,7 +77,16 @@ async def _pool(
     }
     if task == "embed":
         return await engine.embed(inputs, **options)
-    return await engine.embed_tokens(inputs, **options)
+    return await engine.embed_tokens(inputs, **options, max_tokens=_most_vectors(state, body.dimensions))
+
+
+def _most_vectors(state: ServerState, dimensions: int | None) -> int | None:
+    """How many vectors of a token each an answer may have, so that it takes no more memory than bodies may
+    together; None where the model has none."""
+    task = state.engine.model.tasks.get("token_embed")
+    if task is None or (dimensions is not None and dimensions < 1):
+        return None
+    return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or task.dim))
 
 
 def _encode(array: NDArray[np.float32], encoding_format: str | None) -> Any:

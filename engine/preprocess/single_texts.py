@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
-from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.preprocess.long_inputs import LengthLimits
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
@@ -32,6 +32,7 @@ class TextStrategy:
             builder.build(next(encoded), i) if isinstance(text, str) else builder.build_from_ids(text, i)
             for i, text in enumerate(request.texts)
         ]
+        _check_tokens(sum(len(text.tokens) for text in built), request.max_tokens)
         role = _ROLES.get(request.input_type or "", Role.TEXT)
         sequences = [
             Sequence.text(ids.next_sequence_id(), ids.slot(i), request.task, text.tokens, role)
@@ -55,3 +56,11 @@ class TextStrategy:
                 f"there is no prompt named {request.prompt_name!r}; this model has: {names}", "prompt_name"
             )
         return replace(rules, prompt=prompts[request.prompt_name])
+
+
+def _check_tokens(tokens: int, most: int | None) -> None:
+    if most is not None and tokens > most:
+        raise RequestTooLargeError(
+            f"these texts have {tokens} tokens, a vector each, and an answer has room for {most} of them; "
+            "send fewer texts at a time, or ask for fewer dimensions"
+        )

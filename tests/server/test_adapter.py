@@ -60,7 +60,7 @@ async def wire() -> AsyncIterator[Wire]:
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         assert runner.server is not None
-        table = ConnectionTable(config, 100, app[STATE].metrics, app[STATE].bodies)
+        table = ConnectionTable(config, 100, app[STATE].metrics)
         listener = Listener(runner.server, table, tls=None)
         await listener.start("127.0.0.1", 0)
         yield Wire(app, listener.port)

@@ -71,6 +71,9 @@ MALFORMED: dict[str, tuple[bytes, int, str]] = {
         417,
         "100-continue",
     ),
+    "an expectation of all": (b"OPTIONS * HTTP/1.1\r\nHost: x\r\nExpect: \xa9I\r\n\r\n", 417, "100-continue"),
+    "an expectation of no path": (head("GET http://x HTTP/1.1", "Expect: wonders"), 417, "100-continue"),
+    "an expectation of a tunnel": (head("CONNECT x:443 HTTP/1.1", "Expect: wonders"), 417, "100-continue"),
     "an expectation, and no gzip": (
         post("/rerank", RERANK, "Expect: wonders", "Content-Encoding: gzip"),
         417,

@@ -14,7 +14,6 @@ from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.connection_table import ConnectionTable, Phase
 from maxsimd.api.connections import Connection
-from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.listener import Listener, max_connections, raise_descriptor_limit
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.engine import Engine
@@ -27,7 +26,7 @@ class Room:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(connection_table, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.table = ConnectionTable(ServerConfig(), 3, ServerMetrics(CollectorRegistry()), BodyBudget(1))
+        self.table = ConnectionTable(ServerConfig(max_bodies_mb=1), 3, ServerMetrics(CollectorRegistry()))
         self.evicted: list[tuple[str, bool]] = []
 
     def enter(self, name: str, phase: Phase) -> None:
@@ -81,6 +80,19 @@ async def test_those_that_only_wait_go_before_those_that_send_or_receive(room: R
         "sending",
         None,
     ]
+
+
+async def test_of_too_many_answers_those_that_began_first_are_given_up(room: Room) -> None:
+    mib = 1 << 20  # as much as answers may take together
+    first, second, third = (room._named(name) for name in ("first", "second", "third"))
+    with room.table.sending(first, mib - 1), room.table.sending(second, 1):
+        assert room.evicted == []
+        with room.table.sending(third, mib):
+            assert room.evicted == [("first", False), ("second", False)]
+    with room.table.sending(first, 2 * mib):
+        assert len(room.evicted) == 2, "alone an answer may be larger"
+    with room.table.sending(second, mib):
+        assert len(room.evicted) == 2, "and is forgotten when it has been written"
 
 
 async def test_one_that_has_just_come_does_not_make_room_for_others(room: Room) -> None:
@@ -147,7 +159,7 @@ async def test_a_connection_that_is_gone_does_not_come_back(room: Room) -> None:
 async def test_an_answer_behind_one_that_is_not_read_is_not_waited_for_either() -> None:
     config = ServerConfig(transfer_seconds=0.2)
     app = build_app(Engine(), config)
-    table = ConnectionTable(config, 10, app[STATE].metrics, app[STATE].bodies)
+    table = ConnectionTable(config, 10, app[STATE].metrics)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     server = runner.server

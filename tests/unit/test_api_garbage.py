@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import itertools
+import time
 import weakref
 from collections.abc import Callable
 
@@ -35,12 +37,8 @@ def test_what_there_is_before_is_left_alone_and_looked_at_again_after() -> None:
     with garbage_left_alone():
         assert gc.get_freeze_count() > 1000
         assert gc.get_threshold()[:2] == before[:2]
+        assert gc.get_threshold()[2] >= 1_000_000_000
         circle = aged_circle()
-        for _ in range(before[2] + 2):
-            gc.collect(1)
-        keep = [[] for _ in range(3 * before[0] * before[1])]  # type: ignore[var-annotated]
-        assert circle() is not None, "there was no full collection"
-        del keep
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
     gc.collect()
@@ -82,6 +80,40 @@ async def test_a_server_that_is_never_quiet_collects_now_and_then(monkeypatch: p
         circle = aged_circle()
         await _collecting(lambda: False, lambda: 0, 0.2)
         assert circle() is None
+
+
+async def test_a_collection_that_took_long_is_not_followed_by_another_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collections: list[float] = []
+
+    def collect() -> None:
+        time.sleep(0.002)
+        collections.append(time.monotonic())
+
+    with garbage_left_alone():
+        monkeypatch.setattr(garbage.gc, "collect", collect)
+        monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, 1))
+        await _collecting(lambda: True, lambda: 0, 1.5)
+    assert len(collections) >= 2
+    assert all(later - earlier >= 200 * 0.002 for earlier, later in itertools.pairwise(collections))
+
+
+async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured from the least since the last collection."""
+    sizes, collections = [500 << 20], list[int]()
+    with garbage_left_alone():
+        monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
+        monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, 0))
+        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: sizes[-1]))
+        for size in (500, 100, 228):
+            sizes.append(size << 20)
+            await asyncio.sleep(0.05)
+        assert collections == []
+        sizes.append((228 << 20) + 1)
+        await asyncio.sleep(0.05)
+        assert collections == [1]
+        task.cancel()
 
 
 async def test_nothing_is_walked_through_while_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:

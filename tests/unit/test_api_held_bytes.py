@@ -37,14 +37,3 @@ def test_what_a_failed_request_held_is_free_again() -> None:
         one.add(60)
         raise KeyError
     assert budget.bytes == 0
-
-
-def test_an_answer_that_is_not_read_keeps_others_from_coming_in() -> None:
-    budget = BodyBudget(100)
-    with budget.sending(101), budget.hold() as one, pytest.raises(ApiError):
-        one.add(1)
-    with pytest.raises(KeyError), budget.sending(60):
-        raise KeyError
-    with budget.hold() as one:
-        one.add(100)
-    assert budget.bytes == 0

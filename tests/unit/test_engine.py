@@ -302,6 +302,23 @@ async def test_leaving_the_context_finishes_what_was_asked_and_then_refuses(pair
         await engine.score("a", ["b"])
 
 
+@pytest.mark.parametrize("method", ["score", "rerank", "embed", "embed_tokens", "classify"])
+async def test_what_is_running_when_the_engine_stops_is_finished(
+    method: str, three_label_classifier: str
+) -> None:
+    model = three_label_classifier if method == "classify" else None
+    async with Engine(EngineConfig(model=model, max_batch_tokens=256)) as engine:
+        texts = [f"text {i}" for i in range(600)]  # with so many, the result is made in a thread
+        arguments = ("query", texts) if method in ("score", "rerank") else (texts,)
+        task = asyncio.create_task(getattr(engine, method)(*arguments))
+        await until(lambda: engine.stats().steps_in_flight > 0)
+    result = await task
+    values = next(
+        getattr(result, name) for name in ("scores", "results", "embeddings") if hasattr(result, name)
+    )
+    assert len(values) == 600
+
+
 async def test_an_engine_can_be_started_again_and_leaves_nothing_behind() -> None:
     before = threading.active_count()
     engine = Engine(EngineConfig())

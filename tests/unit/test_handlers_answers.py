@@ -261,6 +261,21 @@ async def test_base64_is_little_endian_whatever_the_machines_order_is() -> None:
         assert _encode(np.asfortranarray(rows.astype(order)), "base64") == expected
 
 
+async def test_more_vectors_than_an_answer_has_room_for_are_refused_before_they_are_made(
+    engine: RecordingEngine,
+) -> None:
+    """With 384 dimensions a mebibyte has room for 113 vectors, with 64 for 682."""
+    caller = Caller(engine, max_bodies_mb=1)
+    body = {"input": ["a " * 54] * 2, "task": "token_embed"}  # of 56 tokens each
+    assert len((await caller.json("/pooling", body))["data"]) == 2
+    body["input"] = ["a " * 55] * 2
+    status, error = await caller.error("/pooling", body)
+    assert status == 413
+    shown = "these texts have 114 tokens, a vector each, and an answer has room for 113 of them"
+    assert error["message"].startswith(shown)
+    assert len((await caller.json("/pooling", body | {"dimensions": 64}))["data"]) == 2
+
+
 @pytest.mark.parametrize("task", [None, "token_embed", "embed"])
 async def test_logits_are_for_classification_only(caller: Caller, task: str | None) -> None:
     body = {"input": "a", "task": task}

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.engine.postprocess import aside, rank
+from maxsimd.engine.postprocess import aside, rank, work_in
+from maxsimd.engine.requests import Values
 
 # Few values, so that there are ties; both zeros are one.
 SCORES = st.lists(
@@ -23,6 +24,12 @@ async def test_what_is_made_of_many_values_is_made_in_a_thread() -> None:
     own = threading.get_ident()
     assert await thread(0) == await thread(500) == own
     assert await thread(501) != own
+
+
+def test_numbers_in_arrays_are_less_work_than_as_many_values() -> None:
+    assert work_in(Values([0.5] * 501, {})) == 501
+    assert work_in(Values([np.zeros((1, 384), np.float32)] * 10, {})) == 19
+    assert work_in(Values([np.zeros((512, 128), np.float32)] * 2, {})) == 655
 
 
 async def test_what_a_thread_raises_is_raised() -> None:

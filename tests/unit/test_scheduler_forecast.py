@@ -76,7 +76,7 @@ def _run_before(scheduler: Scheduler, draw: random.Random, tenants: tuple[str, .
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_scheduler_does_as_was_forecast(seed: int) -> None:
-    """But for some steps: which request is the oldest changes."""
+    """But for some steps: which request is the oldest changes, and whether it is overdue."""
     scheduler = Scheduler(StepLimits(BUDGET, 1000, chunked=False))
     forecast, before = _run_before(scheduler, random.Random(seed), ("",))
     assert -4 * BUDGET < before - forecast < 10 * BUDGET

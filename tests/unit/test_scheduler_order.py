@@ -112,7 +112,7 @@ def test_the_oldest_gets_its_share_of_the_tokens(share: float, lengths: list[int
 
 
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 1 / 4), (3.0, 1 / 4), (0.5, 1 / 6), (0.1, 1 / 8)])
-def test_an_overdue_request_gets_more_but_no_more_than_half_of_what_is_due_to_its_tenant(
+def test_an_overdue_request_gets_more_as_far_as_that_is_half_of_what_is_due_to_its_tenant(
     weight: float, share: float
 ) -> None:
     """It is overdue once as much has been run as waited with it when it came."""

@@ -471,28 +471,34 @@ def test_of_a_request_in_order_what_is_cached_comes_first() -> None:
 
 
 @given(st.data())
-def test_a_request_that_was_put_together_before_is_run_as_one_that_is_admitted(data: st.DataObject) -> None:
-    """`enter`, beside `admit`."""
-    lengths = data.draw(st.lists(st.integers(1, 100), max_size=30))
+def test_a_request_that_was_put_together_before_is_run_as_one_that_is_admitted_in_parts(
+    data: st.DataObject,
+) -> None:
+    """What waits for a query is taken over in one go, or is added one by one once the query has run."""
+    lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=30))
     prices = data.draw(st.lists(st.integers(1, 120), max_size=5))
-    in_order, priority = data.draw(st.booleans()), data.draw(st.integers(-2, 2))
-    admitting, entering = bidirectional(100), bidirectional(100)
-    for scheduler in (admitting, entering):
+    alone = data.draw(st.lists(st.integers(1, 90), max_size=5))
+    in_order = data.draw(st.booleans())
+    sequences, batches = two_stage(0, [10], lengths, prices, first_id=100)
+    others = texts(0, alone, 500)
+    whole, parts = bidirectional(100), bidirectional(100)
+    for scheduler in (whole, parts):
         scheduler.admit(9, texts(9, [10] * 20, 1000))
-    sequences, batches = texts(0, lengths), [cached(0, price) for price in prices]
-    admitting.admit(0, sequences, batches, priority, "a", in_order=in_order)
-    request = WaitingRequest(0, share_of("a", priority), in_order)
-    request.add(sequences, batches)
-    entering.enter(request)
-    while (step := admitting.schedule()) is not None:
-        other = entering.schedule()
+    request = WaitingRequest(0, share_of("", 0), in_order)
+    request.add([*others, *sequences], batches)
+    whole.enter(request)
+    cut = data.draw(st.integers(1, len(sequences)))
+    parts.admit(0, [*others, *sequences[:cut]], in_order=in_order)
+    parts.admit(0, sequences[cut:], batches)
+    while (step := whole.schedule()) is not None:
+        other = parts.schedule()
         assert other is not None
         assert [(c.sequence.sequence_id, c.start, c.stop) for c in step.chunks] == [
             (c.sequence.sequence_id, c.start, c.stop) for c in other.chunks
         ]
         assert [id(batch) for batch in step.cached] == [id(batch) for batch in other.cached]
-    assert entering.schedule() is None
-    assert entering.waiting_tokens == entering.waiting_sequences == entering.waiting_cached == 0
+    assert parts.schedule() is None
+    assert whole.waiting_tokens == whole.waiting_sequences == whole.waiting_cached == 0
 
 
 def test_what_can_never_fit_does_not_enter() -> None:
