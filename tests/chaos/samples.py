@@ -109,8 +109,9 @@ def draw(samples: Sequence[Sample], faults: Sequence[float], path: Path) -> Path
     for axes, (label, lines) in zip(rows, panels, strict=True):
         for name, values in lines.items():
             axes.plot(minutes, values, linewidth=1, label=name)
-        for seconds in faults:
-            axes.axvline(seconds / 60, ymax=0.04, color="tab:red", linewidth=0.5)
+        # At the foot of the panel; one line of marks takes less room in the file than a line each.
+        moments, place = [seconds / 60 for seconds in faults], axes.get_xaxis_transform()
+        axes.plot(moments, [0.02] * len(moments), "|", color="tab:red", markeredgewidth=0.5, transform=place)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylabel(label)
         if len(lines) > 1:
