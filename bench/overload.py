@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from maxsimd.bench.datasets import Request, docstring_requests
 from maxsimd.bench.load import p99
-from maxsimd.bench.peers.systems import Running, maxsimd
+from maxsimd.bench.peers.systems import maxsimd
 
 _DOCUMENTS = 20
 CONCURRENCY = (2, 4, 8, 16, 32)
@@ -44,6 +44,40 @@ class _Answer:
     tokens: int
 
 
+class _Clients:
+    """Connections that are used again, and as little of HTTP as it takes: the clients work on the server's
+    cores, and what they need for each of thousands of refusals it lacks."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        self._host, self._port = parts.hostname, parts.port
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def send(self, request: bytes) -> _Answer:
+        """The time is that from when all of the request is sent, by about: it is small, and sent at once."""
+        # Of those that are not used for long the server closes some.
+        while self._idle and self._idle[-1][0].at_eof():
+            self._idle.pop()[1].close()
+        if not self._idle:
+            self._idle.append(await asyncio.open_connection(self._host, self._port))
+        reader, writer = self._idle.pop()
+        started = time.perf_counter()
+        writer.write(request)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        content = await reader.readexactly(int(head.partition("content-length: ")[2].split()[0]))
+        came = time.perf_counter()
+        self._idle.append((reader, writer))
+        status = int(head.split()[1])
+        tokens = msgspec.json.decode(content, type=_Served).usage.total_tokens if status == 200 else 0
+        return _Answer(status, came - started, came, tokens)
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+
+
 async def measure_overload(
     model: str | None, wait_seconds: float, seconds: float, seed: int = 0
 ) -> dict[str, Any]:
@@ -52,34 +86,36 @@ async def measure_overload(
     request is refused depends on its size, so that answers a second would say more of sizes than of the
     server."""
     requests = docstring_requests(200, _DOCUMENTS, seed)
-    bodies = [_body(request) for request in requests]
+    bodies = [_request(request) for request in requests]
     server = maxsimd("maxsimd", "--max-wait-seconds", str(wait_seconds))
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         async with server.run(model, Path(folder, "log")) as running:
-            await _closed(running, bodies, 8, seconds / 4)
-            capacity, best = await _capacity(running, bodies, seconds / 2)
+            clients = _Clients(str(running.session._base_url))
+            await _closed(clients, bodies, 8, seconds / 4)
+            capacity, best = await _capacity(clients, bodies, seconds / 2)
             figures: dict[str, Any] = {"documents": _DOCUMENTS, "max_wait_seconds": wait_seconds, **capacity}
             for times in TIMES:
-                answers, duration = await _open(running.session, bodies, times * best, seconds, draw)
+                answers, duration = await _open(clients, bodies, times * best, seconds, draw)
                 figures |= {
                     f"{name}_at_{times}_times": value for name, value in _shown(answers, duration).items()
                 }
+            clients.close()
     return figures
 
 
-async def _capacity(running: Running, bodies: list[bytes], seconds: float) -> tuple[dict[str, Any], float]:
+async def _capacity(clients: _Clients, bodies: list[bytes], seconds: float) -> tuple[dict[str, Any], float]:
     """Of several numbers of clients the one with the best throughput, and that throughput."""
     best: tuple[float, int, list[_Answer], float] | None = None
-    for clients in CONCURRENCY:
-        answers, duration = await _closed(running, bodies, clients, seconds)
+    for number in CONCURRENCY:
+        answers, duration = await _closed(clients, bodies, number, seconds)
         tokens = sum(answer.tokens for answer in answers)
         if best is None or tokens > best[0]:
-            best = tokens, clients, answers, duration
+            best = tokens, number, answers, duration
     assert best is not None
-    _, clients, answers, duration = best
+    _, number, answers, duration = best
     rate = sum(answer.status == 200 for answer in answers) / duration
-    return {"clients_at_capacity": clients, **_shown(answers, duration)}, rate
+    return {"clients_at_capacity": number, **_shown(answers, duration)}, rate
 
 
 def _shown(answers: list[_Answer], duration: float) -> dict[str, Any]:
@@ -98,21 +134,21 @@ def _shown(answers: list[_Answer], duration: float) -> dict[str, Any]:
 
 
 async def _closed(
-    running: Running, bodies: list[bytes], clients: int, seconds: float
+    clients: _Clients, bodies: list[bytes], number: int, seconds: float
 ) -> tuple[list[_Answer], float]:
     """Clients that send a request when the one before is answered, or a while after it was refused."""
     started = time.perf_counter()
     answers: list[_Answer] = []
 
-    async def client(number: int) -> None:
+    async def client(next_body: int) -> None:
         while time.perf_counter() - started < seconds:
-            answer = await _send(running.session, bodies[number % len(bodies)])
+            answer = await clients.send(bodies[next_body % len(bodies)])
             answers.append(answer)
             if answer.status != 200:
                 await asyncio.sleep(_PAUSE_SECONDS)
-            number += clients
+            next_body += number
 
-    await asyncio.gather(*(client(number) for number in range(clients)))
+    await asyncio.gather(*(client(i) for i in range(number)))
     return _within(answers, started, seconds)
 
 
@@ -124,32 +160,20 @@ def _within(answers: list[_Answer], started: float, seconds: float) -> tuple[lis
 
 
 async def _open(
-    session: aiohttp.ClientSession, bodies: list[bytes], rate: float, seconds: float, draw: random.Random
+    clients: _Clients, bodies: list[bytes], rate: float, seconds: float, draw: random.Random
 ) -> tuple[list[_Answer], float]:
     """Requests that come whatever becomes of those before."""
     started = time.perf_counter()
     tasks, due, number = [], 0.0, 0
     while due < seconds:
         await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
-        tasks.append(asyncio.create_task(_send(session, bodies[number % len(bodies)])))
+        tasks.append(asyncio.create_task(clients.send(bodies[number % len(bodies)])))
         due += draw.expovariate(rate)
         number += 1
     return _within(await asyncio.gather(*tasks), started, seconds)
 
 
-async def _send(session: aiohttp.ClientSession, body: bytes) -> _Answer:
-    """The time is that from when all of the body is sent, by about: it is small, and sent at once."""
-    started = time.perf_counter()
-    headers = {"Content-Type": "application/json"}
-    async with session.post("/rerank", data=body, headers=headers) as response:
-        content = await response.read()
-        came = time.perf_counter()
-        tokens = (
-            msgspec.json.decode(content, type=_Served).usage.total_tokens if response.status == 200 else 0
-        )
-        return _Answer(response.status, came - started, came, tokens)
-
-
-def _body(request: Request) -> bytes:
+def _request(request: Request) -> bytes:
     given = {"query": request.query, "documents": request.documents, "return_documents": False}
-    return msgspec.json.encode(given)
+    body = msgspec.json.encode(given)
+    return b"POST /rerank HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)

@@ -24,7 +24,10 @@ async def measure_scaling(model: str | None, clients: int, rounds: int) -> dict[
     """The event loop's lag under `clients`, the time a document takes by request size, and memory."""
     texts = [pair.document for pair in docstring_pairs()]
     with tempfile.TemporaryDirectory() as folder:
-        async with maxsimd("maxsimd").run(model, Path(folder, "log")) as running:
+        # All clients' requests are to be served, however long the last of them waits.
+        async with maxsimd("maxsimd", "--max-wait-seconds", "3600").run(
+            model, Path(folder, "log")
+        ) as running:
             figures = await _under_clients(running, texts, clients)
             return figures | await _by_size(running, texts, rounds)
 
