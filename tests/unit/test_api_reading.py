@@ -1,6 +1,5 @@
 """What requests say, in the engine's terms: functions of the wire types alone."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -120,12 +119,18 @@ def test_rank_fields_name_what_is_read_of_a_record(
 
 
 def test_many_records_and_many_rank_fields_are_no_product() -> None:
-    """Each name looked for in each record would take minutes."""
-    records = [{"z": "a", f"f{i}": "b"} for i in range(10_000)]
-    names = [f"f{i}" for i in range(400_000)] + ["z"]
-    started = time.process_time()
-    _, texts = reading.texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=names), 10_000)
-    assert time.process_time() - started < 30
+    """Each name is looked up a few times, not once for each record."""
+    lookups = [0]
+
+    class Name(str):
+        def __hash__(self) -> int:
+            lookups[0] += 1
+            return super().__hash__()
+
+    records = [{"z": "a", f"f{i}": "b"} for i in range(100)]
+    names = [Name(f"f{i}") for i in range(1000)] + ["z"]
+    _, texts = reading.texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=names), 100)
+    assert lookups[0] < 5 * len(names)
     assert texts[:2] == ["f0: b\nz: a", "f1: b\nz: a"]
 
 
