@@ -16,20 +16,45 @@ _LONGEST_MESSAGE = 4_000
 _LONGEST_LINE_OF_A_TRACE = 500
 
 
+class _Clock:
+    """Writes times of day, each second's once."""
+
+    def __init__(self, form: str) -> None:
+        self._form = form
+        self._shown = (0, "")
+
+    def show(self, seconds: float) -> str:
+        """A time (in seconds since the epoch) where this machine stands."""
+        whole = int(seconds)
+        if whole != self._shown[0]:
+            self._shown = whole, time.strftime(self._form, time.localtime(whole))
+        return self._shown[1]
+
+
 class TextFormatter(logging.Formatter):
     """Time, level and message on one line; the lines of a traceback follow, each behind a bar."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._clock = _Clock("%H:%M:%S")
+
     def format(self, record: logging.LogRecord) -> str:
-        first = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:7} {_message(record)}"
+        first = f"{self._clock.show(record.created)} {record.levelname:7} {_message(record)}"
+        if not record.exc_info:
+            return first
         return "\n".join([first, *(f"    | {line}" for line in _trace(self, record))])
 
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._clock = _Clock("%Y-%m-%dT%H:%M:%S")
+
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "time": self._clock.show(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": _message(record),

@@ -71,7 +71,10 @@ def as_texts(contents: Contents, param: str, rank_fields: RankFields | None = No
     """One or many contents as plain texts."""
     if not isinstance(contents, list):
         contents = [contents]
-    return [as_text(content, f"{param}[{i}]", param, rank_fields) for i, content in enumerate(contents)]
+    return [
+        content if isinstance(content, str) else as_text(content, f"{param}[{i}]", param, rank_fields)
+        for i, content in enumerate(contents)
+    ]
 
 
 def as_text(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> str:

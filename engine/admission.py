@@ -4,17 +4,18 @@ A request is looked at before it is prepared, again when a thread begins to prep
 are counted. How a step is filled is not decided here.
 """
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import QueueFullError, RequestTooLargeError
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest
+from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Values
 from maxsimd.engine.tenants import TenantLimits
-from maxsimd.scheduler import Share
+from maxsimd.scheduler import Share, WaitErrors
 
 # Any request may wait this many times as long as it runs, and this many steps: with less, next to nothing
 # would be let in while the device is busy.
@@ -45,18 +46,19 @@ class Permit:
     def __init__(self, admission: "Admission", size: int, tokens: int, options: RunOptions) -> None:
         self._admission = admission
         self._size = size
-        self._deadline = None if options.timeout is None else time.perf_counter() + options.timeout
+        self._deadline = None if options.timeout is None else admission.clock() + options.timeout
         self.tokens = tokens
         self.timeout = options.timeout
         # What is to have a partial result need not be done in its time, only begun.
         self.must_be_done = options.on_timeout == "error"
         self.share: Share = options.share
         self.refusal: QueueFullError | None = None
+        self.forecast: float | None = None
 
     @property
     def seconds_left(self) -> float | None:
         """Until its timeout; None where it has none."""
-        return None if self._deadline is None else self._deadline - time.perf_counter()
+        return None if self._deadline is None else self._deadline - self._admission.clock()
 
     def check(self) -> None:
         """Raises QueueFullError if the queue has become full meanwhile. For the thread that prepares it."""
@@ -67,6 +69,10 @@ class Permit:
         """Asks for the queue, now that the tokens are counted. Raises QueueFullError and
         RequestTooLargeError."""
         self._admission.confirm(self, self._size, tokens)
+
+    def compare(self, values: asyncio.Future[Values]) -> None:
+        """Has the wait that was forecast compared with when the values come, once the request is queued."""
+        self._admission.compare(self, values)
 
 
 class Admission:
@@ -83,7 +89,9 @@ class Admission:
         scheduler: SchedulerActor,
         metrics: EngineMetrics,
         tenants: TenantLimits,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.clock = clock
         self._limits = limits
         self._scheduler = scheduler
         self._metrics = metrics
@@ -91,6 +99,7 @@ class Admission:
         self._permits: set[Permit] = set()
         self._counted_tokens = _FIRST_RATIO
         self._counted_size = 1.0
+        self._wait_errors = WaitErrors()
         self._gauges = (metrics.preparing_requests, metrics.preparing_tokens, metrics.wait_seconds)
         metrics.preparing_requests.set_function(lambda: len(self._permits))
         metrics.preparing_tokens.set_function(lambda: sum(permit.tokens for permit in self._permits))
@@ -138,10 +147,27 @@ class Admission:
         self._counted_size = self._counted_size * _REMAINING + size
         self._counted_tokens = self._counted_tokens * _REMAINING + tokens
         self._check_price(permit, tokens)
+        permit.tokens, permit.forecast = tokens, self._forecast(permit, tokens)
         refusal = self._refusal(permit, tokens, self._wait(permit, tokens), is_counted=True)
         if refusal is not None:
             raise refusal
         self._tenants.charge_tokens(permit.share[0], tokens)
+
+    def compare(self, permit: Permit, values: asyncio.Future[Values]) -> None:
+        """See `Permit`."""
+        forecast, run = permit.forecast, self._scheduler.rate.seconds(permit.tokens)
+        step = self._scheduler.rate.seconds(self._limits.step_tokens)
+        if not forecast or run is None or step is None or forecast < step or not permit.must_be_done:
+            # Nothing is learnt where next to nothing waits, nor of what may end before it is done.
+            return
+        queued = self.clock()
+
+        def observe(values: asyncio.Future[Values]) -> None:
+            if not values.cancelled() and values.exception() is None:
+                now = self.clock()
+                self._wait_errors.observe(permit.tokens, forecast, now - queued - run, now)
+
+        values.add_done_callback(observe)
 
     def _count_refusal(self, tenant: str, reason: str) -> None:
         self._metrics.refused.labels(reason).inc()
@@ -240,6 +266,11 @@ class Admission:
 
     def _wait(self, permit: Permit, tokens: int) -> float | None:
         """About how many seconds a request of that many tokens would wait; None where that is not known."""
+        forecast = self._forecast(permit, tokens)
+        return forecast and forecast * self._wait_errors.factor(tokens, self.clock())
+
+    def _forecast(self, permit: Permit, tokens: int) -> float | None:
+        """The same, by what waits now and nothing else."""
         if not self._scheduler.waiting_tokens:
             return 0.0
         return self._scheduler.rate.seconds(self._scheduler.work_ahead(tokens, permit.share))

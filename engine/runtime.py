@@ -273,6 +273,7 @@ class Running:
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             permit.confirm(waiting.work)
             values = self._queue(waiting, prepared.results, options)
+            permit.compare(values)
         self.admission.review()
         return prepared, values, timings
 

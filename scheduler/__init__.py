@@ -4,7 +4,7 @@ Pure Python and numpy: no torch and no asyncio, so that the policy can be simula
 """
 
 from maxsimd.scheduler.filling import StepLimits
-from maxsimd.scheduler.forecast import ServiceRate, StepTimes
+from maxsimd.scheduler.forecast import ServiceRate, StepTimes, WaitErrors
 from maxsimd.scheduler.payload import DocumentPayload, JoinedTokens, Payload, ResultSlot, Role, Tokens, Window
 from maxsimd.scheduler.policy import OLDEST_SHARE, OVERDUE_SHARE, Scheduler
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
@@ -29,6 +29,7 @@ __all__ = [
     "StepLimits",
     "StepTimes",
     "Tokens",
+    "WaitErrors",
     "WaitingRequest",
     "Window",
     "share_of",

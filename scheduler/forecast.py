@@ -12,10 +12,13 @@ from maxsimd.scheduler.weights import Share, part_of, weight_of
 
 # The longer all takes, the more the oldest get meanwhile: how often that is worked out anew at most.
 _ROUNDS = 100
-# After this many seconds of steps a measurement counts half.
+# After this many seconds (of steps, for a rate) a measurement counts half.
 _HALF_LIFE = 10.0
 # By how many of the latest steps it is judged how long another may take.
 _LATEST_STEPS = 16
+# This many seconds of waits are taken to have been as forecast, beside those that were seen; and a wait is
+# never taken to be more than so many times as long.
+_TRUSTED_SECONDS, _MOST_TIMES = 2.0, 4.0
 
 
 def work_ahead(
@@ -92,6 +95,32 @@ class ServiceRate:
         """How long the device takes for that many tokens; None where that is not known yet."""
         rate = self.tokens_per_second
         return None if rate is None else tokens / rate
+
+
+class WaitErrors:
+    """How many times as long as forecast requests have waited, by their class of size. A forecast knows only
+    what waits already: smaller requests that come later go before large ones, and not every step is full. Of
+    what was seen, newer counts more; with nothing seen for long, forecasts are trusted again."""
+
+    def __init__(self) -> None:
+        # By class of size: seconds that were forecast, seconds that it took, and when (in seconds) that was.
+        self._seen: dict[int, tuple[float, float, float]] = {}
+
+    def observe(self, tokens: int, forecast: float, waited: float, now: float) -> None:
+        """Notes how many seconds a request of that many tokens has waited."""
+        before = self._since(tokens, now)
+        self._seen[tokens.bit_length()] = before[0] + forecast, before[1] + max(0.0, waited), now
+
+    def factor(self, tokens: int, now: float) -> float:
+        """By how much the forecast for a request of that many tokens is to be multiplied: at least 1."""
+        forecast, waited = self._since(tokens, now)
+        times = (waited + _TRUSTED_SECONDS) / (forecast + _TRUSTED_SECONDS)
+        return max(1.0, min(_MOST_TIMES, times))
+
+    def _since(self, tokens: int, now: float) -> tuple[float, float]:
+        forecast, waited, seen = self._seen.get(tokens.bit_length(), (0.0, 0.0, now))
+        remaining = 0.5 ** (max(0.0, now - seen) / _HALF_LIFE)
+        return forecast * remaining, waited * remaining
 
 
 class StepTimes:

@@ -62,8 +62,7 @@ async def handle(
     finally:
         # Without an answer the client has gone away, and the adapter has cancelled this.
         seconds = time.perf_counter() - started
-        state.metrics.requests.labels(label, str(status)).inc()
-        state.metrics.seconds.labels(label).observe(seconds)
+        state.metrics.note_request(label, status, seconds)
         level = logging.DEBUG if method == "GET" else logging.INFO
         # Without spaces, it cannot pass for the rest of the line.
         shown = printable(path, _LONGEST_LOGGED_PATH).replace(" ", "%20")

@@ -71,6 +71,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._posted: dict[int, Admit] = {}
         self._posted_tokens = 0
         self._last_report = 0.0
+        # What was worked out since something changed, by share and class of size.
+        self._ahead: dict[tuple[Share, int], int] = {}
         self.rate = ServiceRate(scheduler.limits.beside_small or scheduler.limits.tokens)
         self.step_times = StepTimes()
         self.num_signs = 0
@@ -106,9 +108,13 @@ class SchedulerActor(Actor[SchedulerMessage]):
 
     def work_ahead(self, tokens: int, share: Share) -> int:
         """About how many tokens are run before the last of a request of `tokens` that came now, those on the
-        device included."""
-        posted = [(each.request.share, each.request.work) for each in self._posted.values()]
-        return self.running_work + self._scheduler.work_ahead(tokens, *share, coming=posted)
+        device included. Requests of the same class of size have the same ahead of them."""
+        like = (share, tokens.bit_length())
+        if like not in self._ahead:
+            posted = [(each.request.share, each.request.work) for each in self._posted.values()]
+            ahead = self._scheduler.work_ahead(tokens, *share, coming=posted)
+            self._ahead[like] = self.running_work + ahead
+        return self._ahead[like]
 
     def waiting_of(self, tenant: str) -> int:
         """The part of `waiting_tokens` that is a tenant's."""
@@ -117,11 +123,13 @@ class SchedulerActor(Actor[SchedulerMessage]):
 
     def post(self, message: Admit) -> None:
         """Posts a request, whose tokens count as waiting at once. For senders on this actor's loop."""
+        self._ahead.clear()
         self._posted[message.request.request_id] = message
         self._posted_tokens += message.request.work
         self.mailbox.tell(message)
 
     async def receive(self, message: SchedulerMessage) -> None:
+        self._ahead.clear()
         match message:
             case Admit():
                 self._admit(message)

@@ -47,7 +47,9 @@ class TenantLimits:
         """A request's options, with a priority that its tenant may have. Raises InvalidRequestError for a
         priority that there is not."""
         number, best = priority_number(options.priority), self[options.tenant].best_priority
-        return replace(options, priority=number if best is None else max(best, number))
+        if best is not None:
+            number = max(best, number)
+        return options if number == options.priority else replace(options, priority=number)
 
     def request_refusal(self, name: str) -> QueueFullError | None:
         """Why a tenant may send no request now."""

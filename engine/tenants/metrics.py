@@ -1,6 +1,7 @@
 """What is counted by tenant: of those that are named, up to a number of them."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter
@@ -37,6 +38,9 @@ class TenantMetrics:
             ("tenant", "reason"),
             registry=registry,
         )
+        # To look a counter up takes longer than to count.
+        self._requests_of = lru_cache(MOST_LABELS + 1)(self._requests.labels)
+        self._refused_of = lru_cache(None)(self._refused.labels)
 
     def set_names(self, names: Iterable[str]) -> None:
         """Counts these from now on; what was counted of others is no longer shown."""
@@ -46,16 +50,18 @@ class TenantMetrics:
             self._tokens.remove(gone)
             for reason in REASONS:
                 self._refused.remove(gone, reason)
+        self._requests_of.cache_clear()
+        self._refused_of.cache_clear()
         self._labels = labels
 
     def count_request(self, tenant: str) -> None:
-        self._requests.labels(self._label(tenant)).inc()
+        self._requests_of(self._label(tenant)).inc()
 
     def count_tokens(self, tenant: str, tokens: int) -> None:
         self._tokens.labels(self._label(tenant)).inc(tokens)
 
     def count_refusal(self, tenant: str, reason: str) -> None:
-        self._refused.labels(self._label(tenant), reason).inc()
+        self._refused_of(self._label(tenant), reason).inc()
 
     def _label(self, tenant: str) -> str:
         return tenant if tenant in self._labels else OTHER

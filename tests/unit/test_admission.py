@@ -12,7 +12,7 @@ from maxsimd.engine.actors.messages import Admit, RunnerMessage, SchedulerMessag
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.requests import EmbedRequest, RunOptions, Truncation
+from maxsimd.engine.requests import EmbedRequest, RunOptions, Truncation, Values
 from maxsimd.engine.tenants import Tenant, TenantLimits
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
 from tests.unit.scheduled_requests import texts
@@ -43,7 +43,7 @@ class Door:
         self.tenants = TenantLimits(lambda: self.now)
         self.tenants.set(tenants or {})
         self.metrics.tenants.set_names(tenants or {})
-        self.admission = Admission(self.limits, self.actor, self.metrics, self.tenants)
+        self.admission = Admission(self.limits, self.actor, self.metrics, self.tenants, lambda: self.now)
         self._numbers = iter(range(1000))
 
     def queue(self, requests: int, tokens: int, tenant: str = "") -> None:
@@ -62,6 +62,20 @@ class Door:
         request = replace(TEXT, texts=("x" * (4 * tokens - 64),))
         with self.admission.permit(request, self.tenants.applied(RunOptions(**options))) as permit:
             permit.confirm(tokens if counted is None else counted)
+
+    def wait(self, tokens: int, seconds: float, **options: Any) -> None:
+        """Lets a request in, whose values come that many seconds after it was queued."""
+        values: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
+        request = replace(TEXT, texts=("x" * (4 * tokens - 64),))
+        with self.admission.permit(request, RunOptions(**options)) as permit:
+            permit.confirm(tokens)
+            permit.compare(values)
+        self.now += seconds
+        values.set_result(Values([], {}))
+
+    def expected(self, tokens: int) -> float:
+        """How many times as long as forecast such a request is expected to wait."""
+        return self.admission._wait_errors.factor(tokens, self.now)
 
     def metric(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"maxsimd_{name}", labels)
@@ -106,8 +120,8 @@ async def test_a_small_request_is_not_refused_for_the_large_ones_that_it_passes(
     door.queue(3, 2000)
     door.ask(20)
     with pytest.raises(QueueFullError):
-        door.ask(1100, timeout=71)
-    door.ask(1100, timeout=72)
+        door.ask(1100, timeout=70.9)
+    door.ask(1100, timeout=71.1)
 
 
 async def test_another_tenants_requests_count_as_far_as_they_run_beside() -> None:
@@ -392,3 +406,52 @@ async def test_batches_wait_for_what_others_have_waiting() -> None:
     for options in ({"tenant": "nightly"}, {"tenant": "nightly", "priority": "interactive"}):
         with pytest.raises(QueueFullError, match=r"for about 3\.2 seconds"):
             door.ask(20, timeout=1.0, **options)
+
+
+async def test_waits_that_are_longer_than_forecast_are_expected_to_be_so_again() -> None:
+    """Three seconds where one was forecast, which count less the longer ago they were, and beside that two
+    seconds that are taken to have been as forecast."""
+    door = Door(wait_seconds=100)
+    door.queue(5, 20)
+    for _ in range(10):
+        door.wait(20, 3.2)
+        await asyncio.sleep(0)
+    seen = sum(0.5 ** (3.2 * i / 10) for i in range(10))
+    assert door.expected(20) == pytest.approx((3 * seen + 2) / (seen + 2))
+    assert door.expected(40) == 1.0, "another class of size"
+    door.now += 100
+    assert door.expected(20) == pytest.approx(1.0, abs=0.01), "what was seen long ago says little"
+
+
+async def test_waits_are_never_expected_to_be_shorter_than_forecast() -> None:
+    door = Door(wait_seconds=100)
+    door.queue(5, 20)
+    for _ in range(10):
+        door.wait(20, 0.2)
+        await asyncio.sleep(0)
+    assert door.expected(20) == 1.0
+
+
+async def test_nothing_is_learnt_where_next_to_nothing_waits_or_not_all_is_to_be_done() -> None:
+    door = Door(wait_seconds=100)
+    door.wait(20, 5.0)
+    door.queue(2, 20)
+    door.wait(20, 5.0)
+    door.queue(3, 20)
+    door.wait(20, 5.0, on_timeout="partial", timeout=50)
+    await asyncio.sleep(0)
+    assert door.expected(20) == 1.0
+
+
+async def test_a_request_that_fails_or_is_cancelled_says_nothing_of_waits() -> None:
+    door = Door(wait_seconds=100)
+    door.queue(5, 20)
+    with door.admission.permit(TEXT, RunOptions()) as permit:
+        permit.confirm(100)
+        for end in (asyncio.Future.cancel, lambda values: values.set_exception(RuntimeError())):
+            values: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
+            permit.compare(values)
+            door.now += 30
+            end(values)
+            await asyncio.sleep(0)
+    assert door.expected(100) == 1.0

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from maxsimd.scheduler import Scheduler, ServiceRate, StepLimits
+from maxsimd.scheduler import Scheduler, ServiceRate, StepLimits, WaitErrors
 from maxsimd.scheduler.forecast import work_ahead
 from tests.unit.scheduled_requests import texts
 
@@ -119,3 +119,24 @@ def test_newer_steps_count_more() -> None:
     rate.observe(100, 10.0)
     rate.observe(1000, 10.0)
     assert rate.tokens_per_second == pytest.approx((50 + 1000) / 15)
+
+
+def test_a_wait_is_expected_to_be_as_much_longer_as_those_before() -> None:
+    errors = WaitErrors()
+    assert errors.factor(100, 0.0) == 1.0
+    errors.observe(100, 1.0, 7.0, 0.0)
+    assert errors.factor(100, 0.0) == (7 + 2) / (1 + 2)
+    assert errors.factor(65, 0.0) == 3.0, "of the same class of size"
+    assert errors.factor(63, 0.0) == errors.factor(128, 0.0) == 1.0
+    assert errors.factor(100, 10.0) == (3.5 + 2) / (0.5 + 2), "after ten seconds it counts half"
+    errors.observe(100, 2.0, 2.0, 10.0)
+    assert errors.factor(100, 10.0) == (3.5 + 2 + 2) / (0.5 + 2 + 2)
+
+
+def test_a_wait_is_expected_to_be_from_one_to_four_times_as_long() -> None:
+    errors = WaitErrors()
+    errors.observe(100, 1.0, 1000.0, 0.0)
+    errors.observe(10, 50.0, -1.0, 0.0)
+    assert errors.factor(100, 0.0) == 4.0
+    assert errors.factor(10, 0.0) == 1.0
+    assert errors.factor(100, -1.0) == 4.0
