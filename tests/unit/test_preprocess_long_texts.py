@@ -1,6 +1,7 @@
 """Long texts are tokenised in pieces: exactly, no further than needed, and between other work."""
 
 import functools
+import re
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -131,14 +132,17 @@ ENDLESS = "x" * (LONGEST_PIECE + 1)
 def test_text_that_cannot_be_read_in_pieces_is_refused_by_its_field(
     name: str, text: str, remedy: str
 ) -> None:
-    for read in (
-        lambda: made(name).encode(["a", text], "documents"),
-        lambda: made(name).encode_around(text, range(1, 2), "documents"),
-        lambda: list(made(name).read(text, "documents")),
+    tokenizer, names = made(name), ["documents[7]", "documents[9]"]
+    for called, read in (
+        ("documents", lambda: tokenizer.encode(["a", text], "documents")),
+        ("documents[9]", lambda: tokenizer.encode(["a", text], "documents", names=names)),
+        ("documents", lambda: tokenizer.encode_around(text, range(1, 2), "documents")),
+        ("documents[9]", lambda: tokenizer.encode_around(text, range(1, 2), "documents", name=names[1])),
+        ("documents", lambda: list(tokenizer.read(text, "documents"))),
     ):
         with pytest.raises(
             InvalidRequestError,
-            match=rf"^documents holds more than {LONGEST_PIECE} characters of .*{remedy}$",
+            match=rf"^{re.escape(called)} holds more than {LONGEST_PIECE} characters of .*{remedy}$",
         ) as refused:
             read()
         assert refused.value.param == "documents"
