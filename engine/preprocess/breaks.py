@@ -32,8 +32,6 @@ from maxsimd.engine.preprocess.break_steps import Steps, normalized, steps_of
 
 # Marks of one letter that are looked back over, at most.
 _MOST_MARKS = 5
-# The longest run of spaces that is looked over, where it matters what follows.
-_MOST_SPACES = 8
 _LINE_ENDS = ("\r\n\r\n", "\n\n", "\r\n", "\n")
 # Of what each class of ends holds, some of every kind that a pattern may tell apart.
 _LETTERS = ("a", "A", "1", "\u3042", "\u4e00")
@@ -71,9 +69,20 @@ def find_breaks(tokenizer: Tokenizer) -> Breaks | None:
     breaks = [*_before_spaces(trial, ends), *_before_signs(trial, ends), *_behind_lines(trial, ends)]
     if not breaks:
         return None
-    # Every match begins with one of these, and the alternatives look back at it.
+    # Two classes are compared at each character of a text; the rest only where there may be a break.
     last = "".join([ends.letters, ends.marked, ends.marks, ends.signs])
-    return Breaks(re.compile(f"[{last}](?:{'|'.join(breaks)})"))
+    following = "".join(position.following for position in breaks)
+    patterns = "|".join(position.pattern for position in breaks)
+    return Breaks(re.compile(f"[{last}](?=[{following}])(?:{patterns})"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """A kind of position of breaks: a pattern that is compared behind a character that a piece can end with,
+    looks back at it, and moves on to the break. `following` is the class of what it begins with."""
+
+    following: str
+    pattern: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +179,8 @@ class _Trial:
         return normalized(self.tokenizer, f"a{separator}a")[1:-1]
 
 
-def _before_spaces(trial: _Trial, ends: Ends) -> list[str]:
-    """Patterns of the breaks before whitespace, by what they look back at."""
+def _before_spaces(trial: _Trial, ends: Ends) -> list[_Position]:
+    """The breaks before whitespace, by what they look back at."""
     behind = _behind(ends)
     spaces = {
         "letters": trial.spaces(_LETTERS, _LETTER_ENDS),
@@ -179,34 +188,40 @@ def _before_spaces(trial: _Trial, ends: Ends) -> list[str]:
         "signs": trial.spaces(_SIGNS, _ANY_ENDS),
     }
     return [
-        f"(?=[{as_class(found)}]){behind[name]}{_after_lost_spaces(trial, found, ends)}"
+        _Position(
+            as_class(found), f"(?=[{as_class(found)}]){behind[name]}{_after_lost_spaces(trial, found, ends)}"
+        )
         for name, found in spaces.items()
         if found and name in behind
     ]
 
 
 def _after_lost_spaces(trial: _Trial, spaces: str, ends: Ends) -> str:
-    """The pattern of what must follow a break where a piece loses its spaces and gets one back: a word or sign,
-    but not the beginning of an added token."""
+    """The pattern of what must follow a break where a piece loses its spaces and gets one back: a word or
+    sign, but not the beginning of an added token."""
     if not trial.steps.strip_spaces:
         return ""
-    most = _MOST_SPACES if trial.collapses(spaces) else 1
+    run = "+" if trial.collapses(spaces) else ""
     starts = as_class(sorted(trial.steps.token_starts))
     no_token = f"(?![{starts}])" if starts else ""
-    return f"(?=[{as_class(spaces)}]{{1,{most}}}{no_token}[{ends.letters}{ends.signs}])"
+    return f"(?=[{as_class(spaces)}]{run}{no_token}[{ends.letters}{ends.signs}])"
 
 
-def _before_signs(trial: _Trial, ends: Ends) -> list[str]:
-    """The pattern of the breaks between a letter and a sign; with BERT, also before ideographs."""
+def _before_signs(trial: _Trial, ends: Ends) -> list[_Position]:
+    """The breaks between a letter and a sign; with BERT, also before ideographs."""
     signs = as_class(trial.signs()) + (IDEOGRAPHS if trial.steps.set_ideographs_apart else "")
-    return [f"(?<=[{ends.letters}])(?=[{signs}]{_visible(ends)})"] if signs and ends.letters else []
+    if not (signs and ends.letters):
+        return []
+    return [_Position(signs, f"(?=[{signs}]{_visible(ends)})(?<=[{ends.letters}])")]
 
 
-def _behind_lines(trial: _Trial, ends: Ends) -> list[str]:
-    """The pattern of the breaks between the end of a line and the next line."""
+def _behind_lines(trial: _Trial, ends: Ends) -> list[_Position]:
+    """The breaks between the end of a line and the next line."""
     line_ends, behind = "|".join(trial.line_ends()), "|".join(_behind(ends).values())
     no_slash = "(?!/)" if trial.steps.join_slashes_to_lines else ""
-    return [f"(?:{behind})(?:{line_ends})(?={no_slash}{_visible(ends)})"] if line_ends and behind else []
+    if not (line_ends and behind):
+        return []
+    return [_Position("\n\r", f"(?=[\n\r])(?:{behind})(?:{line_ends})(?={no_slash}{_visible(ends)})")]
 
 
 def _behind(ends: Ends) -> dict[str, str]:
