@@ -1,8 +1,8 @@
 """Classes of characters by which breaks are found: what a piece can end with, and what can divide words.
 
-Libraries know Unicode in different versions. So only those letters, digits and signs count that are such in
-Unicode 3.2 of 2002 and in Python's version: every library has them in the same class. They stand in the first
-plane, where the scripts in use today are.
+Libraries know Unicode in different versions. Only those letters, digits and signs count as such that are in
+Unicode 3.2 of 2002 and in Python's version: every library has them in the same class. Newer letters count as
+what may be letters or signs. All stand in the first plane, where most scripts in use today are.
 """
 
 import functools
@@ -32,20 +32,28 @@ _KINDS: dict[str, Kind] = {
 }
 # Letters that are part of a cluster with what stands before them, as a mark is: vowels of Thai and Lao, and
 # voiced sound marks. Then those that versions of Unicode joined with what stands behind them: vowels of Thai
-# and Lao that are written before their consonants.
-_JOINED = {"\u0e33", "\u0eb3", "\uff9e", "\uff9f", *map(chr, [*range(0xE40, 0xE45), *range(0xEC0, 0xEC5)])}
+# and Lao that are written before their consonants, and a letter of Malayalam.
+_JOINED = {
+    "\u0d4e",
+    "\u0e33",
+    "\u0eb3",
+    "\uff9e",
+    "\uff9f",
+    *map(chr, [*range(0xE40, 0xE45), *range(0xEC0, 0xEC5)]),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
     """What a piece can end with, each a class of characters of a pattern, by what it is when normalised:
     `letters` and digits, `marked` letters, which become a letter and a mark, the `marks` that may stand
-    behind either, and `signs`: punctuation and symbols."""
+    behind either, `signs`, which are punctuation and symbols, and `newer` letters."""
 
     letters: str
     marked: str
     marks: str
     signs: str
+    newer: str
 
 
 def kind_of(character: str) -> Kind | None:
@@ -58,7 +66,7 @@ def kind_of(character: str) -> Kind | None:
 def ends_of(normalize: Callable[[str], str], is_mark: Callable[[str], bool], no_ends: set[str]) -> Ends:
     """What the pieces of a tokeniser can end with. `is_mark` says whether the tokeniser takes a mark for one
     that newer versions of Unicode have. Nothing ends a piece that has one of `no_ends` at its end."""
-    found: dict[str, list[str]] = {"letters": [], "marked": [], "marks": [], "signs": []}
+    found: dict[str, list[str]] = {"letters": [], "marked": [], "marks": [], "signs": [], "newer": []}
     kinds = _characters()
     for letter in kinds["letter"]:
         shown = _shown(normalize, letter)
@@ -74,6 +82,7 @@ def ends_of(normalize: Callable[[str], str], is_mark: Callable[[str], bool], no_
         # A mark may also be removed, or become one with its letter.
         if _is_visible(normalize(f"a{mark}")) and (kind_of(mark) or is_mark(mark)):
             found["marks"].append(mark)
+    found["newer"] = [letter for letter in kinds["newer"] if _shown(normalize, letter) == letter]
     return Ends(**{name: as_class(characters) for name, characters in found.items()})
 
 
@@ -89,15 +98,17 @@ def as_class(characters: Iterable[str]) -> str:
 
 
 @functools.cache
-def _characters() -> dict[Kind, str]:
-    """The characters of each kind, and marks that only Python's version of Unicode has."""
-    found: dict[Kind, list[str]] = {"letter": [], "mark": [], "sign": []}
+def _characters() -> dict[Kind | Literal["newer"], str]:
+    """The characters of each kind, marks that only Python's version of Unicode has, and such letters."""
+    found: dict[Kind | Literal["newer"], list[str]] = {"letter": [], "mark": [], "sign": [], "newer": []}
     for character in map(chr, range(0x21, 0xFFFE)):
         kind = kind_of(character)
-        if kind is None and unicodedata.category(character)[0] == "M":
-            kind = "mark" if unicodedata.ucd_3_2_0.category(character) == "Cn" else None
         if kind is not None:
             found[kind].append(character)
+        elif unicodedata.ucd_3_2_0.category(character) == "Cn" and character not in _JOINED:
+            now = _KINDS.get(unicodedata.category(character))
+            if now in ("letter", "mark"):
+                found["mark" if now == "mark" else "newer"].append(character)
     return {kind: "".join(characters) for kind, characters in found.items()}
 
 

@@ -70,7 +70,7 @@ def find_breaks(tokenizer: Tokenizer) -> Breaks | None:
     if not breaks:
         return None
     # Two classes are compared at each character of a text; the rest only where there may be a break.
-    last = "".join([ends.letters, ends.marked, ends.marks, ends.signs])
+    last = "".join([ends.letters, ends.marked, ends.marks, ends.signs, ends.newer])
     following = "".join(position.following for position in breaks)
     patterns = "|".join(position.pattern for position in breaks)
     return Breaks(re.compile(f"[{last}](?=[{following}])(?:{patterns})"))
@@ -180,16 +180,19 @@ class _Trial:
 
 
 def _before_spaces(trial: _Trial, ends: Ends) -> list[_Position]:
-    """The breaks before whitespace, by what they look back at."""
+    """The breaks before whitespace, by what they look back at. A space at the end of a text stays with the
+    last word."""
     behind = _behind(ends)
     spaces = {
         "letters": trial.spaces(_LETTERS, _LETTER_ENDS),
         "marks": trial.spaces(_MARKED, _ANY_ENDS),
         "signs": trial.spaces(_SIGNS, _ANY_ENDS),
     }
+    spaces["newer"] = "".join(space for space in spaces["letters"] if space in spaces["signs"])
     return [
         _Position(
-            as_class(found), f"(?=[{as_class(found)}]){behind[name]}{_after_lost_spaces(trial, found, ends)}"
+            as_class(found),
+            f"(?=[{as_class(found)}](?s:.)){behind[name]}{_after_lost_spaces(trial, found, ends)}",
         )
         for name, found in spaces.items()
         if found and name in behind
@@ -204,7 +207,7 @@ def _after_lost_spaces(trial: _Trial, spaces: str, ends: Ends) -> str:
     run = "+" if trial.collapses(spaces) else ""
     starts = as_class(sorted(trial.steps.token_starts))
     no_token = f"(?![{starts}])" if starts else ""
-    return f"(?=[{as_class(spaces)}]{run}{no_token}[{ends.letters}{ends.signs}])"
+    return f"(?=[{as_class(spaces)}]{run}{no_token}[{ends.letters}{ends.newer}{ends.signs}])"
 
 
 def _before_signs(trial: _Trial, ends: Ends) -> list[_Position]:
@@ -227,7 +230,7 @@ def _behind_lines(trial: _Trial, ends: Ends) -> list[_Position]:
 def _behind(ends: Ends) -> dict[str, str]:
     """Patterns that look back at an end of each class that has any."""
     patterns = {}
-    letters = ends.letters + ends.marked
+    letters = ends.letters + ends.marked + ends.newer
     if ends.letters:
         patterns["letters"] = f"(?<=[{ends.letters}])"
     if letters and ends.marks:
@@ -236,6 +239,8 @@ def _behind(ends: Ends) -> dict[str, str]:
         patterns["marks"] = f"(?:{'|'.join(marked)})"
     if ends.signs:
         patterns["signs"] = f"(?<=[{ends.signs}])"
+    if ends.newer:
+        patterns["newer"] = f"(?<=[{ends.newer}])"
     return patterns
 
 

@@ -174,8 +174,10 @@ def test_what_may_differ_on_the_other_side_ends_no_piece(name: str) -> None:
 
 
 def test_what_a_newer_unicode_has_ends_pieces_as_far_as_the_tokeniser_has_it() -> None:
-    """A mark of 2008 that the library has too."""
+    """A mark of 2008 that the library has too, and a letter of 2005."""
     marks_end_words = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
     breaks = find_breaks(byte_level(marks_end_words))
     assert breaks is not None
     assert breaks.all("\u1000\u103a\na") == [2]
+    # A letter that a library may take for a sign, to which this pattern joins the end of a line.
+    assert breaks.all("\u2d30 a\u2d30\na") == [1, 5]
