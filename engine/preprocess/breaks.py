@@ -1,82 +1,58 @@
 """Breaks: where a text can be cut so that its pieces, tokenised one by one, have the tokens of the whole.
 
-Derived from the tokeniser's own description: only what is on the lists below is known to treat both sides of
-a break apart as it treats them together. A tokeniser that has anything else gets no breaks.
+Derived from the tokeniser's own description: `break_steps.py` says which steps treat both sides of a break
+apart as they treat them together. A tokeniser that has anything else gets no breaks.
+
+A break is in one of three positions:
+- Before whitespace that follows a letter, a letter with marks, or a sign. No normal form joins whitespace to
+  what stands before it, a grapheme cluster ends there, and no word goes on there; only to a mark or sign do
+  some patterns join the end of a line. A run of whitespace stays whole: a piece begins with it.
+- Between a letter or digit and a sign.
+- Between the end of a line and something visible.
+Which whitespace, signs and line ends these are is tried with the tokeniser.
 """
 
-import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 from tokenizers import Tokenizer
 
-# A break is between a letter or digit and a separator that a visible character follows. These are letters and
-# digits of the common scripts: they end what they stand in, in normal forms and in grapheme clusters.
-_LETTERS = (
-    *((0x30, 0x39), (0x41, 0x5A), (0x61, 0x7A)),
-    *((0xC0, 0xD6), (0xD8, 0xF6), (0xF8, 0x24F)),  # Latin
-    *((0x391, 0x3A1), (0x3A3, 0x3CE), (0x400, 0x481), (0x48A, 0x52F)),  # Greek and Cyrillic
-    *((0x5D0, 0x5EA), (0x621, 0x63A), (0x641, 0x64A)),  # Hebrew and Arabic
-    *((0x905, 0x939), (0xE01, 0xE30)),  # Devanagari and Thai
-    *((0x3041, 0x3096), (0x30A1, 0x30FA), (0x4E00, 0x9FA5), (0xAC00, 0xD7A3)),  # kana, Han and Hangul
+from maxsimd.engine.preprocess.break_characters import (
+    CHINESE_SIGNS,
+    IDEOGRAPHS,
+    SIGNS,
+    SPACE_SIGN,
+    SPACES,
+    Ends,
+    as_class,
+    ends_of,
 )
-_IDEOGRAPHS = "\u4e00-\u9fa5"
-_SPACES = " \n"
-_CHINESE_MARKS = "\u3001\u3002\u300c\u300d\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
-_MARKS = '"#$%&()*+,-./:;?@[]{}!|~' + _CHINESE_MARKS
-_VISIBLE = "!-~" + _CHINESE_MARKS
+from maxsimd.engine.preprocess.break_steps import Steps, normalized, steps_of
 
-# Normalisers that look no further than a grapheme cluster, or a letter and its marks. A break is at the end
-# of both, and no separator changes with what stands before it. Nor does what matches these patterns.
-_LOCAL_NORMALIZERS = {
-    *(
-        "BertNormalizer",
-        "Lowercase",
-        "NFC",
-        "NFD",
-        "NFKC",
-        "NFKD",
-        "Nmt",
-        "Precompiled",
-        "Strip",
-        "StripAccents",
-    ),
-}
-_REPLACED = {r" {2,}", r"\s+"}
-# What a BPE model may do to a text that is not split, beside merging what stands side by side.
-_MORE_THAN_MERGES = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
-# Pre-tokenisers that split by the class of each character, and those that do so within a word, at the end.
-_BY_CLASS = {"BertPreTokenizer", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
-_LAST = {"ByteLevel", "Metaspace"}
-# Alternatives of the patterns by which byte-level tokenisers split. None matches a letter or digit with a
-# separator behind it, and none looks further than to the end of a run of whitespace. So a word ends at each
-# break, and the words on either side do not depend on the other.
-_CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
-_CONTRACTED = f"(?i:{'|'.join(_CONTRACTIONS)})"
-_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_NO_LETTER = r"[^\r\n\p{L}\p{N}]?"
-_ALTERNATIVES = {
-    *(*_CONTRACTIONS, _CONTRACTED, "'(?i:[sdmt]|ll|ve|re)"),
-    *(r" ?\p{L}+", _NO_LETTER + r"\p{L}+", _NO_LETTER + r"+\p{L}+", _NO_LETTER + r"[\p{L}\p{M}]+"),
-    *(f"{_NO_LETTER}{_CAPITALS}*{_SMALL}+{end}" for end in ("", f"{_CONTRACTED}?")),
-    *(f"{_NO_LETTER}{_CAPITALS}+{_SMALL}*{end}" for end in ("", f"{_CONTRACTED}?")),
-    *(r" ?\p{N}+", r"\p{N}", r"\p{N}{1,3}"),
-    *(rf" ?[^\s\p{{L}}\p{{N}}]{end}" for end in ("+", r"+[\r\n]*", r"++[\r\n]*", r"+[\r\n/]*")),
-    *(r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
-}
+# Marks of one letter that are looked back over, at most.
+_MOST_MARKS = 5
+_LINE_ENDS = ("\r\n\r\n", "\n\n", "\r\n", "\n")
+# Of what each class of ends holds, some of every kind that a pattern may tell apart.
+_LETTERS = ("a", "A", "1", "\u3042", "\u4e00")
+_MARKED = ("e\u0301", "x\u0301", "\u0939\u093f", "\u0e17\u0e34", "\u05d0\u05b8")
+_SIGNS = (".", ",", "!", "-", "_", "'", '"', ")", "+", "\u2014", "\u3002", "\u0964", "\u20ac")
+# What these are at the end of a token: letters, bytes and what is unknown; or anything but spaces.
+_LETTER_ENDS, _ANY_ENDS = r"\w>\]", rf"^\0\s{SPACE_SIGN}"
+# And of what may follow whitespace.
+_REST = ("a", "1", ".", "\u4e00", " a", "  a", "\n", "\n\na", "\r\n.", "\ta", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Breaks:
-    """The breaks of one tokeniser: behind each match of `pattern`, which looks two characters ahead."""
+    """The breaks of one tokeniser: at the end of each match of `pattern`."""
 
     pattern: re.Pattern[str]
 
     def first(self, text: str, start: int, stop: int) -> int | None:
         """The first break from `start` on and before `stop`; None if there is none."""
         found = self.pattern.search(text, max(0, start - 1), stop + 1)
-        return found.end() if found else None
+        return found.end() if found and found.end() < stop else None
 
     def all(self, text: str) -> list[int]:
         """All breaks of a text."""
@@ -85,224 +61,188 @@ class Breaks:
 
 def find_breaks(tokenizer: Tokenizer) -> Breaks | None:
     """The breaks of a tokeniser; None where none are certain."""
-    steps = _steps_of(tokenizer)
+    steps = steps_of(tokenizer)
     if not steps.are_local:
         return None
-    behind = "".join(re.escape(mark) for mark in _SPACES + _MARKS if _is_separator(tokenizer, steps, mark))
-    if steps.set_ideographs_apart:
-        behind += _IDEOGRAPHS
-    letters = _letters(tokenizer)
-    if not behind or not letters:
+    trial = _Trial(tokenizer, steps)
+    ends = ends_of(lambda text: normalized(tokenizer, text), trial.takes_for_mark, steps.no_ends)
+    breaks = [*_before_spaces(trial, ends), *_before_signs(trial, ends), *_behind_lines(trial, ends)]
+    if not breaks:
         return None
-    # Only a word gets the space back that a piece begins with and loses.
-    visible = letters if steps.strip_spaces else _VISIBLE + letters
-    breaks = f"[{letters}](?=[{behind}][{visible}])"
-    if steps.leave_lines_alone and _lines_are_apart(tokenizer):
-        breaks += f"|[{visible}]\n(?=[{visible}])"
-    return Breaks(re.compile(breaks))
+    # Two classes are compared at each character of a text; the rest only where there may be a break.
+    last = "".join([ends.letters, ends.marked, ends.marks, ends.signs, ends.newer])
+    following = "".join(position.following for position in breaks)
+    patterns = "|".join(position.pattern for position in breaks)
+    return Breaks(re.compile(f"[{last}](?=[{following}])(?:{patterns})"))
 
 
 @dataclass(frozen=True, slots=True)
-class _AddedToken:
-    """A token that is found in texts before they are split, as it is written or as it is normalised."""
+class _Position:
+    """A kind of position of breaks: a pattern that is compared behind a character that a piece can end with,
+    looks back at it, and moves on to the break. `following` is the class of what it begins with."""
 
-    contents: set[str]
-    lstrip: bool
-    rstrip: bool
-    single_word: bool
-
-    def spans(self, marks: str) -> bool:
-        """Whether it can lie across a break before one of the marks, a class of characters."""
-        return any(re.search(rf"\w[{marks}]", content) for content in self.contents)
-
-    def looks_across(self, mark: str, shown: str) -> bool:
-        """Whether it depends on the other side of a break before a mark, which is `shown` when normalised."""
-        return any(
-            (self.single_word and content[:1] in (mark, shown))
-            or (self.rstrip and mark in _SPACES and re.search(r"\w$", content))
-            for content in self.contents
-        )
-
-    @property
-    def concerns_lines(self) -> bool:
-        """Whether it can lie across the end of a line, takes it away, or depends on what lies behind it."""
-        return self.lstrip or any(
-            re.search(r"\s\S", content) or (self.single_word and content[-1:].isspace())
-            for content in self.contents
-        )
+    following: str
+    pattern: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Steps:
-    """What a tokeniser does with a text. `merged` are the tokens of a model that makes them by merges alone,
-    each between zeros, and "" for other models."""
+class _Trial:
+    """Tries a tokeniser with short texts, as far as its model is not needed."""
 
-    normalizers: list[dict[str, Any]]
-    pre_tokenizers: list[dict[str, Any]]
-    added_tokens: list[_AddedToken]
-    merged: str
+    tokenizer: Tokenizer
+    steps: Steps
 
-    @property
-    def are_local(self) -> bool:
-        """Whether what happens on one side of a break has nothing to do with the other."""
-        if self.strip_spaces and not self._give_spaces_back:
+    def divides(self, end: str, separator: str, rest: str) -> bool:
+        """Whether a word ends before the separator, and what follows has the words that it has alone."""
+        following = f"{separator}{rest}"
+        return self.words(f"{end}{following}") == self.words(end) + self.words(following)
+
+    def words(self, text: str) -> list[str]:
+        """What the model tokenises, each by itself."""
+        shown = normalized(self.tokenizer, text)
+        if self.tokenizer.pre_tokenizer is None:
+            return [shown]
+        return [word for word, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(shown)]
+
+    def takes_for_mark(self, mark: str) -> bool:
+        """Whether a mark is one to the tokeniser too: it ends words before a line's end as others do."""
+        return self._lengths(f"x{mark}\na") in [self._lengths(f"x{other}\na") for other in "\u0301\u093f"]
+
+    def _lengths(self, text: str) -> list[int]:
+        shown = normalized(self.tokenizer, text)
+        if self.tokenizer.pre_tokenizer is None:
+            return [len(shown)]
+        return [stop - start for _, (start, stop) in self.tokenizer.pre_tokenizer.pre_tokenize_str(shown)]
+
+    def spaces(self, ends: tuple[str, ...], in_tokens: str) -> str:
+        """The whitespace before which all of the ends, in tokens a class of characters, are divided from
+        whatever follows."""
+        # A piece that loses its spaces begins with a word or sign behind them, as the pattern has it.
+        rests = ("a", "1", ".") if self.steps.strip_spaces else _REST
+        found = [
+            space
+            for space in SPACES
+            if self._stays(space, f"{SPACES}{SPACE_SIGN}")
+            and (
+                self.steps.merge_nothing_across(self._shown(space), in_tokens)
+                or all(self.divides(end, space, rest) for end in ends for rest in rests)
+            )
+        ]
+        return "".join(found)
+
+    def collapses(self, spaces: str) -> bool:
+        """Whether a run of these spaces counts as one."""
+        return all(self.divides("a", first, f"{second}a") for first, second in product(spaces, repeat=2))
+
+    def signs(self) -> str:
+        """The signs before which letters and digits are divided from what follows."""
+        if self.steps.strip_spaces or self.steps.give_spaces:
+            return ""
+        found = [
+            sign
+            for sign in SIGNS
+            if self._stays(sign, SIGNS)
+            and (
+                self.steps.merge_nothing_across(self._shown(sign), _LETTER_ENDS)
+                or all(self.divides(letter, sign, letter) for letter in _LETTERS)
+            )
+        ]
+        return "".join(found)
+
+    def line_ends(self) -> list[str]:
+        """The ends of lines behind which a text can be cut."""
+        if not self.steps.leave_lines_alone:
+            return []
+        return [
+            line_end
+            for line_end in _LINE_ENDS
+            if all(
+                self.words(f"{last}{line_end}{first}") == self.words(f"{last}{line_end}") + self.words(first)
+                for last in (*_LETTERS, *_MARKED, *_SIGNS)
+                for first in ("b", "B", "1", ".", "<", "\u4e00")
+            )
+        ]
+
+    def _stays(self, separator: str, others: str) -> bool:
+        """Whether a separator is one character of its kind when normalised, and no added token reaches it."""
+        shown = self._shown(separator)
+        if len(shown) != 1 or shown not in others:
             return False
-        last = len(self.pre_tokenizers) - 1
-        return all(map(_is_local_normalizer, self.normalizers)) and all(
-            _is_local_split(step) or (i == last and step["type"] in _LAST)
-            for i, step in enumerate(self.pre_tokenizers)
-        )
-
-    @property
-    def strip_spaces(self) -> bool:
-        """Whether a piece loses the space that it begins with."""
-        return any(step["type"] == "Strip" and step["strip_left"] for step in self.normalizers)
-
-    @property
-    def set_ideographs_apart(self) -> bool:
-        """Whether each Chinese character is a word, as BERT has it."""
-        return (
-            any(
-                step["type"] == "BertNormalizer" and step["handle_chinese_chars"] for step in self.normalizers
-            )
-            and [step["type"] for step in self.pre_tokenizers] == ["BertPreTokenizer"]
-            and not any(token.spans(_IDEOGRAPHS) for token in self.added_tokens)
-        )
-
-    @property
-    def leave_lines_alone(self) -> bool:
-        """Whether nothing happens to the end of a line that depends on whether the text ends there."""
-        return not (
-            self.give_spaces
-            or any(step["type"] == "Strip" for step in self.normalizers)
-            # Line ends and slashes may be one match of a pattern.
-            or any(
-                "/" in step["pattern"].get("Regex", "") for step in self.pre_tokenizers if "pattern" in step
-            )
-            or any(token.concerns_lines for token in self.added_tokens)
-        )
-
-    @property
-    def give_spaces(self) -> bool:
-        """Whether a piece that does not begin with a space may be given one."""
-        end = self._end
-        return end["type"] == "Metaspace" or (end["type"] == "ByteLevel" and bool(end["add_prefix_space"]))
-
-    def merge_nothing_across(self, mark: str) -> bool:
-        """Whether text that is not split has no token in which the mark follows a letter or digit, or what
-        stands for bytes or for what is unknown."""
-        if self._end["type"] in _LAST or f"\0{mark}\0" not in self.merged:
+        if (self.steps.strip_spaces or self.steps.give_spaces) and shown != " ":
             return False
-        return re.search(rf"[\w>\]]{re.escape(mark)}", self.merged) is None
-
-    @property
-    def _end(self) -> dict[str, Any]:
-        return self.pre_tokenizers[-1] if self.pre_tokenizers else {"type": None}
-
-    @property
-    def _give_spaces_back(self) -> bool:
-        """Whether each piece that begins with a word begins with a space in the end."""
-        always = self._end["type"] == "Metaspace" and self._end["prepend_scheme"] == "always"
-        return always and not any(
-            re.match(r"\w", text) for token in self.added_tokens for text in token.contents
+        reached = re.escape(separator + shown)
+        return not any(
+            token.spans(reached) or token.looks_across(separator, shown) for token in self.steps.added_tokens
         )
 
-
-def _steps_of(tokenizer: Tokenizer) -> _Steps:
-    description = json.loads(tokenizer.to_str())
-    model = description["model"]
-    is_merged = model["type"] == "BPE" and not any(map(model.get, _MORE_THAN_MERGES))
-    return _Steps(
-        _in_order(description["normalizer"], "normalizers"),
-        _in_order(description["pre_tokenizer"], "pretokenizers"),
-        [
-            _AddedToken(
-                {token["content"], _normalized(tokenizer, token["content"])},
-                token["lstrip"],
-                token["rstrip"],
-                token["single_word"],
-            )
-            for token in description["added_tokens"]
-        ],
-        "\0".join(["", *model["vocab"], ""]) if is_merged else "",
-    )
+    def _shown(self, separator: str) -> str:
+        return normalized(self.tokenizer, f"a{separator}a")[1:-1]
 
 
-def _in_order(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """The steps of a component, those of sequences within sequences laid out."""
-    if step is None:
+def _before_spaces(trial: _Trial, ends: Ends) -> list[_Position]:
+    """The breaks before whitespace, by what they look back at. A space at the end of a text stays with the
+    last word."""
+    behind = _behind(ends)
+    spaces = {
+        "letters": trial.spaces(_LETTERS, _LETTER_ENDS),
+        "marks": trial.spaces(_MARKED, _ANY_ENDS),
+        "signs": trial.spaces(_SIGNS, _ANY_ENDS),
+    }
+    spaces["newer"] = "".join(space for space in spaces["letters"] if space in spaces["signs"])
+    return [
+        _Position(
+            as_class(found),
+            f"(?=[{as_class(found)}](?s:.)){behind[name]}{_after_lost_spaces(trial, found, ends)}",
+        )
+        for name, found in spaces.items()
+        if found and name in behind
+    ]
+
+
+def _after_lost_spaces(trial: _Trial, spaces: str, ends: Ends) -> str:
+    """The pattern of what must follow a break where a piece loses its spaces and gets one back: a word or
+    sign, but not the beginning of an added token."""
+    if not trial.steps.strip_spaces:
+        return ""
+    run = "+" if trial.collapses(spaces) else ""
+    starts = as_class(sorted(trial.steps.token_starts))
+    no_token = f"(?![{starts}])" if starts else ""
+    return f"(?=[{as_class(spaces)}]{run}{no_token}[{ends.letters}{ends.newer}{ends.signs}])"
+
+
+def _before_signs(trial: _Trial, ends: Ends) -> list[_Position]:
+    """The breaks between a letter and a sign; with BERT, also before ideographs."""
+    signs = as_class(trial.signs()) + (IDEOGRAPHS if trial.steps.set_ideographs_apart else "")
+    if not (signs and ends.letters):
         return []
-    return [inner for part in step[name] for inner in _in_order(part, name)] if name in step else [step]
+    return [_Position(signs, f"(?=[{signs}]{_visible(ends)})(?<=[{ends.letters}])")]
 
 
-def _is_local_normalizer(step: dict[str, Any]) -> bool:
-    if step["type"] == "Replace":
-        pattern = step["pattern"]
-        if "Regex" in pattern:
-            return pattern["Regex"] in _REPLACED
-        return not set(pattern["String"][1:]) & {*_SPACES, *_MARKS, "\u2581"}
-    return step["type"] in _LOCAL_NORMALIZERS
+def _behind_lines(trial: _Trial, ends: Ends) -> list[_Position]:
+    """The breaks between the end of a line and the next line."""
+    line_ends, behind = "|".join(trial.line_ends()), "|".join(_behind(ends).values())
+    no_slash = "(?!/)" if trial.steps.join_slashes_to_lines else ""
+    if not (line_ends and behind):
+        return []
+    return [_Position("\n\r", f"(?=[\n\r])(?:{behind})(?:{line_ends})(?={no_slash}{_visible(ends)})")]
 
 
-def _is_local_split(step: dict[str, Any]) -> bool:
-    if step["type"] != "Split":
-        return step["type"] in _BY_CLASS and step.get("behavior", "Isolated") == "Isolated"
-    pattern, matches = step["pattern"], (step["behavior"], step["invert"])
-    if "Regex" in pattern:
-        alternatives = re.split(r"\|(?![^(]*\))", pattern["Regex"])
-        return matches in (("Isolated", False), ("Removed", True)) and _ALTERNATIVES.issuperset(alternatives)
-    return len(pattern["String"]) == 1 and not pattern["String"].isalnum()
+def _behind(ends: Ends) -> dict[str, str]:
+    """Patterns that look back at an end of each class that has any."""
+    patterns = {}
+    letters = ends.letters + ends.marked + ends.newer
+    if ends.letters:
+        patterns["letters"] = f"(?<=[{ends.letters}])"
+    if letters and ends.marks:
+        marked = [f"(?<=[{letters}][{ends.marks}]{{{count}}})" for count in range(1, _MOST_MARKS + 1)]
+        marked += [f"(?<=[{ends.marked}])"] if ends.marked else []
+        patterns["marks"] = f"(?:{'|'.join(marked)})"
+    if ends.signs:
+        patterns["signs"] = f"(?<=[{ends.signs}])"
+    if ends.newer:
+        patterns["newer"] = f"(?<=[{ends.newer}])"
+    return patterns
 
 
-def _is_separator(tokenizer: Tokenizer, steps: _Steps, mark: str) -> bool:
-    """Whether each letter or digit with this mark behind it ends a word, and the mark begins the next."""
-    shown = _normalized(tokenizer, f"a{mark}a")[1:-1]
-    if len(shown) != 1 or shown not in f"{_SPACES}{_MARKS}\u2581":
-        return False
-    if any(
-        token.spans(re.escape(mark + shown)) or token.looks_across(mark, shown)
-        for token in steps.added_tokens
-    ):
-        return False
-    if (steps.strip_spaces or steps.give_spaces) and not (mark in _SPACES and shown == " "):
-        return False
-    return steps.merge_nothing_across(shown) or all(
-        _words(tokenizer, f"{letter}{mark}{letter}")
-        == _words(tokenizer, letter) + _words(tokenizer, f"{mark}{letter}")
-        for letter in "aA1\u3042\u4e00"
-    )
-
-
-def _lines_are_apart(tokenizer: Tokenizer) -> bool:
-    return all(
-        _words(tokenizer, f"{last}\n{first}") == _words(tokenizer, f"{last}\n") + _words(tokenizer, first)
-        for last in "a1.?"
-        for first in "bB1.<\u4e00"
-    )
-
-
-def _words(tokenizer: Tokenizer, text: str) -> list[str]:
-    """What the model tokenises, each by itself."""
-    normalized = _normalized(tokenizer, text)
-    if tokenizer.pre_tokenizer is None:
-        return [normalized]
-    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normalized)]
-
-
-def _normalized(tokenizer: Tokenizer, text: str) -> str:
-    return text if tokenizer.normalizer is None else str(tokenizer.normalizer.normalize_str(text))
-
-
-def _letters(tokenizer: Tokenizer) -> str:
-    """The letters and digits that are such after normalisation too, as a class of characters."""
-    ranges: list[list[int]] = []
-    for first, last in _LETTERS:
-        for letter in range(first, last + 1):
-            shown = _normalized(tokenizer, chr(letter)).strip()
-            if not (shown[:1].isalnum() and shown[-1:].isalnum()):
-                continue
-            if ranges and ranges[-1][1] == letter - 1:
-                ranges[-1][1] = letter
-            else:
-                ranges.append([letter, letter])
-    return "".join(f"{chr(first)}-{chr(last)}" for first, last in ranges)
+def _visible(ends: Ends) -> str:
+    return f"[!-~{CHINESE_SIGNS}{ends.letters}]"

@@ -83,8 +83,8 @@ class DocumentReader:
             position_of.append(positions[pair])
         texts = [request.documents[i] for i in firsts]
         found = [None] * len(texts) if self._lookup is None else self._lookup.find(texts)
-        missing = [text for text, entry in zip(texts, found, strict=True) if not _is_cached(entry)]
-        encoded = iter(self._builder.encode_for_windows(missing))
+        missing = [i for i, entry in zip(firsts, found, strict=True) if not _is_cached(entry)]
+        encoded = iter(self._builder.encode_for_windows([request.documents[i] for i in missing], missing))
         different: list[Document] = []
         for first, entry in zip(firsts, found, strict=True):
             query = request.query_of(first)

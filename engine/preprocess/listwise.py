@@ -55,7 +55,7 @@ class ListwiseStrategy:
         num_blocks = []
         truncated = 0
         for ranked in _lists(request):
-            query = reader.query(ranked.query)
+            query = reader.query(ranked.query, ranked.first)
             documents = [reader.document(text, ranked.first + i) for i, text in enumerate(ranked.documents)]
             truncated += sum(text.truncated for text in (query, *documents))
             prompter = _Prompter(query.text, request.instruction, rules, self._tokenizer)
@@ -111,7 +111,7 @@ def listwise_prompt(query: str, documents: list[str], instruction: str | None, r
 @dataclass(frozen=True, slots=True)
 class _RankedList:
     """A query and the documents that are ranked together for it. `first` is the index in the request of the
-    first of them."""
+    first of them, and of the query."""
 
     first: int
     query: str
@@ -170,9 +170,9 @@ class _TextReader:
         self._tokenizer = tokenizer
         self._long_inputs = long_inputs
 
-    def query(self, text: str) -> _Text:
+    def query(self, text: str, index: int) -> _Text:
         length, side = self._rules.max_query_tokens, self._long_inputs.side
-        ids = self._tokenizer.encode([text], "queries", length + 1, side)[0]
+        ids = self._tokenizer.encode([text], "queries", length + 1, side, [InputName("queries", index)])[0]
         # Reading no more than the model does is no truncation.
         read = cut(ids, length, side)
         return self._clean(text, ids, self._long_inputs.query(read))
@@ -183,8 +183,8 @@ class _TextReader:
         own_length = None if self._long_inputs.uses_windows else length
         room, max_tokens = Room(length, 0), self._long_inputs.max_document_tokens
         most = self._long_inputs.most_of_text(length, own_length, max_tokens)
-        ids = self._tokenizer.encode([text], "documents", most, self._long_inputs.side)[0]
         name = InputName("documents", index)
+        ids = self._tokenizer.encode([text], "documents", most, self._long_inputs.side, [name])[0]
         return self._clean(text, ids, self._long_inputs.fit(ids, room, name, own_length, max_tokens))
 
     def _clean(self, text: str, ids: TokenIds, fitted: Fitted[np.int32]) -> _Text:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from maxsimd.engine.preprocess.combine import best_windows
-from maxsimd.engine.preprocess.long_inputs import LengthLimits
+from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair, PairJoiner
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
@@ -34,7 +34,8 @@ class PairStrategy:
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
         long_inputs = self._limits.applied_to(request.truncation)
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
-        encoded = self._tokenizer.encode(request.queries, "queries", most, long_inputs.side)
+        names = (InputName("queries", i) for i in range(len(request.queries)))
+        encoded = self._tokenizer.encode(request.queries, "queries", most, long_inputs.side, names)
         queries = [long_inputs.query(tokens) for tokens in encoded]
         pairs, num_tokens = [], 0
         for pair in self._joiner.join(request, queries, long_inputs):

@@ -24,11 +24,16 @@ _STEP = 256
 _SAMPLE = (
     'The quick brown fox, 3.14 of 1,000,000: "it\'s" (so-called) e-mail a@b.c/d?e=f#g; x{y}[z]|~w!\n'
     "don't  two  spaces \n\n lines\nand\ttabs .punctuation ,\n,begins A.B.C.\n"
-    # Russian, Greek, French with marks of both kinds, Chinese, Japanese, Korean, Hebrew, Arabic, Hindi, Thai.
-    "\u043d\u043e\u0432\u044b\u0439, \u03bd\u03ad\u03b1. caf\u00e9 e\u0301te\u0301 \u00a0\ufb01n\u3000."
-    "\u6f22\u5b57\u304b\u306a\u3001\u30ab\u30ca\u3002\u4e2d\u6587\uff0c\u6807\u70b9\uff01 "
-    "\ud55c\uad6d\uc5b4 \ubb38\uc7a5. \u05e2\u05d1\u05e8 \u0639\u0631\u0628 \u0939\u093f \u0e44\u0e17\u0e22 "
+    "café e\u0301te\u0301 \u00a0\ufb01n\u3000.漢字かな、カナ。中文，标点！ "
     "\U0001f600 \U0001f468\u200d\U0001f469 1\ufe0f\u20e3 a\u200bb \u2581c "
+    # Marks at the ends of words, joiners, and what is written in several ways.
+    "новый, νέα ΣΑΣ. 한국어 \u1112\u1161\u11ab עִבְרִית العَرَبِيَّةُ فارسی می\u200cخواهم اردو \ufe8d\ufedf "
+    "हिन्दी भाषा क् தமிழ் மொழி বাংলা ভাষা తెలుగు ಭಾಷೆ മലയാളം ગુજરાતી ਪੰਜਾਬੀ සිංහල "
+    "ภาษา น้ำ ພາສາ ខ្មែរ ဘာသာ མིན། འདི། አማርኛ ቋንቋ ქართული ենա Հայերեն "
+    "tiếng Việt tie\u0302\u0301ng Vie\u0323\u0302t "
+    # What divides words, behind letters, marks and signs.
+    "a\r\nb.\r\nक\u093f\r\nd\r\n\r\ne.\r\n\r\nf\n\ng.\n\nh\t\ti.\tj\u00a0k.\u3000l\u3000\u3000क\u093f\u2003m "
+    "1, 2, 3 — — — A. B. C.  D.  e\u0301\u0323  f  ! ? ...\n/g.\n/h\r\r i\u2028j "
 )
 _ADDED_TOKENS = 64
 

@@ -27,7 +27,8 @@ class TextStrategy:
         """One sequence a text, in order."""
         long_inputs = self._limits.applied_to(request.truncation)
         builder = TextBuilder(self._tokenizer, self._rules(request), long_inputs, "input")
-        encoded = iter(builder.encode([text for text in request.texts if isinstance(text, str)]))
+        indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
+        encoded = iter(builder.encode([*indexed.values()], indexed))
         built = [
             builder.build(next(encoded), i) if isinstance(text, str) else builder.build_from_ids(text, i)
             for i, text in enumerate(request.texts)

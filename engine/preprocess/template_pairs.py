@@ -148,14 +148,17 @@ class TemplateJoiner:
         if long_inputs.max_document_tokens is not None:
             yield from (self._cut(pair, long_inputs) for pair in pairs)
             return
-        encoded = self._tokenizer.encode((pair.text for pair in pairs), "documents", limit + 1)
+        texts, names = (pair.text for pair in pairs), (pair.name for pair in pairs)
+        encoded = self._tokenizer.encode(texts, "documents", limit + 1, names=names)
         for pair, ids in zip(pairs, encoded, strict=True):
             fits = pair.around.num_tokens + len(ids) <= limit
             yield ([ids], False) if fits else self._cut(pair, long_inputs)
 
     def _cut(self, pair: _Pair, long_inputs: LongInputs) -> tuple[list[TokenIds], bool]:
         most = long_inputs.most_of_document(long_inputs.limit)
-        tokens = self._tokenizer.encode_around(pair.text, pair.span, "documents", most, long_inputs.side)
+        tokens = self._tokenizer.encode_around(
+            pair.text, pair.span, "documents", most, long_inputs.side, pair.name
+        )
         limited = long_inputs.document(tokens.inside)
         others = pair.around.num_tokens + len(tokens.before) + len(tokens.after)
         room = Room(long_inputs.limit - others, others)

@@ -1,7 +1,8 @@
 """Single texts to sequences: prompt, template, truncation, query expansion, tokens left out of pooling."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -54,10 +55,11 @@ class TextBuilder:
         if self._room.tokens < 1:
             raise no_room(long_inputs.limit, special_tokens)
 
-    def encode(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Token ids of each text behind the role's prompt, as many as `build` needs."""
+    def encode(self, texts: Sequence[str], indices: Iterable[int] | None = None) -> list[TokenIds]:
+        """Token ids of each text behind the role's prompt, as many as `build` needs. `indices` say which of
+        the field's texts these are, if not all."""
         most = self._long_inputs.most_of_text(self._room.tokens, self._own_room, self._max_tokens)
-        return self._encode(texts, most)
+        return self._encode(texts, most, indices)
 
     def build(self, text: TokenIds, index: int) -> BuiltText:
         """One text's sequence, cut if it must be and may be."""
@@ -65,11 +67,13 @@ class TextBuilder:
         fitted = self._long_inputs.fit(text, self._room, name, self._own_room, self._max_tokens)
         return self._filled(fitted, name)
 
-    def encode_for_windows(self, texts: Sequence[str]) -> list[TokenIds]:
+    def encode_for_windows(
+        self, texts: Sequence[str], indices: Iterable[int] | None = None
+    ) -> list[TokenIds]:
         """Token ids of each text behind the role's prompt, as many as `windows` needs."""
         if not self._long_inputs.uses_windows:
-            return self.encode(texts)
-        return self._encode(texts, None if self._max_tokens is None else self._max_tokens + 1)
+            return self.encode(texts, indices)
+        return self._encode(texts, None if self._max_tokens is None else self._max_tokens + 1, indices)
 
     def windows(self, text: TokenIds, index: int) -> list[BuiltText]:
         """One document's sequences: one, or its windows, each behind the role's prompt."""
@@ -111,11 +115,14 @@ class TextBuilder:
         """How much of a text the checkpoint reads."""
         return None if self.own_length is None else max(0, self.own_length - self._room.others)
 
-    def _encode(self, texts: Sequence[str], most: int | None) -> list[TokenIds]:
+    def _encode(
+        self, texts: Sequence[str], most: int | None, indices: Iterable[int] | None
+    ) -> list[TokenIds]:
         prompt = self._rules.prompt
         # One by one, because a prompt may be long and the texts many.
         prompted = (prompt + text for text in texts) if prompt else texts
-        return self._tokenizer.encode(prompted, self._param, most, self._long_inputs.side)
+        names = (InputName(self._param, i) for i in (count() if indices is None else indices))
+        return self._tokenizer.encode(prompted, self._param, most, self._long_inputs.side, names)
 
     def _filled(self, fitted: Fitted[np.int32], name: InputName) -> BuiltText:
         """The sequence of a text that fits: special tokens around it."""

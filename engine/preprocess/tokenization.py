@@ -8,6 +8,7 @@ tokeniser itself.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -79,8 +80,9 @@ class Around:
 class TextTokenizer:
     """A private copy of a checkpoint's tokeniser. Thread-safe: nothing in it changes after construction.
 
-    Long texts are tokenised in pieces, between which other work goes on. `param` names the field in errors:
-    texts that are not Unicode, or that nothing cuts for more than `LONGEST_PIECE` characters, are refused."""
+    Long texts are tokenised in pieces, between which other work goes on. Texts that are not Unicode, or that
+    nothing cuts for more than `LONGEST_PIECE` characters, are refused: `param` is the field in errors, and a
+    `name` what they call a text where the field has several."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -98,16 +100,21 @@ class TextTokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(
-        self, texts: Iterable[str], param: str, most: int | None = None, side: Side = "right"
+        self,
+        texts: Iterable[str],
+        param: str,
+        most: int | None = None,
+        side: Side = "right",
+        names: Iterable[object] | None = None,
     ) -> list[TokenIds]:
         """The token ids of each text, without special tokens. A text of more than `most` is cut to as many at
-        the given side, and what is cut off is not read."""
+        the given side, and what is cut off is not read. There are as many `names` as texts, or more."""
         size = PIECE if most is None else min(PIECE, max(_FEWEST_CHARACTERS, _CHARACTERS_A_TOKEN * most))
         rests: deque[Iterator[str]] = deque()
 
         def firsts() -> Iterator[str]:
-            for text in texts:
-                rests.append(self._pieces(text, size, side, param))
+            for text, name in zip(texts, repeat(param) if names is None else names, strict=False):
+                rests.append(self._pieces(text, size, side, param, name))
                 yield next(rests[-1])
 
         token_ids: list[TokenIds] = []
@@ -124,13 +131,19 @@ class TextTokenizer:
         return token_ids
 
     def encode_around(
-        self, text: str, span: range, param: str, most: int | None = None, side: Side = "right"
+        self,
+        text: str,
+        span: range,
+        param: str,
+        most: int | None = None,
+        side: Side = "right",
+        name: object = None,
     ) -> Around:
         """The tokens of a text by where they stand: `inside` are those from the first that holds one of the
         characters in `span` to the last, cut like a text by itself if they are more than `most`."""
         parts: list[tuple[TokenIds, TokenIds, TokenIds]] = []
         num_inside = 0
-        for start, stop in self._cut_up(text, PIECE, side, param):
+        for start, stop in self._cut_up(text, PIECE, side, param, name or param):
             if most is not None and num_inside >= most and span.start < start and stop < span.stop:
                 continue
             yield_to_smaller()
@@ -144,7 +157,7 @@ class TextTokenizer:
 
     def read(self, text: str, param: str) -> Iterator[Encoding]:
         """A text as encoded pieces, without special tokens."""
-        for piece in self._pieces(text, PIECE, "right", param):
+        for piece in self._pieces(text, PIECE, "right", param, param):
             yield_to_smaller()
             yield from self._encode_batch([piece], param, complete=True)
 
@@ -166,10 +179,12 @@ class TextTokenizer:
         """The text of at most `MOST_DECODED` tokens."""
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)[0]
 
-    def _pieces(self, text: str, size: int, side: Side, param: str) -> Iterator[str]:
-        return (text[start:stop] for start, stop in self._cut_up(text, size, side, param))
+    def _pieces(self, text: str, size: int, side: Side, param: str, name: object) -> Iterator[str]:
+        return (text[start:stop] for start, stop in self._cut_up(text, size, side, param, name))
 
-    def _cut_up(self, text: str, size: int, side: Side, param: str) -> Iterator[tuple[int, int]]:
+    def _cut_up(
+        self, text: str, size: int, side: Side, param: str, name: object
+    ) -> Iterator[tuple[int, int]]:
         """Where a text's pieces begin and end, from the side that is left when it is cut at the given one."""
         cut_into = cut_up if side == "right" else cut_up_backwards
         try:
@@ -180,7 +195,7 @@ class TextTokenizer:
             else:
                 wrong, remedy = "text without a break", "put spaces or line breaks into it"
             raise InvalidRequestError(
-                f"{param} holds more than {LONGEST_PIECE} characters of {wrong}; {remedy}", param
+                f"{name} holds more than {LONGEST_PIECE} characters of {wrong}; {remedy}", param
             ) from None
 
     def _encode_batch(self, texts: list[str], param: str, complete: bool = False) -> list[Encoding]:

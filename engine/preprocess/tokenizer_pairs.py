@@ -34,11 +34,11 @@ class TokenizerJoiner:
         # Where both are cut to halves, it counts which of them is longer.
         longest_query = max(len(query.tokens) for query in queries)
         most = long_inputs.most_of_document(max(long_inputs.limit, longest_query))
-        documents = self._tokenizer.encode(request.documents, "documents", most, long_inputs.side)
-        for i, text in enumerate(documents):
+        names = [InputName("documents", i) for i in range(len(request.documents))]
+        documents = self._tokenizer.encode(request.documents, "documents", most, long_inputs.side, names)
+        for i, (text, name) in enumerate(zip(documents, names, strict=True)):
             query = request.query_of(i)
             document = long_inputs.document(text)
-            name = InputName("documents", i)
             if self._template.special_tokens + len(queries[query].tokens) + len(document.tokens) == 0:
                 raise InvalidRequestError(f"{name} and its query have no tokens; leave them out", name.param)
             windows, cut_to_fit = self._windows(queries[query].tokens, document.tokens, name, long_inputs)

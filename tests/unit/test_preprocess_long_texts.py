@@ -1,6 +1,7 @@
 """Long texts are tokenised in pieces: exactly, no further than needed, and between other work."""
 
 import functools
+import re
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,11 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from maxsimd.engine.checkpoint import LoadedModel, PairRules
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.pieces import LONGEST_PIECE, PIECE
 from maxsimd.engine.preprocess.tokenization import PART_CHARACTERS, Side, TextTokenizer, cut
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
+from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
 from tests.checkpoints.tokenizer_kinds import CUT, Kind, bert, llama_2, qwen
+from tests.unit.preprocessing import model, preprocessor, request_ids
 
 KINDS = CUT | {"llama_2": llama_2}
 SIDES = st.sampled_from(["left", "right"])
@@ -118,6 +123,7 @@ def test_tokens_that_are_cut_off_are_not_held() -> None:
     assert tokens.base is None
 
 
+TEMPLATE = ScoreTemplate(("query: {{ query }} passage: {{ document }}",))
 ENDLESS = "x" * (LONGEST_PIECE + 1)
 
 
@@ -131,17 +137,46 @@ ENDLESS = "x" * (LONGEST_PIECE + 1)
 def test_text_that_cannot_be_read_in_pieces_is_refused_by_its_field(
     name: str, text: str, remedy: str
 ) -> None:
-    for read in (
-        lambda: made(name).encode(["a", text], "documents"),
-        lambda: made(name).encode_around(text, range(1, 2), "documents"),
-        lambda: list(made(name).read(text, "documents")),
+    tokenizer, names = made(name), ["documents[7]", "documents[9]"]
+    for called, read in (
+        ("documents", lambda: tokenizer.encode(["a", text], "documents")),
+        ("documents[9]", lambda: tokenizer.encode(["a", text], "documents", names=names)),
+        ("documents", lambda: tokenizer.encode_around(text, range(1, 2), "documents")),
+        ("documents[9]", lambda: tokenizer.encode_around(text, range(1, 2), "documents", name=names[1])),
+        ("documents", lambda: list(tokenizer.read(text, "documents"))),
     ):
         with pytest.raises(
             InvalidRequestError,
-            match=rf"^documents holds more than {LONGEST_PIECE} characters of .*{remedy}$",
+            match=rf"^{re.escape(called)} holds more than {LONGEST_PIECE} characters of .*{remedy}$",
         ) as refused:
             read()
         assert refused.value.param == "documents"
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        model(),
+        model(score_task="classify", pairs=PairRules()),
+        model(score_task="classify", pairs=PairRules(template=TEMPLATE)),
+    ],
+    ids=["apart", "the tokeniser's pairs", "a template's pairs"],
+)
+@pytest.mark.parametrize("truncation", [Truncation(), Truncation(max_document_tokens=3)])
+def test_a_request_is_refused_by_the_text_that_cannot_be_cut(
+    described: LoadedModel, truncation: Truncation
+) -> None:
+    request = ScoreRequest(queries=("w1", ENDLESS), documents=("w1", "w2"), truncation=truncation)
+    with pytest.raises(InvalidRequestError, match=r"^queries\[1\] holds more than") as refused:
+        preprocessor(described).score(request, request_ids())
+    assert refused.value.param == "queries"
+    request = ScoreRequest(queries=("w1",), documents=("w1", "w1 w2", ENDLESS), truncation=truncation)
+    with pytest.raises(InvalidRequestError, match=r"^documents\[2\] holds more than") as refused:
+        preprocessor(described).score(request, request_ids())
+    assert refused.value.param == "documents"
+    embedded = EmbedRequest(task="token_embed", texts=((8, 9), "w1", ENDLESS))
+    with pytest.raises(InvalidRequestError, match=r"^input\[2\] holds more than"):
+        preprocessor(described).embed(embedded, request_ids())
 
 
 def test_text_that_cannot_be_read_in_pieces_is_not_refused_where_it_is_cut_off() -> None:

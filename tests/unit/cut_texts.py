@@ -1,0 +1,111 @@
+"""Texts cut at their breaks, to be compared with the whole; texts of many scripts, and what divides words."""
+
+import functools
+import unicodedata
+from itertools import pairwise
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
+from tests.checkpoints.tokenizer_kinds import CUT
+
+# Words as they are written. Most end in a vowel sign or another mark in the scripts that have them.
+SCRIPTS = {
+    "Amharic": "አማርኛ ቋንቋ ሰላም",
+    "Arabic": "اللغة العربية جميلة العَرَبِيَّةُ",
+    "Arabic presentation forms": "\ufe8d\ufedf\ufecc\ufeae\ufe91\ufef4\ufe94 \ufefb \ufe8e",
+    "Armenian": "Հայերեն լեզու բարև",
+    "Bengali": "ভাষা বাংলা নদী পাখি",
+    "Burmese": "ဘာသာ စကား မြန်မာ ရေ",
+    "Chinese": "漢字 中文 标点",
+    "Cyrillic supplement": "ԁԃ ӡӣ ҝҟҡ \u0501\u050f",
+    "Georgian": "ქართული ენა გამარჯობა",
+    "Greek": "λόγος ΛΌΓΟΣ ἀρχή ᾧ",
+    "Gujarati": "ગુજરાતી ભાષા નદી",
+    "Hebrew": "עִבְרִית שָׁלוֹם לְ",
+    "Hindi": "हिन्दी भाषा नदी पानी",
+    "Hindi in halves": "\u0915\u094d \u0924\u094d \u0938\u0902\u0938\u094d",
+    "Japanese": "かな カナ が",
+    "Kannada": "ಕನ್ನಡ ಭಾಷೆ ನದಿ",
+    "Khmer": "ភាសា ខ្មែរ ទឹក",
+    "Korean": "한국어 문장",
+    "Korean in jamo": "\u1112\u1161\u11ab \u1100\u116e\u11a8 \u110b\u1165",
+    "Lao": "ພາສາ ລາວ ນ້ຳ ນີ້",
+    "Malayalam": "മലയാളം ഭാഷ നദി",
+    "Pashto": "پښتو ژبه دي ښځې",
+    "Persian": "فارسی زبان می\u200cخواهم کتاب\u200cها",
+    "Punjabi": "ਪੰਜਾਬੀ ਭਾਸ਼ਾ ਨਦੀ",
+    "Russian": "Быстрая лиса бежит",
+    "Sinhala": "සිංහල භාෂාව නදී ශ්\u200dරී",
+    "Tamil": "தமிழ் மொழி நதி ஆறு",
+    "Telugu": "తెలుగు భాష నది",
+    "Thai": "ภาษา ไทย น้ำ ที่ เ",
+    "Tibetan": "བོད་སྐད། ཡིན། དེ་རིང་།",
+    "Tamazight": "ⵜⴰⵎⴰⵣⵉⵖⵜ ⵜⵓⵜⵍⴰⵢⵜ",
+    "N'Ko": "ߒߞߏ ߞߊ߲ ߘߐ߫",
+    "Urdu": "اردو زبان ہے ڑے",
+    "Vietnamese": "tiếng Việt được ngữ",
+}
+SCRIPTS |= {
+    f"{name}, decomposed": unicodedata.normalize("NFD", SCRIPTS[name])
+    for name in ("Greek", "Japanese", "Korean", "Russian", "Tamil", "Vietnamese")
+}
+# What divides words: always the same of these, between words of letters or of none.
+DIVIDERS = {
+    "a carriage return and line feed": "\r\n",
+    "two line feeds": "\n\n",
+    "two spaces": "  ",
+    "many spaces": " " * 9,
+    "a tab": "\t",
+    "two tabs": "\t\t",
+    "a no-break space": "\u00a0",
+    "an ideographic space": "\u3000",
+    "a full stop and space": ". ",
+    "a full stop and line feed": ".\n",
+    "a full stop, carriage return and line feed": ".\r\n",
+    "a full stop and two spaces": ".  ",
+    "a danda and space": "\u0964 ",
+    "a dash between spaces": " \u2014 ",
+    "a comma and space": ", ",
+}
+WITHOUT_LETTERS = (
+    "1, 2, 3, ",
+    "\u2014 \u2014 ",
+    "1. 2. ",
+    "... ",
+    "\u20ac 5 ",
+    "3.14  ",
+    "+\t-\t",
+    "!\r\n?\r\n",
+)
+
+
+@functools.cache
+def cut_kind(name: str) -> tuple[Tokenizer, Breaks]:
+    """A kind of tokeniser whose texts can be cut, and its breaks."""
+    tokenizer = CUT[name]()
+    breaks = find_breaks(tokenizer)
+    assert breaks is not None
+    return tokenizer, breaks
+
+
+def assert_pieces_equal_the_whole(
+    tokenizer: Tokenizer, breaks: Breaks, text: str, words: bool = True
+) -> None:
+    """Compares the tokens of a text with those of its smallest pieces; if `words`, also where words begin."""
+    bounds = [0, *breaks.all(text), len(text)]
+    whole, *pieces = _tokens(tokenizer, [text, *(text[a:b] for a, b in pairwise(bounds))], words)
+    assert [token for piece in pieces for token in piece] == whole
+
+
+def _tokens(tokenizer: Tokenizer, texts: list[str], words: bool) -> list[list[Any]]:
+    """The token ids of each text, with whether each begins a word."""
+    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [
+        [
+            (token, words and before != word)
+            for token, (before, word) in zip(encoding.ids, pairwise([None, *encoding.word_ids]), strict=True)
+        ]
+        for encoding in encodings
+    ]
