@@ -136,6 +136,21 @@ def too_many_containers(most: int) -> ApiError:
     return ApiError(413, "RequestTooLargeError", message)
 
 
+def too_many_strings(most: int) -> ApiError:
+    message = (
+        f"the body has more than {most} strings, names of fields included; send fewer documents at a time, "
+        "or documents of fewer fields"
+    )
+    return ApiError(413, "RequestTooLargeError", message)
+
+
+def too_many_values(most: int) -> ApiError:
+    message = (
+        f"the body has more than {most} values; send fewer token ids at a time, or raise --max-request-tokens"
+    )
+    return ApiError(413, "RequestTooLargeError", message)
+
+
 def too_deep() -> ApiError:
     return ApiError(400, "BadRequestError", "the body has too many arrays or objects within each other")
 

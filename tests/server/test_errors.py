@@ -116,6 +116,19 @@ def test_too_many_documents_and_too_large_bodies_are_413(server: Server) -> None
     check(large, 413, "too large")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'"",' * 300_000 + b'""', "more than 20000 strings"),
+        (b"{%s}" % b",".join(b'"%x":0' % i for i in range(80_000)), "more than 20000 strings"),
+        (b"[]," * 300_000 + b"[]", "more than 10000 arrays and objects"),
+    ],
+)
+def test_a_body_of_more_than_documents_need_is_a_413(server: Server, content: bytes, message: str) -> None:
+    body = b'{"query":"q","documents":[' + content + b"]}"
+    check(httpx.post(server.url + "/rerank", content=body), 413, message)
+
+
 def test_a_timeout_is_a_504(server: Server) -> None:
     # Different documents: equal ones are encoded once, which may take no longer than that.
     documents = [f"{i} " + "word " * 240 for i in range(400)]

@@ -1,5 +1,6 @@
 """Routes, methods, bodies and limits, without a web server."""
 
+import dataclasses
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -182,7 +183,7 @@ async def test_large_bodies_are_parsed_in_the_thread_pool(caller: Caller, engine
     await caller.post("/tokenize", body.ljust(LARGE_BODY))
     assert engine.in_threads == 1  # which tokenises
     await caller.post("/tokenize", body.ljust(LARGE_BODY + 1))
-    assert engine.in_threads == 3
+    assert engine.in_threads == 4  # and which counts what the body has, and decodes it
 
 
 @pytest.mark.parametrize(("items", "in_thread"), [(499, 0), (500, 0), (501, 1)])
@@ -249,6 +250,48 @@ async def test_a_body_of_more_containers_than_documents_need_is_a_413(caller: Ca
     assert error["message"].startswith("the body has more than 200 arrays and objects")
     text = {"query": "q", "documents": ["[{" * 500]}
     assert (await caller.post("/rerank", text)).status == 200
+
+
+async def test_a_body_of_more_strings_than_documents_need_is_a_413(caller: Caller) -> None:
+    """Ten documents are allowed, and forty strings for each; the names of fields are strings too."""
+    record = {"text": "a", "c": 1} | {f"f{i}": "b" for i in range(197)}
+    assert (await caller.post("/rerank", {"query": "q", "documents": record})).status == 200
+    status, error = await caller.error("/rerank", {"query": "q", "documents": record | {"c": "d"}})
+    assert (status, error["type"]) == (413, "RequestTooLargeError")
+    assert error["message"] == (
+        "the body has more than 400 strings, names of fields included; send fewer documents at a time, "
+        "or documents of fewer fields"
+    )
+    quoted = {"query": "q", "documents": ['"a", ' * 500]}
+    assert (await caller.post("/rerank", quoted)).status == 200
+
+
+async def test_a_body_of_more_values_than_a_request_may_have_tokens_is_a_413(
+    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = Caller(engine, max_documents=10)
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_request_tokens=1000))
+    allowed = 1000 + 10 * 20 + 10 * 40
+    status, error = await caller.error("/v1/embeddings", {"input": [101] * (allowed + 2)})
+    assert (status, error["type"]) == (413, "RequestTooLargeError")
+    assert error["message"] == (
+        "the body has more than 1600 values; send fewer token ids at a time, or raise --max-request-tokens"
+    )
+    ids = {"input": [101] * allowed, "truncate_prompt_tokens": -1}
+    assert (await caller.post("/v1/embeddings", ids)).status == 200
+
+
+async def test_what_values_take_beyond_their_bytes_counts_as_memory_of_bodies(
+    engine: RecordingEngine,
+) -> None:
+    caller = Caller(engine, max_bodies_mb=1)
+    ids = {"input": [101] * 20_000, "truncate_prompt_tokens": -1}
+    with caller.state.bodies.hold() as other:
+        other.add(512 * 1024)
+        assert (await caller.post("/v1/embeddings", ids)).status == 429
+        assert (await caller.post("/tokenize", {"text": "a " * 50_000})).status == 200
+    assert (await caller.post("/v1/embeddings", ids)).status == 200
+    assert caller.state.bodies.bytes == 0
 
 
 async def test_a_body_that_is_too_deep_is_a_400(engine: RecordingEngine) -> None:
