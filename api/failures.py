@@ -22,6 +22,8 @@ from maxsimd.engine import (
 # Messages repeat what a client has sent: no more of it than this.
 _LONGEST_MESSAGE = 1_000
 _LONGEST_PARAM = 100
+# The encodings of bodies that are taken.
+TAKEN_ENCODINGS = "gzip, deflate"
 
 
 class ApiError(Exception):
@@ -71,6 +73,8 @@ def error_answer(error: ApiError) -> Answer:
         headers["Retry-After"] = str(math.ceil(error.retry_after))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 415:
+        headers["Accept-Encoding"] = TAKEN_ENCODINGS
     param = None if error.param is None else printable(error.param, _LONGEST_PARAM)
     body = ErrorResponse(ErrorBody(printable(str(error), _LONGEST_MESSAGE), error.kind, param, error.status))
     return Answer(error.status, headers, msgspec.json.encode(body))
@@ -159,8 +163,15 @@ def body_not_unicode(reason: str) -> ApiError:
     return ApiError(400, "BadRequestError", f"the body is not valid JSON: a string is not UTF-8 ({reason})")
 
 
+def unknown_encoding() -> ApiError:
+    message = f"this Content-Encoding is not taken; use {TAKEN_ENCODINGS}, or none"
+    return ApiError(415, "UnsupportedMediaTypeError", message)
+
+
 def unreadable_body() -> ApiError:
-    message = "the body is not what its headers say; check Content-Encoding and Content-Length"
+    message = (
+        "the body is not what its headers say, or not all of it; check Content-Encoding and Content-Length"
+    )
     return ApiError(400, "BadRequestError", message)
 
 

@@ -107,7 +107,7 @@ def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:
 
 async def _read(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
     """The whole body, unless it is larger than the server allows, or all that are read now together are."""
-    most = state.config.max_body_mb * 1024 * 1024
+    most = state.max_body_bytes
     read = bytearray()
     async for chunk in body:
         read += chunk

@@ -148,7 +148,14 @@ def test_what_is_refused_before_a_handler_says_what_to_do() -> None:
             failures.unreadable_body(),
             400,
             BAD,
-            "the body is not what its headers say; check Content-Encoding and Content-Length",
+            "the body is not what its headers say, or not all of it; check Content-Encoding and "
+            "Content-Length",
+        ),
+        (
+            failures.unknown_encoding(),
+            415,
+            "UnsupportedMediaTypeError",
+            "this Content-Encoding is not taken; use gzip, deflate, or none",
         ),
     ):
         found = (error.status, error.kind, str(error), error.param, error.retry_after)
