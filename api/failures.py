@@ -47,7 +47,7 @@ def as_api_error(error: Exception) -> ApiError:
             message, param = _describe(str(error))
             return ApiError(400, "BadRequestError", message, param)
         case msgspec.DecodeError():
-            return ApiError(400, "BadRequestError", f"the body is not valid JSON: {error}")
+            return ApiError(400, "BadRequestError", f"the body is not valid JSON: {_of_decoding(str(error))}")
         case QueueFullError():
             kind = "RateLimitError" if error.reason == "rate" else "QueueFullError"
             return ApiError(429, kind, str(error), retry_after=error.retry_after)
@@ -159,6 +159,10 @@ def too_deep() -> ApiError:
     return ApiError(400, "BadRequestError", "the body has too many arrays or objects within each other")
 
 
+def not_utf8() -> ApiError:
+    return ApiError(400, "BadRequestError", "the body is UTF-16 or UTF-32, or no text; send JSON in UTF-8")
+
+
 def body_not_unicode(reason: str) -> ApiError:
     return ApiError(400, "BadRequestError", f"the body is not valid JSON: a string is not UTF-8 ({reason})")
 
@@ -173,6 +177,14 @@ def unreadable_body() -> ApiError:
         "the body is not what its headers say, or not all of it; check Content-Encoding and Content-Length"
     )
     return ApiError(400, "BadRequestError", message)
+
+
+def _of_decoding(message: str) -> str:
+    """msgspec's message, and what to change where that does not say it."""
+    if "surrogate pair" not in message:
+        return message
+    what = "a string has half of a character, like \\ud83d alone; send whole characters, or leave it out"
+    return f"{message}: {what}"
 
 
 def _describe(message: str) -> tuple[str, str | None]:

@@ -3,6 +3,7 @@
 What takes time with the size of a body is done in the thread pool for large ones.
 """
 
+import codecs
 from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -13,6 +14,7 @@ from maxsimd.api.answer import Answer
 from maxsimd.api.failures import (
     body_not_unicode,
     body_too_large,
+    not_utf8,
     too_deep,
     too_many_containers,
     too_many_strings,
@@ -35,6 +37,8 @@ LARGE_BODY = 64 * 1024
 # Arrays and objects that a body may have for each document that is allowed, and strings: a record of 20
 # fields has 40, with the names of its fields.
 _CONTAINERS_A_DOCUMENT, _STRINGS_A_DOCUMENT = 20, 40
+# Of a character in JSON, in bytes: two escapes like \ud83d.
+_LONGEST_ESCAPE = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,17 @@ async def _read(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
         if len(read) > most:
             raise body_too_large()
         held.add(len(chunk))
-    return read
+    return _without_mark(read)
+
+
+def _without_mark(body: bytearray) -> bytearray:
+    """A body without the mark that some editors write at the beginning of UTF-8. Raises ApiError where its
+    first bytes are those of another encoding: JSON is text without null characters."""
+    if body.startswith(codecs.BOM_UTF8):
+        del body[: len(codecs.BOM_UTF8)]
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in body[:4]:
+        raise not_utf8()
+    return body
 
 
 async def _parse(
@@ -126,6 +140,8 @@ async def _parse(
         return await state.engine.in_thread(function, len(body)) if len(body) > LARGE_BODY else function()
 
     def parse() -> tuple[T, R]:
+        # Where half of a character stands in its last bytes, msgspec takes a text for one that breaks off.
+        body.extend(b" " * _LONGEST_ESCAPE)
         request = msgspec.json.decode(body, type=kind)
         return request, read(request, most)
 

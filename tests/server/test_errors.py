@@ -1,5 +1,6 @@
 """Bad input gets an answer that says what to change, and harms nobody."""
 
+import json
 from typing import Any
 
 import httpx
@@ -72,9 +73,26 @@ def test_a_body_that_is_no_json_object_is_a_400(server: Server, body: bytes) -> 
     assert "body" in response.json()["error"]["message"]
 
 
-def test_text_that_is_not_unicode_is_a_400(server: Server) -> None:
-    response = httpx.post(server.url + "/rerank", content=rb'{"query": "\ud800", "documents": ["a"]}')
-    assert response.status_code == 400
+@pytest.mark.parametrize("escape", [rb"\ud800", rb"\udc00", rb"\ud800x", rb"\ud800\ud800"])
+def test_half_of_a_character_is_a_400(server: Server, escape: bytes) -> None:
+    for path, body in (
+        ("/rerank", b'{"query": "%s", "documents": ["a"]}'),
+        ("/rerank", b'{"query": "q", "documents": [{"text": "%s"}]}'),
+        ("/score", b'{"queries": "q", "documents": ["%s"]}'),
+        ("/v1/embeddings", b'{"input": "%s"}'),
+        ("/pooling", b'{"input": ["%s"]}'),
+        ("/tokenize", b'{"text": "%s"}'),
+    ):
+        response = httpx.post(server.url + path, content=body % escape)
+        check(response, 400, "half of a character")
+
+
+def test_a_body_that_is_not_utf8_is_a_400_and_its_mark_is_skipped(server: Server) -> None:
+    body = json.dumps(RERANK)
+    marked = httpx.post(server.url + "/rerank", content=body.encode("utf-8-sig"))
+    assert marked.status_code == 200
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"):
+        check(httpx.post(server.url + "/rerank", content=body.encode(encoding)), 400, "send JSON in UTF-8")
 
 
 def test_unusual_text_is_scored(server: Server) -> None:

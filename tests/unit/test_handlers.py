@@ -28,6 +28,8 @@ from tests.unit.calling_handlers import (
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+NOT_UTF8 = "the body is UTF-16 or UTF-32, or no text; send JSON in UTF-8"
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[RecordingEngine]:
@@ -102,7 +104,13 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_ones(
         (b"", "the body is not valid JSON: Input data was truncated"),
         (b"{", "the body is not valid JSON: Input data was truncated"),
         (b"[1, 2", "the body is wrong: Expected `object`, got `array`"),
-        (b"\xff\xfe", "the body is not valid JSON: JSON is malformed: invalid character (byte 0)"),
+        (b"\xff", "the body is not valid JSON: JSON is malformed: invalid character (byte 0)"),
+        (b"\xff\xfe", NOT_UTF8),
+        ('{"query": "q"}'.encode("utf-16"), NOT_UTF8),
+        ('{"query": "q"}'.encode("utf-16-be"), NOT_UTF8),
+        ('{"query": "q"}'.encode("utf-32"), NOT_UTF8),
+        ('{"query": "q"}'.encode("utf-32-le"), NOT_UTF8),
+        (b"\xef\xbb\xbf" * 2, "the body is not valid JSON: JSON is malformed: invalid character (byte 0)"),
         (b'"text"', "the body is wrong: Expected `object`, got `str`"),
         (b"null", "the body is wrong: Expected `object`, got `null`"),
         (
@@ -122,6 +130,28 @@ async def test_a_body_that_is_no_json_object_is_a_400(
     error = error_of(answer)
     assert (error["message"], error["type"], error["code"]) == (message, "BadRequestError", 400)
     assert error["param"] is None
+
+
+@pytest.mark.parametrize("path", POSTED)
+async def test_a_mark_at_the_beginning_of_utf8_is_skipped(caller: Caller, path: str) -> None:
+    body = b"\xef\xbb\xbf" + json.dumps(GOOD["POST", path]).encode()
+    assert (await caller.post(path, body)).status == expected(path)
+
+
+@pytest.mark.parametrize("path", POSTED)
+@pytest.mark.parametrize("escape", [r"\ud83d", r"\ude00", r"\ud83dx", r"\ud83d\ud83d"])
+async def test_half_of_a_character_is_a_400_that_says_so(caller: Caller, path: str, escape: str) -> None:
+    for body in (
+        json.dumps(GOOD["POST", path]).replace('"q"', f'"{escape}"').replace('"d"', f'"a{escape}"'),
+        json.dumps(GOOD["POST", path] | {"unknown": {"d": 1}}).replace('"d"', f'"{escape}"'),
+    ):
+        status, error = await caller.error(path, body.replace("[101]", f'["{escape}"]').encode())
+        assert (status, error["type"], error["param"]) == (400, "BadRequestError", None)
+        assert error["message"].startswith("the body is not valid JSON: JSON is malformed:")
+        assert "surrogate pair (byte" in error["message"]
+        assert error["message"].endswith(
+            r"a string has half of a character, like \ud83d alone; send whole characters, or leave it out"
+        )
 
 
 @pytest.mark.parametrize("path", POSTED)
