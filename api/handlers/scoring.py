@@ -1,12 +1,15 @@
 """The routes that score and rank: /score, /rerank and their variants."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import (
+    in_its_words,
     tei_truncation_of,
     texts_to_rank,
     texts_to_score,
@@ -20,20 +23,19 @@ from maxsimd.engine import InvalidRequestError, RerankResult, ScoreResult, Trunc
 async def score(
     state: ServerState, body: wire.ScoreRequest, texts: tuple[list[str], list[str]], tenant: str
 ) -> Answer:
-    queries, documents = texts
-    result = await state.engine.score(
-        queries,
-        documents,
-        truncation=truncation_of(body),
-        use_activation=wants_activation(body),
-        instruction=body.instruction,
-        cache=body.cache or "use",
-        priority=body.priority or 0,
-        tenant=tenant,
-        timeout=body.timeout,
-        on_timeout=body.on_timeout or "error",
-        on_error=body.on_error or "fail",
-    )
+    with _in_its_words(body):
+        result = await state.engine.score(
+            *texts,
+            truncation=truncation_of(body),
+            use_activation=wants_activation(body),
+            instruction=body.instruction,
+            cache=body.cache or "use",
+            priority=body.priority or 0,
+            tenant=tenant,
+            timeout=body.timeout,
+            on_timeout=body.on_timeout or "error",
+            on_error=body.on_error or "fail",
+        )
 
     def build() -> wire.ScoreResponse:
         data = [wire.Score(i, score) for i, score in enumerate(result.scores) if not math.isnan(score)]
@@ -103,19 +105,29 @@ async def _rank(
     truncation: Truncation,
     tenant: str,
 ) -> RerankResult:
-    return await state.engine.rerank(
-        *texts,
-        top_n=body.top_n,
-        truncation=truncation,
-        use_activation=wants_activation(body),
-        instruction=body.instruction,
-        cache=body.cache or "use",
-        priority=body.priority or 0,
-        tenant=tenant,
-        timeout=body.timeout,
-        on_timeout=body.on_timeout or "error",
-        on_error=body.on_error or "fail",
-    )
+    with _in_its_words(body):
+        return await state.engine.rerank(
+            *texts,
+            top_n=body.top_n,
+            truncation=truncation,
+            use_activation=wants_activation(body),
+            instruction=body.instruction,
+            cache=body.cache or "use",
+            priority=body.priority or 0,
+            tenant=tenant,
+            timeout=body.timeout,
+            on_timeout=body.on_timeout or "error",
+            on_error=body.on_error or "fail",
+        )
+
+
+@contextmanager
+def _in_its_words(body: wire.ScoreRequest | wire.RerankRequest) -> Iterator[None]:
+    """Errors of the engine name the fields that the request has."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise in_its_words(body, error) from error
 
 
 def _completeness(body: wire.Scoring, result: ScoreResult | RerankResult) -> dict[str, Any]:
