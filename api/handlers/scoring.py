@@ -23,6 +23,7 @@ from maxsimd.engine import InvalidRequestError, RerankResult, ScoreResult, Trunc
 async def score(
     state: ServerState, body: wire.ScoreRequest, texts: tuple[list[str], list[str]], tenant: str
 ) -> Answer:
+    model = state.model_name
     with _in_its_words(body):
         result = await state.engine.score(
             *texts,
@@ -40,11 +41,9 @@ async def score(
     def build() -> wire.ScoreResponse:
         data = [wire.Score(i, score) for i, score in enumerate(result.scores) if not math.isnan(score)]
         rest = _completeness(body, result)
-        return wire.ScoreResponse(
-            new_id("score"), now(), state.model_name, data, usage_of(result.usage), **rest
-        )
+        return wire.ScoreResponse(new_id("score"), now(), model, data, usage_of(result.usage), **rest)
 
-    answer = await wire_answer(state.engine, build, len(result.scores))
+    answer = await wire_answer(build, len(result.scores))
     return answer.with_timings(result.timings)
 
 
@@ -53,11 +52,13 @@ async def rerank(
 ) -> Answer:
     if body.texts is not None:
         return await _rerank_texts(state, body, texts, tenant)
+    model = state.model_name
     truncation = truncation_of(body, state.config.long_documents)
     result = await _rank(state, body, texts, truncation, tenant)
 
+    with_text = body.return_documents is not False
+
     def build() -> wire.RerankResponse:
-        with_text = body.return_documents is not False
         results = [
             wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if with_text else None)
             for ranked in result.results
@@ -65,7 +66,7 @@ async def rerank(
         cut = f"{result.truncated} of the inputs were too long and have been cut"
         return wire.RerankResponse(
             new_id("rerank"),
-            state.model_name,
+            model,
             results,
             usage_of(result.usage),
             {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
@@ -73,7 +74,8 @@ async def rerank(
             **_completeness(body, result),
         )
 
-    answer = await wire_answer(state.engine, build, len(result.results) + len(result.unscored))
+    characters = _characters(result) if with_text else 0
+    answer = await wire_answer(build, len(result.results) + len(result.unscored), characters)
     return answer.with_timings(result.timings)
 
 
@@ -94,7 +96,8 @@ async def _rerank_texts(
             for ranked in result.results
         ]
 
-    answer = await wire_answer(state.engine, build, len(result.results))
+    characters = _characters(result) if body.return_text else 0
+    answer = await wire_answer(build, len(result.results), characters)
     return answer.with_timings(result.timings)
 
 
@@ -128,6 +131,11 @@ def _in_its_words(body: wire.ScoreRequest | wire.RerankRequest) -> Iterator[None
         yield
     except InvalidRequestError as error:
         raise in_its_words(body, error) from error
+
+
+def _characters(result: RerankResult) -> int:
+    """How long the texts of the ranked documents are."""
+    return sum(len(ranked.document) for ranked in result.results)
 
 
 def _completeness(body: wire.Scoring, result: ScoreResult | RerankResult) -> dict[str, Any]:
