@@ -25,7 +25,7 @@ class TextStrategy:
 
     def prepare(self, request: EmbedRequest, ids: RequestIds) -> Prepared:
         """One sequence a text, in order."""
-        long_inputs = self._limits.applied_to(request.truncation)
+        long_inputs = self._limits.applied_to(request.truncation, ids)
         builder = TextBuilder(self._tokenizer, self._rules(request), long_inputs, "input")
         encoded = iter(builder.encode([text for text in request.texts if isinstance(text, str)]))
         built = [
