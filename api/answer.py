@@ -10,13 +10,12 @@ from typing import Any
 import msgspec
 
 from maxsimd.api import wire
-from maxsimd.engine import Engine, Usage
+from maxsimd.engine import Usage
+from maxsimd.engine.postprocess import aside
 from maxsimd.engine.requests import Timings
 
-# Answers of more items than this are built and encoded in the thread pool, so that the event loop goes on.
-LARGE_ANSWER = 500
-# About how many characters an item takes in JSON: a number of an embedding, say.
-CHARACTERS_AN_ITEM = 10
+# As many characters of a text are as much work as an item of an answer is, a score or a number.
+_CHARACTERS_AN_ITEM = 200
 
 # What every answer carries unless its handler says otherwise: answers are data, to be neither kept by caches
 # nor taken for pages.
@@ -57,14 +56,10 @@ class Answer:
         return Answer(self.status, {**always, **self.headers, **own, **more}, self.body)
 
 
-async def wire_answer(engine: Engine, build: Callable[[], Any], items: int) -> Answer:
-    """As JSON what is built, a wire type or a list of them; `items` says how large it will be."""
-
-    def body() -> bytes:
-        return msgspec.json.encode(build())
-
-    is_large = items > LARGE_ANSWER
-    encoded = await engine.in_thread(body, CHARACTERS_AN_ITEM * items) if is_large else body()
+async def wire_answer(build: Callable[[], Any], items: int, characters: int = 0) -> Answer:
+    """As JSON what is built, a wire type or a list of them: beside the event loop where it has many `items`,
+    or `characters` in its texts. It needs nothing of the engine, which may have died since."""
+    encoded = await aside(lambda: msgspec.json.encode(build()), max(items, characters // _CHARACTERS_AN_ITEM))
     return Answer(200, {"Content-Type": "application/json"}, encoded)
 
 

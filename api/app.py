@@ -13,8 +13,10 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.web_protocol import RequestPayloadError
 from aiohttp.web_urldispatcher import UrlMappingMatchInfo
 
+from maxsimd.api.body_headers import encoding_of, refusal
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.connections import Connection
+from maxsimd.api.decompression import decompressed
 from maxsimd.api.failures import error_answer, malformed, unreadable_body
 from maxsimd.api.handlers import handle
 from maxsimd.api.responses import as_response
@@ -62,16 +64,18 @@ async def _answer(
             return web.Response()
         connection.begin(request)
     path = request.rel_url.path_safe
-    answer = await handle(state, request.method, path, request.headers, _chunks(request))
+    answer = await handle(state, request.method, path, request.headers, _body(request))
     response = as_response(answer, request)
-    # After a body that cannot be read on there is no telling where the next request would begin.
-    if state.draining or request.content.exception() is not None:
+    # After a body that cannot be read on there is no telling where the next request would begin, and a client
+    # that waits to be asked for its body may not send it any more.
+    is_unread = "Expect" in request.headers and not request.content.is_eof()
+    if state.draining or is_unread or request.content.exception() is not None:
         response.force_close()
     return response
 
 
 async def _expect(request: web.Request) -> web.StreamResponse | None:
-    """Tells clients that wait for it to send their body."""
+    """Tells clients that wait for it to send their body, unless the answer is that it is refused."""
     if request.version == HttpVersion11:
         if request.headers["Expect"].lower() != "100-continue":
             if isinstance(request.protocol, Connection):
@@ -80,6 +84,8 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
             response = as_response(error_answer(failure).completed(uuid.uuid4().hex, 0.0, {}))
             response.force_close()
             return response
+        if refusal(request.headers, request.app[STATE].max_body_bytes) is not None:
+            return None
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         # What counts is whether the answer itself has begun.
         request.writer.output_size = 0
@@ -90,8 +96,18 @@ async def _unused(request: web.Request) -> web.StreamResponse:
     raise AssertionError("the middleware has answered")
 
 
+async def _body(request: web.Request) -> AsyncIterator[bytes]:
+    """The body as it arrives, decompressed. Raises ApiError for an encoding that is not taken, and for a body
+    that is not what its headers say."""
+    # aiohttp decompresses what comes over its own connections.
+    encoding = encoding_of(request.headers) if isinstance(request.protocol, Connection) else None
+    chunks = _chunks(request)
+    async for chunk in chunks if encoding is None else decompressed(chunks, encoding):
+        yield chunk
+
+
 async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it arrives, decompressed."""
+    """The body as it arrives."""
     try:
         async for chunk in request.content.iter_any():
             yield chunk

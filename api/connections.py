@@ -60,6 +60,8 @@ class Connection(web.RequestHandler):
             max_field_size=LONGEST_HEADER,
             max_headers=MOST_HEADERS,
             access_log=None,  # type: ignore[arg-type]
+            # That is the application's: aiohttp takes a body that ends too early for whole.
+            auto_decompress=False,
             logger=log,
         )
         self._table = table

@@ -22,6 +22,8 @@ from maxsimd.engine import (
 # Messages repeat what a client has sent: no more of it than this.
 _LONGEST_MESSAGE = 1_000
 _LONGEST_PARAM = 100
+# The encodings of bodies that are taken.
+TAKEN_ENCODINGS = "gzip, deflate"
 
 
 class ApiError(Exception):
@@ -45,7 +47,7 @@ def as_api_error(error: Exception) -> ApiError:
             message, param = _describe(str(error))
             return ApiError(400, "BadRequestError", message, param)
         case msgspec.DecodeError():
-            return ApiError(400, "BadRequestError", f"the body is not valid JSON: {error}")
+            return ApiError(400, "BadRequestError", f"the body is not valid JSON: {_of_decoding(str(error))}")
         case QueueFullError():
             kind = "RateLimitError" if error.reason == "rate" else "QueueFullError"
             return ApiError(429, kind, str(error), retry_after=error.retry_after)
@@ -71,6 +73,8 @@ def error_answer(error: ApiError) -> Answer:
         headers["Retry-After"] = str(math.ceil(error.retry_after))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 415:
+        headers["Accept-Encoding"] = TAKEN_ENCODINGS
     param = None if error.param is None else printable(error.param, _LONGEST_PARAM)
     body = ErrorResponse(ErrorBody(printable(str(error), _LONGEST_MESSAGE), error.kind, param, error.status))
     return Answer(error.status, headers, msgspec.json.encode(body))
@@ -136,17 +140,51 @@ def too_many_containers(most: int) -> ApiError:
     return ApiError(413, "RequestTooLargeError", message)
 
 
+def too_many_strings(most: int) -> ApiError:
+    message = (
+        f"the body has more than {most} strings, names of fields included; send fewer documents at a time, "
+        "or documents of fewer fields"
+    )
+    return ApiError(413, "RequestTooLargeError", message)
+
+
+def too_many_values(most: int) -> ApiError:
+    message = (
+        f"the body has more than {most} values; send fewer token ids at a time, or raise --max-request-tokens"
+    )
+    return ApiError(413, "RequestTooLargeError", message)
+
+
 def too_deep() -> ApiError:
     return ApiError(400, "BadRequestError", "the body has too many arrays or objects within each other")
+
+
+def not_utf8() -> ApiError:
+    return ApiError(400, "BadRequestError", "the body is UTF-16 or UTF-32, or no text; send JSON in UTF-8")
 
 
 def body_not_unicode(reason: str) -> ApiError:
     return ApiError(400, "BadRequestError", f"the body is not valid JSON: a string is not UTF-8 ({reason})")
 
 
+def unknown_encoding() -> ApiError:
+    message = f"this Content-Encoding is not taken; use {TAKEN_ENCODINGS}, or none"
+    return ApiError(415, "UnsupportedMediaTypeError", message)
+
+
 def unreadable_body() -> ApiError:
-    message = "the body is not what its headers say; check Content-Encoding and Content-Length"
+    message = (
+        "the body is not what its headers say, or not all of it; check Content-Encoding and Content-Length"
+    )
     return ApiError(400, "BadRequestError", message)
+
+
+def _of_decoding(message: str) -> str:
+    """msgspec's message, and what to change where that does not say it."""
+    if "surrogate pair" not in message:
+        return message
+    what = "a string has half of a character, like \\ud83d alone; send whole characters, or leave it out"
+    return f"{message}: {what}"
 
 
 def _describe(message: str) -> tuple[str, str | None]:

@@ -1,6 +1,7 @@
 """From wire requests to arguments of the engine. Functions of their input, and of how many texts there may
 be, which is checked before any of them is looked at."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,14 +27,19 @@ RankFields = Mapping[str, int]
 _PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
 
 
+# Where the engine's messages name a field: at their beginning, or one of its texts.
+_FIELD = re.compile(r"^(?:queries|documents)\b|\b(?:queries|documents)(?=\[\d)")
+
+
 def texts_to_score(request: ScoreRequest, most: int) -> tuple[list[str], list[str]]:
     """The queries and documents of a score request, under whichever names they came."""
-    for first, second in _PAIRS:
+    pair = _pair_of(request)
+    if pair is not None:
+        first, second = pair
         queries, documents = getattr(request, first), getattr(request, second)
-        if queries is not None and documents is not None:
-            _check_count(documents, second, most)
-            _check_count(queries, first, most)
-            return as_texts(queries, first), as_texts(documents, second)
+        _check_count(documents, second, most)
+        _check_count(queries, first, most)
+        return as_texts(queries, first), as_texts(documents, second)
     for first, second in _PAIRS:
         if getattr(request, first) is not None:
             raise InvalidRequestError(f"{second} is missing", second)
@@ -52,6 +58,27 @@ def texts_to_rank(request: RerankRequest, most: int) -> tuple[str, list[str]]:
     # A field that is named twice counts once, where it is named first.
     rank_fields = {name: i for i, name in reversed(list(enumerate(request.rank_fields or ())))}
     return query, as_texts(request.documents, "documents", rank_fields)
+
+
+def _pair_of(request: ScoreRequest) -> tuple[str, str] | None:
+    """The names under which queries and documents have come, the first that have both."""
+    for first, second in _PAIRS:
+        if getattr(request, first) is not None and getattr(request, second) is not None:
+            return first, second
+    return None
+
+
+def in_its_words(request: ScoreRequest | RerankRequest, error: InvalidRequestError) -> InvalidRequestError:
+    """An error of the engine about queries or documents, with the names of the fields that were sent."""
+    if isinstance(request, RerankRequest):
+        names = {"queries": "query", "documents": "documents" if request.texts is None else "texts"}
+    else:
+        names = dict(zip(("queries", "documents"), _pair_of(request) or _PAIRS[0], strict=True))
+
+    message = _FIELD.sub(lambda found: names[found[0]], str(error))
+    # A request to rank has one query.
+    message = message.replace("query[0]", "query")
+    return InvalidRequestError(message, names.get(error.param or "", error.param))
 
 
 def inputs_of(request: EmbeddingsRequest | ClassifyRequest, most: int) -> list[str] | list[list[int]]:

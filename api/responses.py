@@ -2,12 +2,13 @@
 whose bytes are no HTTP."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpProcessingError, LineTooLong
+from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooLong
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.failures import ApiError, malformed
@@ -17,6 +18,8 @@ _SERVER = "maxsimd"
 LONGEST_LINE, LONGEST_HEADER, MOST_HEADERS = 8190, 16_380, 128
 # Bytes that are written at a time where answers are written piece by piece.
 PIECE = 64 * 1024
+# What aiohttp says of a header that may stand only once.
+_TWICE = re.compile(r"Duplicate '([A-Za-z-]{1,40})' header found\.")
 
 
 def as_response(answer: Answer, request: web.BaseRequest | None = None) -> web.Response:
@@ -56,12 +59,13 @@ def malformed_request(error: HttpProcessingError | None) -> ApiError:
         if error.args[1] == LONGEST_LINE:
             return malformed(414, f"the path and query are too long; at most {LONGEST_LINE} bytes are taken")
         return malformed(431, f"a header is too long; at most {LONGEST_HEADER} bytes are taken")
-    if isinstance(error, ContentEncodingError):
-        return malformed(400, "this Content-Encoding is not understood; use gzip, deflate, or none")
     if isinstance(error, BadHttpMethod) and error.message == "Received HTTPS traffic on an HTTP port":
         return malformed(400, "HTTP is spoken here, not HTTPS; use http://")
     if error is not None and error.message == "Too many headers received":
         return malformed(431, f"there are too many headers; at most {MOST_HEADERS} are taken")
+    twice = _TWICE.fullmatch(error.message) if error is not None else None
+    if twice:
+        return malformed(400, f"there are two {twice[1]} headers; send one")
     return malformed(
         400, "this is not HTTP/1.1; check method, path, Host, Content-Length and Transfer-Encoding"
     )

@@ -27,6 +27,7 @@ class ServerState:
         self.keys = ApiKeys(config, set_tenants=engine.set_tenants)
         self.cross_origin = CrossOrigin(config.cors_origin)
         self.metrics = ServerMetrics(engine.metrics.registry)
+        self.max_body_bytes = config.max_body_mb * 1024 * 1024
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.draining = False
         self.comes_back = config.restart_on_failure

@@ -12,6 +12,7 @@ from maxsimd.api.state import ServerState
 async def classify(
     state: ServerState, body: wire.ClassifyRequest, inputs: list[str] | list[list[int]], tenant: str
 ) -> Answer:
+    model = state.model_name
     result = await state.engine.classify(
         inputs,
         truncation=truncation_of(body),
@@ -27,11 +28,9 @@ async def classify(
             wire.Classification(i, labels[row.argmax()], row.tolist(), len(labels))
             for i, row in enumerate(result.scores)
         ]
-        return wire.ClassifyResponse(
-            new_id("classify"), now(), state.model_name, data, usage_of(result.usage)
-        )
+        return wire.ClassifyResponse(new_id("classify"), now(), model, data, usage_of(result.usage))
 
-    return await wire_answer(state.engine, build, len(result.scores))
+    return await wire_answer(build, len(result.scores))
 
 
 async def predict(
@@ -54,7 +53,7 @@ async def predict(
         answers = [_ranked(result.labels, row.tolist()) for row in result.scores]
         return answers if is_batch else answers[0]
 
-    return await wire_answer(state.engine, build, len(result.scores))
+    return await wire_answer(build, len(result.scores))
 
 
 def _ranked(labels: tuple[str, ...], row: list[float]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ Inputs = list[str] | list[list[int]]
 
 
 async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str) -> Answer:
+    model = state.model_name
     result = await state.engine.embed(
         inputs,
         input_type=input_type_of(body.input_type),
@@ -36,21 +37,22 @@ async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: I
             wire.Embedding(i, _encode(vector, body.encoding_format))
             for i, vector in enumerate(result.embeddings)
         ]
-        return wire.EmbeddingsResponse(new_id("embd"), now(), state.model_name, data, usage_of(result.usage))
+        return wire.EmbeddingsResponse(new_id("embd"), now(), model, data, usage_of(result.usage))
 
-    return await wire_answer(state.engine, build, result.embeddings.size)
+    return await wire_answer(build, result.embeddings.size)
 
 
 async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs, tenant: str) -> Answer:
+    model = state.model_name
     result = await _pool(state, body, inputs, tenant)
     pooled = result.scores if isinstance(result, ClassifyResult) else result.embeddings
 
     def build() -> wire.PoolingResponse:
         data = [wire.Pooling(i, _encode(item, body.encoding_format)) for i, item in enumerate(pooled)]
-        return wire.PoolingResponse(new_id("pooling"), now(), state.model_name, data, usage_of(result.usage))
+        return wire.PoolingResponse(new_id("pooling"), now(), model, data, usage_of(result.usage))
 
     num_values = sum(item.size for item in pooled)
-    return await wire_answer(state.engine, build, num_values)
+    return await wire_answer(build, num_values)
 
 
 async def _pool(

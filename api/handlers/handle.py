@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping
 
 from maxsimd.api.answer import Answer
+from maxsimd.api.body_headers import refusal
 from maxsimd.api.failures import (
     as_api_error,
     error_answer,
@@ -80,7 +81,11 @@ async def _answer(
             if preflight is not None:
                 return preflight
             tenant = "" if path in OPEN_ROUTES else _tenant_of(state, headers)
-            return await _work_of(method, path)(state, body, tenant)
+            work = _work_of(method, path)
+            refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
+            if refused is not None:
+                raise refused
+            return await work(state, body, tenant)
     except Exception as error:
         is_over_soon = isinstance(error, EngineDeadError) and state.comes_back
         failure = restarting() if is_over_soon else as_api_error(error)

@@ -3,6 +3,7 @@
 What takes time with the size of a body is done in the thread pool for large ones.
 """
 
+import codecs
 from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -10,13 +11,22 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from maxsimd.api.answer import Answer
-from maxsimd.api.failures import body_not_unicode, body_too_large, too_deep, too_many_containers
+from maxsimd.api.failures import (
+    body_not_unicode,
+    body_too_large,
+    not_utf8,
+    too_deep,
+    too_many_containers,
+    too_many_strings,
+    too_many_values,
+)
 from maxsimd.api.held_bytes import HeldBytes
-from maxsimd.api.json_shape import has_more_containers
+from maxsimd.api.json_shape import JsonShape, shape_of
 from maxsimd.api.state import ServerState
 
 T = TypeVar("T")
 R = TypeVar("R")
+W = TypeVar("W")
 # A request's body as it arrives.
 Body: TypeAlias = AsyncIterable[bytes]
 # Does a request's work, for the tenant that is named last.
@@ -24,8 +34,11 @@ Work: TypeAlias = Callable[[ServerState, Body, str], Awaitable[Answer]]
 
 # Bodies of more bytes than this are parsed in the thread pool, so that the event loop goes on.
 LARGE_BODY = 64 * 1024
-# Arrays and objects that a body may have for each document that is allowed.
-_CONTAINERS_A_DOCUMENT = 20
+# Arrays and objects that a body may have for each document that is allowed, and strings: a record of 20
+# fields has 40, with the names of its fields.
+_CONTAINERS_A_DOCUMENT, _STRINGS_A_DOCUMENT = 20, 40
+# Of a character in JSON, in bytes: two escapes like \ud83d.
+_LONGEST_ESCAPE = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,7 @@ def _with_body(
         state.check_ready()
         with state.bodies.hold() as held:
             whole = await _read(state, body, held)
-            request, found = await _parse(state, whole, kind, read)
+            request, found = await _parse(state, whole, held, kind, read)
             del whole
             state.check_model(getattr(request, "model", None))
             return await handler(state, request, found, tenant)
@@ -98,30 +111,63 @@ def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:
 
 async def _read(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
     """The whole body, unless it is larger than the server allows, or all that are read now together are."""
-    most = state.config.max_body_mb * 1024 * 1024
+    most = state.max_body_bytes
     read = bytearray()
     async for chunk in body:
         read += chunk
         if len(read) > most:
             raise body_too_large()
         held.add(len(chunk))
-    return read
+    return _without_mark(read)
+
+
+def _without_mark(body: bytearray) -> bytearray:
+    """A body without the mark that some editors write at the beginning of UTF-8. Raises ApiError where its
+    first bytes are those of another encoding: JSON is text without null characters."""
+    if body.startswith(codecs.BOM_UTF8):
+        del body[: len(codecs.BOM_UTF8)]
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in body[:4]:
+        raise not_utf8()
+    return body
 
 
 async def _parse(
-    state: ServerState, body: bytearray, kind: type[T], read: Callable[[T, int], R]
+    state: ServerState, body: bytearray, held: HeldBytes, kind: type[T], read: Callable[[T, int], R]
 ) -> tuple[T, R]:
-    most = state.config.max_documents
+    most, most_shape = state.config.max_documents, _most(state)
+
+    async def work(function: Callable[[], W]) -> W:
+        return await state.engine.in_thread(function, len(body)) if len(body) > LARGE_BODY else function()
 
     def parse() -> tuple[T, R]:
-        if has_more_containers(body, _CONTAINERS_A_DOCUMENT * most):
-            raise too_many_containers(_CONTAINERS_A_DOCUMENT * most)
+        # Where half of a character stands in its last bytes, msgspec takes a text for one that breaks off.
+        body.extend(b" " * _LONGEST_ESCAPE)
         request = msgspec.json.decode(body, type=kind)
         return request, read(request, most)
 
+    shape = await work(lambda: shape_of(body, most_shape))
+    _check_shape(shape, most_shape)
+    held.add(max(0, shape.memory - len(body)))
     try:
-        return await state.engine.in_thread(parse, len(body)) if len(body) > LARGE_BODY else parse()
+        return await work(parse)
     except UnicodeDecodeError as error:
         raise body_not_unicode(error.reason) from error
     except RecursionError as error:
         raise too_deep() from error
+
+
+def _most(state: ServerState) -> JsonShape:
+    """The largest shape of a body: what documents may need, and the ids of as many tokens as a request may
+    have."""
+    containers = _CONTAINERS_A_DOCUMENT * state.config.max_documents
+    strings = _STRINGS_A_DOCUMENT * state.config.max_documents
+    return JsonShape(containers, strings, containers + strings + state.engine.config.max_request_tokens)
+
+
+def _check_shape(shape: JsonShape, most: JsonShape) -> None:
+    if shape.containers > most.containers:
+        raise too_many_containers(most.containers)
+    if shape.strings > most.strings:
+        raise too_many_strings(most.strings)
+    if shape.commas > most.commas:
+        raise too_many_values(most.commas)

@@ -1,12 +1,15 @@
 """The routes that score and rank: /score, /rerank and their variants."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import (
+    in_its_words,
     tei_truncation_of,
     texts_to_rank,
     texts_to_score,
@@ -20,29 +23,27 @@ from maxsimd.engine import InvalidRequestError, RerankResult, ScoreResult, Trunc
 async def score(
     state: ServerState, body: wire.ScoreRequest, texts: tuple[list[str], list[str]], tenant: str
 ) -> Answer:
-    queries, documents = texts
-    result = await state.engine.score(
-        queries,
-        documents,
-        truncation=truncation_of(body),
-        use_activation=wants_activation(body),
-        instruction=body.instruction,
-        cache=body.cache or "use",
-        priority=body.priority or 0,
-        tenant=tenant,
-        timeout=body.timeout,
-        on_timeout=body.on_timeout or "error",
-        on_error=body.on_error or "fail",
-    )
+    model = state.model_name
+    with _in_its_words(body):
+        result = await state.engine.score(
+            *texts,
+            truncation=truncation_of(body),
+            use_activation=wants_activation(body),
+            instruction=body.instruction,
+            cache=body.cache or "use",
+            priority=body.priority or 0,
+            tenant=tenant,
+            timeout=body.timeout,
+            on_timeout=body.on_timeout or "error",
+            on_error=body.on_error or "fail",
+        )
 
     def build() -> wire.ScoreResponse:
         data = [wire.Score(i, score) for i, score in enumerate(result.scores) if not math.isnan(score)]
         rest = _completeness(body, result)
-        return wire.ScoreResponse(
-            new_id("score"), now(), state.model_name, data, usage_of(result.usage), **rest
-        )
+        return wire.ScoreResponse(new_id("score"), now(), model, data, usage_of(result.usage), **rest)
 
-    answer = await wire_answer(state.engine, build, len(result.scores))
+    answer = await wire_answer(build, len(result.scores))
     return answer.with_timings(result.timings)
 
 
@@ -51,11 +52,13 @@ async def rerank(
 ) -> Answer:
     if body.texts is not None:
         return await _rerank_texts(state, body, texts, tenant)
+    model = state.model_name
     truncation = truncation_of(body, state.config.long_documents)
     result = await _rank(state, body, texts, truncation, tenant)
 
+    with_text = body.return_documents is not False
+
     def build() -> wire.RerankResponse:
-        with_text = body.return_documents is not False
         results = [
             wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if with_text else None)
             for ranked in result.results
@@ -63,7 +66,7 @@ async def rerank(
         cut = f"{result.truncated} of the inputs were too long and have been cut"
         return wire.RerankResponse(
             new_id("rerank"),
-            state.model_name,
+            model,
             results,
             usage_of(result.usage),
             {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
@@ -71,7 +74,8 @@ async def rerank(
             **_completeness(body, result),
         )
 
-    answer = await wire_answer(state.engine, build, len(result.results) + len(result.unscored))
+    characters = _characters(result) if with_text else 0
+    answer = await wire_answer(build, len(result.results) + len(result.unscored), characters)
     return answer.with_timings(result.timings)
 
 
@@ -92,7 +96,8 @@ async def _rerank_texts(
             for ranked in result.results
         ]
 
-    answer = await wire_answer(state.engine, build, len(result.results))
+    characters = _characters(result) if body.return_text else 0
+    answer = await wire_answer(build, len(result.results), characters)
     return answer.with_timings(result.timings)
 
 
@@ -103,19 +108,34 @@ async def _rank(
     truncation: Truncation,
     tenant: str,
 ) -> RerankResult:
-    return await state.engine.rerank(
-        *texts,
-        top_n=body.top_n,
-        truncation=truncation,
-        use_activation=wants_activation(body),
-        instruction=body.instruction,
-        cache=body.cache or "use",
-        priority=body.priority or 0,
-        tenant=tenant,
-        timeout=body.timeout,
-        on_timeout=body.on_timeout or "error",
-        on_error=body.on_error or "fail",
-    )
+    with _in_its_words(body):
+        return await state.engine.rerank(
+            *texts,
+            top_n=body.top_n,
+            truncation=truncation,
+            use_activation=wants_activation(body),
+            instruction=body.instruction,
+            cache=body.cache or "use",
+            priority=body.priority or 0,
+            tenant=tenant,
+            timeout=body.timeout,
+            on_timeout=body.on_timeout or "error",
+            on_error=body.on_error or "fail",
+        )
+
+
+@contextmanager
+def _in_its_words(body: wire.ScoreRequest | wire.RerankRequest) -> Iterator[None]:
+    """Errors of the engine name the fields that the request has."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise in_its_words(body, error) from error
+
+
+def _characters(result: RerankResult) -> int:
+    """How long the texts of the ranked documents are."""
+    return sum(len(ranked.document) for ranked in result.results)
 
 
 def _completeness(body: wire.Scoring, result: ScoreResult | RerankResult) -> dict[str, Any]:

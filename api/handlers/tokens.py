@@ -44,7 +44,7 @@ async def detokenize(state: ServerState, body: wire.DetokenizeRequest) -> Answer
             "tokens",
         )
     text = await state.engine.in_thread(lambda: _decoded(tokenizer, tokens), len(tokens))
-    return await wire_answer(state.engine, lambda: {"text": text, "prompt": text}, len(tokens))
+    return await wire_answer(lambda: {"text": text, "prompt": text}, 1, 2 * len(text))
 
 
 class _List:

@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from maxsimd.engine.cache import CachedEmbedding
 from maxsimd.engine.preprocess.cache_lookup import CacheKeys, CacheLookup
+from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder
 from maxsimd.engine.requests import ScoreRequest
 
@@ -69,8 +70,9 @@ class DocumentReader:
         self._builder = builder
         self._lookup = lookup
 
-    def read(self, request: ScoreRequest) -> Documents:
-        """Raises InvalidRequestError for a document that is too long, by its index in the request."""
+    def read(self, request: ScoreRequest, ids: RequestIds) -> Documents:
+        """Raises InvalidRequestError for a document that is too long, by its index in the request, and
+        RequestTooLargeError as soon as windows have too many tokens."""
         positions: dict[tuple[int, str], int] = {}
         # The index in the request of each different document.
         firsts: list[int] = []
@@ -86,12 +88,17 @@ class DocumentReader:
         missing = [i for i, entry in zip(firsts, found, strict=True) if not _is_cached(entry)]
         encoded = iter(self._builder.encode_for_windows([request.documents[i] for i in missing], missing))
         different: list[Document] = []
+        num_tokens = 0
         for first, entry in zip(firsts, found, strict=True):
             query = request.query_of(first)
             if isinstance(entry, CachedEmbedding):
                 different.append(DocumentInCache(query, entry))
             else:
                 windows = self._builder.windows(next(encoded), first)
+                num_tokens += sum(len(window.tokens) for window in windows)
+                if len(windows) > 1:
+                    # Through windows a document has many times its own tokens.
+                    ids.check_tokens(num_tokens)
                 different.append(DocumentToRun(query, windows, self._cache_key(entry, windows)))
         return Documents(different, position_of)
 

@@ -48,7 +48,7 @@ class ListwiseStrategy:
         self._markers = [tokenizer.token_id(rules.document_marker), tokenizer.token_id(rules.query_marker)]
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
-        long_inputs = self._limits.applied_to(request.truncation)
+        long_inputs = self._limits.applied_to(request.truncation, ids)
         rules = replace(self._rules, context=min(self._rules.context, long_inputs.limit))
         reader = _TextReader(rules, self._tokenizer, long_inputs)
         blocks: list[TokenIds] = []

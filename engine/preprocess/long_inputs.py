@@ -1,11 +1,13 @@
 """What is done with inputs that are too long: refused, cut, or read through overlapping windows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
 from numpy.typing import NDArray
 
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.tokenization import IdType, Side, cut
 from maxsimd.engine.requests import Truncation
 
@@ -49,10 +51,18 @@ class LongInputs:
 
     `longest` is the most tokens that can be run in one sequence and `limit` the most of this request's.
     `overlap` is how many tokens windows share where the request does not say, but at most half of each.
+    `check_tokens` raises RequestTooLargeError for more tokens than the request may have.
     """
 
-    def __init__(self, truncation: Truncation, longest: int, overlap: int) -> None:
+    def __init__(
+        self,
+        truncation: Truncation,
+        longest: int,
+        overlap: int,
+        check_tokens: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
         self._truncation = truncation
+        self._check_tokens = check_tokens
         self._overlap = overlap if truncation.window_overlap is None else truncation.window_overlap
         self.limit = _limit(truncation, longest)
 
@@ -146,11 +156,14 @@ class LongInputs:
 
     def windows(self, text: NDArray[IdType], room: Room, name: InputName) -> list[Fitted[IdType]]:
         """A document as windows of at most `room.tokens` tokens, of which neighbours share as many as the
-        overlap says. For a request that wants no windows: the one text, fitted."""
+        overlap says. For a request that wants no windows: the one text, fitted. Raises RequestTooLargeError
+        before any is made where they would be too much."""
         if len(text) <= room.tokens or not self.uses_windows:
             return [self.fit(text, room, name)]
         overlap = self._shared(room, name)
         starts = range(0, len(text) - overlap, room.tokens - overlap)
+        # All but the last are full. There may be as many as the text has tokens.
+        self._check_tokens((len(starts) - 1) * (room.tokens + room.others))
         return [Fitted(text[start : start + room.tokens]) for start in starts]
 
     def _shared(self, room: Room, name: InputName) -> int:
@@ -180,10 +193,10 @@ class LengthLimits:
     longest_sequence: int
     window_overlap: int
 
-    def applied_to(self, truncation: Truncation) -> LongInputs:
+    def applied_to(self, truncation: Truncation, ids: RequestIds) -> LongInputs:
         """What a request with this truncation does with long texts. Raises InvalidRequestError for a request
         that asks for more than can be run."""
-        return LongInputs(truncation, self.longest_sequence, self.window_overlap)
+        return LongInputs(truncation, self.longest_sequence, self.window_overlap, ids.check_tokens)
 
 
 def _limit(truncation: Truncation, longest: int) -> int:

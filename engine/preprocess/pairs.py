@@ -32,7 +32,7 @@ class PairStrategy:
         self._share_prefixes = share_prefixes
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
-        long_inputs = self._limits.applied_to(request.truncation)
+        long_inputs = self._limits.applied_to(request.truncation, ids)
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         names = (InputName("queries", i) for i in range(len(request.queries)))
         encoded = self._tokenizer.encode(request.queries, "queries", most, long_inputs.side, names)

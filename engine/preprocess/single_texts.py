@@ -25,7 +25,7 @@ class TextStrategy:
 
     def prepare(self, request: EmbedRequest, ids: RequestIds) -> Prepared:
         """One sequence a text, in order."""
-        long_inputs = self._limits.applied_to(request.truncation)
+        long_inputs = self._limits.applied_to(request.truncation, ids)
         builder = TextBuilder(self._tokenizer, self._rules(request), long_inputs, "input")
         indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
         encoded = iter(builder.encode([*indexed.values()], indexed))

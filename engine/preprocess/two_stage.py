@@ -47,10 +47,10 @@ class TwoStageStrategy:
         self._cache = cache
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
-        long_inputs = self._limits.applied_to(request.truncation)
+        long_inputs = self._limits.applied_to(request.truncation, ids)
         rules = _instructed(self._query_rules, request.instruction)
         builder = TextBuilder(self._tokenizer, rules, long_inputs, "queries", long_inputs.max_query_tokens)
-        documents = self._reader(request, long_inputs).read(request)
+        documents = self._reader(request, long_inputs).read(request, ids)
         queries = [builder.build(text, i) for i, text in enumerate(builder.encode(request.queries))]
         num_consumers = [0] * len(queries)
         for document in documents.different:

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import time
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -109,6 +110,11 @@ async def test_a_body_may_be_chunked_compressed_or_waited_for(wire: Wire) -> Non
         await wire.ask("POST /rerank HTTP/1.1", "Transfer-Encoding: chunked", body=chunks),
         await wire.post(gzip.compress(body), "Content-Encoding: gzip"),
         await wire.post(gzip.compress(body.ljust(2 * 1024 * 1024)), "Content-Encoding: gzip"),
+        await wire.post(gzip.compress(body), "Content-Encoding: X-GZip"),
+        await wire.post(gzip.compress(body[:9]) + gzip.compress(body[9:]), "Content-Encoding: gzip"),
+        await wire.post(zlib.compress(body), "Content-Encoding: deflate"),
+        await wire.post(zlib.compress(body, wbits=-15), "Content-Encoding: deflate"),
+        await wire.post(body, "Content-Encoding: identity"),
         await wire.post(body.ljust(2 * 1024 * 1024)),
     ]
     for status, _, answered in answers:
@@ -132,11 +138,71 @@ async def test_a_body_that_is_not_what_its_headers_say_is_a_400(wire: Wire) -> N
     status, _, answered = await wire.post(b"not compressed", "Content-Encoding: gzip")
     assert status == 400
     assert json.loads(answered)["error"] == {
-        "message": "the body is not what its headers say; check Content-Encoding and Content-Length",
+        "message": "the body is not what its headers say, or not all of it; check Content-Encoding and "
+        "Content-Length",
         "type": "BadRequestError",
         "param": None,
         "code": 400,
     }
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding"),
+    [
+        (gzip.compress(b'{"query":"q","documents":["d"]}')[:-8], "gzip"),
+        (gzip.compress(b'{"query":"q","documents":["d"]}')[:-1], "x-gzip"),
+        (gzip.compress(b'{"query":"q","documents":["d"]}') + b"more", "gzip"),
+        (zlib.compress(b'{"query":"q","documents":["d"]}')[:-1], "deflate"),
+        (zlib.compress(b'{"query":"q","documents":["d"]}') + b"more", "deflate"),
+    ],
+)
+async def test_a_compressed_body_that_breaks_off_or_goes_on_is_a_400(
+    wire: Wire, body: bytes, encoding: str
+) -> None:
+    status, _, answered = await wire.post(body, f"Content-Encoding: {encoding}")
+    assert (status, json.loads(answered)["error"]["type"]) == (400, "BadRequestError")
+    assert "or not all of it; check Content-Encoding" in json.loads(answered)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *(["Content-Encoding: gzip, gzip"], ["Content-Encoding: gzip", "Content-Encoding: gzip"]),
+        *(["Content-Encoding: rot13"], ["Content-Encoding: br"], ["Content-Encoding: zstd"]),
+        ["Content-Encoding: rot13", "Expect: 100-continue"],
+    ],
+)
+async def test_an_encoding_that_is_not_taken_is_a_415_that_names_those_that_are(
+    wire: Wire, headers: list[str]
+) -> None:
+    status, answer, answered = await wire.post(gzip.compress(b"{}"), *headers)
+    assert (status, answer["accept-encoding"]) == (415, "gzip, deflate")
+    assert json.loads(answered)["error"] == {
+        "message": "this Content-Encoding is not taken; use gzip, deflate, or none",
+        "type": "UnsupportedMediaTypeError",
+        "param": None,
+        "code": 415,
+    }
+
+
+@pytest.mark.parametrize("headers", [[], ["Expect: 100-continue"]])
+async def test_a_body_that_is_announced_too_large_is_not_waited_for(wire: Wire, headers: list[str]) -> None:
+    too_large = f"Content-Length: {2 * 1024 * 1024 + 1}"
+    reader, writer = await wire.send("POST /rerank HTTP/1.1", too_large, *headers)
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).lower()
+    assert head.startswith(b"http/1.1 413 ")
+    assert (b"connection: close" in head) == bool(headers)
+    writer.close()
+    await until(lambda: wire.count("maxsimd_http_in_flight") == 0)
+
+
+async def test_no_other_answer_waits_for_a_body_that_is_announced_too_large(wire: Wire) -> None:
+    too_large = f"Content-Length: {10**9}"
+    for line, expected in (("POST /nope", 404), ("PUT /rerank", 405), ("GET /health", 200)):
+        reader, writer = await wire.send(f"{line} HTTP/1.1", too_large)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        assert head.startswith(b"HTTP/1.1 %d " % expected)
+        writer.close()
 
 
 async def test_keys_are_compared_byte_by_byte(wire: Wire) -> None:

@@ -1,5 +1,6 @@
 """Bad input gets an answer that says what to change, and harms nobody."""
 
+import json
 from typing import Any
 
 import httpx
@@ -22,13 +23,30 @@ BAD_REQUESTS: list[tuple[str, Any, str, str | None]] = [
     (
         "/score",
         {"text_1": ["a", "b"], "text_2": ["b", "c", "d"]},
-        "must be either 1:1, 1:N or N:N",
-        "documents",
+        "must be either 1:1, 1:N or N:N; there are 2 queries and 3 documents",
+        "text_2",
     ),
     ("/score", {"text_1": ["a"]}, "text_2 is missing", "text_2"),
     ("/score", {}, "queries and documents are missing", "queries"),
     ("/score", {"queries": [], "documents": ["a"]}, "queries is empty", "queries"),
     ("/rerank", {"query": "q", "documents": []}, "documents is empty", "documents"),
+    ("/rerank", {"query": "q", "texts": []}, "texts is empty; give at least one text", "texts"),
+    ("/score", {"text_1": "q", "text_2": []}, "text_2 is empty", "text_2"),
+    ("/score", {"data_1": [], "data_2": "d"}, "data_1 is empty", "data_1"),
+    ("/score", {"queries": "q", "items": ["d ", "d " * 900]}, "items[1] has 902 tokens", "items"),
+    ("/score", {"text_1": "q " * 900, "text_2": "d"}, "text_1[0] has 902 tokens", "text_1"),
+    (
+        "/rerank",
+        {"query": "q", "texts": ["d " * 900], "truncate": False},
+        "texts[0] has 902 tokens, but at most 256 can be run",
+        "texts",
+    ),
+    (
+        "/rerank",
+        {"query": "q " * 900, "documents": ["d"], "long_documents": "error"},
+        "query has 902 tokens",
+        "query",
+    ),
     ("/rerank", {"documents": ["a"]}, "query is missing", "query"),
     ("/rerank", {"query": "q"}, "documents is missing", "documents"),
     ("/rerank", {"query": 7, "documents": ["a"]}, "query: expected", "query"),
@@ -72,9 +90,26 @@ def test_a_body_that_is_no_json_object_is_a_400(server: Server, body: bytes) -> 
     assert "body" in response.json()["error"]["message"]
 
 
-def test_text_that_is_not_unicode_is_a_400(server: Server) -> None:
-    response = httpx.post(server.url + "/rerank", content=rb'{"query": "\ud800", "documents": ["a"]}')
-    assert response.status_code == 400
+@pytest.mark.parametrize("escape", [rb"\ud800", rb"\udc00", rb"\ud800x", rb"\ud800\ud800"])
+def test_half_of_a_character_is_a_400(server: Server, escape: bytes) -> None:
+    for path, body in (
+        ("/rerank", b'{"query": "%s", "documents": ["a"]}'),
+        ("/rerank", b'{"query": "q", "documents": [{"text": "%s"}]}'),
+        ("/score", b'{"queries": "q", "documents": ["%s"]}'),
+        ("/v1/embeddings", b'{"input": "%s"}'),
+        ("/pooling", b'{"input": ["%s"]}'),
+        ("/tokenize", b'{"text": "%s"}'),
+    ):
+        response = httpx.post(server.url + path, content=body % escape)
+        check(response, 400, "half of a character")
+
+
+def test_a_body_that_is_not_utf8_is_a_400_and_its_mark_is_skipped(server: Server) -> None:
+    body = json.dumps(RERANK)
+    marked = httpx.post(server.url + "/rerank", content=body.encode("utf-8-sig"))
+    assert marked.status_code == 200
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"):
+        check(httpx.post(server.url + "/rerank", content=body.encode(encoding)), 400, "send JSON in UTF-8")
 
 
 def test_unusual_text_is_scored(server: Server) -> None:
@@ -114,6 +149,19 @@ def test_too_many_documents_and_too_large_bodies_are_413(server: Server) -> None
     check(many, 413, "501 entries, but at most 500", "documents")
     large = httpx.post(server.url + "/rerank", json={"query": "q", "documents": ["d" * 2_000_000]})
     check(large, 413, "too large")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'"",' * 300_000 + b'""', "more than 20000 strings"),
+        (b"{%s}" % b",".join(b'"%x":0' % i for i in range(80_000)), "more than 20000 strings"),
+        (b"[]," * 300_000 + b"[]", "more than 10000 arrays and objects"),
+    ],
+)
+def test_a_body_of_more_than_documents_need_is_a_413(server: Server, content: bytes, message: str) -> None:
+    body = b'{"query":"q","documents":[' + content + b"]}"
+    check(httpx.post(server.url + "/rerank", content=body), 413, message)
 
 
 def test_a_timeout_is_a_504(server: Server) -> None:

@@ -22,7 +22,12 @@ MALFORMED: dict[str, tuple[bytes, int, str]] = {
     "HTTP/1.7": (head("GET /health HTTP/1.7"), 400, NOT_HTTP),
     "an unknown method": (head("FOO /rerank HTTP/1.1"), 400, NOT_HTTP),
     "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, NOT_HTTP),
-    "two hosts": (head("GET /health HTTP/1.1", "Host: y"), 400, NOT_HTTP),
+    "two hosts": (head("GET /health HTTP/1.1", "Host: y"), 400, "there are two Host headers; send one"),
+    "two types": (
+        post("/rerank", RERANK, "Content-Type: application/json", "Content-Type: text/plain"),
+        400,
+        "there are two Content-Type headers; send one",
+    ),
     "a path that is none": (head("GET health HTTP/1.1"), 400, NOT_HTTP),
     "a broken URL": (head("GET http://[::1 HTTP/1.1"), 400, NOT_HTTP),
     "an impossible port": (head("GET http://x:99999/ HTTP/1.1"), 400, NOT_HTTP),

@@ -55,6 +55,10 @@ def test_what_is_too_much_by_itself_is_413(server: Server) -> None:
     response = httpx.post(server.url + "/rerank", json=_documents(200), timeout=60)
     assert response.status_code == 413
     assert "more than the 30000 that one may have" in response.json()["error"]["message"]
+    windows = {"query": "q", "documents": ["word " * 80_000], "long_documents": "window"}
+    response = httpx.post(server.url + "/rerank", json=windows | {"truncate_prompt_tokens": 4}, timeout=60)
+    assert response.status_code == 413
+    assert "more than the 30000 tokens that one may have" in response.json()["error"]["message"]
     response = httpx.post(server.url + "/rerank", json=_documents(80, timeout=0.02), timeout=60)
     assert response.status_code in (413, 504), "unless its time is up before its tokens are counted"
     assert httpx.post(server.url + "/rerank", json=_documents(1)).status_code == 200

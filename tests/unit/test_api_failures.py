@@ -1,10 +1,9 @@
 """Every error's answer, and what all answers are made of."""
 
-import asyncio
 import json
 import re
+import threading
 import time
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +13,6 @@ from maxsimd.api import failures, wire
 from maxsimd.api.answer import Answer
 from maxsimd.api.failures import ApiError, as_api_error, error_answer
 from maxsimd.engine import (
-    Engine,
     EngineDeadError,
     EngineNotReadyError,
     InvalidRequestError,
@@ -148,7 +146,14 @@ def test_what_is_refused_before_a_handler_says_what_to_do() -> None:
             failures.unreadable_body(),
             400,
             BAD,
-            "the body is not what its headers say; check Content-Encoding and Content-Length",
+            "the body is not what its headers say, or not all of it; check Content-Encoding and "
+            "Content-Length",
+        ),
+        (
+            failures.unknown_encoding(),
+            415,
+            "UnsupportedMediaTypeError",
+            "this Content-Encoding is not taken; use gzip, deflate, or none",
         ),
     ):
         found = (error.status, error.kind, str(error), error.param, error.retry_after)
@@ -184,20 +189,15 @@ def test_ids_are_new_each_time_and_times_are_the_clocks() -> None:
     assert abs(now - time.time()) < 5
 
 
-class Threads(Engine):
-    """An engine that counts what runs in its threads."""
-
-    used = 0
-
-    async def in_thread(self, function: Any, size: int) -> Any:
-        self.used += 1
-        return await asyncio.to_thread(function)
-
-
 async def test_answers_of_more_than_500_items_are_encoded_in_a_thread() -> None:
-    engine = Threads()
-    for items, used in ((500, 0), (501, 1)):
-        answer = await answers.wire_answer(engine, lambda: [wire.Score(1, 0.5)], items)
-        assert engine.used == used
+    for items, is_aside in ((500, False), (501, True)):
+        threads = []
+
+        def build(threads: list[int] = threads) -> list[wire.Score]:
+            threads.append(threading.get_ident())
+            return [wire.Score(1, 0.5)]
+
+        answer = await answers.wire_answer(build, items)
+        assert (threads != [threading.get_ident()]) == is_aside
         body = b'[{"index":1,"score":0.5,"object":"score"}]'
         assert answer == Answer(200, {"Content-Type": "application/json"}, body)

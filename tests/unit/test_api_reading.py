@@ -307,6 +307,36 @@ def test_nothing_else_is_a_sequence(value: Any) -> None:
         reading.as_sequences(value, 9)
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "said", "names"),
+    [
+        ("documents is empty", "documents", "items is empty", "items"),
+        ("queries[7] is long", "queries", "queries[7] is long", "queries"),
+        ("windows of documents[1] share", "window_overlap", "windows of items[1] share", "window_overlap"),
+        ("2 queries and 3 documents", "documents", "2 queries and 3 documents", "items"),
+        ("it scores documents by each other", "on_error", "it scores documents by each other", "on_error"),
+        ("it has no scores", None, "it has no scores", None),
+    ],
+)
+def test_an_error_names_the_fields_that_were_sent(
+    message: str, param: str | None, said: str, names: str | None
+) -> None:
+    request = ScoreRequest(queries="q", items=["d"], text_1="1", text_2="2")
+    error = reading.in_its_words(request, InvalidRequestError(message, param))
+    assert (str(error), error.param) == (said, names)
+
+
+def test_an_error_names_the_one_query_of_a_request_to_rank() -> None:
+    for request, name in (
+        (RerankRequest(query="q", documents=["d"]), "documents"),
+        (RerankRequest(query="q", documents=["d"], texts=["d"]), "texts"),
+    ):
+        error = reading.in_its_words(
+            request, InvalidRequestError("documents[0] beside queries[0]", "queries")
+        )
+        assert (str(error), error.param) == (f"{name}[0] beside query", "query")
+
+
 def test_roles_have_several_names() -> None:
     assert reading.input_type_of(None) is None
     for name in ("query", "search_query", "retrieval.query"):

@@ -1,4 +1,4 @@
-"""Routes, methods, bodies and limits, without a web server."""
+"""Routes, methods and answers, without a web server."""
 
 import json
 import threading
@@ -10,16 +10,13 @@ import pytest_asyncio
 
 from maxsimd.api import answer as answers
 from maxsimd.api.handlers.handle import ROUTES
-from maxsimd.api.handlers.route import LARGE_BODY
-from maxsimd.engine import (
-    EngineConfig,
-)
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.runtime import Running
 from tests.unit.calling_handlers import (
     GOOD,
     POSTED,
     RERANK,
     Caller,
-    Pieces,
     RecordingEngine,
     error_of,
     expected,
@@ -94,204 +91,68 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_ones(
         }
 
 
-@pytest.mark.parametrize("path", POSTED)
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b"", "the body is not valid JSON: Input data was truncated"),
-        (b"{", "the body is not valid JSON: Input data was truncated"),
-        (b"[1, 2", "the body is wrong: Expected `object`, got `array`"),
-        (b"\xff\xfe", "the body is not valid JSON: JSON is malformed: invalid character (byte 0)"),
-        (b'"text"', "the body is wrong: Expected `object`, got `str`"),
-        (b"null", "the body is wrong: Expected `object`, got `null`"),
-        (
-            b'{"model": "\xff"}',
-            "the body is not valid JSON: a string is not UTF-8 (invalid start byte)",
-        ),
-    ],
-)
-async def test_a_body_that_is_no_json_object_is_a_400(
-    caller: Caller, path: str, body: bytes, message: str
-) -> None:
-    answer = await caller.post(path, body)
-    if path == "/predict" and body.startswith(b'{"model'):
-        assert error_of(answer)["param"] == "inputs", "it has no `model` and skips what it does not read"
-        return
-    assert answer.status == 400
-    error = error_of(answer)
-    assert (error["message"], error["type"], error["code"]) == (message, "BadRequestError", 400)
-    assert error["param"] is None
+ANSWERS = [(499, 0, False), (500, 0, False), (501, 0, True), (1, 100_199, False), (1, 100_200, True)]
 
 
-@pytest.mark.parametrize("path", POSTED)
-async def test_a_body_of_exactly_the_limit_is_read_and_one_byte_more_is_a_413(
-    caller: Caller, path: str
-) -> None:
-    body = json.dumps(GOOD["POST", path]).encode()
-    most = 1024 * 1024
-    assert (await caller.post(path, body.ljust(most))).status == expected(path)
-    answer = await caller.post(path, body.ljust(most + 1))
-    assert answer.status == 413
-    assert error_of(answer) == {
-        "message": "the body is too large; send fewer documents at a time, or raise --max-body-mb",
-        "type": "RequestTooLargeError",
-        "param": None,
-        "code": 413,
-    }
-
-
-async def test_the_limit_on_bodies_is_the_configured_one(engine: RecordingEngine) -> None:
-    caller = Caller(engine, max_body_mb=2)
-    body = json.dumps(RERANK).encode()
-    assert (await caller.post("/rerank", body.ljust(2 * 1024 * 1024))).status == 200
-    assert (await caller.post("/rerank", body.ljust(2 * 1024 * 1024 + 1))).status == 413
-
-
-async def test_a_body_may_arrive_in_pieces(caller: Caller) -> None:
-    body = json.dumps(RERANK).encode()
-    pieces = Pieces([body[:5], b"", body[5:6], body[6:]])
-    assert (await caller.post("/rerank", pieces)).status == 200
-    assert pieces.read == 4
-
-
-async def test_no_more_of_a_large_body_is_read_than_the_limit(caller: Caller) -> None:
-    pieces = Pieces([b" " * 512 * 1024] * 10)
-    assert (await caller.post("/rerank", pieces)).status == 413
-    assert pieces.read == 3
-
-
-async def test_the_body_is_not_read_for_those_who_are_turned_away(engine: RecordingEngine) -> None:
-    guarded = Caller(engine, api_key=("one",))
-    for path, status in (("/rerank", 401), ("/nope", 401)):
-        pieces = Pieces([b"x"])
-        assert (await guarded.post(path, pieces)).status == status
-        assert pieces.read == 0
-    caller = Caller(engine)
-    for path in ("/nope", "/health"):
-        pieces = Pieces([b"x"])
-        assert (await caller.post(path, pieces)).status in (404, 405)
-        assert pieces.read == 0
-    caller.state.draining = True
-    pieces = Pieces([b"x"])
-    assert (await caller.post("/rerank", pieces)).status == 503
-    assert pieces.read == 0
-
-
-async def test_large_bodies_are_parsed_in_the_thread_pool(caller: Caller, engine: RecordingEngine) -> None:
-    body = json.dumps({"text": "a"}).encode()
-    await caller.post("/tokenize", body.ljust(LARGE_BODY))
-    assert engine.in_threads == 1  # which tokenises
-    await caller.post("/tokenize", body.ljust(LARGE_BODY + 1))
-    assert engine.in_threads == 3
-
-
-@pytest.mark.parametrize(("items", "in_thread"), [(499, 0), (500, 0), (501, 1)])
-async def test_large_answers_are_encoded_in_the_thread_pool(
-    caller: Caller, engine: RecordingEngine, items: int, in_thread: int
-) -> None:
+@pytest.mark.parametrize(("items", "characters", "in_thread"), ANSWERS)
+async def test_large_answers_are_encoded_in_a_thread(items: int, characters: int, in_thread: bool) -> None:
     threads = []
 
     def build() -> list[float]:
         threads.append(threading.get_ident())
         return [1.5] * items
 
-    answer = await answers.wire_answer(engine, build, items)
-    assert engine.in_threads == in_thread
-    assert [thread != threading.get_ident() for thread in threads] == [bool(in_thread)]
+    answer = await answers.wire_answer(build, items, characters)
+    assert [thread != threading.get_ident() for thread in threads] == [in_thread]
     assert json.loads(answer.body) == [1.5] * items
     assert (answer.status, answer.headers) == (200, {"Content-Type": "application/json"})
 
 
-# Each route with a body whose answer has 501 items, and how often the thread pool is used on the way.
-LARGE: list[tuple[str, Any, int]] = [
-    ("/score", {"queries": "q", "documents": ["d"] * 501}, 1),
-    ("/rerank", {"query": "q", "documents": ["d"] * 501}, 1),
-    ("/rerank", {"query": "q", "texts": ["d"] * 501}, 1),
-    ("/v1/embeddings", {"input": ["a", "b"]}, 1),
-    ("/v1/embeddings", {"input": ["a", "b"], "dimensions": 250}, 0),
-    ("/pooling", {"input": ["a"], "dimensions": 167}, 1),
-    ("/pooling", {"input": ["a"], "dimensions": 166}, 0),
-    ("/tokenize", {"text": "a " * 499}, 1),
-    ("/detokenize", {"tokens": [101] * 501}, 2),
-    ("/detokenize", {"tokens": [101] * 500}, 1),
+# Each route with a body, and how many items its answer has, or as much text as that many items.
+ITEMS: list[tuple[str, Any, int]] = [
+    ("/score", {"queries": "q", "documents": ["d"] * 501}, 501),
+    ("/rerank", {"query": "q", "documents": ["d"] * 501}, 501),
+    ("/rerank", {"query": "q", "documents": ["d " * 500] * 9}, 45),
+    ("/rerank", {"query": "q", "documents": ["d " * 500] * 9, "return_documents": False}, 9),
+    ("/rerank", {"query": "q", "documents": ["d " * 500] * 9, "top_n": 2}, 10),
+    ("/rerank", {"query": "q", "texts": ["d"] * 501}, 501),
+    ("/rerank", {"query": "q", "texts": ["d " * 500] * 9, "return_text": True}, 45),
+    ("/rerank", {"query": "q", "texts": ["d " * 500] * 9}, 9),
+    ("/v1/embeddings", {"input": ["a", "b"]}, 768),
+    ("/v1/embeddings", {"input": ["a", "b"], "dimensions": 250}, 500),
+    ("/pooling", {"input": ["a"], "dimensions": 167}, 501),
+    ("/detokenize", {"tokens": [1037] * 501}, 10),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "in_threads"), LARGE)
+@pytest.mark.parametrize(("path", "body", "items"), ITEMS)
 async def test_every_route_says_how_large_its_answer_is(
-    engine: RecordingEngine, path: str, body: Any, in_threads: int
+    caller: Caller, path: str, body: Any, items: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caller = Caller(engine)
+    caller = Caller(caller.engine)
+    given = []
+
+    async def aside(function: Any, work: int) -> Any:
+        given.append(work)
+        return function()
+
+    monkeypatch.setattr(answers, "aside", aside)
     await caller.json(path, body)
-    assert engine.in_threads == in_threads
+    assert given == [items]
 
 
-COUNTED: list[tuple[str, Any, str]] = [
-    ("/score", lambda n: {"queries": "q", "documents": ["d"] * n}, "documents"),
-    ("/v1/score", lambda n: {"queries": "q", "documents": ["d"] * n}, "documents"),
-    ("/rerank", lambda n: {"query": "q", "documents": ["d"] * n}, "documents"),
-    ("/v1/rerank", lambda n: {"query": "q", "documents": ["d"] * n}, "documents"),
-    ("/v2/rerank", lambda n: {"query": "q", "documents": ["d"] * n}, "documents"),
-    ("/rerank", lambda n: {"query": "q", "texts": ["d"] * n}, "texts"),
-    ("/v1/embeddings", lambda n: {"input": ["d"] * n}, "input"),
-    ("/pooling", lambda n: {"input": ["d"] * n}, "input"),
-    ("/classify", lambda n: {"input": ["d"] * n}, "input"),
-    ("/predict", lambda n: {"inputs": [["d"]] * n}, "inputs"),
-]
-
-
-async def test_a_body_of_more_containers_than_documents_need_is_a_413(caller: Caller) -> None:
-    """Ten documents are allowed, and twenty arrays and objects for each."""
-    empty = {"query": "q", "documents": ["d"], "unknown": [{}] * 197}
-    assert (await caller.post("/rerank", empty)).status == 200
-    status, error = await caller.error("/rerank", empty | {"more": {}})
-    assert status == 413
-    assert error["message"].startswith("the body has more than 200 arrays and objects")
-    text = {"query": "q", "documents": ["[{" * 500]}
-    assert (await caller.post("/rerank", text)).status == 200
-
-
-async def test_a_body_that_is_too_deep_is_a_400(engine: RecordingEngine) -> None:
+@pytest.mark.parametrize(("path", "body"), [(path, body) for path, body, items in ITEMS if items > 500])
+async def test_what_was_computed_is_answered_though_the_engine_has_died_since(
+    engine: RecordingEngine, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caller = Caller(engine)
-    for size in (5_000, 50_000):
-        deep = b'{"input":' + b"[" * size + b"]" * size + b"}"
-        status, error = await caller.error("/v1/embeddings", deep)
-        assert (status, error["message"]) == (
-            400,
-            "the body has too many arrays or objects within each other",
-        )
+    work = Running.run
 
+    async def die(running: Running, *arguments: Any) -> Any:
+        result = await work(running, *arguments)
+        monkeypatch.setattr(engine, "death", "of old age")
+        return result
 
-async def test_bodies_beyond_the_memory_for_them_are_a_429_until_others_are_answered(
-    engine: RecordingEngine,
-) -> None:
-    caller = Caller(engine, max_bodies_mb=1, max_body_mb=1)
-    with caller.state.bodies.hold() as other:
-        other.add(1024 * 1024)
-        answer = await caller.post("/tokenize", {"text": "a"})
-        assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
-    assert (await caller.post("/tokenize", {"text": "a"})).status == 200
-    assert caller.state.bodies.bytes == 0
-
-
-@pytest.mark.parametrize(("path", "body", "param"), COUNTED)
-async def test_exactly_as_many_texts_as_allowed_are_taken_and_one_more_is_a_413(
-    caller: Caller, path: str, body: Any, param: str
-) -> None:
-    assert (await caller.post(path, body(10))).status == expected(path)
-    assert await caller.error(path, body(11)) == (
-        413,
-        {
-            "message": f"{param} has 11 entries, but at most 10 are taken at a time; send them in parts",
-            "type": "RequestTooLargeError",
-            "param": param,
-            "code": 413,
-        },
-    )
-
-
-@pytest.mark.parametrize("path", ["/score", "/v1/score"])
-async def test_too_many_queries_are_a_413_as_well(caller: Caller, path: str) -> None:
-    assert (await caller.post(path, {"queries": ["q"] * 10, "documents": ["d"] * 10})).status == 200
-    status, error = await caller.error(path, {"queries": ["q"] * 11, "documents": ["d"]})
-    assert (status, error["param"]) == (413, "queries")
+    monkeypatch.setattr(Running, "run", die)
+    assert (await caller.post(path, body)).status == 200
+    assert (await caller.post(path, body)).status == 503

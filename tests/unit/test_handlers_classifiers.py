@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from maxsimd.api import answer as answers
 from maxsimd.engine import EngineConfig
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
@@ -58,13 +59,18 @@ async def test_classify_gives_the_engines_rows_with_labels(caller: Caller, activ
     ("path", "body"),
     [("/classify", lambda n: {"input": ["d"] * n}), ("/predict", lambda n: {"inputs": [["d"]] * n})],
 )
-async def test_answers_for_more_than_500_texts_are_encoded_in_the_thread_pool(
-    caller: Caller, path: str, body: Any
+async def test_answers_for_more_than_500_texts_are_encoded_in_a_thread(
+    caller: Caller, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await caller.json(path, body(500))
-    assert caller.engine.in_threads == 0
+    given = []
+
+    async def aside(function: Any, work: int) -> Any:
+        given.append(work)
+        return function()
+
+    monkeypatch.setattr(answers, "aside", aside)
     await caller.json(path, body(501))
-    assert caller.engine.in_threads == 1
+    assert given == [501]
 
 
 @pytest.mark.parametrize("raw", [True, False, None])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, Truncation
+from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, RequestTooLargeError, Truncation
 from maxsimd.engine.preprocess.long_inputs import InputName, LongInputs, Room
 from maxsimd.engine.preprocess.tokenization import Side, cut
 
@@ -113,6 +113,24 @@ def test_a_request_that_wants_no_windows_has_its_text_cut_or_refused() -> None:
     assert (cut.tokens.tolist(), cut.truncated) == ([6, 7, 8, 9], True)
     with pytest.raises(InvalidRequestError, match=r"^documents\[1\] has 13 tokens, but at most 7 can be run"):
         LongInputs(Truncation(), 100, 2).windows(text, room, name)
+
+
+def test_windows_are_counted_before_any_is_made() -> None:
+    def check(tokens: int) -> None:
+        counted.append(tokens)
+        if tokens > 27:
+            raise RequestTooLargeError("too much")
+
+    counted: list[int] = []
+    inputs = LongInputs(Truncation(windows=True), 100, 0, check)
+    room, name = Room(7, 2), InputName("documents", 0)
+    inputs.windows(_text(7), room, name)
+    assert counted == [], "one sequence"
+    assert len(inputs.windows(_text(28), room, name)) == 4
+    with pytest.raises(RequestTooLargeError):
+        inputs.windows(_text(29), room, name)
+    # How many tokens the last one has is not certain.
+    assert counted == [3 * 9, 4 * 9]
 
 
 def test_a_text_without_any_room_is_refused_where_it_would_be_cut_to_nothing() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from maxsimd.engine.checkpoint import PairRules
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.preprocess import Prepared, RequestIds, usage_of
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, ScoreRequest, Truncation
 from maxsimd.scheduler import ResultSlot, Role
 from tests.unit.preprocessing import CLS, SEP, ids, model, preprocessor, request_ids, words
@@ -142,6 +142,15 @@ def test_windows_stand_behind_the_query_and_cover_the_document(
     for before, after in itertools.pairwise(bodies):
         assert after[:overlap] == before[len(before) - overlap :]
     assert prepared.truncated == 0
+
+
+def test_windows_that_are_too_much_are_refused_before_any_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document has ten windows of two tokens, beside the query and three special tokens."""
+    truncation = Truncation(max_tokens=6, windows=True)
+    counted: list[int] = []
+    monkeypatch.setattr(RequestIds, "check_tokens", lambda ids, tokens: counted.append(tokens))
+    assert len(score(["w1"], [document(20)], truncation).sequences) == 10
+    assert counted == [9 * 6, 10 * 6], "all but the last before they are made, and what was made"
 
 
 def test_the_best_of_each_document_s_windows_is_its_score() -> None:

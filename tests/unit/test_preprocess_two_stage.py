@@ -1,12 +1,15 @@
 """Queries and documents that are run apart: each different document once for each query, then its scores."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import RoleRules
-from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.preprocess.texts import TextBuilder
 from maxsimd.engine.preprocess.two_stage import (
     CACHED_DOCUMENTS,
     CACHED_ROWS,
@@ -130,6 +133,33 @@ def test_late_interaction_scores_all_windows_of_a_document_as_one() -> None:
     assert prepared.sequences[0].num_consumers == 6
     assert prepared.results == 3
     assert prepared.combine([1, 2, 3]).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
+def test_windows_that_are_too_much_are_refused_before_all_of_them_are_made(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three documents have ten windows each, of two tokens beside [CLS] and [SEP]."""
+    request = ScoreRequest(
+        queries=("a",),
+        documents=tuple(words(20, i) for i in range(3)),
+        truncation=Truncation(max_tokens=4, windows=True),
+    )
+    made: list[int] = []
+    complete = TextBuilder._completed
+
+    def counting(builder: TextBuilder, *given: Any, **options: Any) -> Any:
+        made.append(1)
+        return complete(builder, *given, **options)
+
+    monkeypatch.setattr(TextBuilder, "_completed", counting)
+    prepare = preprocessor(model(score_task=task)).score
+    assert len(prepare(request, request_ids(most_tokens=120)).sequences) == 1 + 30
+    for most, windows in ((119, 30), (79, 20), (36, 10), (35, 0)):
+        made.clear()
+        with pytest.raises(RequestTooLargeError, match=f"more than the {most} tokens"):
+            prepare(request, request_ids(most_tokens=most))
+        assert len(made) == windows
 
 
 def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
