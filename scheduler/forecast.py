@@ -17,7 +17,7 @@ _HALF_LIFE = 10.0
 # By how many of the latest steps it is judged how long another may take.
 _LATEST_STEPS = 16
 # This many seconds of waits are taken to have been as forecast, beside those that were seen; and a wait is
-# never taken to be more than so many times as long.
+# never taken to be more than this many times as long.
 _TRUSTED_SECONDS, _MOST_TIMES = 2.0, 4.0
 
 
