@@ -110,7 +110,8 @@ def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:
 
 
 async def _read(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
-    """The whole body, unless it is larger than the server allows, or all that are read now together are."""
+    """The whole body and some spaces, unless it is larger than the server allows, or all that are read now
+    together are."""
     most = state.max_body_bytes
     read = bytearray()
     async for chunk in body:
@@ -118,17 +119,19 @@ async def _read(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
         if len(read) > most:
             raise body_too_large()
         held.add(len(chunk))
-    return _without_mark(read)
+    _drop_mark(read)
+    # Where half of a character stands in its last bytes, msgspec takes a text for one that breaks off.
+    read += b" " * _LONGEST_ESCAPE
+    return read
 
 
-def _without_mark(body: bytearray) -> bytearray:
-    """A body without the mark that some editors write at the beginning of UTF-8. Raises ApiError where its
-    first bytes are those of another encoding: JSON is text without null characters."""
+def _drop_mark(body: bytearray) -> None:
+    """Removes the mark that some editors write at the beginning of UTF-8. Raises ApiError where the first
+    bytes are those of another encoding: JSON is text without null characters."""
     if body.startswith(codecs.BOM_UTF8):
         del body[: len(codecs.BOM_UTF8)]
     if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in body[:4]:
         raise not_utf8()
-    return body
 
 
 async def _parse(
@@ -140,8 +143,6 @@ async def _parse(
         return await state.engine.in_thread(function, len(body)) if len(body) > LARGE_BODY else function()
 
     def parse() -> tuple[T, R]:
-        # Where half of a character stands in its last bytes, msgspec takes a text for one that breaks off.
-        body.extend(b" " * _LONGEST_ESCAPE)
         request = msgspec.json.decode(body, type=kind)
         return request, read(request, most)
 
