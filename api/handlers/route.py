@@ -26,13 +26,13 @@ from maxsimd.api.state import ServerState
 
 T = TypeVar("T")
 R = TypeVar("R")
-W = TypeVar("W")
 # A request's body as it arrives.
 Body: TypeAlias = AsyncIterable[bytes]
 # Does a request's work, for the tenant that is named last.
 Work: TypeAlias = Callable[[ServerState, Body, str], Awaitable[Answer]]
 
-# Bodies of more bytes than this are parsed in the thread pool, so that the event loop goes on.
+# Bodies of more bytes than this are parsed in the thread pool, so that the event loop goes on, and what they
+# have is counted first.
 LARGE_BODY = 64 * 1024
 # Arrays and objects that a body may have for each document that is allowed, and strings: a record of 20
 # fields has 40, with the names of its fields.
@@ -137,20 +137,21 @@ def _drop_mark(body: bytearray) -> None:
 async def _parse(
     state: ServerState, body: bytearray, held: HeldBytes, kind: type[T], read: Callable[[T, int], R]
 ) -> tuple[T, R]:
-    most, most_shape = state.config.max_documents, _most(state)
-
-    async def work(function: Callable[[], W]) -> W:
-        return await state.engine.in_thread(function, len(body)) if len(body) > LARGE_BODY else function()
+    most = state.config.max_documents
 
     def parse() -> tuple[T, R]:
         request = msgspec.json.decode(body, type=kind)
         return request, read(request, most)
 
-    shape = await work(lambda: shape_of(body, most_shape))
-    _check_shape(shape, most_shape)
-    held.add(max(0, shape.memory - len(body)))
     try:
-        return await work(parse)
+        # What is in a small body takes little memory, whatever it is.
+        if len(body) <= LARGE_BODY:
+            return parse()
+        most_shape = _most(state)
+        shape = await state.engine.in_thread(lambda: shape_of(body, most_shape), len(body))
+        _check_shape(shape, most_shape)
+        held.add(max(0, shape.memory - len(body)))
+        return await state.engine.in_thread(parse, len(body))
     except UnicodeDecodeError as error:
         raise body_not_unicode(error.reason) from error
     except RecursionError as error:

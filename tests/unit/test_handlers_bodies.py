@@ -170,29 +170,34 @@ COUNTED: list[tuple[str, Any, str]] = [
 ]
 
 
+def large(body: Any) -> bytes:
+    """A body of which is counted what it has."""
+    return json.dumps(body).encode().ljust(LARGE_BODY + 1)
+
+
 async def test_a_body_of_more_containers_than_documents_need_is_a_413(caller: Caller) -> None:
     """Ten documents are allowed, and twenty arrays and objects for each."""
     empty = {"query": "q", "documents": ["d"], "unknown": [{}] * 197}
-    assert (await caller.post("/rerank", empty)).status == 200
-    status, error = await caller.error("/rerank", empty | {"more": {}})
+    assert (await caller.post("/rerank", large(empty))).status == 200
+    status, error = await caller.error("/rerank", large(empty | {"more": {}}))
     assert status == 413
     assert error["message"].startswith("the body has more than 200 arrays and objects")
     text = {"query": "q", "documents": ["[{" * 500]}
-    assert (await caller.post("/rerank", text)).status == 200
+    assert (await caller.post("/rerank", large(text))).status == 200
 
 
 async def test_a_body_of_more_strings_than_documents_need_is_a_413(caller: Caller) -> None:
     """Ten documents are allowed, and forty strings for each; the names of fields are strings too."""
     record = {"text": "a", "c": 1} | {f"f{i}": "b" for i in range(197)}
-    assert (await caller.post("/rerank", {"query": "q", "documents": record})).status == 200
-    status, error = await caller.error("/rerank", {"query": "q", "documents": record | {"c": "d"}})
+    assert (await caller.post("/rerank", large({"query": "q", "documents": record}))).status == 200
+    status, error = await caller.error("/rerank", large({"query": "q", "documents": record | {"c": "d"}}))
     assert (status, error["type"]) == (413, "RequestTooLargeError")
     assert error["message"] == (
         "the body has more than 400 strings, names of fields included; send fewer documents at a time, "
         "or documents of fewer fields"
     )
     quoted = {"query": "q", "documents": ['"a", ' * 500]}
-    assert (await caller.post("/rerank", quoted)).status == 200
+    assert (await caller.post("/rerank", large(quoted))).status == 200
 
 
 async def test_a_body_of_more_values_than_a_request_may_have_tokens_is_a_413(
@@ -201,13 +206,13 @@ async def test_a_body_of_more_values_than_a_request_may_have_tokens_is_a_413(
     caller = Caller(engine, max_documents=10)
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_request_tokens=1000))
     allowed = 1000 + 10 * 20 + 10 * 40
-    status, error = await caller.error("/v1/embeddings", {"input": [101] * (allowed + 2)})
+    status, error = await caller.error("/v1/embeddings", large({"input": [101] * (allowed + 2)}))
     assert (status, error["type"]) == (413, "RequestTooLargeError")
     assert error["message"] == (
         "the body has more than 1600 values; send fewer token ids at a time, or raise --max-request-tokens"
     )
     ids = {"input": [101] * allowed, "truncate_prompt_tokens": -1}
-    assert (await caller.post("/v1/embeddings", ids)).status == 200
+    assert (await caller.post("/v1/embeddings", large(ids))).status == 200
 
 
 async def test_what_values_take_beyond_their_bytes_counts_as_memory_of_bodies(
