@@ -22,6 +22,9 @@ from maxsimd.scheduler import Share, WaitErrors
 _WAITS_A_RUN, _WAITED_STEPS = 8, 4
 # Requests of more than one step leave this share of the queue to smaller ones.
 _KEPT_FOR_SMALL = 0.25
+# Estimates may be as much too low as this. Whoever would be refused then once it is prepared, because of more
+# that goes before it, is refused at once.
+_MORE_THAN_ESTIMATED = 1.25
 # Tokens a character of text until some have been counted, and what each request leaves of those before it.
 _FIRST_RATIO, _REMAINING = 0.25, 0.9
 
@@ -80,8 +83,9 @@ class Admission:
     that is dearer than a request may be, or takes longer than its own timeout, always is refused. Requests
     count in their tenant's rate unless they are refused for what waits, tokens once the request is let in.
 
-    What is being prepared does not count as waiting: how much work it is cannot be known, because documents
-    may be cached."""
+    How much work it is that is being prepared cannot be known, because documents may be cached. It counts for
+    those who come, by estimate, as what any request may wait for and no more: nobody is refused for it alone,
+    and few are prepared and refused then."""
 
     def __init__(
         self,
@@ -97,12 +101,13 @@ class Admission:
         self._metrics = metrics
         self._tenants = tenants
         self._permits: set[Permit] = set()
+        self._preparing_tokens = 0
         self._counted_tokens = _FIRST_RATIO
         self._counted_size = 1.0
         self._wait_errors = WaitErrors()
         self._gauges = (metrics.preparing_requests, metrics.preparing_tokens, metrics.wait_seconds)
         metrics.preparing_requests.set_function(lambda: len(self._permits))
-        metrics.preparing_tokens.set_function(lambda: sum(permit.tokens for permit in self._permits))
+        metrics.preparing_tokens.set_function(lambda: self._preparing_tokens)
         metrics.wait_seconds.set_function(self._wait_of_a_step)
 
     def close(self) -> None:
@@ -121,13 +126,15 @@ class Admission:
     @contextmanager
     def permit(self, request: ScoreRequest | EmbedRequest, options: RunOptions) -> Iterator[Permit]:
         """Leave to prepare a request and to queue it. Raises QueueFullError where too much waits."""
-        permit = Permit(self, request.size, self._estimate(request), options)
+        estimate = self._estimate(request)
+        permit = Permit(self, request.size, estimate, options)
         tenant = options.tenant
         self._metrics.tenants.count_request(tenant)
-        wait = self._wait(permit, permit.tokens)
+        wait = self._wait_of_new(permit, estimate)
         permit.refusal = self._tenants.request_refusal(tenant)
         permit.refusal = permit.refusal or self._refusal(permit, permit.tokens, wait, is_counted=False)
         self._permits.add(permit)
+        self._preparing_tokens += estimate
         self._tenants.charge_requests(tenant, 1)
         try:
             permit.check()
@@ -141,6 +148,7 @@ class Admission:
             raise
         finally:
             self._permits.remove(permit)
+            self._preparing_tokens -= estimate
 
     def confirm(self, permit: Permit, size: int, tokens: int) -> None:
         """See `Permit`."""
@@ -263,6 +271,14 @@ class Admission:
                 f"this request takes about {seconds:.1f} seconds by itself, more than its timeout of "
                 f"{timeout:g}; allow more time or send fewer documents"
             )
+
+    def _wait_of_new(self, permit: Permit, estimate: int) -> float | None:
+        """The same for a request that is not prepared: of more tokens than are estimated, and behind what
+        is being prepared."""
+        wait = self._wait(permit, round(estimate * _MORE_THAN_ESTIMATED))
+        most = _WAITED_STEPS * self._limits.step_tokens
+        preparing = self._scheduler.rate.seconds(min(self._preparing_tokens, most))
+        return wait and wait + (preparing or 0.0)
 
     def _wait(self, permit: Permit, tokens: int) -> float | None:
         """About how many seconds a request of that many tokens would wait; None where that is not known."""

@@ -404,7 +404,7 @@ async def test_batches_wait_for_what_others_have_waiting() -> None:
     door.queue(200, 20)
     door.ask(20, tenant="other", timeout=1.0)
     for options in ({"tenant": "nightly"}, {"tenant": "nightly", "priority": "interactive"}):
-        with pytest.raises(QueueFullError, match=r"for about 3\.2 seconds"):
+        with pytest.raises(QueueFullError, match=r"for about 4\.0 seconds"):
             door.ask(20, timeout=1.0, **options)
 
 
@@ -455,3 +455,26 @@ async def test_a_request_that_fails_or_is_cancelled_says_nothing_of_waits() -> N
             end(values)
             await asyncio.sleep(0)
     assert door.expected(100) == 1.0
+
+
+async def test_what_is_being_prepared_counts_for_those_who_come_but_as_four_steps_at_most() -> None:
+    door = Door(wait_seconds=2.2)
+    door.queue(1, 31)
+    large = replace(TEXT, texts=("x" * 4000,))
+    with door.admission.permit(large, RunOptions(timeout=1000)):
+        with pytest.raises(QueueFullError, match=r"for about 2\.3 seconds, more than the 2\.2 that it may"):
+            door.ask(20)
+        with door.admission.permit(large, RunOptions(timeout=1000)) as permit:
+            permit.confirm(1000)
+    door.ask(20)
+    with door.admission.permit(TEXT, RunOptions()):
+        door.ask(20)
+
+
+async def test_who_might_be_refused_once_it_is_prepared_is_refused_before() -> None:
+    """The estimate is of the class below that of the requests that wait; a quarter more is not."""
+    door = Door()
+    door.queue(5, 50)
+    door.ask(25)
+    with pytest.raises(QueueFullError):
+        door.ask(26)
