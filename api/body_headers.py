@@ -20,8 +20,6 @@ _ENCODINGS: dict[str, Encoding | None] = {
 
 def encoding_of(headers: Mapping[str, str]) -> Encoding | None:
     """Raises ApiError (415) for an encoding that is not taken, and for several one upon the other."""
-    if "content-encoding" not in headers:
-        return None
     given = (value for name, value in headers.items() if name.lower() == "content-encoding")
     named = ", ".join(given).strip().lower()
     if named not in _ENCODINGS:

@@ -276,9 +276,10 @@ class Admission:
         """The same for a request that is not prepared: of more tokens than are estimated, and behind what
         is being prepared."""
         wait = self._wait(permit, round(estimate * _MORE_THAN_ESTIMATED))
+        if not wait:
+            return wait
         most = _WAITED_STEPS * self._limits.step_tokens
-        preparing = self._scheduler.rate.seconds(min(self._preparing_tokens, most))
-        return wait and wait + (preparing or 0.0)
+        return wait + (self._scheduler.rate.seconds(min(self._preparing_tokens, most)) or 0.0)
 
     def _wait(self, permit: Permit, tokens: int) -> float | None:
         """About how many seconds a request of that many tokens would wait; None where that is not known."""
