@@ -95,5 +95,7 @@ class SeldomLogger:
 def set_up_logging(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    # Nobody is shown these, and finding them takes as long as the rest of a line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("maxsimd").setLevel(level.upper())

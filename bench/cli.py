@@ -261,7 +261,7 @@ def bench_mixed(
 
 @bench.command("overload")
 @click.argument("model", required=False)
-@click.option("--max-wait-seconds", type=float, default=1.0, show_default=True, help="The server's limit.")
+@click.option("--max-wait-seconds", type=float, default=0.2, show_default=True, help="The server's limit.")
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="Seconds at each rate.")
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
 def bench_overload(model: str | None, max_wait_seconds: float, seconds: float, json_file: str | None) -> None:

@@ -81,41 +81,37 @@ class _Clients:
 async def measure_overload(
     model: str | None, wait_seconds: float, seconds: float, seed: int = 0
 ) -> dict[str, Any]:
-    """Capacity is the best throughput of clients that wait for each answer; then requests come at random
-    moments (Poisson), at several times that rate, for `seconds` each. Throughput is in tokens: whether a
+    """Capacity is the throughput of those clients that get most when each waits for its answer; then requests
+    come at random moments (Poisson), at several times that rate, for `seconds` each. Before each load
+    capacity is measured again, because machines change their speed. Throughput is in tokens: whether a
     request is refused depends on its size, so that answers a second would say more of sizes than of the
     server."""
     requests = docstring_requests(200, _DOCUMENTS, seed)
     bodies = [_request(request) for request in requests]
     server = maxsimd("maxsimd", "--max-wait-seconds", str(wait_seconds))
     draw = random.Random(seed)
+    figures: dict[str, Any] = {"documents": _DOCUMENTS, "max_wait_seconds": wait_seconds}
     with tempfile.TemporaryDirectory() as folder:
         async with server.run(model, Path(folder, "log")) as running:
             clients = _Clients(str(running.session._base_url))
             await _closed(clients, bodies, 8, seconds / 4)
-            capacity, best = await _capacity(clients, bodies, seconds / 2)
-            figures: dict[str, Any] = {"documents": _DOCUMENTS, "max_wait_seconds": wait_seconds, **capacity}
+            by_number = {}
+            for number in CONCURRENCY:
+                by_number[number] = shown = _shown(*await _closed(clients, bodies, number, seconds / 4))
+                figures |= {f"{name}_of_{number}_clients": shown[name] for name in ("tokens_per_s", "p99_ms")}
+            best = max(CONCURRENCY, key=lambda number: by_number[number]["tokens_per_s"])
+            answers, duration = list[_Answer](), 0.0
+            overloaded: dict[str, Any] = {}
             for times in TIMES:
-                answers, duration = await _open(clients, bodies, times * best, seconds, draw)
-                figures |= {
-                    f"{name}_at_{times}_times": value for name, value in _shown(answers, duration).items()
-                }
+                more, longer = await _closed(clients, bodies, best, seconds / 2)
+                answers, duration = answers + more, duration + longer
+                capacity = _shown(answers, duration)
+                served = _shown(
+                    *await _open(clients, bodies, times * capacity["served_per_s"], seconds, draw)
+                )
+                overloaded |= {f"{name}_at_{times}_times": value for name, value in served.items()}
             clients.close()
-    return figures
-
-
-async def _capacity(clients: _Clients, bodies: list[bytes], seconds: float) -> tuple[dict[str, Any], float]:
-    """Of several numbers of clients the one with the best throughput, and that throughput."""
-    best: tuple[float, int, list[_Answer], float] | None = None
-    for number in CONCURRENCY:
-        answers, duration = await _closed(clients, bodies, number, seconds)
-        tokens = sum(answer.tokens for answer in answers)
-        if best is None or tokens > best[0]:
-            best = tokens, number, answers, duration
-    assert best is not None
-    _, number, answers, duration = best
-    rate = sum(answer.status == 200 for answer in answers) / duration
-    return {"clients_at_capacity": number, **_shown(answers, duration)}, rate
+    return figures | {"clients_at_capacity": best, **capacity} | overloaded
 
 
 def _shown(answers: list[_Answer], duration: float) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Valu
 from maxsimd.engine.tenants import TenantLimits
 from maxsimd.scheduler import Share, WaitErrors
 
-# Any request may wait this many times as long as it runs, and this many steps: with less, next to nothing
-# would be let in while the device is busy.
-_WAITS_A_RUN, _WAITED_STEPS = 8, 4
+# Any request may wait this many times as long as it runs (that of a batch longer), and this many steps, which
+# are in flight or next: with less, next to nothing would be let in while the device is busy.
+_WAITS_A_RUN, _WAITS_A_BATCH, _WAITED_STEPS = 1, 8, 2
 # Requests of more than one step leave this share of the queue to smaller ones.
 _KEPT_FOR_SMALL = 0.25
-# Estimates may be as much too low as this. Whoever would be refused then once it is prepared, because of more
-# that goes before it, is refused at once.
-_MORE_THAN_ESTIMATED = 1.25
+# Estimates may be this many times too low or too high. Who would be refused then once its tokens are counted
+# is refused at once.
+_ESTIMATED_WITHIN = 1.25
 # Tokens a character of text until some have been counted, and what each request leaves of those before it.
 _FIRST_RATIO, _REMAINING = 0.25, 0.9
 
@@ -217,7 +217,8 @@ class Admission:
         if wait is None or run is None:
             return None
         steps = self._scheduler.rate.seconds(_WAITED_STEPS * self._limits.step_tokens) or 0.0
-        longest = max(self._limits.wait_seconds, _WAITS_A_RUN * run, steps)
+        waits = _WAITS_A_BATCH if permit.share[1] > 0 else _WAITS_A_RUN
+        longest = max(self._limits.wait_seconds, waits * run, steps)
         if wait > longest:
             return QueueFullError(
                 f"this request would wait for about {wait:.1f} seconds, more than the {longest:.1f} that it "
@@ -273,13 +274,16 @@ class Admission:
             )
 
     def _wait_of_new(self, permit: Permit, estimate: int) -> float | None:
-        """The same for a request that is not prepared: of more tokens than are estimated, and behind what
-        is being prepared."""
-        wait = self._wait(permit, round(estimate * _MORE_THAN_ESTIMATED))
-        if not wait:
-            return wait
-        most = _WAITED_STEPS * self._limits.step_tokens
-        return wait + (self._scheduler.rate.seconds(min(self._preparing_tokens, most)) or 0.0)
+        """The same for a request that is not prepared: the longest that it may be, as far as its tokens are
+        known, and behind what is being prepared."""
+        least, most = round(estimate / _ESTIMATED_WITHIN), round(estimate * _ESTIMATED_WITHIN)
+        forecast = self._forecast(permit, most)
+        if not forecast:
+            return forecast
+        now = self.clock()
+        wait = forecast * max(self._wait_errors.factor(least, now), self._wait_errors.factor(most, now))
+        before = min(self._preparing_tokens, _WAITED_STEPS * self._limits.step_tokens)
+        return wait + (self._scheduler.rate.seconds(before) or 0.0)
 
     def _wait(self, permit: Permit, tokens: int) -> float | None:
         """About how many seconds a request of that many tokens would wait; None where that is not known."""
