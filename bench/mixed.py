@@ -20,13 +20,14 @@ from maxsimd.bench.peers.systems import Running, maxsimd
 from maxsimd.bench.scaling import samples
 
 BATCH_DOCUMENTS = 10_000
+_BATCHES_AT_A_TIME = 2
 _HEADERS = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
 class MixedLoad:
-    """One-document requests come at `rate` a second (Poisson); batches come one after the other, of the given
-    priority. Each combination lasts `seconds`, in `rounds` turns."""
+    """One-document requests come at `rate` a second (Poisson); batches of the given priority come without a
+    pause. Each combination lasts `seconds`, in `rounds` turns."""
 
     rate: float
     priority: str | None
@@ -104,25 +105,32 @@ class _Interactive:
 
 @asynccontextmanager
 async def _batches(session: aiohttp.ClientSession, batch: bytes) -> AsyncIterator[None]:
-    """Sends batches, one after the other, until the context ends; the last is given up then."""
+    """Sends batches until the context ends, and the next before the last is done, so that steps stay full
+    while one is prepared; the last are given up then."""
 
     async def send() -> None:
         while True:
             await _send(session, batch)
 
-    sending = asyncio.create_task(send())
+    sending = [asyncio.create_task(send()) for _ in range(_BATCHES_AT_A_TIME)]
     try:
-        # Until all of the first batch is prepared and steps are full.
+        # Until all of the first batches are prepared and steps are full.
         await asyncio.sleep(5)
-        if sending.done():
-            await sending
+        _check(sending)
         yield
-        if sending.done():
-            await sending
+        _check(sending)
     finally:
-        sending.cancel()
-        await asyncio.gather(sending, return_exceptions=True)
+        for each in sending:
+            each.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
         await asyncio.sleep(1)
+
+
+def _check(sending: list[asyncio.Task[None]]) -> None:
+    """Raises what went wrong with batches: they end in no other way."""
+    for each in sending:
+        if each.done():
+            each.result()
 
 
 async def _send(session: aiohttp.ClientSession, body: bytes) -> tuple[float, int]:

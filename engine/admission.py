@@ -20,6 +20,8 @@ from maxsimd.scheduler import Share, WaitErrors
 # Any request may wait this many times as long as it runs (that of a batch longer), and this many steps, which
 # are in flight or next: with less, next to nothing would be let in while the device is busy.
 _WAITS_A_RUN, _WAITS_A_BATCH, _WAITED_STEPS = 1, 8, 2
+# What takes longer than this by itself is a batch, whatever its priority: nobody sits and waits for it.
+_BATCH_SECONDS = 5.0
 # Requests of more than one step leave this share of the queue to smaller ones.
 _KEPT_FOR_SMALL = 0.25
 # Estimates may be this many times too low or too high. Who would be refused then once its tokens are counted
@@ -217,7 +219,8 @@ class Admission:
         if wait is None or run is None:
             return None
         steps = self._scheduler.rate.seconds(_WAITED_STEPS * self._limits.step_tokens) or 0.0
-        waits = _WAITS_A_BATCH if permit.share[1] > 0 else _WAITS_A_RUN
+        is_batch = permit.share[1] > 0 or run > _BATCH_SECONDS
+        waits = _WAITS_A_BATCH if is_batch else _WAITS_A_RUN
         longest = max(self._limits.wait_seconds, waits * run, steps)
         if wait > longest:
             return QueueFullError(

@@ -55,7 +55,8 @@ class EngineConfig:
     max_wait_seconds: float = option(
         30.0,
         "Requests are refused that would wait longer than this, by estimate; but any may wait for two "
-        "steps and for as long as it takes itself, with priority batch for eight times as long.",
+        "steps and for as long as it takes itself, or, where that is more than five seconds or its "
+        "priority is batch, for eight times as long.",
     )
     max_request_tokens: int = option(10_000_000, "Most tokens of one request, whatever waits.")
     steps_in_flight: int = option(

@@ -115,6 +115,15 @@ async def test_a_long_request_may_wait_as_long_as_it_takes_itself() -> None:
         door.ask(500)
 
 
+async def test_what_takes_more_than_five_seconds_is_a_batch() -> None:
+    door = Door(request_tokens=10_000, queued_tokens=20_000)
+    door.queue(8, 510)
+    door.ask(510)
+    door.queue(1, 31)
+    with pytest.raises(QueueFullError, match=r"for about 41\.1 seconds, more than the 40\.8"):
+        door.ask(510)
+
+
 async def test_a_batch_may_wait_eight_times_what_it_takes() -> None:
     door = Door()
     door.queue(8, 500, priority="batch")
