@@ -95,7 +95,7 @@ class SeldomLogger:
 def set_up_logging(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    # Nobody is shown these, and finding them takes as long as the rest of a line.
+    # No line shows these, so they need not be looked up for each.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("maxsimd").setLevel(level.upper())

@@ -277,8 +277,8 @@ class Admission:
             )
 
     def _wait_of_new(self, permit: Permit, estimate: int) -> float | None:
-        """The same for a request that is not prepared: the longest that it may be, as far as its tokens are
-        known, and behind what is being prepared."""
+        """About how many seconds a request would wait that is not prepared: the longest that it may be, as its
+        tokens are an estimate, and behind what is being prepared. None where that is not known."""
         least, most = round(estimate / _ESTIMATED_WITHIN), round(estimate * _ESTIMATED_WITHIN)
         forecast = self._forecast(permit, most)
         if not forecast:

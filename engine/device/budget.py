@@ -28,15 +28,13 @@ def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype,
 
 def beside_small_requests(budget: int, device: torch.device) -> int | None:
     """How many tokens of larger requests a step may have while requests of a document or so come; None for as
-    many as fit. On a CPU whoever comes meanwhile waits for a step, but short steps do less in all: by
-    `maxsimd bench mixed` small requests take 2.1, 2.5 and 3.1 times as long at p99 as alone with 2, 3 and 4
-    eighths of a step, and batches lose 16, 9 and 9% of their throughput. Of a GPU that has not been
+    many as fit. On a CPU whoever comes meanwhile waits for a step, but short steps do less in all. In single
+    runs of `maxsimd bench mixed` small requests took 2.1, 2.5 and 3.1 times as long at p99 as alone with 2, 3
+    and 4 eighths of a step, and batches lost 16, 9 and 9% of their throughput. Of a GPU that has not been
     measured."""
-    return (
-        None
-        if device.type == "cuda"
-        else min(budget, max(_LEAST_BESIDE_SMALL, _EIGHTHS_BESIDE_SMALL * budget // 8))
-    )
+    if device.type == "cuda":
+        return None
+    return min(budget, max(_LEAST_BESIDE_SMALL, _EIGHTHS_BESIDE_SMALL * budget // 8))
 
 
 def tokens_that_fit(free: int, bytes_a_token: int) -> int:

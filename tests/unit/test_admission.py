@@ -106,31 +106,24 @@ async def test_who_is_refused_is_told_when_the_wait_is_short_enough() -> None:
     assert raised.value.retry_after == pytest.approx(12.4 - 2.0)
 
 
-async def test_a_long_request_may_wait_as_long_as_it_takes_itself() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "priority", "times", "message"),
+    [
+        (500, "interactive", 1, r"for about 5\.3 seconds, more than the 5\.0"),
+        (510, "interactive", 8, r"for about 41\.1 seconds, more than the 40\.8"),
+        (500, "batch", 8, r"for about 40\.3 seconds, more than the 40\.0"),
+    ],
+)
+async def test_a_request_may_wait_as_long_as_it_takes_and_a_batch_eight_times_that(
+    tokens: int, priority: str, times: int, message: str
+) -> None:
+    """What takes more than five seconds is a batch too."""
     door = Door()
-    door.queue(1, 500)
-    door.ask(500)
-    door.queue(1, 31)
-    with pytest.raises(QueueFullError, match=r"for about 5\.3 seconds, more than the 5\.0"):
-        door.ask(500)
-
-
-async def test_what_takes_more_than_five_seconds_is_a_batch() -> None:
-    door = Door(request_tokens=10_000, queued_tokens=20_000)
-    door.queue(8, 510)
-    door.ask(510)
-    door.queue(1, 31)
-    with pytest.raises(QueueFullError, match=r"for about 41\.1 seconds, more than the 40\.8"):
-        door.ask(510)
-
-
-async def test_a_batch_may_wait_eight_times_what_it_takes() -> None:
-    door = Door()
-    door.queue(8, 500, priority="batch")
-    door.ask(500, priority="batch")
-    door.queue(1, 31, priority="batch")
-    with pytest.raises(QueueFullError, match=r"for about 40\.3 seconds, more than the 40\.0"):
-        door.ask(500, priority="batch")
+    door.queue(times, tokens, priority=priority)
+    door.ask(tokens, priority=priority)
+    door.queue(1, 31, priority=priority)
+    with pytest.raises(QueueFullError, match=message):
+        door.ask(tokens, priority=priority)
 
 
 async def test_a_small_request_is_not_refused_for_the_large_ones_that_it_passes() -> None:
