@@ -277,8 +277,8 @@ class Admission:
             )
 
     def _wait_of_new(self, permit: Permit, estimate: int) -> float | None:
-        """About how many seconds a request would wait that is not prepared: the longest that it may be, as its
-        tokens are an estimate, and behind what is being prepared. None where that is not known."""
+        """About how many seconds a request would wait that is not prepared: the longest that it may be, since
+        its tokens are an estimate, and behind what is being prepared. None where that is not known."""
         least, most = round(estimate / _ESTIMATED_WITHIN), round(estimate * _ESTIMATED_WITHIN)
         forecast = self._forecast(permit, most)
         if not forecast:
