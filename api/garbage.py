@@ -2,10 +2,13 @@
 meanwhile.
 
 Nearly all memory is freed at once, by counting references. The collector is for objects that refer to each
-other: errors and the frames that they came through, mostly.
+other: errors and the frames that they came through, mostly. Afterwards the C library gives free memory back to
+the system, which it would keep otherwise wherever something behind it is still in use: a server that has had
+many large requests at a time stays as large as it was then.
 """
 
 import asyncio
+import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -55,7 +58,17 @@ async def collect_when_quiet(is_quiet: Callable[[], bool], resident: Callable[[]
         if now() - last > _REST * took and (has_grown or (has_aged and (is_late or is_quiet()))):
             begun = now()
             gc.collect()
-            last, took, least_bytes = now(), now() - begun, resident()
+            last, took = now(), now() - begun
+            await asyncio.to_thread(give_back_memory)
+            least_bytes = resident()
+
+
+def give_back_memory() -> None:
+    """Has the C library give the system what is free in its heaps, where it can (glibc): milliseconds, in
+    which Python goes on in other threads."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def resident_bytes() -> int:

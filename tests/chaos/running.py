@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.memory import Allocated
 from tests.server.conftest import Server
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,7 @@ class State:
 
     engine: dict[str, Any]
     tasks: int
+    allocated: Allocated
     descriptors: int
 
     @property
@@ -74,7 +76,7 @@ class Running(Server):
 
     def state(self) -> State:
         stats = self.ask("stats")
-        return State(stats["engine"], stats["tasks"], self.descriptors)
+        return State(stats["engine"], stats["tasks"], Allocated(**stats["allocated"]), self.descriptors)
 
     def settled(self, is_settled: Callable[[State], bool]) -> State:
         """The state once it is as asked for; or when that takes too long, as it is then."""

@@ -24,10 +24,12 @@ _BLOCKS = 20
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`seconds` since the start; latencies in milliseconds of requests answered since the sample before."""
+    """`seconds` since the start; `malloc_mb` and `python_blocks` as in `Allocated`; latencies in milliseconds of requests answered since the sample before."""
 
     seconds: float
     resident_mb: float
+    malloc_mb: float | None
+    python_blocks: int
     descriptors: int
     tasks: int
     requests: int
@@ -55,6 +57,8 @@ class Sampler:
                 Sample(
                     time.monotonic() - started,
                     self._server.resident_bytes / (1 << 20),
+                    state.allocated.malloc_bytes and state.allocated.malloc_bytes / (1 << 20),
+                    state.allocated.blocks,
                     state.descriptors,
                     state.tasks,
                     state.engine["requests"],

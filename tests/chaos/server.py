@@ -19,6 +19,7 @@ from maxsimd.api.cli import main
 from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.engine import Engine
 from maxsimd.scheduler import Step
+from tests.chaos.memory import allocated
 from tests.chaos.pool import POISON
 
 _BEAT_SECONDS = 0.005
@@ -105,6 +106,7 @@ class Hooks:
                 return {
                     "engine": asdict(self._engine.stats()) if healthy else None,
                     "tasks": len(asyncio.all_tasks(self._loop)),
+                    "allocated": asdict(allocated()),
                     "steps": self.steps,
                     "failed": self.failed,
                 }

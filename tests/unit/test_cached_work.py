@@ -1,7 +1,9 @@
 """Documents whose embeddings are cached are work like any other: priced, limited, scheduled, cancelled."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, QueueFullError
 from maxsimd.engine.preprocess import two_stage
 from maxsimd.engine.stats import EngineStats
+from maxsimd.scheduler import Step
 from tests.waiting import until
 
 NUM_DOCUMENTS = 120
@@ -83,13 +86,28 @@ async def test_the_queue_limit_counts_cached_documents_at_their_price(
 
 
 async def test_a_small_request_passes_a_crowd_of_cached_ones(engine: Engine, documents: list[str]) -> None:
-    crowd = [
-        asyncio.create_task(engine.score(f"query {i}", documents, truncation=CUT_LONG)) for i in range(3)
-    ]
-    await _until_tokens_wait(engine, 600)
-    await engine.score("a", ["one line"])
-    assert not any(task.done() for task in crowd)
-    await asyncio.gather(*crowd)
+    go = threading.Event()
+    runner: Any = engine.device_model.prepared.runner
+    forward = runner.forward
+
+    def wait_and_forward(step: Step) -> Any:
+        assert go.wait(20)
+        return forward(step)
+
+    runner.forward = wait_and_forward
+    done: list[str] = []
+
+    async def score(name: str, query: str, texts: list[str]) -> None:
+        await engine.score(query, texts, truncation=CUT_LONG)
+        done.append(name)
+
+    crowd = [asyncio.create_task(score("large", f"query {i}", documents)) for i in range(3)]
+    await until(lambda: engine.stats().open_requests == 3)
+    small = asyncio.create_task(score("small", "a", ["one line"]))
+    await until(lambda: engine.stats().open_requests == 4)
+    go.set()
+    await asyncio.gather(small, *crowd)
+    assert done == ["small", "large", "large", "large"]
 
 
 async def test_cancelled_cached_documents_leave_the_queue_and_the_device(
