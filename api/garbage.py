@@ -2,8 +2,8 @@
 meanwhile.
 
 Nearly all memory is freed at once, by counting references. The collector is for objects that refer to each
-other: errors and the frames that they came through, mostly. Afterwards the C library gives free memory back to
-the system, which it would keep otherwise wherever something behind it is still in use: a server that has had
+other: errors and the frames that they came through, mostly. Afterwards the C library gives the system what is
+free in its heaps; else it keeps it wherever something behind it is still in use, and a server that once had
 many large requests at a time stays as large as it was then.
 """
 

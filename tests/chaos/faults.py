@@ -18,7 +18,7 @@ from tests.chaos.disturbances import Disturber, Fault
 from tests.chaos.options import Options
 from tests.chaos.pool import Pool, Texts
 from tests.chaos.running import Running, running
-from tests.chaos.samples import Sample, Sampler, draw, memory_trend, write
+from tests.chaos.samples import Sample, Sampler, draw, trend, write
 from tests.chaos.tables import percentile, table
 from tests.chaos.traffic import Outcome, Verdict
 from tests.damage import heed_permissions
@@ -88,14 +88,19 @@ class Report:
         if not self.samples:
             return "no samples"
         first, last = self.samples[0], self.samples[-1]
-        trend = memory_trend(self.samples)
-        shown = "too few samples for a trend"
-        if trend is not None:
-            shown = f"{trend[0]:+.1f} ± {trend[1]:.1f} MiB an hour"
-        return (
-            f"memory {first.resident_mb:,.0f} to {last.resident_mb:,.0f} MiB; in the second half {shown}\n"
-            f"descriptors {first.descriptors} to {last.descriptors}, tasks {first.tasks} to {last.tasks}"
-        )
+        rows: list[Sequence[object]] = [
+            ("of the server", "at first", "at last", "an hour, in the second half")
+        ]
+        for label, name in (
+            ("resident memory, MiB", "resident_mb"),
+            ("allocated in C, MiB", "malloc_mb"),
+            ("Python's small objects", "python_blocks"),
+        ):
+            found = trend(self.samples, name)
+            shown = "not known" if found is None else f"{found[0]:+,.1f} ± {found[1]:,.1f}"
+            rows.append((label, getattr(first, name), getattr(last, name), shown))
+        rows += [(name, getattr(first, name), getattr(last, name), "") for name in ("descriptors", "tasks")]
+        return table(rows)
 
     def _offenders(self) -> list[str]:
         bad = {Outcome.LOST.value, Outcome.WRONG.value}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class _Mallinfo(ctypes.Structure):
     """glibc's `struct mallinfo2`, see mallinfo(3)."""
 
-    _fields_ = [  # noqa: RUF012 (ctypes wants a list)
+    _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
             *("arena", "ordblks", "smblks", "hblks", "hblkhd"),

@@ -20,11 +20,13 @@ from tests.chaos.tables import percentile
 from tests.chaos.traffic import Outcome
 
 _BLOCKS = 20
+_FEWEST = 3 * _BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`seconds` since the start; `malloc_mb` and `python_blocks` as in `Allocated`; latencies in milliseconds of requests answered since the sample before."""
+    """`seconds` since the start; `malloc_mb` and `python_blocks` as in `Allocated`; latencies in milliseconds
+    of requests answered since the sample before."""
 
     seconds: float
     resident_mb: float
@@ -72,20 +74,28 @@ def write(samples: Sequence[Sample], path: Path) -> None:
     path.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples), encoding="utf-8")
 
 
-def memory_trend(samples: Sequence[Sample]) -> tuple[float, float] | None:
-    """MiB an hour in the second half, and half the width of its 95 % confidence interval. From means of
-    blocks, since one sample says little that the one before did not. None where there are too few."""
+def trend(samples: Sequence[Sample], name: str) -> tuple[float, float] | None:
+    """How much the least of a value grows in an hour, in the second half, and half the width of its 95 %
+    confidence interval. None where there are too few samples, or one lacks the value.
+
+    From the least of each block: what more there is at a moment is of requests that are there. As one block
+    resembles the one before, the error is that of fewer blocks, by the correlation of one's residual with the next one's (Santer et al.,
+    Journal of Geophysical Research 105(D6), 2000, section 3)."""
     half = samples[len(samples) // 2 :]
-    blocks = [block for block in np.array_split(np.array(_curve(half)), _BLOCKS) if len(block)]
-    if len(blocks) < 4:
+    values = [getattr(sample, name) for sample in half]
+    if len(half) < _FEWEST or None in values:
         return None
-    hours, megabytes = np.array([block.mean(axis=0) for block in blocks]).T
-    fit = stats.linregress(hours, megabytes)
-    return float(fit.slope), float(stats.t.ppf(0.975, len(blocks) - 2) * fit.stderr)
-
-
-def _curve(samples: Sequence[Sample]) -> list[tuple[float, float]]:
-    return [(sample.seconds / 3600, sample.resident_mb) for sample in samples]
+    curve = np.array([[sample.seconds / 3600 for sample in half], values]).T
+    blocks = np.array_split(curve, _BLOCKS)
+    hours = np.array([block[:, 0].mean() for block in blocks])
+    least = np.array([block[:, 1].min() for block in blocks])
+    fit = stats.linregress(hours, least)
+    left = least - (fit.intercept + fit.slope * hours)
+    # Residuals that do not vary at all say nothing of each other.
+    alike = float(left[1:] @ left[:-1] / (left @ left)) if left.any() else 0.0
+    independent = max(3.0, _BLOCKS * (1 - max(0.0, alike)) / (1 + max(0.0, alike)))
+    error = fit.stderr * math.sqrt((_BLOCKS - 2) / (independent - 2))
+    return float(fit.slope), float(stats.t.ppf(0.975, independent - 2) * error)
 
 
 def draw(samples: Sequence[Sample], faults: Sequence[float], path: Path) -> Path:
@@ -98,7 +108,13 @@ def draw(samples: Sequence[Sample], faults: Sequence[float], path: Path) -> Path
 
     minutes = [sample.seconds / 60 for sample in samples]
     panels: list[tuple[str, dict[str, list[Any]]]] = [
-        ("memory, MiB", {"": [sample.resident_mb for sample in samples]}),
+        (
+            "memory, MiB",
+            {
+                "resident": [sample.resident_mb for sample in samples],
+                "allocated in C": [sample.malloc_mb or math.nan for sample in samples],
+            },
+        ),
         ("descriptors", {"": [sample.descriptors for sample in samples]}),
         ("tasks", {"": [sample.tasks for sample in samples]}),
         (
@@ -119,8 +135,9 @@ def draw(samples: Sequence[Sample], faults: Sequence[float], path: Path) -> Path
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylabel(label)
         if len(lines) > 1:
-            axes.set_yscale("log")
             axes.legend(frameon=False)
+        if "ms" in label:
+            axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)
     rows[-1].set_xlabel("minutes (red: a fault)")

@@ -15,6 +15,10 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
+from maxsimd.api.interpreter import waiting_threads_sleep
+
+waiting_threads_sleep()  # before torch is imported, as in the command itself
+
 from maxsimd.api.cli import main
 from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.engine import Engine
