@@ -79,8 +79,8 @@ def trend(samples: Sequence[Sample], name: str) -> tuple[float, float] | None:
     confidence interval. None where there are too few samples, or one lacks the value.
 
     From the least of each block: what more there is at a moment is of requests that are there. As one block
-    resembles the one before, the error is that of fewer blocks, by the correlation of one's residual with the next one's (Santer et al.,
-    Journal of Geophysical Research 105(D6), 2000, section 3)."""
+    resembles the one before, the error is that of fewer blocks, by the correlation of each one's residual
+    with the next one's (Santer et al., Journal of Geophysical Research 105(D6), 2000, section 3)."""
     half = samples[len(samples) // 2 :]
     values = [getattr(sample, name) for sample in half]
     if len(half) < _FEWEST or None in values:
