@@ -215,6 +215,8 @@ class Running:
                 work.withdraw()
                 raise
             raise EngineDeadError(self._reason) from None
+        finally:
+            del work  # it holds the error, which holds this frame
 
     async def _free(self) -> None:
         """Ends actors and threads, and closes the cache once nothing reads it any more."""
@@ -235,19 +237,23 @@ class Running:
     ) -> tuple[Prepared, Values]:
         """Raises TimeoutError, where nothing of a partial result is wanted or there is nothing yet."""
         started = time.perf_counter()
-        async with asyncio.timeout(options.timeout):
-            prepared, values, timings = await self._prepare_and_queue(ids, prepare, request, options)
-            if options.on_timeout == "error":
-                return prepared, (await values).with_preparation(timings)
-        left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
+        values: asyncio.Future[Values] | None = None
         try:
-            await asyncio.wait({values}, timeout=left)
-        except asyncio.CancelledError:
-            values.cancel()
-            raise
-        if not values.done():
-            self.scheduler.mailbox.post(EndEarly(ids.request_id))
-        return prepared, (await values).with_preparation(timings)
+            async with asyncio.timeout(options.timeout):
+                prepared, values, timings = await self._prepare_and_queue(ids, prepare, request, options)
+                if options.on_timeout == "error":
+                    return prepared, (await values).with_preparation(timings)
+            left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
+            try:
+                await asyncio.wait({values}, timeout=left)
+            except asyncio.CancelledError:
+                values.cancel()
+                raise
+            if not values.done():
+                self.scheduler.mailbox.post(EndEarly(ids.request_id))
+            return prepared, (await values).with_preparation(timings)
+        finally:
+            values = None  # it holds the error, which holds this frame
 
     async def _prepare_and_queue(
         self,

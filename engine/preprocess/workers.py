@@ -6,6 +6,7 @@ do, large work goes slowly, because it takes processor time and Python's lock fr
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -60,11 +61,22 @@ class Work(Generic[T]):
         outer, _running.work = _running.work, self
         self.resumed = time.perf_counter()
         try:
-            self.future.set_result(self.function())
-        except BaseException as error:
-            self.future.set_exception(error)
+            _call(self.function, self.future)
         finally:
             _running.work = outer
+
+
+def _call(function: Callable[[], T], future: Future[T]) -> None:
+    """Puts what a function returns or raises into the future. An error keeps the frames that it came through,
+    and those what the function had read: all that is let go of here, or only the garbage collector would free
+    a large body of a request that failed."""
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        future.set_exception(error)
+    finally:
+        del function, future
 
 
 class _Running(threading.local):

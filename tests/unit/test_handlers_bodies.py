@@ -1,6 +1,7 @@
 """How bodies are read, and the limits on them, without a web server."""
 
 import dataclasses
+import gc
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -226,6 +227,24 @@ async def test_what_values_take_beyond_their_bytes_counts_as_memory_of_bodies(
         assert (await caller.post("/tokenize", {"text": "a " * 50_000})).status == 200
     assert (await caller.post("/v1/embeddings", ids)).status == 200
     assert caller.state.bodies.bytes == 0
+
+
+async def test_what_a_failed_request_had_read_is_freed_without_the_garbage_collector(
+    engine: RecordingEngine,
+) -> None:
+    """Everything stands still while that walks through a large body."""
+    caller = Caller(engine)
+    body = json.dumps({"inputs": [["a"]] * 20_000}).encode()
+    assert len(body) > LARGE_BODY
+    await caller.post("/predict", body)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert (await caller.post("/predict", body)).status == 413
+        assert gc.collect() < 5_000
+    finally:
+        gc.enable()
 
 
 async def test_a_body_that_is_too_deep_is_a_400(engine: RecordingEngine) -> None:
