@@ -24,11 +24,12 @@ _SETTLING_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a server holds; `engine` is its EngineStats, `tasks` are asyncio's on its event loop."""
+    """What a server holds; `engine` is its EngineStats, `tasks` are asyncio's on its event loop. Two are the
+    same whatever is allocated, which is never twice the same."""
 
     engine: dict[str, Any]
     tasks: int
-    allocated: Allocated
+    allocated: Allocated = field(compare=False)
     descriptors: int
 
     @property
