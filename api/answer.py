@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,10 @@ class Answer:
         parts = ((name, getattr(timings, name) * 1e3) for name in ("queue", "tokenise", "model", "score"))
         return self.with_headers(server_timing=", ".join(f"{name};dur={ms:.1f}" for name, ms in parts))
 
+    def with_warnings(self, warnings: Sequence[str] | msgspec.UnsetType) -> "Answer":
+        """The same answer with its warnings, if it has any, in a header too: not every shape has a place."""
+        return self.with_headers(x_maxsimd_warnings="; ".join(warnings)) if warnings else self
+
     def completed(self, request_id: str, seconds: float, more: Mapping[str, str]) -> "Answer":
         """The answer as it leaves, with the headers that every answer carries and with `more`."""
         said = {name.lower() for name in self.headers}
@@ -66,6 +70,17 @@ async def wire_answer(build: Callable[[], Any], items: int, characters: int = 0)
 def json_page(page: Any, status: int = 200) -> Answer:
     """A small page for those who run a server, as JSON that people read too."""
     return Answer(status, {"Content-Type": "application/json; charset=utf-8"}, json.dumps(page).encode())
+
+
+def warnings_of(truncated: int) -> list[str] | msgspec.UnsetType:
+    """What to say of a result for which that many inputs were cut."""
+    if not truncated:
+        return msgspec.UNSET
+    were = "input was" if truncated == 1 else "inputs were"
+    return [
+        f"{truncated} {were} longer than the model reads and cut; send shorter texts, or long_documents "
+        '"error" to have them refused'
+    ]
 
 
 def new_id(prefix: str) -> str:

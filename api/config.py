@@ -46,7 +46,13 @@ class ServerConfig:
     max_documents: int = option(10_000, "Most documents or texts in one request.")
     long_documents: Literal["truncate", "window", "error"] = option(
         "truncate",
-        "What /rerank does with over-long documents unless the request says; window reads them whole.",
+        "What is done with inputs that are too long unless the request says; window reads documents whole "
+        "that are scored, and cuts other texts.",
+    )
+    accept_token_ids: bool = option(
+        False,
+        "Take token ids in place of texts. Clients send those of other tokenisers by default, which mean "
+        "something else here, so they are refused otherwise.",
     )
     max_connections: int | None = option(
         None, "Most connections at a time; by default what the limit on descriptors allows, 10,000 at most."

@@ -137,15 +137,23 @@ def _part_text(part: Any, where: str, param: str) -> str:
     raise InvalidRequestError(f"{where} has a content part that is not text; only text can be scored", param)
 
 
-def truncation_of(request: Common, default: LongDocuments = "error") -> Truncation:
-    """What the request says of over-long inputs; `default` where it says nothing."""
+def truncation_of(request: Common, default: LongDocuments) -> Truncation:
+    """What the request says of over-long inputs; `default` where it says nothing. Only documents that are
+    scored are read through windows: a vector or a label is one text's."""
     side = request.truncation_side or "right"
     tokens = request.truncate_prompt_tokens
-    if not isinstance(request, Scoring):
-        return Truncation(max_tokens=tokens, side=side)
     long_documents = request.long_documents or default
+    if tokens is None and long_documents != "error":
+        tokens = -1
+    if not isinstance(request, Scoring):
+        if request.long_documents == "window":
+            raise InvalidRequestError(
+                "long_documents window is only for documents that are scored; use truncate or error",
+                "long_documents",
+            )
+        return Truncation(max_tokens=tokens, side=side)
     return Truncation(
-        max_tokens=-1 if tokens is None and long_documents != "error" else tokens,
+        max_tokens=tokens,
         side=side,
         max_query_tokens=request.max_tokens_per_query or None,
         max_document_tokens=request.max_tokens_per_doc or None,
@@ -186,6 +194,17 @@ def as_inputs(value: Any, most: int) -> list[str] | list[list[int]]:
         "input must be a text, a list of texts, a list of token ids or a list of those, and not empty",
         "input",
     )
+
+
+def check_token_ids(inputs: list[str] | list[list[int]], accepted: bool) -> None:
+    """Raises InvalidRequestError for token ids, unless they are accepted."""
+    if not accepted and not isinstance(inputs[0], str):
+        raise InvalidRequestError(
+            "input has token ids, and those of another tokeniser would get vectors that mean nothing; send "
+            "texts (LangChain's OpenAIEmbeddings does with check_embedding_ctx_length=False), or have the "
+            "server started with --accept-token-ids if they are its own (POST /tokenize)",
+            "input",
+        )
 
 
 def as_sequences(value: Any, most: int) -> tuple[list[str], list[str] | None, bool]:

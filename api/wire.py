@@ -23,6 +23,7 @@ class Common(msgspec.Struct, kw_only=True):
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
+    long_documents: LongDocuments | None = None
     priority: int | Literal["interactive", "batch"] | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
@@ -35,7 +36,6 @@ class Scoring(Common, kw_only=True):
     use_activation: bool | None = None
     raw_scores: bool | None = None
     instruction: str | None = None
-    long_documents: LongDocuments | None = None
     window_overlap: NotNegative | None = None
     cache: Literal["use", "bypass", "refresh"] | None = None
     on_timeout: Literal["error", "partial"] | None = None
@@ -141,7 +141,13 @@ class Completeness(msgspec.Struct, kw_only=True):
     errors: list[DocumentError] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ScoreResponse(Completeness):
+class Warned(msgspec.Struct, kw_only=True):
+    """What a request is told of its inputs though it was answered: that some were cut."""
+
+    warnings: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ScoreResponse(Completeness, Warned):
     id: str
     created: int
     model: str
@@ -160,13 +166,12 @@ class Ranked(msgspec.Struct, omit_defaults=True):
     document: Document | None = None
 
 
-class RerankResponse(Completeness, omit_defaults=True):
+class RerankResponse(Completeness, Warned, omit_defaults=True):
     id: str
     model: str
     results: list[Ranked]
     usage: Usage
     meta: dict[str, Any]
-    warnings: list[str] = []
 
 
 class TeiRanked(msgspec.Struct, omit_defaults=True):
@@ -181,7 +186,7 @@ class Embedding(msgspec.Struct):
     object: str = "embedding"
 
 
-class EmbeddingsResponse(msgspec.Struct):
+class EmbeddingsResponse(Warned):
     id: str
     created: int
     model: str
@@ -196,7 +201,7 @@ class Pooling(msgspec.Struct):
     object: str = "pooling"
 
 
-class PoolingResponse(msgspec.Struct):
+class PoolingResponse(Warned):
     id: str
     created: int
     model: str
@@ -212,7 +217,7 @@ class Classification(msgspec.Struct):
     num_classes: int
 
 
-class ClassifyResponse(msgspec.Struct):
+class ClassifyResponse(Warned):
     id: str
     created: int
     model: str

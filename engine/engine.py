@@ -31,13 +31,12 @@ from maxsimd.engine.postprocess import (
 from maxsimd.engine.preprocess import Prepared
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
-    CUT_LONG,
-    REFUSE_LONG,
     CacheMode,
     ClassifyResult,
     EmbedRequest,
     EmbedResult,
     InputType,
+    LongInputPolicy,
     OnError,
     OnTimeout,
     Priority,
@@ -47,13 +46,20 @@ from maxsimd.engine.requests import (
     ScoreRequest,
     ScoreResult,
     TokenEmbedResult,
-    Truncation,
     Values,
 )
 from maxsimd.engine.runtime import Running, bury, launch
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant, TenantLimits
-from maxsimd.engine.validation import as_inputs, as_texts, check_dimensions, check_scores, check_task, pair_up
+from maxsimd.engine.validation import (
+    as_inputs,
+    as_texts,
+    as_truncation,
+    check_dimensions,
+    check_scores,
+    check_task,
+    pair_up,
+)
 
 T = TypeVar("T")
 Texts = str | Sequence[str]
@@ -163,7 +169,7 @@ class Engine:
         queries: Texts,
         documents: Texts,
         *,
-        truncation: Truncation = REFUSE_LONG,
+        truncation: LongInputPolicy = "cut",
         use_activation: bool = True,
         instruction: str | None = None,
         cache: CacheMode = "use",
@@ -178,8 +184,9 @@ class Engine:
 
         Scores are in the documents' order and higher is better: MaxSim sums for late interaction, cosines
         for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
-        for cross-encoders. `instruction` is for models that take one. `cache` says whether embeddings of
-        documents are taken from the cache, and new ones cached.
+        for cross-encoders. Inputs that are too long for the model are cut, and counted in `truncated`, unless
+        `truncation` says "error", "window" or something else. `instruction` is for models that take one.
+        `cache` says whether embeddings of documents are taken from the cache, and new ones cached.
 
         With `on_timeout` "partial" a request whose time is up has the scores that there are by then, and the
         rest `unscored`; its documents are run in their order. With `on_error` "report" a document that cannot
@@ -193,7 +200,7 @@ class Engine:
         request = ScoreRequest(
             queries=paired_queries,
             documents=paired_documents,
-            truncation=truncation,
+            truncation=as_truncation(truncation),
             instruction=instruction,
             cache=cache,
         )
@@ -208,7 +215,7 @@ class Engine:
         documents: Sequence[str],
         *,
         top_n: int | None = None,
-        truncation: Truncation = CUT_LONG,
+        truncation: LongInputPolicy = "cut",
         use_activation: bool = True,
         instruction: str | None = None,
         cache: CacheMode = "use",
@@ -219,9 +226,8 @@ class Engine:
         on_error: OnError = "fail",
         progress: Progress | None = None,
     ) -> RerankResult:
-        """Ranks documents for a query, best first, ties in input order; at most `top_n` of them.
-
-        Over-long documents are cut unless `truncation` says otherwise."""
+        """Ranks documents for a query, best first, ties in input order; at most `top_n` of them. Options are
+        those of `score`."""
         if top_n is not None and top_n < 0:
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
         texts = as_texts(documents, "documents")
@@ -251,7 +257,7 @@ class Engine:
         input_type: InputType | None = None,
         prompt_name: str | None = None,
         dimensions: int | None = None,
-        truncation: Truncation = REFUSE_LONG,
+        truncation: LongInputPolicy = "cut",
         priority: Priority = 0,
         tenant: str = "",
         timeout: float | None = None,
@@ -265,7 +271,7 @@ class Engine:
             task="embed",
             input_type=input_type,
             prompt_name=prompt_name,
-            truncation=truncation,
+            truncation=as_truncation(truncation),
         )
         options = RunOptions(priority, tenant, timeout, progress)
         model = self.model
@@ -281,7 +287,7 @@ class Engine:
         prompt_name: str | None = None,
         dimensions: int | None = None,
         max_tokens: int | None = None,
-        truncation: Truncation = REFUSE_LONG,
+        truncation: LongInputPolicy = "cut",
         priority: Priority = 0,
         tenant: str = "",
         timeout: float | None = None,
@@ -294,7 +300,7 @@ class Engine:
             task="token_embed",
             input_type=input_type,
             prompt_name=prompt_name,
-            truncation=truncation,
+            truncation=as_truncation(truncation),
             max_tokens=max_tokens,
         )
         options = RunOptions(priority, tenant, timeout, progress)
@@ -310,7 +316,7 @@ class Engine:
         texts: Inputs,
         *,
         text_pairs: Sequence[str] | None = None,
-        truncation: Truncation = REFUSE_LONG,
+        truncation: LongInputPolicy = "cut",
         use_activation: bool = True,
         priority: Priority = 0,
         tenant: str = "",
@@ -323,12 +329,13 @@ class Engine:
         model = self.model
         check_task("classify", model.tasks)
         options = RunOptions(priority, tenant, timeout, progress)
+        long_inputs = as_truncation(truncation)
         if text_pairs is None:
-            texts_alone = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=truncation)
+            texts_alone = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=long_inputs)
             prepared, values = await self._texts(texts_alone, None, options)
         else:
             first, second = pair_up(cast("Texts", texts), text_pairs)
-            pairs = ScoreRequest(queries=first, documents=second, truncation=truncation)
+            pairs = ScoreRequest(queries=first, documents=second, truncation=long_inputs)
             prepared, values = await self._pairs(pairs, options)
         activation = model.probabilities if use_activation else None
         return await aside(

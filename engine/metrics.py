@@ -72,6 +72,9 @@ class EngineMetrics:
             buckets=(1, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000),
             registry=self.registry,
         )
+        self.truncated = self._counter(
+            "maxsimd_truncated_inputs", "Inputs that were too long for the model and were cut"
+        )
         self.cancelled = self._counter(
             "maxsimd_cancelled_requests", "Requests whose caller went away or ran out of time"
         )

@@ -124,6 +124,9 @@ REFUSE_LONG = Truncation()
 CUT_LONG = Truncation(max_tokens=-1)
 WINDOW_LONG = Truncation(max_tokens=-1, windows=True)
 
+# What to do with inputs that are too long, in a word or in full.
+LongInputPolicy: TypeAlias = Truncation | Literal["cut", "error", "window"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
@@ -189,8 +192,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """One score a document, in input order; higher is more relevant. `unscored` are the documents that there
-    was no time for, and `errors` says of others why they have no score; instead of one these have NaN."""
+    """One score a document, in input order; higher is more relevant. `truncated` counts the inputs that were
+    cut. `unscored` are the documents that there was no time for, and `errors` says of others why they have no
+    score; instead of one these have NaN."""
 
     scores: list[float]
     usage: Usage
@@ -222,25 +226,28 @@ class RerankResult:
 
 @dataclass(frozen=True, slots=True)
 class EmbedResult:
-    """One vector a text: float32 [texts, dim]."""
+    """One vector a text: float32 [texts, dim]. `truncated` counts the texts that were cut."""
 
     embeddings: NDArray[np.float32]
     usage: Usage
+    truncated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifyResult:
     """One score a text and label: float32 [texts, labels], with the labels in the order of the columns.
-    Probabilities, or logits where these were asked for."""
+    Probabilities, or logits where these were asked for. `truncated` counts the inputs that were cut."""
 
     scores: NDArray[np.float32]
     labels: tuple[str, ...]
     usage: Usage
+    truncated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEmbedResult:
-    """One matrix a text: float32 [tokens, dim] each."""
+    """One matrix a text: float32 [tokens, dim] each. `truncated` counts the texts that were cut."""
 
     embeddings: list[NDArray[np.float32]]
     usage: Usage
+    truncated: int = 0

@@ -277,6 +277,7 @@ class Running:
 
             prepared, waiting, timings = await self.in_pool(check_and_prepare, request.size)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
+            self._metrics.truncated.inc(prepared.truncated)
             permit.confirm(waiting.work)
             values = self._queue(waiting, prepared.results, options)
             permit.compare(values)

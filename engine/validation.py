@@ -3,7 +3,17 @@
 from collections.abc import Collection, Sequence
 
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.requests import OnError, OnTimeout
+from maxsimd.engine.requests import (
+    CUT_LONG,
+    REFUSE_LONG,
+    WINDOW_LONG,
+    LongInputPolicy,
+    OnError,
+    OnTimeout,
+    Truncation,
+)
+
+_POLICIES = {"cut": CUT_LONG, "error": REFUSE_LONG, "window": WINDOW_LONG}
 
 
 def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
@@ -26,6 +36,16 @@ def as_inputs(inputs: str | Sequence[str | Sequence[int]]) -> tuple[str | tuple[
     if not inputs:
         raise InvalidRequestError("input is empty; give at least one text", "input")
     return inputs
+
+
+def as_truncation(policy: LongInputPolicy) -> Truncation:
+    """What to do with inputs that are too long. Raises InvalidRequestError for a word that is not known."""
+    found = policy if isinstance(policy, Truncation) else _POLICIES.get(policy)
+    if found is None:
+        raise InvalidRequestError(
+            f"truncation {policy!r} is not known; use cut, error, window or a Truncation", "truncation"
+        )
+    return found
 
 
 def pair_up(

@@ -3,24 +3,33 @@
 from typing import Any
 
 from maxsimd.api import wire
-from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.reading import inputs_of, sequences_of, tei_truncation_of, truncation_of
+from maxsimd.api.reading import (
+    check_token_ids,
+    inputs_of,
+    sequences_of,
+    tei_truncation_of,
+    truncation_of,
+)
 from maxsimd.api.state import ServerState
 
 
 async def classify(
     state: ServerState, body: wire.ClassifyRequest, inputs: list[str] | list[list[int]], tenant: str
 ) -> Answer:
+    check_token_ids(inputs, state.config.accept_token_ids)
     model = state.model_name
     result = await state.engine.classify(
         inputs,
-        truncation=truncation_of(body),
+        truncation=truncation_of(body, state.config.long_documents),
         use_activation=body.use_activation is not False,
         priority=body.priority or 0,
         tenant=tenant,
         timeout=body.timeout,
     )
+
+    warnings = warnings_of(result.truncated)
 
     def build() -> wire.ClassifyResponse:
         labels = result.labels
@@ -28,9 +37,10 @@ async def classify(
             wire.Classification(i, labels[row.argmax()], row.tolist(), len(labels))
             for i, row in enumerate(result.scores)
         ]
-        return wire.ClassifyResponse(new_id("classify"), now(), model, data, usage_of(result.usage))
+        usage = usage_of(result.usage)
+        return wire.ClassifyResponse(new_id("classify"), now(), model, data, usage, warnings=warnings)
 
-    return await wire_answer(build, len(result.scores))
+    return (await wire_answer(build, len(result.scores))).with_warnings(warnings)
 
 
 async def predict(
@@ -53,7 +63,7 @@ async def predict(
         answers = [_ranked(result.labels, row.tolist()) for row in result.scores]
         return answers if is_batch else answers[0]
 
-    return await wire_answer(build, len(result.scores))
+    return (await wire_answer(build, len(result.scores))).with_warnings(warnings_of(result.truncated))
 
 
 def _ranked(labels: tuple[str, ...], row: list[float]) -> list[dict[str, Any]]:

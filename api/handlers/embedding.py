@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.api import wire
-from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.reading import input_type_of, inputs_of, truncation_of
+from maxsimd.api.reading import check_token_ids, input_type_of, inputs_of, truncation_of
 from maxsimd.api.state import ServerState
 from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, TokenEmbedResult
 
@@ -20,39 +20,46 @@ Inputs = list[str] | list[list[int]]
 
 
 async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str) -> Answer:
+    check_token_ids(inputs, state.config.accept_token_ids)
     model = state.model_name
     result = await state.engine.embed(
         inputs,
         input_type=input_type_of(body.input_type),
         prompt_name=body.prompt_name,
         dimensions=body.dimensions,
-        truncation=truncation_of(body),
+        truncation=truncation_of(body, state.config.long_documents),
         priority=body.priority or 0,
         tenant=tenant,
         timeout=body.timeout,
     )
+
+    warnings = warnings_of(result.truncated)
 
     def build() -> wire.EmbeddingsResponse:
         data = [
             wire.Embedding(i, _encode(vector, body.encoding_format))
             for i, vector in enumerate(result.embeddings)
         ]
-        return wire.EmbeddingsResponse(new_id("embd"), now(), model, data, usage_of(result.usage))
+        usage = usage_of(result.usage)
+        return wire.EmbeddingsResponse(new_id("embd"), now(), model, data, usage, warnings=warnings)
 
-    return await wire_answer(build, result.embeddings.size)
+    return (await wire_answer(build, result.embeddings.size)).with_warnings(warnings)
 
 
 async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs, tenant: str) -> Answer:
+    check_token_ids(inputs, state.config.accept_token_ids)
     model = state.model_name
     result = await _pool(state, body, inputs, tenant)
     pooled = result.scores if isinstance(result, ClassifyResult) else result.embeddings
+    warnings = warnings_of(result.truncated)
 
     def build() -> wire.PoolingResponse:
         data = [wire.Pooling(i, _encode(item, body.encoding_format)) for i, item in enumerate(pooled)]
-        return wire.PoolingResponse(new_id("pooling"), now(), model, data, usage_of(result.usage))
+        usage = usage_of(result.usage)
+        return wire.PoolingResponse(new_id("pooling"), now(), model, data, usage, warnings=warnings)
 
     num_values = sum(item.size for item in pooled)
-    return await wire_answer(build, num_values)
+    return (await wire_answer(build, num_values)).with_warnings(warnings)
 
 
 async def _pool(
@@ -62,7 +69,7 @@ async def _pool(
     engine = state.engine
     task = body.task or engine.model.score_task
     options: dict[str, Any] = {
-        "truncation": truncation_of(body),
+        "truncation": truncation_of(body, state.config.long_documents),
         "priority": body.priority or 0,
         "tenant": tenant,
         "timeout": body.timeout,

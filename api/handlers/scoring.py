@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from maxsimd.api import wire
-from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import (
     in_its_words,
@@ -27,7 +27,7 @@ async def score(
     with _in_its_words(body):
         result = await state.engine.score(
             *texts,
-            truncation=truncation_of(body),
+            truncation=truncation_of(body, state.config.long_documents),
             use_activation=wants_activation(body),
             instruction=body.instruction,
             cache=body.cache or "use",
@@ -38,13 +38,15 @@ async def score(
             on_error=body.on_error or "fail",
         )
 
+    warnings = warnings_of(result.truncated)
+
     def build() -> wire.ScoreResponse:
         data = [wire.Score(i, score) for i, score in enumerate(result.scores) if not math.isnan(score)]
-        rest = _completeness(body, result)
-        return wire.ScoreResponse(new_id("score"), now(), model, data, usage_of(result.usage), **rest)
+        usage, rest = usage_of(result.usage), _completeness(body, result)
+        return wire.ScoreResponse(new_id("score"), now(), model, data, usage, warnings=warnings, **rest)
 
     answer = await wire_answer(build, len(result.scores))
-    return answer.with_timings(result.timings)
+    return answer.with_timings(result.timings).with_warnings(warnings)
 
 
 async def rerank(
@@ -57,26 +59,26 @@ async def rerank(
     result = await _rank(state, body, texts, truncation, tenant)
 
     with_text = body.return_documents is not False
+    warnings = warnings_of(result.truncated)
 
     def build() -> wire.RerankResponse:
         results = [
             wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if with_text else None)
             for ranked in result.results
         ]
-        cut = f"{result.truncated} of the inputs were too long and have been cut"
         return wire.RerankResponse(
             new_id("rerank"),
             model,
             results,
             usage_of(result.usage),
             {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
-            [cut] if result.truncated else [],
+            warnings=warnings,
             **_completeness(body, result),
         )
 
     characters = _characters(result) if with_text else 0
     answer = await wire_answer(build, len(result.results) + len(result.unscored), characters)
-    return answer.with_timings(result.timings)
+    return answer.with_timings(result.timings).with_warnings(warnings)
 
 
 async def _rerank_texts(
@@ -98,7 +100,7 @@ async def _rerank_texts(
 
     characters = _characters(result) if body.return_text else 0
     answer = await wire_answer(build, len(result.results), characters)
-    return answer.with_timings(result.timings)
+    return answer.with_timings(result.timings).with_warnings(warnings_of(result.truncated))
 
 
 async def _rank(

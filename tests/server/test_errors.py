@@ -66,7 +66,7 @@ BAD_REQUESTS: list[tuple[str, Any, str, str | None]] = [
     ("/rerank", RERANK | {"timeout": 0}, "timeout", "timeout"),
     ("/v1/embeddings", {"input": []}, "not empty", "input"),
     ("/v1/embeddings", {"input": {"a": 1}}, "input must be", "input"),
-    ("/v1/embeddings", {"input": [[1, 99_999_999]]}, "token ids from 0 to", "input"),
+    ("/v1/embeddings", {"input": [[1, 2]]}, "input has token ids", "input"),
     ("/v1/embeddings", {"input": "a", "dimensions": 385}, "from 1 to 384", "dimensions"),
     ("/v1/embeddings", {"input": "a", "input_type": "poem"}, "not known", "input_type"),
     ("/pooling", {"input": "a", "task": "plugin"}, "task", "task"),

@@ -83,7 +83,7 @@ def test_rerank_with_texts_answers_as_text_embeddings_inference_does(server: Ser
 def test_rerank_cuts_long_documents_and_says_so(server: Server) -> None:
     answer = post(server, "/rerank", {"query": QUERY, "documents": ["word " * 2000, "short"]}).json()
     assert len(answer["results"]) == 2
-    assert answer["warnings"] == ["1 of the inputs were too long and have been cut"]
+    assert answer["warnings"][0].startswith("1 input was longer than the model reads and cut")
     refused = post(
         server, "/rerank", {"query": QUERY, "documents": ["word " * 2000], "long_documents": "error"}
     )
@@ -91,13 +91,19 @@ def test_rerank_cuts_long_documents_and_says_so(server: Server) -> None:
     assert "2002 tokens, but at most 256" in refused.json()["error"]["message"]
 
 
-def test_score_refuses_long_documents_unless_asked_to_cut(server: Server) -> None:
+def test_score_cuts_long_documents_too(server: Server) -> None:
     body = {"queries": QUERY, "documents": ["word " * 2000]}
-    refused = post(server, "/score", body)
+    before = server.metric("maxsimd_truncated_inputs_total")
+    response = post(server, "/score", body)
+    assert response.json()["usage"]["prompt_tokens"] == 256 + 9
+    assert response.json()["warnings"] == [response.headers["x-maxsimd-warnings"]]
+    assert server.metric("maxsimd_truncated_inputs_total") == (before or 0) + 1
+    fits = post(server, "/score", {"queries": QUERY, "documents": ["word"]})
+    assert "warnings" not in fits.json()
+    assert "x-maxsimd-warnings" not in fits.headers
+    refused = post(server, "/score", body | {"long_documents": "error"})
     assert refused.status_code == 400
     assert "2002 tokens, but at most 256" in refused.json()["error"]["message"]
-    answer = post(server, "/score", body | {"truncate_prompt_tokens": -1}).json()
-    assert answer["usage"]["prompt_tokens"] == 256 + 9
     answer = post(server, "/score", body | {"max_tokens_per_doc": 10}).json()
     assert answer["usage"]["prompt_tokens"] == 12 + 9
 

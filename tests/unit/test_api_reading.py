@@ -172,19 +172,23 @@ def test_a_request_says_what_becomes_of_long_inputs(
 ) -> None:
     expected = truncation or Truncation(window_overlap=4)
     assert reading.truncation_of(RerankRequest(query="q", **options), default) == expected
-    if default == "error":
-        assert reading.truncation_of(ScoreRequest(**options)) == expected
+    assert reading.truncation_of(ScoreRequest(**options), default) == expected
 
 
 @pytest.mark.parametrize("default", ["truncate", "window", "error"])
-def test_what_is_not_scored_has_no_documents_to_treat_in_another_way(default: Any) -> None:
+def test_what_is_not_scored_is_cut_where_documents_are_read_through_windows(default: Any) -> None:
+    only_scored = "long_documents window is only for documents that are scored; use truncate or error"
     for options, expected in (
-        ({}, REFUSE),
+        ({}, REFUSE if default == "error" else CUT_LONG),
+        ({"long_documents": "error"}, REFUSE),
+        ({"long_documents": "truncate"}, CUT_LONG),
         ({"truncate_prompt_tokens": -1}, CUT_LONG),
         ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, Truncation(max_tokens=3, side="left")),
     ):
         request = ClassifyRequest(input="a", **options)
         assert reading.truncation_of(request, default) == expected
+    with _refused("long_documents", only_scored):
+        reading.truncation_of(ClassifyRequest(input="a", long_documents="window"), default)
 
 
 @pytest.mark.parametrize("make", [lambda **o: PredictRequest(inputs="a", **o), RerankRequest])

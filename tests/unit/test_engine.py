@@ -13,6 +13,7 @@ import torch
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
     CUT_LONG,
+    WINDOW_LONG,
     Engine,
     EngineConfig,
     EngineDeadError,
@@ -113,13 +114,40 @@ async def test_requests_that_make_no_sense_are_refused(
         await engine.score(queries, documents)
 
 
-async def test_an_over_long_document_is_refused_with_both_numbers_or_cut(engine: Engine) -> None:
+@pytest.mark.parametrize("policy", ["error", Truncation()])
+async def test_an_over_long_document_is_cut_or_refused_with_both_numbers(engine: Engine, policy: Any) -> None:
     long = "word " * 400
     with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 402 tokens, but at most 256"):
-        await engine.score("a", ["fine", long])
-    cut = await engine.rerank("a", ["fine", long])
+        await engine.score("a", ["fine", long], truncation=policy)
+    for cut in (await engine.score("a", ["fine", long]), await engine.rerank("a", ["fine", long])):
+        assert cut.truncated == 1
+        assert cut.usage.prompt_tokens == 3 + 3 + 256
+
+
+@pytest.mark.parametrize("task", ["embed", "embed_tokens"])
+async def test_an_over_long_text_is_cut_or_refused_where_it_is_embedded(engine: Engine, task: str) -> None:
+    long = "word " * 400
+    run = getattr(engine, task)
+    cut = await run(["fine", long])
     assert cut.truncated == 1
-    assert cut.usage.prompt_tokens == 3 + 3 + 256
+    assert cut.usage.prompt_tokens == 3 + 256
+    assert (await run(["fine"])).truncated == 0
+    with pytest.raises(InvalidRequestError, match="402 tokens, but at most 256"):
+        await run(["fine", long], truncation="error")
+
+
+async def test_windows_can_be_asked_for_by_their_name(engine: Engine) -> None:
+    long = "word " * 400 + "paris"
+    by_name = await engine.score("paris", long, truncation="window", cache="bypass")
+    in_full = await engine.score("paris", long, truncation=WINDOW_LONG, cache="bypass")
+    assert by_name.scores == in_full.scores
+    assert by_name.truncated == 0
+    with pytest.raises(InvalidRequestError, match=r"'cut off' is not known; use cut, error, window"):
+        await engine.score("paris", long, truncation="cut off")  # type: ignore[arg-type]
+
+
+async def test_a_truncation_can_be_said_in_full(engine: Engine) -> None:
+    long = "word " * 400
     shorter = await engine.score("a", long, truncation=Truncation(max_tokens=20))
     assert shorter.usage.prompt_tokens == 3 + 20
     text_only = await engine.score("a", long, truncation=Truncation(max_document_tokens=7))

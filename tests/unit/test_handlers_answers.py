@@ -142,11 +142,12 @@ async def test_a_warning_says_how_many_documents_were_cut(caller: Caller, path: 
     long = "word " * 2000
     body = {"query": "q", "documents": [long, "short", long + "x"]}
     answer = await caller.json(path, body)
-    assert answer["warnings"] == ["2 of the inputs were too long and have been cut"]
+    said = 'longer than the model reads and cut; send shorter texts, or long_documents "error" to have'
+    assert answer["warnings"] == [f"2 inputs were {said} them refused"]
     fitting = await caller.json(path, {"query": "q", "documents": ["word " * 254]})
     assert "warnings" not in fitting, "a document of exactly 256 tokens is not cut"
     cut = await caller.json(path, {"query": "q", "documents": ["word " * 255]})
-    assert cut["warnings"] == ["1 of the inputs were too long and have been cut"]
+    assert cut["warnings"] == [f"1 input was {said} them refused"]
     assert await caller.error(path, body | {"long_documents": "error"}) == (
         400,
         {
@@ -167,18 +168,24 @@ async def test_a_warning_says_how_many_documents_were_cut(caller: Caller, path: 
         ("/v1/score", lambda text: {"queries": "q", "documents": text}),
         ("/v1/embeddings", lambda text: {"input": text}),
         ("/pooling", lambda text: {"input": ["a", text]}),
-        ("/rerank", lambda text: {"query": "q", "texts": [text], "truncate": False}),
+        ("/rerank", lambda text: {"query": "q", "texts": [text]}),
     ],
 )
-async def test_an_input_of_exactly_the_models_length_is_taken_and_one_token_more_is_a_400(
+async def test_an_input_of_exactly_the_models_length_is_whole_and_one_token_more_is_cut_or_a_400(
     caller: Caller, path: str, body: Any
 ) -> None:
-    await caller.json(path, body("word " * 254))
-    status, error = await caller.error(path, body("word " * 255))
+    strict = {"truncate": False} if path == "/rerank" else {"long_documents": "error"}
+    fits, too_long = body("word " * 254), body("word " * 255)
+    assert "x-maxsimd-warnings" not in (await caller.post(path, fits)).headers
+    assert (await caller.post(path, fits | strict)).status == 200
+    cut = await caller.post(path, too_long)
+    assert cut.status == 200
+    assert cut.headers["x-maxsimd-warnings"].startswith("1 input was longer")
+    if path != "/rerank":
+        assert json.loads(cut.body)["warnings"] == [cut.headers["x-maxsimd-warnings"]]
+    status, error = await caller.error(path, too_long | strict)
     assert status == 400
     assert "257 tokens, but at most 256 can be run" in error["message"]
-    if path != "/rerank":
-        await caller.json(path, body("word " * 255) | {"truncate_prompt_tokens": -1})
 
 
 @pytest.mark.parametrize("path", ["/score", "/rerank", "/v1/embeddings", "/pooling"])

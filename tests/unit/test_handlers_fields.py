@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 REFUSE = Truncation()
 PAIRS = {
-    "truncation": REFUSE,
+    "truncation": CUT_LONG,
     "use_activation": True,
     "instruction": None,
     "cache": "use",
@@ -25,17 +25,17 @@ PAIRS = {
     "on_timeout": "error",
     "on_error": "fail",
 }
-CUT_PAIRS = PAIRS | {"truncation": CUT_LONG, "top_n": None}
+RANK = PAIRS | {"top_n": None}
 EMBED = {
     "input_type": None,
     "prompt_name": None,
     "dimensions": None,
-    "truncation": REFUSE,
+    "truncation": CUT_LONG,
     "priority": 0,
     "tenant": "",
     "timeout": None,
 }
-CLASSIFY = {"truncation": REFUSE, "use_activation": True, "priority": 0, "tenant": "", "timeout": None}
+CLASSIFY = {"truncation": CUT_LONG, "use_activation": True, "priority": 0, "tenant": "", "timeout": None}
 PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
 
 SCORE_BODY = {"queries": "q", "documents": ["d", "e"]}
@@ -46,12 +46,12 @@ TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
 PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]]] = {
     "score": ("/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
     "v1/score": ("/v1/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
-    "rerank": ("/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
-    "v1/rerank": ("/v1/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
-    "v2/rerank": ("/v2/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
-    "rerank texts": ("/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
-    "v1/rerank texts": ("/v1/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
-    "v2/rerank texts": ("/v2/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), CUT_PAIRS),
+    "rerank": ("/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "v1/rerank": ("/v1/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "v2/rerank": ("/v2/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "rerank texts": ("/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "v1/rerank texts": ("/v1/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "v2/rerank texts": ("/v2/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "embeddings": ("/v1/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
     "pooling": ("/pooling", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
     "pooling embed": ("/pooling", {"input": "d", "task": "embed"}, "embed", (["d"],), EMBED),
@@ -72,6 +72,7 @@ TEI_RERANKS = ("rerank texts", "v1/rerank texts", "v2/rerank texts")
 EMBEDS = ("embeddings", "pooling", "pooling embed", "pooling tokens")
 TEI = (*TEI_RERANKS, "predict")
 CLASSIFIES = ("pooling classify", "classify")
+TRUNCATING = (*SCORES, *RERANKS, *EMBEDS, *CLASSIFIES)
 LEFT = Truncation(side="left")
 CUT_LEFT = Truncation(max_tokens=-1, side="left")
 
@@ -93,24 +94,21 @@ def _cut(**changes: Any) -> dict[str, Any]:
 # Which routes, what is added to the plainest request, and what that changes in the call.
 Change = tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]
 CHANGES: list[Change] = [
-    ((*SCORES, *EMBEDS, *CLASSIFIES), {"truncate_prompt_tokens": -1}, _cut()),
-    ((*SCORES, *EMBEDS, *CLASSIFIES), {"truncate_prompt_tokens": 7}, _truncation(max_tokens=7)),
-    ((*SCORES, *EMBEDS, *CLASSIFIES), {"truncate_prompt_tokens": 0}, _truncation(max_tokens=0)),
-    (RERANKS, {"truncate_prompt_tokens": 7}, _truncation(max_tokens=7)),
-    (RERANKS, {"truncate_prompt_tokens": 7, "long_documents": "error"}, _truncation(max_tokens=7)),
-    ((*SCORES, *EMBEDS, *CLASSIFIES), {"truncation_side": "left"}, _truncation(side="left")),
-    ((*SCORES, *EMBEDS, *CLASSIFIES), {"truncation_side": "right"}, {}),
-    (RERANKS, {"truncation_side": "left"}, _cut(side="left")),
+    (TRUNCATING, {"truncate_prompt_tokens": -1}, {}),
+    (TRUNCATING, {"truncate_prompt_tokens": 7}, _truncation(max_tokens=7)),
+    (TRUNCATING, {"truncate_prompt_tokens": 0}, _truncation(max_tokens=0)),
+    (TRUNCATING, {"truncate_prompt_tokens": 7, "long_documents": "error"}, _truncation(max_tokens=7)),
+    (TRUNCATING, {"truncation_side": "left"}, _cut(side="left")),
+    (TRUNCATING, {"truncation_side": "right"}, {}),
+    (TRUNCATING, {"long_documents": "truncate"}, {}),
+    (TRUNCATING, {"long_documents": "error"}, {"truncation": REFUSE}),
     ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"priority": 3}, {"priority": 3}),
     ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"priority": -2}, {"priority": -2}),
     ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"priority": "batch"}, {"priority": "batch"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS, *EMBEDS, *CLASSIFIES), {"timeout": 17.5}, {"timeout": 17.5}),
-    (SCORES, {"max_tokens_per_query": 5}, _truncation(max_query_tokens=5)),
-    (SCORES, {"max_tokens_per_doc": 6}, _truncation(max_document_tokens=6)),
-    (SCORES, {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
-    (RERANKS, {"max_tokens_per_query": 5}, _cut(max_query_tokens=5)),
-    (RERANKS, {"max_tokens_per_doc": 6}, _cut(max_document_tokens=6)),
-    (RERANKS, {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
+    ((*SCORES, *RERANKS), {"max_tokens_per_query": 5}, _cut(max_query_tokens=5)),
+    ((*SCORES, *RERANKS), {"max_tokens_per_doc": 6}, _cut(max_document_tokens=6)),
+    ((*SCORES, *RERANKS), {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"use_activation": False}, {"use_activation": False}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"use_activation": True}, {}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"raw_scores": True}, {"use_activation": False}),
@@ -118,20 +116,14 @@ CHANGES: list[Change] = [
     ((*SCORES, *RERANKS), {"raw_scores": True, "use_activation": True}, {}),
     ((*SCORES, *RERANKS), {"raw_scores": False, "use_activation": False}, {"use_activation": False}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"instruction": "find"}, {"instruction": "find"}),
-    (SCORES, {"long_documents": "truncate"}, _cut()),
-    (SCORES, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
-    (SCORES, {"long_documents": "error"}, {}),
-    (RERANKS, {"long_documents": "truncate"}, {}),
-    (RERANKS, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
-    (RERANKS, {"long_documents": "error"}, {"truncation": REFUSE}),
+    ((*SCORES, *RERANKS), {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
     (
         (*SCORES, *RERANKS),
         {"long_documents": "window", "truncate_prompt_tokens": 9},
         _truncation(max_tokens=9, windows=True),
     ),
-    (SCORES, {"window_overlap": 4}, _truncation(window_overlap=4)),
-    (SCORES, {"window_overlap": 0}, _truncation(window_overlap=0)),
-    (RERANKS, {"window_overlap": 4}, _cut(window_overlap=4)),
+    ((*SCORES, *RERANKS), {"window_overlap": 4}, _cut(window_overlap=4)),
+    ((*SCORES, *RERANKS), {"window_overlap": 0}, _cut(window_overlap=0)),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "bypass"}, {"cache": "bypass"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "refresh"}, {"cache": "refresh"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "use"}, {}),
@@ -351,15 +343,18 @@ async def test_the_message_says_where_and_what(
 @pytest.mark.parametrize(
     ("setting", "name", "added", "truncation"),
     [
-        ("truncate", "rerank", {}, CUT_LONG),
-        ("window", "rerank", {}, WINDOW_LONG),
-        ("error", "rerank", {}, REFUSE),
-        ("window", "v1/rerank", {}, WINDOW_LONG),
-        ("window", "v2/rerank", {}, WINDOW_LONG),
-        ("error", "rerank", {"long_documents": "truncate"}, CUT_LONG),
-        ("window", "rerank", {"long_documents": "error"}, REFUSE),
-        ("error", "score", {}, REFUSE),
-        ("window", "score", {}, REFUSE),
+        *(
+            (setting, name, added, truncation)
+            for name in TRUNCATING
+            for setting, added, truncation in (
+                ("truncate", {}, CUT_LONG),
+                ("window", {}, WINDOW_LONG if name in (*SCORES, *RERANKS) else CUT_LONG),
+                ("error", {}, REFUSE),
+                ("error", {"long_documents": "truncate"}, CUT_LONG),
+                ("window", {"long_documents": "error"}, REFUSE),
+                ("error", {"truncate_prompt_tokens": 7}, Truncation(max_tokens=7)),
+            )
+        ),
         *(
             (setting, name, added, truncation)
             for name in TEI

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -164,15 +165,34 @@ async def test_texts_come_before_documents(caller: Caller) -> None:
         ("a", ["a"]),
         (["a"], ["a"]),
         (["a", "b"], ["a", "b"]),
-        ([101, 102], [[101, 102]]),
-        ([[101], [101, 102]], [[101], [101, 102]]),
     ],
 )
-async def test_input_is_a_text_or_texts_or_token_ids(
-    caller: Caller, path: str, given: Any, read: Any
-) -> None:
+async def test_input_is_a_text_or_texts(caller: Caller, path: str, given: Any, read: Any) -> None:
     await caller.post(path, {"input": given})
     assert caller.engine.calls[0][1] == (read,)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify"])
+@pytest.mark.parametrize("given", [[101, 102], [[101], [101, 102]]])
+async def test_token_ids_are_taken_only_where_the_server_is_started_for_them(
+    engine: RecordingEngine, path: str, given: Any
+) -> None:
+    caller = Caller(engine)
+    status, error = await caller.error(path, {"input": given})
+    assert (status, error["param"]) == (400, "input")
+    assert "--accept-token-ids" in error["message"]
+    assert caller.engine.calls == []
+    accepting = Caller(engine, accept_token_ids=True)
+    await accepting.post(path, {"input": given})
+    assert accepting.engine.calls[0][1] == (given if isinstance(given[0], list) else [given],)
+
+
+async def test_a_texts_own_token_ids_give_its_vector(engine: RecordingEngine) -> None:
+    caller = Caller(engine, accept_token_ids=True)
+    ids = (await caller.json("/tokenize", {"text": "hello world"}))["tokens"]
+    answer = await caller.json("/v1/embeddings", {"input": ids})
+    expected = await caller.json("/v1/embeddings", {"input": "hello world"})
+    np.testing.assert_allclose(answer["data"][0]["embedding"], expected["data"][0]["embedding"], atol=1e-6)
 
 
 @pytest.mark.parametrize(

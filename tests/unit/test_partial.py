@@ -92,8 +92,8 @@ async def test_documents_that_cannot_be_read_have_errors_and_the_others_scores(
     whole = await engine.score("a query", short)
     mixed = [*short[:40], TOO_LONG, *short[40:], POISON, "\ud800"]
     with pytest.raises(InvalidRequestError):
-        await engine.score("a query", mixed)
-    result = await engine.score("a query", mixed, on_error="report")
+        await engine.score("a query", mixed, truncation="error")
+    result = await engine.score("a query", mixed, truncation="error", on_error="report")
     assert sorted(result.errors) == [40, 98, 99]
     assert result.errors[40].startswith("documents[40] has ")
     assert result.errors[98] == "the model failed on it"
@@ -120,7 +120,7 @@ async def test_of_a_thousand_documents_two_have_errors_and_the_others_their_scor
 
 async def test_each_of_many_queries_keeps_its_document(engine: RecordingEngine) -> None:
     queries, documents = ["one", "two", "three"], ["first", TOO_LONG, "third"]
-    result = await engine.score(queries, documents, on_error="report")
+    result = await engine.score(queries, documents, truncation="error", on_error="report")
     assert list(result.errors) == [1]
     for i in (0, 2):
         alone = await engine.score(queries[i], documents[i])

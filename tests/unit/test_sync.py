@@ -73,7 +73,7 @@ def test_a_document_far_back_in_a_long_list_is_named_by_its_own_index() -> None:
         SyncEngine(progress=False) as engine,
         pytest.raises(InvalidRequestError, match=r"documents\[300\] has"),
     ):
-        engine.score("a", documents)
+        engine.score("a", documents, truncation="error")
 
 
 def test_the_bar_counts_documents_whatever_they_come_to(
