@@ -18,6 +18,7 @@ from maxsimd.api.wire import (
     ScoreRequest,
     Scoring,
 )
+from maxsimd.api.wire_tei import TeiTruncating
 from maxsimd.engine import InvalidRequestError, Truncation
 from maxsimd.engine.requests import InputType
 
@@ -37,8 +38,8 @@ def texts_to_score(request: ScoreRequest, most: int) -> tuple[list[str], list[st
     if pair is not None:
         first, second = pair
         queries, documents = getattr(request, first), getattr(request, second)
-        _check_count(documents, second, most)
-        _check_count(queries, first, most)
+        check_count(documents, second, most)
+        check_count(queries, first, most)
         return as_texts(queries, first), as_texts(documents, second)
     for first, second in _PAIRS:
         if getattr(request, first) is not None:
@@ -50,11 +51,11 @@ def texts_to_rank(request: RerankRequest, most: int) -> tuple[str, list[str]]:
     """The query and the documents of a rerank request, `texts` before `documents`."""
     query = as_text(request.query, "query", "query")
     if request.texts is not None:
-        _check_count(request.texts, "texts", most)
+        check_count(request.texts, "texts", most)
         return query, request.texts
     if request.documents is None:
         raise InvalidRequestError("documents is missing", "documents")
-    _check_count(request.documents, "documents", most)
+    check_count(request.documents, "documents", most)
     # A field that is named twice counts once, where it is named first.
     rank_fields = {name: i for i, name in reversed(list(enumerate(request.rank_fields or ())))}
     return query, as_texts(request.documents, "documents", rank_fields)
@@ -89,7 +90,8 @@ def sequences_of(request: PredictRequest, most: int) -> tuple[list[str], list[st
     return as_sequences(request.inputs, most)
 
 
-def _check_count(contents: Any, param: str, most: int) -> None:
+def check_count(contents: Any, param: str, most: int) -> None:
+    """Refuses a list of more than `most` entries."""
     if isinstance(contents, list) and len(contents) > most:
         raise too_many_entries(param, len(contents), most)
 
@@ -162,7 +164,9 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
     )
 
 
-def tei_truncation_of(request: RerankRequest | PredictRequest, default: LongDocuments) -> Truncation:
+def tei_truncation_of(
+    request: RerankRequest | PredictRequest | TeiTruncating, default: LongDocuments
+) -> Truncation:
     """What a request says of over-long inputs in text-embeddings-inference's words; `default` where it says
     nothing."""
     cut = request.truncate if request.truncate is not None else default != "error"
@@ -170,7 +174,7 @@ def tei_truncation_of(request: RerankRequest | PredictRequest, default: LongDocu
     return Truncation(
         max_tokens=-1 if cut else None,
         side="left" if side == "left" else "right",
-        windows=request.truncate is None and default == "window",
+        windows=request.truncate is None and default == "window" and not isinstance(request, TeiTruncating),
     )
 
 
@@ -178,39 +182,39 @@ def wants_activation(request: Scoring) -> bool:
     return not request.raw_scores if request.use_activation is None else request.use_activation
 
 
-def as_inputs(value: Any, most: int) -> list[str] | list[list[int]]:
+def as_inputs(value: Any, most: int, param: str = "input") -> list[str] | list[list[int]]:
     """OpenAI's `input`: a text, texts, token ids, or lists of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
         if _is_token(value[0]) and all(_is_token(item) for item in value):
             return [value]
-        _check_count(value, "input", most)
+        check_count(value, param, most)
         if all(isinstance(item, str) for item in value):
             return value
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return value
     raise InvalidRequestError(
-        "input must be a text, a list of texts, a list of token ids or a list of those, and not empty",
-        "input",
+        f"{param} must be a text, a list of texts, a list of token ids or a list of those, and not empty",
+        param,
     )
 
 
-def check_token_ids(inputs: list[str] | list[list[int]], accepted: bool) -> None:
+def check_token_ids(inputs: list[str] | list[list[int]], accepted: bool, param: str = "input") -> None:
     """Raises InvalidRequestError for token ids, unless they are accepted."""
     if not accepted and not isinstance(inputs[0], str):
         raise InvalidRequestError(
-            "input has token ids, and those of another tokeniser would get vectors that mean nothing; send "
-            "texts (LangChain's OpenAIEmbeddings does with check_embedding_ctx_length=False), or have the "
-            "server started with --accept-token-ids if they are its own (POST /tokenize)",
-            "input",
+            f"{param} has token ids, and another tokeniser's would get vectors that mean nothing; send texts "
+            "(LangChain's OpenAIEmbeddings does with check_embedding_ctx_length=False), or have the server "
+            "started with --accept-token-ids if they are its own (POST /tokenize)",
+            param,
         )
 
 
 def as_sequences(value: Any, most: int) -> tuple[list[str], list[str] | None, bool]:
     """text-embeddings-inference's `inputs`: texts, the second texts of pairs if they are such, and whether
     there are many."""
-    _check_count(value, "inputs", most)
+    check_count(value, "inputs", most)
     one = isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     given = [value] if one else value
     if isinstance(given, list) and given:

@@ -86,10 +86,10 @@ async def _pool(
     }
     if task == "embed":
         return await engine.embed(inputs, **options)
-    return await engine.embed_tokens(inputs, **options, max_tokens=_most_vectors(state, body.dimensions))
+    return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, body.dimensions))
 
 
-def _most_vectors(state: ServerState, dimensions: int | None) -> int | None:
+def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     """How many vectors of a token each an answer may have, so that it takes no more memory than bodies may
     together; None where the model has none."""
     task = state.engine.model.tasks.get("token_embed")
@@ -107,5 +107,6 @@ def _encode(array: NDArray[np.float32], encoding_format: str | None) -> Any:
 
 ROUTES = (
     post_texts("/v1/embeddings", wire.EmbeddingsRequest, inputs_of, embeddings),
+    post_texts("/embeddings", wire.EmbeddingsRequest, inputs_of, embeddings),
     post_texts("/pooling", wire.PoolingRequest, inputs_of, pooling),
 )

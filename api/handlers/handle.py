@@ -17,7 +17,7 @@ from maxsimd.api.failures import (
     restarting,
     wrong_method,
 )
-from maxsimd.api.handlers import classification, embedding, operating, scoring, tokens
+from maxsimd.api.handlers import classification, embedding, operating, scoring, tei, tokens
 from maxsimd.api.handlers.route import Body, Route, Work
 from maxsimd.api.printable import printable
 from maxsimd.api.state import ServerState
@@ -26,7 +26,9 @@ from maxsimd.engine import EngineDeadError
 log = logging.getLogger("maxsimd.http")
 
 # What load balancers ask must be answered without a key. Nothing else is.
-OPEN_ROUTES = frozenset({"/health", "/ready"})
+OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
+# What base URLs of clients end in, which then append paths of their own.
+_BASES = ("/v1/", "/v2/")
 _LONGEST_LOGGED_PATH = 100
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -40,7 +42,9 @@ def _table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
 
 
 # For each path, what does the work of each method.
-ROUTES = _table(scoring.ROUTES, embedding.ROUTES, classification.ROUTES, operating.ROUTES, tokens.ROUTES)
+ROUTES = _table(
+    scoring.ROUTES, embedding.ROUTES, classification.ROUTES, operating.ROUTES, tokens.ROUTES, tei.ROUTES
+)
 METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
 
 
@@ -54,11 +58,12 @@ async def handle(
     started = time.perf_counter()
     given = headers.get("x-request-id", "")
     request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
+    route = route_of(path)
     # A method that the path does not take counts as unknown too.
-    label = path if method in ROUTES.get(path, {}) else "unknown"
+    label = route if method in ROUTES.get(route, {}) else "unknown"
     status = 499
     try:
-        answer = await _answer(state, method, path, headers, body, request_id)
+        answer = await _answer(state, method, route, headers, body, request_id)
         status = answer.status
     finally:
         # Without an answer the client has gone away, and the adapter has cancelled this.
@@ -69,6 +74,17 @@ async def handle(
         shown = printable(path, _LONGEST_LOGGED_PATH).replace(" ", "%20")
         log.log(level, "%s %s %d %.1f ms id=%s", method, shown, status, seconds * 1e3, request_id)
     return answer.completed(request_id, seconds, state.cross_origin.headers(headers.get("origin")))
+
+
+def route_of(path: str) -> str:
+    """The path of the route that is meant: clients put a slash at the end, or the path of another version
+    behind a base URL that ends in one, such as /v1/v2/rerank."""
+    if path in ROUTES:
+        return path
+    plain = path.rstrip("/") or "/"
+    if plain not in ROUTES and plain.startswith(_BASES) and plain[3:] in ROUTES:
+        return plain[3:]
+    return plain
 
 
 async def _answer(

@@ -1,12 +1,15 @@
 """The routes for those who run a server: health, models, metrics."""
 
 from importlib.metadata import version
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from maxsimd.api.answer import Answer, json_page, now
 from maxsimd.api.handlers.route import delete, get
 from maxsimd.api.state import ServerState
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.config import ScoreType
 
 
 async def health(state: ServerState) -> Answer:
@@ -40,6 +43,39 @@ async def models(state: ServerState) -> Answer:
     return json_page({"object": "list", "data": [card]})
 
 
+async def info(state: ServerState) -> Answer:
+    """As text-embeddings-inference says what it serves; its clients look at `model_type`."""
+    model, config = state.engine.model, state.engine.config
+    return json_page(
+        {
+            "model_id": state.model_name,
+            "model_sha": None,
+            "model_dtype": config.dtype,
+            "model_type": _tei_kind(model),
+            "max_input_length": state.engine.max_tokens,
+            "max_client_batch_size": state.config.max_documents,
+            "max_batch_tokens": config.max_batch_tokens,
+            "auto_truncate": state.config.long_documents != "error",
+            "version": version("maxsimd"),
+        }
+    )
+
+
+def _tei_kind(model: LoadedModel) -> dict[str, Any]:
+    """What the model is for in text-embeddings-inference's words."""
+    if model.score_type is ScoreType.LISTWISE or len(model.labels) == 1:
+        return {"reranker": _labels(model)}
+    if model.labels:
+        return {"classifier": _labels(model)}
+    return {"embedding": {"pooling": model.tasks["embed"].pooling if "embed" in model.tasks else "none"}}
+
+
+def _labels(model: LoadedModel) -> dict[str, Any]:
+    names = model.labels or ("relevance",)
+    ids = {name: i for i, name in enumerate(names)}
+    return {"id2label": {str(i): name for name, i in ids.items()}, "label2id": ids}
+
+
 async def clear_cache(state: ServerState) -> Answer:
     """Removes the embeddings of all documents from the cache."""
     await state.engine.clear_cache()
@@ -54,8 +90,11 @@ async def metrics(state: ServerState) -> Answer:
 ROUTES = (
     get("/health", health),
     get("/ready", ready),
+    get("/ping", ready),
+    get("/info", info),
     get("/version", show_version),
     get("/v1/models", models),
+    get("/models", models),
     get("/metrics", metrics),
     delete("/cache", clear_cache),
 )

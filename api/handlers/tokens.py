@@ -38,13 +38,17 @@ async def tokenize(state: ServerState, body: wire.TokenizeRequest) -> Answer:
 
 async def detokenize(state: ServerState, body: wire.DetokenizeRequest) -> Answer:
     tokens, tokenizer = body.tokens, state.engine.tokenizer
-    if len(tokens) > MOST_DECODED:
-        raise InvalidRequestError(
-            f"tokens has {len(tokens)} tokens, but at most {MOST_DECODED} are decoded at once; send fewer",
-            "tokens",
-        )
-    text = await state.engine.in_thread(lambda: _decoded(tokenizer, tokens), len(tokens))
+    check_number_decoded(len(tokens), "tokens")
+    text = await state.engine.in_thread(lambda: decoded(tokenizer, tokens, "tokens"), len(tokens))
     return await wire_answer(lambda: {"text": text, "prompt": text}, 1, 2 * len(text))
+
+
+def check_number_decoded(number: int, param: str) -> None:
+    """Refuses more tokens than are decoded at once."""
+    if number > MOST_DECODED:
+        raise InvalidRequestError(
+            f"{param} has {number} tokens, but at most {MOST_DECODED} are decoded at once; send fewer", param
+        )
 
 
 class _List:
@@ -64,10 +68,14 @@ class _List:
         return msgspec.Raw(b"[" + b",".join(self._parts) + b"]")
 
 
-def _decoded(tokenizer: TextTokenizer, tokens: list[int]) -> str:
+def decoded(
+    tokenizer: TextTokenizer, tokens: list[int], param: str, skip_special_tokens: bool = False
+) -> str:
+    """The text of tokens. Raises InvalidRequestError for ids that the vocabulary has not; `param` is the
+    field that they came in."""
     if tokens and max(tokens) >= tokenizer.vocabulary_size:
-        raise InvalidRequestError(f"tokens must be below {tokenizer.vocabulary_size}", "tokens")
-    return tokenizer.decode(tokens)
+        raise InvalidRequestError(f"{param} must be below {tokenizer.vocabulary_size}", param)
+    return tokenizer.decode(tokens, skip_special_tokens)
 
 
 ROUTES = (

@@ -175,9 +175,9 @@ class TextTokenizer:
         assert token_id is not None, token
         return int(token_id)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of at most `MOST_DECODED` tokens."""
-        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)[0]
+        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def _pieces(self, text: str, size: int, side: Side, param: str, name: object) -> Iterator[str]:
         return (text[start:stop] for start, stop in self._cut_up(text, size, side, param, name))

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from maxsimd.api import wire
+from maxsimd.api import wire, wire_tei
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, EngineConfig, Truncation
 from tests.unit.calling_handlers import POSTED, Caller, RecordingEngine
 
@@ -36,10 +36,12 @@ EMBED = {
     "timeout": None,
 }
 CLASSIFY = {"truncation": CUT_LONG, "use_activation": True, "priority": 0, "tenant": "", "timeout": None}
+TEI_EMBED = {"prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
 PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
 
 SCORE_BODY = {"queries": "q", "documents": ["d", "e"]}
 RERANK_BODY = {"query": "q", "documents": ["d", "e"]}
+SIMILARITY_BODY = {"inputs": {"source_sentence": "d", "sentences": ["e", "f"]}}
 TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
 
 # What each route calls with the plainest request: the method, the texts and all options.
@@ -65,12 +67,22 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "pooling classify": ("/pooling", {"input": "d", "task": "classify"}, "classify", (["d"],), CLASSIFY),
     "classify": ("/classify", {"input": "d"}, "classify", (["d"],), CLASSIFY),
     "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
+    "embeddings without a version": ("/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
+    "embed": ("/embed", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
+    "embed_all": ("/embed_all", {"inputs": "d"}, "embed_tokens", (["d"],), TEI_EMBED),
+    "similarity": ("/similarity", SIMILARITY_BODY, "embed", (["d", "e", "f"],), TEI_EMBED),
+    "root": ("/", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
+    "root similarity": ("/", SIMILARITY_BODY, "embed", (["d", "e", "f"],), TEI_EMBED),
 }
 SCORES = ("score", "v1/score")
 RERANKS = ("rerank", "v1/rerank", "v2/rerank")
 TEI_RERANKS = ("rerank texts", "v1/rerank texts", "v2/rerank texts")
-EMBEDS = ("embeddings", "pooling", "pooling embed", "pooling tokens")
-TEI = (*TEI_RERANKS, "predict")
+EMBEDS = ("embeddings", "embeddings without a version", "pooling", "pooling embed", "pooling tokens")
+TEI_VECTORS = ("embed", "embed_all", "root")
+SIMILARITIES = ("similarity", "root similarity")
+TEI = (*TEI_RERANKS, "predict", *TEI_VECTORS)
+# Routes whose requests name no model.
+TEI_ALONE = ("/embed", "/embed_all", "/similarity", "/", "/decode")
 CLASSIFIES = ("pooling classify", "classify")
 TRUNCATING = (*SCORES, *RERANKS, *EMBEDS, *CLASSIFIES)
 LEFT = Truncation(side="left")
@@ -153,6 +165,12 @@ CHANGES: list[Change] = [
     ),
     (CLASSIFIES, {"use_activation": False}, {"use_activation": False}),
     (CLASSIFIES, {"use_activation": True}, {}),
+    (TEI_VECTORS, {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
+    (("embed", "root"), {"dimensions": 3}, {"dimensions": 3}),
+    (("embed", "root"), {"normalize": True}, {}),
+    (SIMILARITIES, {"parameters": {"truncate": False}}, {"truncation": REFUSE}),
+    (SIMILARITIES, {"parameters": {"truncation_direction": "Left"}}, {"truncation": CUT_LEFT}),
+    (SIMILARITIES, {"parameters": {"prompt_name": "clustering"}}, {"prompt_name": "clustering"}),
     (("predict",), {"raw_scores": True}, {"use_activation": False}),
     (("predict",), {"raw_scores": False}, {}),
 ]
@@ -171,11 +189,20 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "/pooling": wire.PoolingRequest,
     "/classify": wire.ClassifyRequest,
     "/predict": wire.PredictRequest,
+    "/embeddings": wire.EmbeddingsRequest,
+    "/embed": wire_tei.TeiEmbedRequest,
+    "/embed_all": wire_tei.TeiEmbedAllRequest,
+    "/similarity": wire_tei.TeiSimilarityRequest,
+    "/": wire_tei.TeiVectorsRequest,
+    "/decode": wire_tei.TeiDecodeRequest,
     "/tokenize": wire.TokenizeRequest,
     "/detokenize": wire.DetokenizeRequest,
 }
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
-ANSWERED = {"model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"}
+ANSWERED = {
+    *("model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"),
+    *("ids", "skip_special_tokens"),
+}
 # Fields that hold the texts: tested below.
 TEXTS = {
     *("query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2", "texts"),
@@ -272,11 +299,15 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "input_type": ("poem", "", 1),
     "prompt_name": (1, ["x"]),
     "task": ("plugin", 1),
-    "inputs": (None, [], 3, True, [["a"], ["b", "c"]], [[1]], [["a", "b", "c"]], [[]], [["a", 1]], ["a", 1]),
+    "inputs": (None, [], 3, True, [["a"], ["b", "c"]], [["a", "b", "c"]], [[]], [["a", 1]], ["a", 1], {"a": "b"}),
     "text": (1, ["a"]),
     "prompt": (1, ["a"]),
     "return_token_strs": ("yes", 1),
     "tokens": ("a", [-1], ["a"], [1.5], None),
+    "ids": ("a", [-1], ["a"], [1.5], None, [1, [2]]),
+    "skip_special_tokens": ("yes", 1),
+    "normalize": ("yes", 1, False),
+    "parameters": (1, "a", ["truncate"]),
 }
 BAD = [
     pytest.param(path, field.name, value, id=f"{path} {field.name}={value!r}")
@@ -289,6 +320,8 @@ BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.valu
     "/pooling": {"input": "d"},
     "/tokenize": {"text": "a"},
     "/detokenize": {"tokens": [1]},
+    "/": {"inputs": "d"},
+    "/decode": {"ids": [1]},
 }
 
 
@@ -314,6 +347,11 @@ async def test_a_wrong_value_is_a_400_that_names_the_field(
         ("/pooling", "input"),
         ("/classify", "input"),
         ("/predict", "inputs"),
+        ("/embed", "inputs"),
+        ("/embed_all", "inputs"),
+        ("/similarity", "inputs"),
+        ("/", "inputs"),
+        ("/decode", "ids"),
         ("/tokenize", "text"),
         ("/detokenize", "tokens"),
         *((path, "documents") for path in ("/score", "/v1/score")),
@@ -360,7 +398,7 @@ async def test_the_message_says_where_and_what(
             for name in TEI
             for setting, added, truncation in (
                 ("truncate", {}, CUT_LONG),
-                ("window", {}, WINDOW_LONG),
+                ("window", {}, CUT_LONG if name in TEI_VECTORS else WINDOW_LONG),
                 ("error", {}, REFUSE),
                 ("window", {"truncate": True}, CUT_LONG),
                 ("window", {"truncate": False}, REFUSE),
@@ -378,7 +416,7 @@ async def test_the_servers_long_documents_hold_where_the_request_says_nothing(
     assert engine.calls[0][2]["truncation"] == truncation
 
 
-@pytest.mark.parametrize("path", sorted(set(POSTED) - {"/predict"}))
+@pytest.mark.parametrize("path", sorted(set(POSTED) - {"/predict", *TEI_ALONE}))
 async def test_a_model_may_be_named_by_either_name_and_no_other(engine: RecordingEngine, path: str) -> None:
     caller = Caller(engine, served_model_name="mine")
     usual = (await caller.post(path, BODIES[path])).status

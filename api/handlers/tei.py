@@ -1,0 +1,177 @@
+"""The routes that only text-embeddings-inference has: vectors, similarities and decoding in its shapes, lists
+without a frame. Its /rerank and /predict are beside the others that score and classify."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from maxsimd.api import wire, wire_tei
+from maxsimd.api.answer import Answer, warnings_of, wire_answer
+from maxsimd.api.handlers import classification, scoring
+from maxsimd.api.handlers.embedding import Inputs, most_vectors
+from maxsimd.api.handlers.route import Body, Route, post, post_texts
+from maxsimd.api.handlers.tokens import check_number_decoded, decoded
+from maxsimd.api.reading import (
+    as_inputs,
+    check_count,
+    check_token_ids,
+    sequences_of,
+    tei_truncation_of,
+    texts_to_rank,
+)
+from maxsimd.api.state import ServerState
+from maxsimd.engine import EmbedResult, InvalidRequestError
+from maxsimd.engine.config import ScoreType
+
+_SHORTEST = 1e-12
+
+
+async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
+    """One vector a text, of length 1 unless `normalize` is false."""
+    task = state.engine.model.tasks.get("embed")
+    if task is not None and task.normalised and body.normalize is False:
+        raise InvalidRequestError(
+            "normalize false is not possible, because the model's own last layer normalises; leave it out",
+            "normalize",
+        )
+    result = await _embedded(state, body, inputs, tenant, dimensions=body.dimensions)
+    in_unit_length = task is None or task.normalised or body.normalize is False
+
+    def build() -> Any:
+        rows = result.embeddings
+        if not in_unit_length:
+            rows = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), _SHORTEST)
+        return rows.tolist()
+
+    answer = await wire_answer(build, result.embeddings.size)
+    return answer.with_warnings(warnings_of(result.truncated))
+
+
+async def embed_all(
+    state: ServerState, body: wire_tei.TeiEmbedAllRequest, inputs: Inputs, tenant: str
+) -> Answer:
+    """One vector a token, as late interaction scores them."""
+    check_token_ids(inputs, state.config.accept_token_ids, "inputs")
+    result = await state.engine.embed_tokens(
+        inputs,
+        prompt_name=body.prompt_name,
+        truncation=tei_truncation_of(body, state.config.long_documents),
+        tenant=tenant,
+        max_tokens=most_vectors(state, None),
+    )
+    answer = await wire_answer(
+        lambda: [matrix.tolist() for matrix in result.embeddings],
+        sum(matrix.size for matrix in result.embeddings),
+    )
+    return answer.with_warnings(warnings_of(result.truncated))
+
+
+async def similarity(
+    state: ServerState, body: wire_tei.TeiSimilarityRequest, texts: Inputs, tenant: str
+) -> Answer:
+    """The cosine of one text and each of many, by their vectors."""
+    options = body.parameters or wire_tei.TeiTruncating()
+    result = await _embedded(state, options, texts, tenant)
+
+    def build() -> Any:
+        rows = result.embeddings.astype(np.float64)
+        rows /= np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), _SHORTEST)
+        return (rows[1:] @ rows[0]).tolist()
+
+    answer = await wire_answer(build, result.embeddings.size)
+    return answer.with_warnings(warnings_of(result.truncated))
+
+
+async def decode(state: ServerState, body: wire_tei.TeiDecodeRequest) -> Answer:
+    """The texts of token ids, without special tokens unless the request wants them."""
+    lists = _id_lists(body.ids)
+    check_number_decoded(sum(map(len, lists)), "ids")
+    tokenizer, skip = state.engine.tokenizer, body.skip_special_tokens is not False
+    texts = await state.engine.in_thread(
+        lambda: [decoded(tokenizer, ids, "ids", skip) for ids in lists], sum(map(len, lists))
+    )
+    return await wire_answer(lambda: texts, len(texts), sum(map(len, texts)))
+
+
+async def _embedded(
+    state: ServerState, options: wire_tei.TeiTruncating, inputs: Inputs, tenant: str, **more: Any
+) -> EmbedResult:
+    check_token_ids(inputs, state.config.accept_token_ids, "inputs")
+    return await state.engine.embed(
+        inputs,
+        prompt_name=options.prompt_name,
+        truncation=tei_truncation_of(options, state.config.long_documents),
+        tenant=tenant,
+        **more,
+    )
+
+
+def _id_lists(ids: list[int | list[int]]) -> list[list[int]]:
+    lists = [each for each in ids if isinstance(each, list)]
+    if not lists:
+        return [[each for each in ids if isinstance(each, int)]]
+    if len(lists) < len(ids):
+        raise InvalidRequestError("ids must be token ids or lists of those, not both", "ids")
+    return lists
+
+
+def _inputs_of(request: wire_tei.TeiEmbedRequest | wire_tei.TeiEmbedAllRequest, most: int) -> Inputs:
+    return as_inputs(request.inputs, most, "inputs")
+
+
+def _sentences_of(request: wire_tei.TeiSimilarityRequest, most: int) -> Inputs:
+    """The text that is compared, and then those that it is compared with."""
+    sentences = request.inputs.sentences
+    check_count(sentences, "inputs.sentences", most)
+    if not sentences:
+        raise InvalidRequestError("inputs.sentences is empty; give at least one text", "inputs")
+    return [request.inputs.source_sentence, *sentences]
+
+
+def _inputs_or_sentences_of(
+    request: wire_tei.TeiVectorsRequest, most: int
+) -> tuple[Inputs, wire_tei.TeiSimilarityRequest | None]:
+    """The texts, and the request for similarities where it is one."""
+    if not isinstance(request.inputs, dict):
+        return _inputs_of(request, most), None
+    whole = {"inputs": request.inputs, "parameters": request.parameters}
+    compared = msgspec.convert(whole, type=wire_tei.TeiSimilarityRequest)
+    return _sentences_of(compared, most), compared
+
+
+async def _embed_or_compare(
+    state: ServerState,
+    body: wire_tei.TeiVectorsRequest,
+    found: tuple[Inputs, wire_tei.TeiSimilarityRequest | None],
+    tenant: str,
+) -> Answer:
+    inputs, compared = found
+    if compared is None:
+        return await embed(state, body, inputs, tenant)
+    return await similarity(state, compared, inputs, tenant)
+
+
+# What `/` does, by what the model is for.
+_RERANK = post_texts("/", wire.RerankRequest, texts_to_rank, scoring.rerank)
+_VECTORS = post_texts("/", wire_tei.TeiVectorsRequest, _inputs_or_sentences_of, _embed_or_compare)
+_PREDICT = post_texts("/", wire.PredictRequest, sequences_of, classification.predict)
+
+
+async def _by_kind(state: ServerState, body: Body, tenant: str) -> Answer:
+    """What text-embeddings-inference does on `/`: embed, rerank or predict, whichever the model is for."""
+    state.check_ready()
+    model = state.engine.model
+    if model.score_type is ScoreType.LISTWISE or (model.score_task == "classify" and len(model.labels) == 1):
+        return await _RERANK.work(state, body, tenant)
+    chosen = _PREDICT if model.score_task == "classify" else _VECTORS
+    return await chosen.work(state, body, tenant)
+
+
+ROUTES = (
+    post_texts("/embed", wire_tei.TeiEmbedRequest, _inputs_of, embed),
+    post_texts("/embed_all", wire_tei.TeiEmbedAllRequest, _inputs_of, embed_all),
+    post_texts("/similarity", wire_tei.TeiSimilarityRequest, _sentences_of, similarity),
+    post("/decode", wire_tei.TeiDecodeRequest, decode),
+    Route("/", ("POST",), _by_kind),
+)

@@ -1,0 +1,49 @@
+"""The wire types that are text-embeddings-inference's alone, as msgspec structs. Its /rerank and /predict are
+in `wire`."""
+
+from typing import Any
+
+import msgspec
+
+from maxsimd.api.wire import Direction, NotNegative, Positive
+
+
+class TeiTruncating(msgspec.Struct, kw_only=True):
+    """What its requests say of texts that are too long, and of the prompt in front of them."""
+
+    truncate: bool | None = None
+    truncation_direction: Direction | None = None
+    prompt_name: str | None = None
+
+
+class TeiEmbedRequest(TeiTruncating, kw_only=True):
+    """Texts, or token ids."""
+
+    inputs: Any
+    normalize: bool | None = None
+    dimensions: Positive | None = None
+
+
+class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
+    inputs: Any
+
+
+class Sentences(msgspec.Struct, kw_only=True):
+    source_sentence: str
+    sentences: list[str]
+
+
+class TeiSimilarityRequest(msgspec.Struct, kw_only=True):
+    inputs: Sentences
+    parameters: TeiTruncating | None = None
+
+
+class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):
+    """Of `/` where the model gives vectors: texts as for /embed, or sentences as for /similarity."""
+
+    parameters: TeiTruncating | None = None
+
+
+class TeiDecodeRequest(msgspec.Struct, kw_only=True):
+    ids: list[NotNegative | list[NotNegative]]
+    skip_special_tokens: bool | None = None
