@@ -18,6 +18,7 @@ from maxsimd.api.wire import (
     ScoreRequest,
     Scoring,
 )
+from maxsimd.api.wire_cohere import CohereEmbedRequest
 from maxsimd.api.wire_tei import TeiTruncating
 from maxsimd.engine import InvalidRequestError, Truncation
 from maxsimd.engine.requests import InputType
@@ -176,6 +177,12 @@ def tei_truncation_of(
         side="left" if side == "left" else "right",
         windows=request.truncate is None and default == "window" and not isinstance(request, TeiTruncating),
     )
+
+
+def cohere_truncation_of(request: CohereEmbedRequest, default: LongDocuments) -> Truncation:
+    """What a request says of over-long texts in Cohere's words: which end is cut off, or none."""
+    cut = request.truncate != "NONE" if request.truncate is not None else default != "error"
+    return Truncation(max_tokens=-1 if cut else None, side="left" if request.truncate == "START" else "right")
 
 
 def wants_activation(request: Scoring) -> bool:

@@ -17,7 +17,7 @@ from maxsimd.api.failures import (
     restarting,
     wrong_method,
 )
-from maxsimd.api.handlers import classification, embedding, operating, scoring, tei, tokens
+from maxsimd.api.handlers import classification, cohere, embedding, operating, scoring, tei, tokens
 from maxsimd.api.handlers.route import Body, Route, Work
 from maxsimd.api.printable import printable
 from maxsimd.api.state import ServerState
@@ -43,7 +43,13 @@ def _table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
 
 # For each path, what does the work of each method.
 ROUTES = _table(
-    scoring.ROUTES, embedding.ROUTES, classification.ROUTES, operating.ROUTES, tokens.ROUTES, tei.ROUTES
+    scoring.ROUTES,
+    embedding.ROUTES,
+    classification.ROUTES,
+    tokens.ROUTES,
+    tei.ROUTES,
+    cohere.ROUTES,
+    operating.ROUTES,
 )
 METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
 

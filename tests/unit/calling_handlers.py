@@ -30,6 +30,8 @@ GOOD: dict[tuple[str, str], Any] = {
     ("POST", "/embed_all"): {"inputs": "d"},
     ("POST", "/similarity"): {"inputs": {"source_sentence": "d", "sentences": ["e"]}},
     ("POST", "/decode"): {"ids": [101]},
+    ("POST", "/v1/embed"): {"texts": ["d"]},
+    ("POST", "/v2/embed"): {"texts": ["d"]},
     ("POST", "/"): {"inputs": "d"},
     ("GET", "/health"): None,
     ("GET", "/ready"): None,

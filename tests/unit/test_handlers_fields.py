@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from maxsimd.api import wire, wire_tei
+from maxsimd.api import wire, wire_cohere, wire_tei
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, EngineConfig, Truncation
 from tests.unit.calling_handlers import POSTED, Caller, RecordingEngine
 
@@ -36,6 +36,7 @@ EMBED = {
     "timeout": None,
 }
 CLASSIFY = {"truncation": CUT_LONG, "use_activation": True, "priority": 0, "tenant": "", "timeout": None}
+COHERE_EMBED = {"input_type": None, "dimensions": None, "truncation": CUT_LONG, "tenant": ""}
 TEI_EMBED = {"prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
 PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
 
@@ -68,6 +69,8 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "classify": ("/classify", {"input": "d"}, "classify", (["d"],), CLASSIFY),
     "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
     "embeddings without a version": ("/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
+    "v1/embed": ("/v1/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
+    "v2/embed": ("/v2/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
     "embed": ("/embed", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
     "embed_all": ("/embed_all", {"inputs": "d"}, "embed_tokens", (["d"],), TEI_EMBED),
     "similarity": ("/similarity", SIMILARITY_BODY, "embed", (["d", "e", "f"],), TEI_EMBED),
@@ -78,6 +81,7 @@ SCORES = ("score", "v1/score")
 RERANKS = ("rerank", "v1/rerank", "v2/rerank")
 TEI_RERANKS = ("rerank texts", "v1/rerank texts", "v2/rerank texts")
 EMBEDS = ("embeddings", "embeddings without a version", "pooling", "pooling embed", "pooling tokens")
+COHERE_EMBEDS = ("v1/embed", "v2/embed")
 TEI_VECTORS = ("embed", "embed_all", "root")
 SIMILARITIES = ("similarity", "root similarity")
 TEI = (*TEI_RERANKS, "predict", *TEI_VECTORS)
@@ -166,6 +170,14 @@ CHANGES: list[Change] = [
     (CLASSIFIES, {"use_activation": False}, {"use_activation": False}),
     (CLASSIFIES, {"use_activation": True}, {}),
     (TEI_VECTORS, {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
+    (COHERE_EMBEDS, {"output_dimension": 3}, {"dimensions": 3}),
+    (COHERE_EMBEDS, {"truncate": "NONE"}, {"truncation": REFUSE}),
+    (COHERE_EMBEDS, {"truncate": "START"}, {"truncation": CUT_LEFT}),
+    (COHERE_EMBEDS, {"truncate": "END"}, {}),
+    (COHERE_EMBEDS, {"input_type": "search_query"}, {"input_type": "query"}),
+    (COHERE_EMBEDS, {"input_type": "search_document"}, {"input_type": "document"}),
+    (COHERE_EMBEDS, {"input_type": "clustering"}, {}),
+    (COHERE_EMBEDS, {"input_type": "classification"}, {}),
     (("embed", "root"), {"dimensions": 3}, {"dimensions": 3}),
     (("embed", "root"), {"normalize": True}, {}),
     (SIMILARITIES, {"parameters": {"truncate": False}}, {"truncation": REFUSE}),
@@ -190,6 +202,8 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "/classify": wire.ClassifyRequest,
     "/predict": wire.PredictRequest,
     "/embeddings": wire.EmbeddingsRequest,
+    "/v1/embed": wire_cohere.CohereEmbedRequest,
+    "/v2/embed": wire_cohere.CohereEmbedRequest,
     "/embed": wire_tei.TeiEmbedRequest,
     "/embed_all": wire_tei.TeiEmbedAllRequest,
     "/similarity": wire_tei.TeiSimilarityRequest,
@@ -201,12 +215,12 @@ KINDS: dict[str, type[msgspec.Struct]] = {
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
 ANSWERED = {
     *("model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"),
-    *("ids", "skip_special_tokens"),
+    *("ids", "skip_special_tokens", "embedding_types"),
 }
 # Fields that hold the texts: tested below.
 TEXTS = {
     *("query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2", "texts"),
-    *("rank_fields", "input", "inputs", "task", "text", "prompt"),
+    *("rank_fields", "input", "inputs", "images", "task", "text", "prompt"),
 }
 
 
@@ -299,7 +313,18 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "input_type": ("poem", "", 1),
     "prompt_name": (1, ["x"]),
     "task": ("plugin", 1),
-    "inputs": (None, [], 3, True, [["a"], ["b", "c"]], [["a", "b", "c"]], [[]], [["a", 1]], ["a", 1], {"a": "b"}),
+    "inputs": (
+        None,
+        [],
+        3,
+        True,
+        [["a"], ["b", "c"]],
+        [["a", "b", "c"]],
+        [[]],
+        [["a", 1]],
+        ["a", 1],
+        {"a": "b"},
+    ),
     "text": (1, ["a"]),
     "prompt": (1, ["a"]),
     "return_token_strs": ("yes", 1),
@@ -307,6 +332,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "ids": ("a", [-1], ["a"], [1.5], None, [1, [2]]),
     "skip_special_tokens": ("yes", 1),
     "normalize": ("yes", 1, False),
+    "images": (["data:image/png;base64,"], 1),
+    "embedding_types": ("float", ["int4"], ["int8"], [1]),
+    "output_dimension": (0, -1, "3", 1.5),
     "parameters": (1, "a", ["truncate"]),
 }
 BAD = [
@@ -347,6 +375,8 @@ async def test_a_wrong_value_is_a_400_that_names_the_field(
         ("/pooling", "input"),
         ("/classify", "input"),
         ("/predict", "inputs"),
+        ("/v1/embed", "texts"),
+        ("/v2/embed", "texts"),
         ("/embed", "inputs"),
         ("/embed_all", "inputs"),
         ("/similarity", "inputs"),

@@ -139,7 +139,9 @@ async def test_a_slash_at_the_end_and_a_second_version_are_as_if_they_were_not_t
     assert caller.metric("maxsimd_http_requests_total", route=meant, status="200") == 2
 
 
-@pytest.mark.parametrize("path", ["/nope", "/v1/nope", "/v1/v1/v1/embeddings", "/v3/rerank", "//rerank", "/v1"])
+@pytest.mark.parametrize(
+    "path", ["/nope", "/v1/nope", "/v1/v1/v1/embeddings", "/v3/rerank", "//rerank", "/v1"]
+)
 async def test_other_paths_are_unknown(caller: Caller, path: str) -> None:
     status, error = await caller.error(path, {"query": "q", "documents": ["d"]})
     assert (status, error["type"]) == (404, "NotFoundError")
