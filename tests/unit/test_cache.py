@@ -62,12 +62,13 @@ def test_bytes_that_were_changed_or_torn_are_noticed(data: st.DataObject) -> Non
     assert CachedEmbedding.from_bytes(b"key", bad) is None
 
 
-def test_memory_lets_the_least_recently_used_go() -> None:
+def test_memory_lets_the_least_recently_used_go_for_one_that_is_asked_for_more() -> None:
     size = encode(embedding(0), "float32", 5, False).nbytes
     store = MemoryStore(3 * size)
     for i in range(3):
         store.put(bytes([i]), encode(embedding(i), "float32", 5, False))
     assert store.get(b"\0") is not None
+    assert store.get(b"\3") is None
     store.put(b"\3", encode(embedding(3), "float32", 5, False))
     assert store.get(b"\1") is None
     assert store.get(b"\0") is not None

@@ -67,6 +67,7 @@ def test_memory_evicts_as_many_as_a_larger_entry_needs() -> None:
     store = MemoryStore(3 * entry(0).nbytes)
     for number in range(3):
         store.put(key(number), entry(number))
+    assert store.get(key(9)) is None
     store.put(key(9), entry(9, rows=4))
     assert [store.get(key(number)) is not None for number in (0, 1, 2, 9)] == [False, False, True, True]
     assert (store.nbytes, store.evictions) == (3 * entry(0).nbytes, 2)
@@ -364,6 +365,7 @@ def test_a_start_fills_memory_with_the_newest_to_the_byte() -> None:
     memory = MemoryStore(3 * entry(0).nbytes)
     newest = ((key(number), entry(number)) for number in (9, 8, 7, 6))
     EmbeddingCache(b"", "float32", memory, _Disk(newest)).wait_until_warm(10)  # type: ignore[arg-type]
+    assert memory.get(key(1)) is None
     memory.put(key(1), entry(1))
     assert memory.get(key(7)) is None, "the oldest of those that were read goes first"
     assert memory.get(key(9)) is not None

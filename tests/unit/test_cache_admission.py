@@ -1,0 +1,144 @@
+"""Which embeddings stay in memory when there is no room for all: beside a cache that knows the future."""
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from maxsimd.engine.cache.entry import CachedEmbedding
+from maxsimd.engine.cache.frequency import FrequencySketch
+from maxsimd.engine.cache.memory import MemoryStore
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def entry(rows: int) -> CachedEmbedding:
+    """An embedding of 64 bytes a row."""
+    return CachedEmbedding(torch.zeros(rows, 16), None, rows, False)
+
+
+SIZE = entry(4).nbytes
+
+
+def hits(store: MemoryStore, asked: Sequence[int]) -> int:
+    """How many of these are there when they are asked for, each being put in where it is not."""
+    found = 0
+    for number in asked:
+        if store.get(key(number)) is not None:
+            found += 1
+        else:
+            store.put(key(number), entry(4))
+    return found
+
+
+def perfect_hits(asked: Sequence[int], room: int) -> int:
+    """The same of a cache that lets go what is asked for again last (Belady), with a look at all of the
+    future each time."""
+    later: dict[int, list[int]] = defaultdict(list)
+    for i in reversed(range(len(asked))):
+        later[asked[i]].append(i)
+    inside: set[int] = set()
+    found = 0
+    for number in asked:
+        later[number].pop()
+        found += number in inside
+        inside.add(number)
+        if len(inside) > room:
+            inside.remove(max(inside, key=lambda each: later[each][-1] if later[each] else len(asked)))
+    return found
+
+
+@pytest.mark.parametrize("room", [100, 500])
+@pytest.mark.parametrize("times", [1.1, 2, 4])
+def test_a_loop_over_more_than_fits_hits_nearly_as_much_as_is_possible(room: int, times: float) -> None:
+    asked = list(range(int(times * room))) * 3
+    found = hits(MemoryStore(room * SIZE), asked)
+    assert found >= 0.8 * perfect_hits(asked, room)
+
+
+def test_a_scan_leaves_those_in_place_that_are_asked_for_again() -> None:
+    room, draw = 500, random.Random(0)
+    hot = list(range(400))
+    store = MemoryStore(room * SIZE)
+    hits(store, draw.choices(hot, k=4000))
+    alone = hits(store, draw.choices(hot, k=1000))
+    hits(store, range(10_000, 10_000 + 10 * room))
+    assert alone == 1000
+    assert hits(store, draw.choices(hot, k=1000)) >= 0.9 * alone
+
+
+def test_a_scan_between_requests_for_the_same_few_takes_little_from_them() -> None:
+    room, draw = 500, random.Random(1)
+    hot = list(range(400))
+    store = MemoryStore(room * SIZE)
+    hits(store, draw.choices(hot, k=4000))
+    asked_for = found = 0
+    for start in range(10_000, 10_000 + 10 * room, 50):
+        hits(store, range(start, start + 50))
+        found += hits(store, draw.choices(hot, k=10))
+        asked_for += 10
+    assert found >= 0.9 * asked_for
+
+
+def test_what_is_asked_for_now_replaces_what_was_asked_for_before() -> None:
+    room, draw = 200, random.Random(2)
+    store = MemoryStore(room * SIZE)
+    hits(store, draw.choices(range(150), k=5000))
+    for _ in range(6):
+        hits(store, draw.choices(range(1000, 1150), k=5000))
+    assert hits(store, range(1000, 1150)) >= 140
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_entries_of_any_size_never_take_more_than_the_limit(seed: int) -> None:
+    draw = random.Random(seed)
+    store = MemoryStore(40 * SIZE)
+    sizes = {number: draw.choice([1, 2, 4, 8, 40, 159, 160, 161]) for number in range(200)}
+    inside: dict[int, int] = {}
+    for _ in range(3000):
+        number = min(199, int(draw.expovariate(1 / 40)))
+        if draw.random() < 0.05:
+            store.drop(key(number))
+        elif store.get(key(number)) is None:
+            store.put(key(number), entry(sizes[number]))
+        assert store.nbytes <= store.limit
+    inside = {n: entry(sizes[n]).nbytes for n in range(200) if store.get(key(n)) is not None}
+    assert (len(store), store.nbytes) == (len(inside), sum(inside.values()))
+    store.clear()
+    assert (len(store), store.nbytes) == (0, 0)
+
+
+def test_a_count_is_never_too_low_and_seldom_too_high() -> None:
+    sketch, draw = FrequencySketch(4096), random.Random(0)
+    asked = [min(999, int(draw.expovariate(1 / 100))) for _ in range(5000)]
+    for number in asked:
+        sketch.count(key(number), 100_000)
+    exact = [asked.count(number) for number in range(1000)]
+    estimates = [sketch.estimate(key(number)) for number in range(1000)]
+    assert all(one >= min(255, other) for one, other in zip(estimates, exact, strict=True))
+    assert sum(one > other for one, other in zip(estimates, exact, strict=True)) < 20
+
+
+def test_counts_are_halved_after_each_period() -> None:
+    sketch = FrequencySketch(64)
+    for _ in range(9):
+        sketch.count(b"one", 10)
+    assert sketch.estimate(b"one") == 9
+    sketch.count(b"one", 10)
+    assert sketch.estimate(b"one") == 5
+    for _ in range(4):
+        sketch.count(b"one", 10)
+    assert sketch.estimate(b"one") == 9, "half of a period has been counted already"
+    sketch.count(b"one", 10)
+    assert sketch.estimate(b"one") == 5
+
+
+def test_a_count_stays_at_its_most() -> None:
+    sketch = FrequencySketch(64)
+    for _ in range(1000):
+        sketch.count(b"one", 100_000)
+    assert sketch.estimate(b"one") == 255
