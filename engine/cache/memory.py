@@ -11,7 +11,7 @@ from maxsimd.engine.cache.frequency import FrequencySketch
 _WINDOW_SHARE = 0.01
 # A sketch has a cell in each row for this many bytes of the limit: no embedding is much smaller.
 _BYTES_A_CELL = 256
-# Counts are halved after this many requests for each entry that is there, or, with few, for this many entries.
+# Counts are halved after this many requests for each entry, of which there are taken to be this many or more.
 _REQUESTS_AN_ENTRY, _FEWEST_ENTRIES = 8, 1000
 
 _Entries = OrderedDict[bytes, CachedEmbedding]
