@@ -1,4 +1,4 @@
-"""How often keys were asked for lately, in little memory: what a cache decides by whom it makes room for."""
+"""How often keys were asked for lately, in little memory: by which a cache chooses what it keeps."""
 
 # Cells for each key: a key counts in one of each row, and the least of its cells is nearest the truth.
 _ROWS = 4
@@ -23,8 +23,7 @@ class FrequencySketch:
         self._counted = 0
 
     def count(self, key: bytes, period: int) -> None:
-        """Counts a key once more. After `period` keys all counts are halved, so that what was asked for long
-        ago gives way."""
+        """Counts a key once more. After `period` keys all counts are halved, so that new ones weigh more."""
         cells = self._cells(key)
         least = min(row[cell] for row, cell in zip(self._rows, cells, strict=True))
         if least < _MOST:
