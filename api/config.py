@@ -26,7 +26,9 @@ class ServerConfig:
     tls_key: str | None = option(
         None, "File with its private key (PEM); may be left out if --tls-cert holds it."
     )
-    served_model_name: str | None = option(None, "Name of the model in requests and responses; else its own.")
+    served_model_name: tuple[str, ...] = option(
+        (), "Name of the model in requests and responses, the first of several; else its own. Repeatable."
+    )
     api_key: tuple[str, ...] = option(
         (), "Key that clients must send as a bearer token; repeatable. MAXSIMD_API_KEY may hold keys too."
     )

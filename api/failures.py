@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -101,8 +101,10 @@ def malformed(status: int, what: str) -> ApiError:
     return ApiError(status, "BadRequestError", what)
 
 
-def no_such_model(name: str) -> ApiError:
-    return ApiError(404, "NotFoundError", f"The model `{printable(name, 100)}` does not exist.", "model")
+def no_such_model(name: str, served: Sequence[str]) -> ApiError:
+    shown = ", ".join(f"`{each}`" for each in served)
+    message = f"The model `{printable(name, 100)}` does not exist; served here: {shown}."
+    return ApiError(404, "NotFoundError", message, "model")
 
 
 def too_slow(what: str, option: str) -> ApiError:

@@ -38,7 +38,12 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        return self.config.served_model_name or self.engine.model.name
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names under which the model is served: those of the configuration, or its own."""
+        return self.config.served_model_name or (self.engine.model.name,)
 
     @property
     def is_ready(self) -> bool:
@@ -98,5 +103,5 @@ class ServerState:
             raise EngineNotReadyError("the server is starting or shutting down")
 
     def check_model(self, name: str | None) -> None:
-        if name and name not in (self.model_name, self.engine.model.name):
-            raise no_such_model(name)
+        if name and name not in (*self.model_names, self.engine.model.name):
+            raise no_such_model(name, self.model_names)

@@ -29,6 +29,7 @@ log = logging.getLogger("maxsimd.http")
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 # What base URLs of clients end in, which then append paths of their own.
 _BASES = ("/v1/", "/v2/")
+_MODELS = operating.MODEL_PATH.partition("{")[0]
 _LONGEST_LOGGED_PATH = 100
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -69,7 +70,7 @@ async def handle(
     label = route if method in ROUTES.get(route, {}) else "unknown"
     status = 499
     try:
-        answer = await _answer(state, method, route, headers, body, request_id)
+        answer = await _answer(state, method, path, headers, body, request_id)
         status = answer.status
     finally:
         # Without an answer the client has gone away, and the adapter has cancelled this.
@@ -87,7 +88,9 @@ def route_of(path: str) -> str:
     behind a base URL that ends in one, such as /v1/v2/rerank."""
     if path in ROUTES:
         return path
-    plain = path.rstrip("/") or "/"
+    plain = path.rstrip("/")
+    if plain.startswith(_MODELS):
+        return operating.MODEL_PATH
     if plain not in ROUTES and plain.startswith(_BASES) and plain[3:] in ROUTES:
         return plain[3:]
     return plain
@@ -102,7 +105,7 @@ async def _answer(
             preflight = state.cross_origin.preflight(method, headers, METHODS)
             if preflight is not None:
                 return preflight
-            tenant = "" if path in OPEN_ROUTES else _tenant_of(state, headers)
+            tenant = "" if route_of(path) in OPEN_ROUTES else _tenant_of(state, headers)
             work = _work_of(method, path)
             refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
             if refused is not None:
@@ -127,9 +130,10 @@ def _tenant_of(state: ServerState, headers: Mapping[str, str]) -> str:
 
 
 def _work_of(method: str, path: str) -> Work:
-    methods = ROUTES.get(path)
+    route = route_of(path)
+    methods = ROUTES.get(route)
     if methods is None:
         raise no_such_route()
     if method not in methods:
         raise wrong_method(methods)
-    return methods[method]
+    return operating.model(path[len(_MODELS) :]) if route == operating.MODEL_PATH else methods[method]

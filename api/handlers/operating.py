@@ -6,10 +6,13 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from maxsimd.api.answer import Answer, json_page, now
-from maxsimd.api.handlers.route import delete, get
+from maxsimd.api.handlers.route import Work, delete, get
 from maxsimd.api.state import ServerState
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import ScoreType
+
+# Names of models may have slashes.
+MODEL_PATH = "/v1/models/{name}"
 
 
 async def health(state: ServerState) -> Answer:
@@ -29,8 +32,22 @@ async def show_version(state: ServerState) -> Answer:
 
 
 async def models(state: ServerState) -> Answer:
-    card = {
-        "id": state.model_name,
+    return json_page({"object": "list", "data": [_card(state, name) for name in state.model_names]})
+
+
+def model(name: str) -> Work:
+    """Answers what /v1/models says of one model, if it is served under that name."""
+
+    async def show(state: ServerState) -> Answer:
+        state.check_model(name)
+        return json_page(_card(state, name))
+
+    return get(MODEL_PATH, show).work
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
         "object": "model",
         "created": now(),
         "owned_by": "maxsimd",
@@ -40,7 +57,6 @@ async def models(state: ServerState) -> Answer:
         "execution": state.engine.device_model.prepared.execution,
         "checked": [str(finding) for finding in state.engine.device_model.prepared.findings],
     }
-    return json_page({"object": "list", "data": [card]})
 
 
 async def info(state: ServerState) -> Answer:
@@ -95,6 +111,8 @@ ROUTES = (
     get("/version", show_version),
     get("/v1/models", models),
     get("/models", models),
+    # For its methods; what it answers depends on the name.
+    get(MODEL_PATH, models),
     get("/metrics", metrics),
     delete("/cache", clear_cache),
 )

@@ -137,7 +137,7 @@ def test_null_means_left_open(server: Server) -> None:
 
 def test_unknown_models_routes_and_methods(server: Server) -> None:
     wrong_model = httpx.post(server.url + "/rerank", json=RERANK | {"model": "nope"})
-    check(wrong_model, 404, "The model `nope` does not exist.", "model")
+    check(wrong_model, 404, "The model `nope` does not exist; served here: `all-MiniLM-L6-v2`.", "model")
     right_model = httpx.post(server.url + "/rerank", json=RERANK | {"model": "all-MiniLM-L6-v2"})
     assert right_model.status_code == 200
     check(httpx.get(server.url + "/nope"), 404, "no such route")

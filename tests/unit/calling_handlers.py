@@ -46,6 +46,8 @@ GOOD: dict[tuple[str, str], Any] = {
 POSTED = sorted(path for method, path in GOOD if method == "POST")
 # The default model is no classifier.
 CLASSIFYING = {"/classify", "/predict"}
+# Routes whose requests name no model.
+NAMELESS = {"/predict", "/embed", "/embed_all", "/similarity", "/", "/decode"}
 RERANK = GOOD["POST", "/rerank"]
 HEAVY = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(200)]}
 

@@ -66,14 +66,14 @@ def test_an_engine_that_comes_back_is_not_dead(death: str | None, draining: bool
 
 def test_a_model_goes_by_the_served_name_and_its_own() -> None:
     assert _state().model_name == "its own"
-    state = _state(served_model_name="mine")
+    state = _state(served_model_name=("mine",))
     assert state.model_name == "mine"
     for name in ("mine", "its own", "", None):
         state.check_model(name)
     with pytest.raises(ApiError) as refused:
         state.check_model("nope")
     error = refused.value
-    assert str(error) == "The model `nope` does not exist."
+    assert str(error) == "The model `nope` does not exist; served here: `mine`."
     assert (error.status, error.kind, error.param, error.retry_after) == (404, "NotFoundError", "model", None)
 
 

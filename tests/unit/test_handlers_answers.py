@@ -39,7 +39,7 @@ async def engine() -> AsyncIterator[RecordingEngine]:
 async def caller(engine: RecordingEngine) -> Caller:
     """Of a server whose cache is empty and whose model has another name."""
     await engine.clear_cache()
-    return Caller(engine, served_model_name="mine")
+    return Caller(engine, served_model_name=("mine",))
 
 
 @pytest.mark.parametrize(("path", "body", "prefix"), WITH_IDS)

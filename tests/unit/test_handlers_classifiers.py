@@ -26,7 +26,7 @@ async def engine(three_label_classifier: str) -> AsyncIterator[RecordingEngine]:
 
 @pytest.fixture
 def caller(engine: RecordingEngine) -> Caller:
-    return Caller(engine, served_model_name="mine")
+    return Caller(engine, served_model_name=("mine",))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from maxsimd.api import wire, wire_cohere, wire_tei
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, EngineConfig, Truncation
-from tests.unit.calling_handlers import POSTED, Caller, RecordingEngine
+from tests.unit.calling_handlers import NAMELESS, POSTED, Caller, RecordingEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -85,8 +85,6 @@ COHERE_EMBEDS = ("v1/embed", "v2/embed")
 TEI_VECTORS = ("embed", "embed_all", "root")
 SIMILARITIES = ("similarity", "root similarity")
 TEI = (*TEI_RERANKS, "predict", *TEI_VECTORS)
-# Routes whose requests name no model.
-TEI_ALONE = ("/embed", "/embed_all", "/similarity", "/", "/decode")
 CLASSIFIES = ("pooling classify", "classify")
 TRUNCATING = (*SCORES, *RERANKS, *EMBEDS, *CLASSIFIES)
 LEFT = Truncation(side="left")
@@ -450,16 +448,16 @@ async def test_the_servers_long_documents_hold_where_the_request_says_nothing(
     assert engine.calls[0][2]["truncation"] == truncation
 
 
-@pytest.mark.parametrize("path", sorted(set(POSTED) - {"/predict", *TEI_ALONE}))
+@pytest.mark.parametrize("path", sorted(set(POSTED) - NAMELESS))
 async def test_a_model_may_be_named_by_either_name_and_no_other(engine: RecordingEngine, path: str) -> None:
-    caller = Caller(engine, served_model_name="mine")
+    caller = Caller(engine, served_model_name=("mine",))
     usual = (await caller.post(path, BODIES[path])).status
     for name in ("mine", "all-MiniLM-L6-v2", "", None):
         assert (await caller.post(path, BODIES[path] | {"model": name})).status == usual
     assert await caller.error(path, BODIES[path] | {"model": "nope"}) == (
         404,
         {
-            "message": "The model `nope` does not exist.",
+            "message": "The model `nope` does not exist; served here: `mine`.",
             "type": "NotFoundError",
             "param": "model",
             "code": 404,

@@ -139,6 +139,23 @@ async def test_a_slash_at_the_end_and_a_second_version_are_as_if_they_were_not_t
     assert caller.metric("maxsimd_http_requests_total", route=meant, status="200") == 2
 
 
+async def test_a_model_has_a_card_under_each_of_its_names(engine: RecordingEngine) -> None:
+    caller = Caller(engine, served_model_name=("mine", "org/other"))
+    listed = json.loads((await caller.ask("GET", "/v1/models")).body)["data"]
+    assert [card["id"] for card in listed] == ["mine", "org/other"]
+    for name in ("mine", "org/other"):
+        answer = await caller.ask("GET", f"/v1/models/{name}")
+        assert json.loads(answer.body)["id"] == name
+        assert (await caller.post("/rerank", {"model": name, "query": "q", "documents": ["d"]})).status == 200
+    answer = await caller.ask("GET", "/v1/models/nope")
+    assert (answer.status, json.loads(answer.body)["error"]["message"]) == (
+        404,
+        "The model `nope` does not exist; served here: `mine`, `org/other`.",
+    )
+    assert (await caller.ask("POST", "/v1/models/mine")).status == 405
+    assert caller.metric("maxsimd_http_requests_total", route="/v1/models/{name}", status="200") == 2
+
+
 @pytest.mark.parametrize(
     "path", ["/nope", "/v1/nope", "/v1/v1/v1/embeddings", "/v3/rerank", "//rerank", "/v1"]
 )
