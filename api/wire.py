@@ -132,7 +132,13 @@ class DocumentError(msgspec.Struct):
     error: str
 
 
-class Completeness(msgspec.Struct, kw_only=True):
+class Warned(msgspec.Struct, kw_only=True):
+    """What a request is told of its inputs though it was answered: that some were cut."""
+
+    warnings: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completeness(Warned, kw_only=True):
     """What of a request was scored, where it asked to be told: the documents that there was no time for, and
     those that have an error."""
 
@@ -141,13 +147,7 @@ class Completeness(msgspec.Struct, kw_only=True):
     errors: list[DocumentError] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Warned(msgspec.Struct, kw_only=True):
-    """What a request is told of its inputs though it was answered: that some were cut."""
-
-    warnings: list[str] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ScoreResponse(Completeness, Warned):
+class ScoreResponse(Completeness):
     id: str
     created: int
     model: str
@@ -166,7 +166,7 @@ class Ranked(msgspec.Struct, omit_defaults=True):
     document: Document | None = None
 
 
-class RerankResponse(Completeness, Warned, omit_defaults=True):
+class RerankResponse(Completeness, omit_defaults=True):
     id: str
     model: str
     results: list[Ranked]

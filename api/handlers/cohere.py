@@ -103,7 +103,7 @@ def _texts_of(request: wire_cohere.CohereEmbedRequest, most: int) -> list[str]:
     check_count(given, name, most)
     if not given:
         raise InvalidRequestError(f"{name} is empty; give at least one text", name)
-    return as_texts(given, name)
+    return as_texts([*given], name)
 
 
 ROUTES = (

@@ -17,8 +17,8 @@ class FrequencySketch:
     Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM Transactions on Storage 13(4), 2017)."""
 
     def __init__(self, cells: int) -> None:
-        """`cells` in a row, rounded up to a power of two."""
-        self._mask = (1 << max(1, cells - 1).bit_length()) - 1
+        """`cells` in a row, a power of two."""
+        self._mask = cells - 1
         self._rows = [bytearray(self._mask + 1) for _ in range(_ROWS)]
         self._counted = 0
 
@@ -34,6 +34,13 @@ class FrequencySketch:
         if self._counted >= period:
             self._counted //= 2
             self._rows = [row.translate(_HALVED) for row in self._rows]
+
+    def grow(self, cells: int) -> None:
+        """Has that many cells in a row, a power of two, if these are more than now. No estimate changes."""
+        times = cells // (self._mask + 1)
+        if times > 1:
+            self._mask = cells - 1
+            self._rows = [row * times for row in self._rows]
 
     def estimate(self, key: bytes) -> int:
         """How often a key was counted, and not less."""

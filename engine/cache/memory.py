@@ -9,8 +9,8 @@ from maxsimd.engine.cache.frequency import FrequencySketch
 # Of the limit, what the newest entries have for themselves, so that they can be asked for again before they
 # are compared with others.
 _WINDOW_SHARE = 0.01
-# A sketch has a cell in each row for this many bytes of the limit: no embedding is much smaller.
-_BYTES_A_CELL = 256
+# For each entry that is there a sketch has this many cells in a row: others are asked for too.
+_CELLS_AN_ENTRY, _FEWEST_CELLS = 8, 1024
 # Counts are halved after this many requests for each entry, of which there are taken to be this many or more.
 _REQUESTS_AN_ENTRY, _FEWEST_ENTRIES = 8, 1000
 
@@ -35,7 +35,7 @@ class MemoryStore:
         self._window: _Entries = OrderedDict()
         self._main: _Entries = OrderedDict()
         self._window_bytes, self._main_bytes = 0, 0
-        self._requests = FrequencySketch(limit // _BYTES_A_CELL)
+        self._requests = FrequencySketch(_FEWEST_CELLS)
         self._lock = threading.Lock()
         self.evictions = 0
 
@@ -69,6 +69,10 @@ class MemoryStore:
                 oldest, leaving = self._window.popitem(last=False)
                 self._window_bytes -= leaving.nbytes
                 self._admit(oldest, leaving)
+            while self.nbytes > self.limit:
+                self._remove(next(iter(self._main)))
+                self.evictions += 1
+            self._requests.grow(1 << (_CELLS_AN_ENTRY * len(self)).bit_length())
 
     def drop(self, key: bytes) -> None:
         with self._lock:
