@@ -1,5 +1,6 @@
 """Embeddings in memory. When it is full, those stay that are asked for more often."""
 
+import random
 import threading
 from collections import OrderedDict
 
@@ -10,30 +11,34 @@ from maxsimd.engine.cache.frequency import FrequencySketch
 # are compared with others.
 _WINDOW_SHARE = 0.01
 # For each entry that is there a sketch has this many cells in a row: others are asked for too.
-_CELLS_AN_ENTRY, _FEWEST_CELLS = 8, 1024
+_CELLS_AN_ENTRY, _FEWEST_CELLS = 16, 1024
 # Counts are halved after this many requests for each entry, of which there are taken to be this many or more.
 _REQUESTS_AN_ENTRY, _FEWEST_ENTRIES = 8, 1000
-
-_Entries = OrderedDict[bytes, CachedEmbedding]
-
+# Of how many, drawn at random, the one that is asked for least has to go.
+_DRAWN = 8
 
 class MemoryStore:
     """Holds at most `limit` bytes of embeddings. Thread-safe.
 
-    An entry that no longer fits into the window of the newest takes the place of those that were asked for
-    longest ago, if it was asked for more often than each of them; else it goes itself. A scan over many
-    documents therefore leaves those in place that are asked for again, and a loop over more than fits hits
-    what does fit.
+    An entry that no longer fits into the window of the newest takes the place of others that are asked for
+    less often, each the least of a few that are drawn at random; where one of these is asked for as often, the
+    entry goes itself. A scan over many documents therefore leaves those in place that are asked for again, and
+    a loop over more than fits hits what does fit. (Were those to go that were asked for longest ago, one wrong
+    choice in a loop would be followed by another each time that the loop comes to what had to go.)
 
-    Source: W-TinyLFU (Einziger, Friedman and Manes, ACM Transactions on Storage 13(4), 2017), with one list
-    for the main part."""
+    Sources: W-TinyLFU (Einziger, Friedman and Manes, ACM Transactions on Storage 13(4), 2017), whose main part
+    here is Ristretto's SampledLFU (https://github.com/hypermodeinc/ristretto)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._most_in_window = int(limit * _WINDOW_SHARE)
-        # Both in the order of their last use.
-        self._window: _Entries = OrderedDict()
-        self._main: _Entries = OrderedDict()
+        # In the order of their last use.
+        self._window: OrderedDict[bytes, CachedEmbedding] = OrderedDict()
+        self._main: dict[bytes, CachedEmbedding] = {}
+        # The keys of the main part in a list, since one cannot draw from a dict, and the place of each in it.
+        self._main_keys: list[bytes] = []
+        self._places: dict[bytes, int] = {}
+        self._draw = random.Random(0)
         self._window_bytes, self._main_bytes = 0, 0
         self._requests = FrequencySketch(_FEWEST_CELLS)
         self._lock = threading.Lock()
@@ -50,12 +55,10 @@ class MemoryStore:
         """An entry, None where there is none; either way its key was asked for once more."""
         with self._lock:
             self._requests.count(key, _REQUESTS_AN_ENTRY * max(len(self), _FEWEST_ENTRIES))
-            for entries in (self._main, self._window):
-                entry = entries.get(key)
-                if entry is not None:
-                    entries.move_to_end(key)
-                    return entry
-            return None
+            if (entry := self._window.get(key)) is not None:
+                self._window.move_to_end(key)
+                return entry
+            return self._main.get(key)
 
     def put(self, key: bytes, entry: CachedEmbedding) -> None:
         """Keeps an entry, unless it alone is more than the store takes or others are asked for more often."""
@@ -70,7 +73,9 @@ class MemoryStore:
                 self._window_bytes -= leaving.nbytes
                 self._admit(oldest, leaving)
             while self.nbytes > self.limit:
-                self._remove(next(iter(self._main)))
+                victim = self._least_asked_for()
+                assert victim is not None, "the window alone is never over the limit"
+                self._remove(victim)
                 self.evictions += 1
             self._requests.grow(1 << (_CELLS_AN_ENTRY * len(self)).bit_length())
 
@@ -80,33 +85,45 @@ class MemoryStore:
 
     def clear(self) -> None:
         with self._lock:
-            self._window.clear()
-            self._main.clear()
+            for part in (self._window, self._main, self._main_keys, self._places):
+                part.clear()
             self._window_bytes = self._main_bytes = 0
 
     def _admit(self, key: bytes, entry: CachedEmbedding) -> None:
-        """Moves an entry to the main part, if it is worth more than all that would have to go."""
-        victims, excess = [], self.nbytes + entry.nbytes - self.limit
+        """Moves an entry to the main part, if it is asked for more often than each that has to go."""
         requests = self._requests.estimate(key)
-        for each, other in self._main.items():
-            if excess <= 0:
-                break
-            if self._requests.estimate(each) >= requests:
+        gone: dict[bytes, CachedEmbedding] = {}
+        while self.nbytes + entry.nbytes > self.limit:
+            victim = self._least_asked_for()
+            if victim is None or self._requests.estimate(victim) >= requests:
                 self.evictions += 1
+                for each, other in gone.items():
+                    self._add(each, other)
                 return
-            victims.append(each)
-            excess -= other.nbytes
-        if excess > 0:  # the window holds the rest
-            self.evictions += 1
-            return
-        for victim in victims:
+            gone[victim] = self._main[victim]
             self._remove(victim)
-            self.evictions += 1
+        self._add(key, entry)
+        self.evictions += len(gone)
+
+    def _least_asked_for(self) -> bytes | None:
+        """Of some in the main part; None where there are none."""
+        if not self._main:
+            return None
+        drawn = [self._draw.choice(self._main_keys) for _ in range(_DRAWN)]
+        return min(drawn, key=self._requests.estimate)
+
+    def _add(self, key: bytes, entry: CachedEmbedding) -> None:
+        """To the main part."""
         self._main[key] = entry
         self._main_bytes += entry.nbytes
+        self._places[key] = len(self._main_keys)
+        self._main_keys.append(key)
 
     def _remove(self, key: bytes) -> None:
-        if (entry := self._main.pop(key, None)) is not None:
-            self._main_bytes -= entry.nbytes
         if (entry := self._window.pop(key, None)) is not None:
             self._window_bytes -= entry.nbytes
+        if (entry := self._main.pop(key, None)) is not None:
+            self._main_bytes -= entry.nbytes
+            place, last = self._places.pop(key), self._main_keys.pop()
+            if last != key:
+                self._main_keys[place], self._places[last] = last, place

@@ -270,7 +270,7 @@ async def test_a_document_that_fits_is_kept_whatever_is_asked_for_those_that_do_
 async def test_an_error_names_the_document_by_its_place_in_the_request() -> None:
     async with Engine(EngineConfig(dtype="float32")) as engine:
         with pytest.raises(InvalidRequestError, match=r"documents\[3\]"):
-            await engine.score("why", ["a", "a", "a", "word " * 500])
+            await engine.score("why", ["a", "a", "a", "word " * 500], truncation="error")
 
 
 def test_what_was_kept_last_is_in_memory_again_after_a_restart(tmp_path: Path) -> None:
