@@ -3,9 +3,10 @@ be, which is checked before any of them is looked at."""
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from maxsimd.api.failures import too_many_entries
+from maxsimd.api.vectors import NUMBERS, Numbers
 from maxsimd.api.wire import (
     ClassifyRequest,
     Common,
@@ -13,6 +14,7 @@ from maxsimd.api.wire import (
     Contents,
     EmbeddingsRequest,
     LongDocuments,
+    PoolingRequest,
     PredictRequest,
     RerankRequest,
     ScoreRequest,
@@ -29,6 +31,8 @@ RankFields = Mapping[str, int]
 _PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
 
 
+# What a text is embedded for that is neither a query nor a document, as Cohere and Jina call it.
+_OTHER_TYPES = ("classification", "clustering", "separation", "text-matching")
 # Where the engine's messages name a field: at their beginning, or one of its texts.
 _FIELD = re.compile(r"^(?:queries|documents)\b|\b(?:queries|documents)(?=\[\d)")
 
@@ -57,9 +61,12 @@ def texts_to_rank(request: RerankRequest, most: int) -> tuple[str, list[str]]:
     if request.documents is None:
         raise InvalidRequestError("documents is missing", "documents")
     check_count(request.documents, "documents", most)
-    # A field that is named twice counts once, where it is named first.
-    rank_fields = {name: i for i, name in reversed(list(enumerate(request.rank_fields or ())))}
-    return query, as_texts(request.documents, "documents", rank_fields)
+    return query, as_texts(request.documents, "documents", rank_places(request.rank_fields))
+
+
+def rank_places(rank_fields: list[str] | None) -> RankFields:
+    """The place of each field. One that is named twice counts once, where it is named first."""
+    return {name: i for i, name in reversed(list(enumerate(rank_fields or ())))}
 
 
 def _pair_of(request: ScoreRequest) -> tuple[str, str] | None:
@@ -70,17 +77,18 @@ def _pair_of(request: ScoreRequest) -> tuple[str, str] | None:
     return None
 
 
-def in_its_words(request: ScoreRequest | RerankRequest, error: InvalidRequestError) -> InvalidRequestError:
-    """An error of the engine about queries or documents, with the names of the fields that were sent."""
-    if isinstance(request, RerankRequest):
-        names = {"queries": "query", "documents": "documents" if request.texts is None else "texts"}
-    else:
-        names = dict(zip(("queries", "documents"), _pair_of(request) or _PAIRS[0], strict=True))
+def names_of(request: ScoreRequest) -> tuple[str, str]:
+    """Under which names queries and documents have come."""
+    return _pair_of(request) or _PAIRS[0]
 
-    message = _FIELD.sub(lambda found: names[found[0]], str(error))
+
+def in_its_words(names: tuple[str, str], error: InvalidRequestError) -> InvalidRequestError:
+    """An error of the engine about queries or documents, with the `names` of the fields that were sent."""
+    named = dict(zip(("queries", "documents"), names, strict=True))
+    message = _FIELD.sub(lambda found: named[found[0]], str(error))
     # A request to rank has one query.
     message = message.replace("query[0]", "query")
-    return InvalidRequestError(message, names.get(error.param or "", error.param))
+    return InvalidRequestError(message, named.get(error.param or "", error.param))
 
 
 def inputs_of(request: EmbeddingsRequest | ClassifyRequest, most: int) -> list[str] | list[list[int]]:
@@ -146,6 +154,10 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
     side = request.truncation_side or "right"
     tokens = request.truncate_prompt_tokens
     long_documents = request.long_documents or default
+    # Voyage's.
+    cut = getattr(request, "truncation", None)
+    if cut is not None and tokens is None and request.long_documents is None:
+        long_documents = "truncate" if cut else "error"
     if tokens is None and long_documents != "error":
         tokens = -1
     if not isinstance(request, Scoring):
@@ -199,6 +211,8 @@ def as_inputs(value: Any, most: int, param: str = "input") -> list[str] | list[l
         check_count(value, param, most)
         if all(isinstance(item, str) for item in value):
             return value
+        if all(isinstance(item, str | dict) for item in value):  # Jina's {"text": ...}
+            return as_texts(value, param)
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return value
     raise InvalidRequestError(
@@ -246,12 +260,44 @@ def _is_token(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def input_type_of(value: str | None) -> InputType | None:
+def input_type_of(value: str | None, param: str = "input_type") -> InputType | None:
     """`query` or `document` from what clients call them."""
-    if value is None:
+    if value is None or value in _OTHER_TYPES:
         return None
     if value in ("query", "search_query", "retrieval.query"):
         return "query"
     if value in ("document", "passage", "search_document", "retrieval.passage"):
         return "document"
-    raise InvalidRequestError(f"input_type {value!r} is not known; use query or document", "input_type")
+    raise InvalidRequestError(f"{param} {value!r} is not known; use query or document", param)
+
+
+def meaning_of(request: EmbeddingsRequest) -> InputType | None:
+    """Whether texts are queries or documents, by `input_type`, or by Jina's `task`, which on /pooling is
+    something else."""
+    if request.input_type is None and not isinstance(request, PoolingRequest):
+        return input_type_of(request.task, "task")
+    return input_type_of(request.input_type)
+
+
+def numbers_of(request: EmbeddingsRequest) -> Numbers:
+    """In which numbers the vectors are to leave, whichever field says so."""
+    for param in ("embed_dtype", "output_dtype", "embedding_type"):
+        given = getattr(request, param)
+        names = given if isinstance(given, list) else [given]
+        if len(names) > 1:
+            raise InvalidRequestError(f"{param} must be one kind of number here, not {len(names)}", param)
+        for name in names:
+            if name is None or name in ("auto", "base64"):
+                continue
+            numbers = "float32" if name == "float" else name
+            if numbers not in NUMBERS:
+                raise InvalidRequestError(
+                    f"{param} {name!r} is not known; use float or one of {', '.join(NUMBERS)}", param
+                )
+            return cast("Numbers", numbers)
+    return "float32"
+
+
+def wants_base64(request: EmbeddingsRequest) -> bool:
+    """OpenAI's way to say so, or Jina's."""
+    return request.encoding_format == "base64" or request.embedding_type in ("base64", ["base64"])

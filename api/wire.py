@@ -53,12 +53,15 @@ class ScoreRequest(Scoring, kw_only=True):
 
 
 class RerankRequest(Scoring, kw_only=True):
-    """Jina's, Cohere's and vLLM's with `documents`, text-embeddings-inference's with `texts`."""
+    """Jina's, Cohere's and vLLM's with `documents`, text-embeddings-inference's with `texts`. Voyage's has
+    `top_k` or `truncation`, which others do not have."""
 
     query: Content
     documents: Contents | None = None
     texts: list[str] | None = None
     top_n: NotNegative | None = None
+    top_k: NotNegative | None = None
+    truncation: bool | None = None
     return_documents: bool | None = None
     return_text: bool | None = None
     rank_fields: list[str] | None = None
@@ -70,9 +73,18 @@ class EmbeddingsRequest(Common, kw_only=True):
     # A text, texts, token ids or lists of those; distinguished in `reading`, with a message of its own.
     input: Any
     dimensions: Positive | None = None
-    encoding_format: Literal["float", "base64"] | None = None
+    # Voyage's.
+    output_dimension: Positive | None = None
+    encoding_format: Literal["float", "base64", "safetensors"] | None = None
+    # vLLM's, Voyage's and Jina's for the kind of numbers.
+    embed_dtype: str | None = None
+    output_dtype: str | None = None
+    embedding_type: str | list[str] | None = None
     input_type: str | None = None
+    task: str | None = None
     prompt_name: str | None = None
+    # Voyage's.
+    truncation: bool | None = None
 
 
 class PoolingRequest(EmbeddingsRequest, kw_only=True):
@@ -95,9 +107,13 @@ class PredictRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """vLLM's with `text` or `prompt`, text-embeddings-inference's with `inputs`."""
+
     model: str | None = None
     text: str | None = None
     prompt: str | None = None
+    inputs: str | list[str] | None = None
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -174,38 +190,36 @@ class RerankResponse(Completeness, omit_defaults=True):
     meta: dict[str, Any]
 
 
-class TeiRanked(msgspec.Struct, omit_defaults=True):
-    index: int
-    score: float
-    text: str | None = None
-
-
 class Embedding(msgspec.Struct):
+    """`scale` is there for vectors in int8, which are to be multiplied by it."""
+
     index: int
     embedding: Any
     object: str = "embedding"
+    scale: Any = msgspec.UNSET
 
 
-class EmbeddingsResponse(Warned):
-    id: str
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: Usage
-    object: str = "list"
+class MultiVector(msgspec.Struct):
+    index: int
+    embeddings: Any
+    object: str = "embeddings"
+    scale: Any = msgspec.UNSET
 
 
 class Pooling(msgspec.Struct):
     index: int
     data: Any
     object: str = "pooling"
+    scale: Any = msgspec.UNSET
 
 
-class PoolingResponse(Warned):
+class VectorsResponse(Warned):
+    """`data` are `Embedding`, `MultiVector` or `Pooling`."""
+
     id: str
     created: int
     model: str
-    data: list[Pooling]
+    data: list[Any]
     usage: Usage
     object: str = "list"
 

@@ -47,3 +47,13 @@ class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):
 class TeiDecodeRequest(msgspec.Struct, kw_only=True):
     ids: list[NotNegative | list[NotNegative]]
     skip_special_tokens: bool | None = None
+
+
+class TeiToken(msgspec.Struct):
+    """A token and the characters that it stands for; special ones stand for none."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None

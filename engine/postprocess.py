@@ -71,7 +71,8 @@ def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float3
 def embed_result(prepared: Prepared, values: Values, dimensions: int | None, normalised: bool) -> EmbedResult:
     """One row a text."""
     rows = np.concatenate([np.asarray(value) for value in values.values])
-    return EmbedResult(shorten(rows, dimensions, normalised), usage_of(prepared), prepared.truncated)
+    vectors = shorten(rows, dimensions, normalised)
+    return EmbedResult(vectors, usage_of(prepared), prepared.truncated, values.timings)
 
 
 def token_embed_result(
@@ -79,7 +80,7 @@ def token_embed_result(
 ) -> TokenEmbedResult:
     """One matrix a text, with a row a token."""
     matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values.values]
-    return TokenEmbedResult(matrices, usage_of(prepared), prepared.truncated)
+    return TokenEmbedResult(matrices, usage_of(prepared), prepared.truncated, values.timings)
 
 
 def classify_result(
@@ -88,7 +89,7 @@ def classify_result(
     """One row a text, with a number a label: logits, unless there is an `activation`."""
     rows = np.array(values.values, dtype=np.float32).reshape(len(values.values), -1)
     scores = rows if activation is None else activate(rows, activation)
-    return ClassifyResult(scores, labels, usage_of(prepared), prepared.truncated)
+    return ClassifyResult(scores, labels, usage_of(prepared), prepared.truncated, values.timings)
 
 
 def document_scores(

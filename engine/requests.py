@@ -231,6 +231,7 @@ class EmbedResult:
     embeddings: NDArray[np.float32]
     usage: Usage
     truncated: int = 0
+    timings: Timings = Timings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +243,7 @@ class ClassifyResult:
     labels: tuple[str, ...]
     usage: Usage
     truncated: int = 0
+    timings: Timings = Timings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,3 +253,4 @@ class TokenEmbedResult:
     embeddings: list[NDArray[np.float32]]
     usage: Usage
     truncated: int = 0
+    timings: Timings = Timings()

@@ -5,6 +5,7 @@ from typing import Any
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.handlers.tei_headers import with_tei_headers
 from maxsimd.api.reading import (
     check_token_ids,
     inputs_of,
@@ -40,7 +41,8 @@ async def classify(
         usage = usage_of(result.usage)
         return wire.ClassifyResponse(new_id("classify"), now(), model, data, usage, warnings=warnings)
 
-    return (await wire_answer(build, len(result.scores))).with_warnings(warnings)
+    answer = await wire_answer(build, len(result.scores))
+    return answer.with_timings(result.timings).with_warnings(warnings)
 
 
 async def predict(
@@ -63,7 +65,9 @@ async def predict(
         answers = [_ranked(result.labels, row.tolist()) for row in result.scores]
         return answers if is_batch else answers[0]
 
-    return (await wire_answer(build, len(result.scores))).with_warnings(warnings_of(result.truncated))
+    answer = await wire_answer(build, len(result.scores))
+    answer = with_tei_headers(answer, state, result, [*texts, *(text_pairs or ())])
+    return answer.with_warnings(warnings_of(result.truncated))
 
 
 def _ranked(labels: tuple[str, ...], row: list[float]) -> list[dict[str, Any]]:

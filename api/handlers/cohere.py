@@ -1,7 +1,6 @@
 """Cohere's routes for vectors. Its rerank is beside the others that rank."""
 
-import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,16 @@ from maxsimd.api.answer import Answer, new_id, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import as_texts, check_count, cohere_truncation_of, input_type_of
 from maxsimd.api.state import ServerState
+from maxsimd.api.vectors import Numbers, encoded
 from maxsimd.engine import InvalidRequestError
 
-# What a text is embedded for that is neither a query nor a document.
-_OTHER_TYPES = ("classification", "clustering")
+# Its types, and the numbers of which each is made. Those of 8 bits have no place for their scale.
+_NUMBERS: Mapping[str, Numbers] = {
+    "float": "float32",
+    "base64": "float32",
+    "binary": "binary",
+    "ubinary": "ubinary",
+}
 
 
 async def embed_1(
@@ -43,14 +48,13 @@ async def _embed(
 ) -> Answer:
     types = list(dict.fromkeys(body.embedding_types or ("float",)))
     for name in types:
-        if name not in _ENCODED:
+        if name not in _NUMBERS:
             raise InvalidRequestError(
-                f"embedding_types {name} is not given here; use {', '.join(_ENCODED)}", "embedding_types"
+                f"embedding_types {name} is not given here; use {', '.join(_NUMBERS)}", "embedding_types"
             )
-    input_type = None if body.input_type in _OTHER_TYPES else input_type_of(body.input_type)
     result = await state.engine.embed(
         texts,
-        input_type=input_type,
+        input_type=input_type_of(body.input_type),
         dimensions=body.output_dimension,
         truncation=cohere_truncation_of(body, state.config.long_documents),
         tenant=tenant,
@@ -61,7 +65,7 @@ async def _embed(
         rows = result.embeddings
         return wire_cohere.CohereEmbedResponse(
             id=new_id("embd"),
-            embeddings={name: _ENCODED[name](rows) for name in types} if by_type else rows.tolist(),
+            embeddings={name: _of_type(rows, name) for name in types} if by_type else rows.tolist(),
             texts=texts,
             meta={
                 "api_version": {"version": version},
@@ -72,26 +76,11 @@ async def _embed(
         )
 
     answer = await wire_answer(build, result.embeddings.size * len(types), sum(map(len, texts)))
-    return answer.with_warnings(warnings)
+    return answer.with_timings(result.timings).with_warnings(warnings)
 
 
-def _base64(rows: NDArray[np.float32]) -> list[str]:
-    """Little-endian float32."""
-    return [base64.b64encode(np.ascontiguousarray(row, dtype="<f4").tobytes()).decode() for row in rows]
-
-
-def _signs(rows: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """A bit a number, 1 for those above 0, eight in a byte."""
-    return np.packbits(rows > 0, axis=-1)
-
-
-_ENCODED: Mapping[str, Callable[[NDArray[np.float32]], Any]] = {
-    "float": lambda rows: rows.tolist(),
-    "base64": _base64,
-    # Those of the signed kind are 128 less.
-    "binary": lambda rows: (_signs(rows).astype(np.int16) - 128).tolist(),
-    "ubinary": lambda rows: _signs(rows).tolist(),
-}
+def _of_type(rows: NDArray[np.float32], name: str) -> list[Any]:
+    return [encoded(row, _NUMBERS[name], as_base64=name == "base64").data for row in rows]
 
 
 def _texts_of(request: wire_cohere.CohereEmbedRequest, most: int) -> list[str]:

@@ -1,92 +1,97 @@
-"""The routes that give vectors: /v1/embeddings and /pooling."""
+"""The routes that give vectors: /v1/embeddings, /v1/multi-vector and /pooling."""
 
-import base64
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.reading import check_token_ids, input_type_of, inputs_of, truncation_of
+from maxsimd.api.reading import (
+    check_token_ids,
+    inputs_of,
+    meaning_of,
+    numbers_of,
+    truncation_of,
+    wants_base64,
+)
 from maxsimd.api.state import ServerState
+from maxsimd.api.vectors import encoded, file_of
 from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, TokenEmbedResult
+from maxsimd.engine.postprocess import aside
 
 # What a number of an answer takes as text, and as much again while that is made.
 _BYTES_A_NUMBER = 24
 
 Inputs = list[str] | list[list[int]]
+_Result = ClassifyResult | EmbedResult | TokenEmbedResult
 
 
 async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str) -> Answer:
-    check_token_ids(inputs, state.config.accept_token_ids)
-    model = state.model_name
-    result = await state.engine.embed(
-        inputs,
-        input_type=input_type_of(body.input_type),
-        prompt_name=body.prompt_name,
-        dimensions=body.dimensions,
-        truncation=truncation_of(body, state.config.long_documents),
-        priority=body.priority or 0,
-        tenant=tenant,
-        timeout=body.timeout,
-    )
+    result = await _run(state, body, inputs, tenant, "embed")
+    return await _answer(state, body, result, wire.Embedding, "embd")
 
-    warnings = warnings_of(result.truncated)
 
-    def build() -> wire.EmbeddingsResponse:
-        data = [
-            wire.Embedding(i, _encode(vector, body.encoding_format))
-            for i, vector in enumerate(result.embeddings)
-        ]
-        usage = usage_of(result.usage)
-        return wire.EmbeddingsResponse(new_id("embd"), now(), model, data, usage, warnings=warnings)
-
-    return (await wire_answer(build, result.embeddings.size)).with_warnings(warnings)
+async def multi_vector(
+    state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str
+) -> Answer:
+    """Jina's: a vector a token, as late interaction scores them."""
+    result = await _run(state, body, inputs, tenant, "token_embed")
+    return await _answer(state, body, result, wire.MultiVector, "multi-vector")
 
 
 async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs, tenant: str) -> Answer:
+    """vLLM's: the task that the request names, or else the one that the model's scores are made of."""
+    result = await _run(state, body, inputs, tenant, body.task or state.engine.model.score_task)
+    return await _answer(state, body, result, wire.Pooling, "pooling")
+
+
+async def _run(
+    state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str, task: str
+) -> _Result:
     check_token_ids(inputs, state.config.accept_token_ids)
-    model = state.model_name
-    result = await _pool(state, body, inputs, tenant)
-    pooled = result.scores if isinstance(result, ClassifyResult) else result.embeddings
-    warnings = warnings_of(result.truncated)
-
-    def build() -> wire.PoolingResponse:
-        data = [wire.Pooling(i, _encode(item, body.encoding_format)) for i, item in enumerate(pooled)]
-        usage = usage_of(result.usage)
-        return wire.PoolingResponse(new_id("pooling"), now(), model, data, usage, warnings=warnings)
-
-    num_values = sum(item.size for item in pooled)
-    return (await wire_answer(build, num_values)).with_warnings(warnings)
-
-
-async def _pool(
-    state: ServerState, body: wire.PoolingRequest, inputs: Inputs, tenant: str
-) -> ClassifyResult | EmbedResult | TokenEmbedResult:
-    """Runs the task that the request names, or else the one that the model's scores are made of."""
     engine = state.engine
-    task = body.task or engine.model.score_task
     options: dict[str, Any] = {
         "truncation": truncation_of(body, state.config.long_documents),
         "priority": body.priority or 0,
         "tenant": tenant,
         "timeout": body.timeout,
     }
+    use_activation = body.use_activation if isinstance(body, wire.PoolingRequest) else None
     if task == "classify":
-        activated = body.use_activation is not False
-        return await engine.classify(inputs, use_activation=activated, **options)
-    if body.use_activation is False:
+        return await engine.classify(inputs, use_activation=use_activation is not False, **options)
+    if use_activation is False:
         raise InvalidRequestError("use_activation=false is only for the task classify", "use_activation")
+    dimensions = body.dimensions or body.output_dimension
     options |= {
-        "input_type": input_type_of(body.input_type),
+        "input_type": meaning_of(body),
         "prompt_name": body.prompt_name,
-        "dimensions": body.dimensions,
+        "dimensions": dimensions,
     }
     if task == "embed":
         return await engine.embed(inputs, **options)
-    return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, body.dimensions))
+    return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, dimensions))
+
+
+async def _answer(
+    state: ServerState, body: wire.EmbeddingsRequest, result: _Result, item: type[Any], prefix: str
+) -> Answer:
+    """The vectors in the numbers and the format that the request wants; in JSON an `item` a text."""
+    vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
+    numbers, as_base64, model = numbers_of(body), wants_base64(body), state.model_name
+    warnings, size = warnings_of(result.truncated), sum(each.size for each in vectors)
+    if body.encoding_format == "safetensors":
+        about = {"model": model, "prompt_tokens": str(result.usage.prompt_tokens)}
+        whole = await aside(lambda: file_of(list(vectors), numbers, about), size)
+        answer = Answer(200, {"Content-Type": "application/vnd.safetensors"}, whole)
+    else:
+
+        def build() -> wire.VectorsResponse:
+            all_encoded = [encoded(each, numbers, as_base64) for each in vectors]
+            data = [item(i, each.data, scale=each.scale) for i, each in enumerate(all_encoded)]
+            usage = usage_of(result.usage)
+            return wire.VectorsResponse(new_id(prefix), now(), model, data, usage, warnings=warnings)
+
+        answer = await wire_answer(build, size)
+    return answer.with_timings(result.timings).with_warnings(warnings)
 
 
 def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
@@ -98,15 +103,11 @@ def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or task.dim))
 
 
-def _encode(array: NDArray[np.float32], encoding_format: str | None) -> Any:
-    """Numbers as nested lists, or as base64 of little-endian float32 in row order."""
-    if encoding_format == "base64":
-        return base64.b64encode(np.ascontiguousarray(array, dtype="<f4").tobytes()).decode("ascii")
-    return array.tolist()
-
-
 ROUTES = (
-    post_texts("/v1/embeddings", wire.EmbeddingsRequest, inputs_of, embeddings),
-    post_texts("/embeddings", wire.EmbeddingsRequest, inputs_of, embeddings),
+    *(
+        post_texts(path, wire.EmbeddingsRequest, inputs_of, embeddings)
+        for path in ("/v1/embeddings", "/embeddings")
+    ),
+    post_texts("/v1/multi-vector", wire.EmbeddingsRequest, inputs_of, multi_vector),
     post_texts("/pooling", wire.PoolingRequest, inputs_of, pooling),
 )

@@ -140,7 +140,8 @@ async def _parse(
     most = state.config.max_documents
 
     def parse() -> tuple[T, R]:
-        request = msgspec.json.decode(body, type=kind)
+        # Not strict, as others take it too: "1" for a number, "true" or 1 for a yes.
+        request = msgspec.json.decode(body, type=kind, strict=False)
         return request, read(request, most)
 
     try:

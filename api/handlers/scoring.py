@@ -1,30 +1,25 @@
 """The routes that score and rank: /score, /rerank and their variants."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+import msgspec
 
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
+from maxsimd.api.handlers import reranks
+from maxsimd.api.handlers.ranking import characters_of, in_words_of, rank
 from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.reading import (
-    in_its_words,
-    tei_truncation_of,
-    texts_to_rank,
-    texts_to_score,
-    truncation_of,
-    wants_activation,
-)
+from maxsimd.api.reading import names_of, texts_to_rank, texts_to_score, truncation_of, wants_activation
 from maxsimd.api.state import ServerState
-from maxsimd.engine import InvalidRequestError, RerankResult, ScoreResult, Truncation
+from maxsimd.engine import RerankResult, ScoreResult
 
 
 async def score(
     state: ServerState, body: wire.ScoreRequest, texts: tuple[list[str], list[str]], tenant: str
 ) -> Answer:
     model = state.model_name
-    with _in_its_words(body):
+    with in_words_of(names_of(body)):
         result = await state.engine.score(
             *texts,
             truncation=truncation_of(body, state.config.long_documents),
@@ -53,10 +48,12 @@ async def rerank(
     state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], tenant: str
 ) -> Answer:
     if body.texts is not None:
-        return await _rerank_texts(state, body, texts, tenant)
+        return await reranks.text_embeddings_inference(state, body, texts, tenant)
+    if body.top_k is not None or body.truncation is not None:
+        return await reranks.voyage(state, body, texts, tenant)
     model = state.model_name
     truncation = truncation_of(body, state.config.long_documents)
-    result = await _rank(state, body, texts, truncation, tenant)
+    result = await rank(state, body, texts, truncation, tenant, top_n=body.top_n)
 
     with_text = body.return_documents is not False
     warnings = warnings_of(result.truncated)
@@ -71,73 +68,24 @@ async def rerank(
             model,
             results,
             usage_of(result.usage),
-            {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+            _cohere_meta(result, warnings),
             warnings=warnings,
             **_completeness(body, result),
         )
 
-    characters = _characters(result) if with_text else 0
+    characters = characters_of(result) if with_text else 0
     answer = await wire_answer(build, len(result.results) + len(result.unscored), characters)
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
-async def _rerank_texts(
-    state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], tenant: str
-) -> Answer:
-    """text-embeddings-inference's rerank: `texts` in, a bare list out, which has no place for documents that
-    have no score."""
-    for option, value in (("on_timeout", body.on_timeout), ("on_error", body.on_error)):
-        if value in ("partial", "report"):
-            raise InvalidRequestError(f"{option} {value!r} is only for requests with documents", option)
-    truncation = tei_truncation_of(body, state.config.long_documents)
-    result = await _rank(state, body, texts, truncation, tenant)
-
-    def build() -> list[wire.TeiRanked]:
-        return [
-            wire.TeiRanked(ranked.index, ranked.score, ranked.document if body.return_text else None)
-            for ranked in result.results
-        ]
-
-    characters = _characters(result) if body.return_text else 0
-    answer = await wire_answer(build, len(result.results), characters)
-    return answer.with_timings(result.timings).with_warnings(warnings_of(result.truncated))
-
-
-async def _rank(
-    state: ServerState,
-    body: wire.RerankRequest,
-    texts: tuple[str, list[str]],
-    truncation: Truncation,
-    tenant: str,
-) -> RerankResult:
-    with _in_its_words(body):
-        return await state.engine.rerank(
-            *texts,
-            top_n=body.top_n,
-            truncation=truncation,
-            use_activation=wants_activation(body),
-            instruction=body.instruction,
-            cache=body.cache or "use",
-            priority=body.priority or 0,
-            tenant=tenant,
-            timeout=body.timeout,
-            on_timeout=body.on_timeout or "error",
-            on_error=body.on_error or "fail",
-        )
-
-
-@contextmanager
-def _in_its_words(body: wire.ScoreRequest | wire.RerankRequest) -> Iterator[None]:
-    """Errors of the engine name the fields that the request has."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        raise in_its_words(body, error) from error
-
-
-def _characters(result: RerankResult) -> int:
-    """How long the texts of the ranked documents are."""
-    return sum(len(ranked.document) for ranked in result.results)
+def _cohere_meta(result: RerankResult, warnings: list[str] | msgspec.UnsetType) -> dict[str, Any]:
+    """What Cohere's clients read of an answer beside its results."""
+    return {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": 1},
+        "tokens": {"input_tokens": result.usage.prompt_tokens},
+        **({"warnings": warnings} if warnings else {}),
+    }
 
 
 def _completeness(body: wire.Scoring, result: ScoreResult | RerankResult) -> dict[str, Any]:
@@ -156,4 +104,5 @@ ROUTES = (
         post_texts(path, wire.RerankRequest, texts_to_rank, rerank)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
+    *reranks.ROUTES,
 )

@@ -11,6 +11,7 @@ from maxsimd.api.answer import Answer, warnings_of, wire_answer
 from maxsimd.api.handlers import classification, scoring
 from maxsimd.api.handlers.embedding import Inputs, most_vectors
 from maxsimd.api.handlers.route import Body, Route, post, post_texts
+from maxsimd.api.handlers.tei_headers import with_tei_headers
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
 from maxsimd.api.reading import (
     as_inputs,
@@ -21,7 +22,7 @@ from maxsimd.api.reading import (
     texts_to_rank,
 )
 from maxsimd.api.state import ServerState
-from maxsimd.engine import EmbedResult, InvalidRequestError
+from maxsimd.engine import EmbedResult, InvalidRequestError, TokenEmbedResult
 from maxsimd.engine.config import ScoreType
 
 _SHORTEST = 1e-12
@@ -45,7 +46,7 @@ async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inpu
         return rows.tolist()
 
     answer = await wire_answer(build, result.embeddings.size)
-    return answer.with_warnings(warnings_of(result.truncated))
+    return _with_headers(answer, state, result, inputs)
 
 
 async def embed_all(
@@ -64,7 +65,7 @@ async def embed_all(
         lambda: [matrix.tolist() for matrix in result.embeddings],
         sum(matrix.size for matrix in result.embeddings),
     )
-    return answer.with_warnings(warnings_of(result.truncated))
+    return _with_headers(answer, state, result, inputs)
 
 
 async def similarity(
@@ -80,7 +81,7 @@ async def similarity(
         return (rows[1:] @ rows[0]).tolist()
 
     answer = await wire_answer(build, result.embeddings.size)
-    return answer.with_warnings(warnings_of(result.truncated))
+    return _with_headers(answer, state, result, texts)
 
 
 async def decode(state: ServerState, body: wire_tei.TeiDecodeRequest) -> Answer:
@@ -105,6 +106,12 @@ async def _embedded(
         tenant=tenant,
         **more,
     )
+
+
+def _with_headers(
+    answer: Answer, state: ServerState, result: EmbedResult | TokenEmbedResult, inputs: Inputs
+) -> Answer:
+    return with_tei_headers(answer, state, result, inputs).with_warnings(warnings_of(result.truncated))
 
 
 def _id_lists(ids: list[int | list[int]]) -> list[list[int]]:

@@ -4,27 +4,29 @@ from collections.abc import Sequence
 
 import msgspec
 
-from maxsimd.api import wire
+from maxsimd.api import wire, wire_tei
 from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers.route import post
+from maxsimd.api.reading import check_count
 from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError
 from maxsimd.engine.preprocess.tokenization import MOST_DECODED, TextTokenizer
 
 
 async def tokenize(state: ServerState, body: wire.TokenizeRequest) -> Answer:
+    if body.inputs is not None:
+        return await _tokenize_inputs(state, body)
     param, text = ("text", body.text) if body.text is not None else ("prompt", body.prompt)
     if text is None:
         raise InvalidRequestError("text is missing", "text")
     tokenizer, longest = state.engine.tokenizer, state.engine.max_tokens
-    with_strings = bool(body.return_token_strs)
+    with_strings, (before, after) = bool(body.return_token_strs), _around(tokenizer, body)
 
     def answer() -> bytes:
         ids, strings = _List(), _List()
-        before, after = (part.tolist() for part in tokenizer.single.ids)
         ids.extend(before)
         strings.extend([tokenizer.token(token) for token in before])
-        for encoding in tokenizer.read(text, param):
+        for _, encoding in tokenizer.read(text, param):
             ids.extend(encoding.ids)
             if with_strings:
                 strings.extend(encoding.tokens)
@@ -34,6 +36,46 @@ async def tokenize(state: ServerState, body: wire.TokenizeRequest) -> Answer:
         return msgspec.json.encode(wire.TokenizeResponse(ids.written(), ids.length, longest, shown))
 
     return Answer(200, {"Content-Type": "application/json"}, await state.engine.in_thread(answer, len(text)))
+
+
+async def _tokenize_inputs(state: ServerState, body: wire.TokenizeRequest) -> Answer:
+    """text-embeddings-inference's: for each text its tokens, with the characters that they stand for."""
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs or []
+    check_count(texts, "inputs", state.config.max_documents)
+    tokenizer = state.engine.tokenizer
+    before, after = ([_special(tokenizer, token) for token in part] for part in _around(tokenizer, body))
+
+    def tokens_of(text: str) -> msgspec.Raw:
+        tokens = _List()
+        tokens.extend(before)
+        for start, encoding in tokenizer.read(text, "inputs"):
+            spans = [(start + first, start + last) for first, last in encoding.offsets]
+            tokens.extend(
+                [
+                    wire_tei.TeiToken(token, text[first:last], special=False, start=first, stop=last)
+                    for token, (first, last) in zip(encoding.ids, spans, strict=True)
+                ]
+            )
+        tokens.extend(after)
+        return tokens.written()
+
+    size = sum(map(len, texts)) + len(texts)
+    answer = await state.engine.in_thread(
+        lambda: msgspec.json.encode([tokens_of(text) for text in texts]), size
+    )
+    return Answer(200, {"Content-Type": "application/json"}, answer)
+
+
+def _around(tokenizer: TextTokenizer, body: wire.TokenizeRequest) -> tuple[list[int], list[int]]:
+    """The special tokens before and after a text, unless the request wants none."""
+    if body.add_special_tokens is False:
+        return [], []
+    before, after = (part.tolist() for part in tokenizer.single.ids)
+    return before, after
+
+
+def _special(tokenizer: TextTokenizer, token: int) -> wire_tei.TeiToken:
+    return wire_tei.TeiToken(token, tokenizer.token(token), special=True, start=None, stop=None)
 
 
 async def detokenize(state: ServerState, body: wire.DetokenizeRequest) -> Answer:
@@ -59,7 +101,7 @@ class _List:
         self._parts: list[bytes] = []
         self.length = 0
 
-    def extend(self, items: Sequence[int | str]) -> None:
+    def extend(self, items: Sequence[int | str | wire_tei.TeiToken]) -> None:
         if items:
             self._parts.append(msgspec.json.encode(items)[1:-1])
             self.length += len(items)

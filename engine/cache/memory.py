@@ -17,6 +17,7 @@ _REQUESTS_AN_ENTRY, _FEWEST_ENTRIES = 8, 1000
 # Of how many, drawn at random, the one that is asked for least has to go.
 _DRAWN = 8
 
+
 class MemoryStore:
     """Holds at most `limit` bytes of embeddings. Thread-safe.
 

@@ -155,11 +155,12 @@ class TextTokenizer:
         before, inside, after = (list(each) for each in zip(*parts, strict=True))
         return Around(_joined(before, None, side), _joined(inside, most, side), _joined(after, None, side))
 
-    def read(self, text: str, param: str) -> Iterator[Encoding]:
-        """A text as encoded pieces, without special tokens."""
-        for piece in self._pieces(text, PIECE, "right", param, param):
+    def read(self, text: str, param: str) -> Iterator[tuple[int, Encoding]]:
+        """A text as encoded pieces, without special tokens, each behind the characters before it."""
+        for start, stop in self._cut_up(text, PIECE, "right", param, param):
             yield_to_smaller()
-            yield from self._encode_batch([piece], param, complete=True)
+            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
+            yield start, encoding
 
     def breaks(self, text: str) -> list[int]:
         """Where a text can be cut so that each part has the same tokens alone, whatever stands around it."""

@@ -1,0 +1,61 @@
+"""What all routes that rank have in common, whatever they call it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from maxsimd.api import wire
+from maxsimd.api.reading import in_its_words, wants_activation
+from maxsimd.api.state import ServerState
+from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
+
+
+async def rank(
+    state: ServerState,
+    body: wire.Scoring,
+    texts: tuple[str, list[str]],
+    truncation: Truncation,
+    tenant: str,
+    *,
+    top_n: int | None,
+    names: tuple[str, str] = ("query", "documents"),
+    use_activation: bool | None = None,
+) -> RerankResult:
+    """Ranks as the options of the request say; `names` are those of the fields with its `texts`."""
+    with in_words_of(names):
+        return await state.engine.rerank(
+            *texts,
+            top_n=top_n,
+            truncation=truncation,
+            use_activation=wants_activation(body) if use_activation is None else use_activation,
+            instruction=body.instruction,
+            cache=body.cache or "use",
+            priority=body.priority or 0,
+            tenant=tenant,
+            timeout=body.timeout,
+            on_timeout=body.on_timeout or "error",
+            on_error=body.on_error or "fail",
+        )
+
+
+@contextmanager
+def in_words_of(names: tuple[str, str]) -> Iterator[None]:
+    """Errors of the engine name the fields that the request has, for its queries and for its documents."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise in_its_words(names, error) from error
+
+
+def characters_of(result: RerankResult) -> int:
+    """How long the texts of the ranked documents are."""
+    return sum(len(ranked.document) for ranked in result.results)
+
+
+def check_all_ranked(body: wire.Scoring) -> None:
+    """Raises InvalidRequestError where the answer may lack documents, for shapes that have no place to say
+    so."""
+    for option, value in (("on_timeout", body.on_timeout), ("on_error", body.on_error)):
+        if value in ("partial", "report"):
+            raise InvalidRequestError(
+                f"{option} {value!r} is only for /rerank in Jina's or Cohere's shape; leave it out", option
+            )

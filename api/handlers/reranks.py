@@ -1,0 +1,133 @@
+"""Reranking in the shapes of text-embeddings-inference, Voyage, mixedbread and NVIDIA. None of them has a
+place for documents without a score."""
+
+from maxsimd.api import wire, wire_reranks
+from maxsimd.api.answer import Answer, usage_of, warnings_of, wire_answer
+from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank
+from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.handlers.tei_headers import with_tei_headers
+from maxsimd.api.reading import as_text, as_texts, check_count, rank_places, tei_truncation_of, truncation_of
+from maxsimd.api.state import ServerState
+from maxsimd.engine import Truncation
+
+
+async def text_embeddings_inference(
+    state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], tenant: str
+) -> Answer:
+    """`texts` in, a bare list out."""
+    check_all_ranked(body)
+    truncation = tei_truncation_of(body, state.config.long_documents)
+    names = ("query", "texts")
+    result = await rank(state, body, texts, truncation, tenant, top_n=body.top_n, names=names)
+
+    def build() -> list[wire_reranks.TeiRanked]:
+        return [
+            wire_reranks.TeiRanked(one.index, one.score, one.document if body.return_text else None)
+            for one in result.results
+        ]
+
+    characters = characters_of(result) if body.return_text else 0
+    answer = await wire_answer(build, len(result.results), characters)
+    answer = with_tei_headers(answer, state, result, [texts[0], *texts[1]])
+    return answer.with_warnings(warnings_of(result.truncated))
+
+
+async def voyage(
+    state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], tenant: str
+) -> Answer:
+    """`data` in place of `results`, documents as strings, and only if they are asked for."""
+    check_all_ranked(body)
+    truncation = truncation_of(body, state.config.long_documents)
+    model = state.model_name
+    top_n = body.top_n if body.top_k is None else body.top_k
+    result = await rank(state, body, texts, truncation, tenant, top_n=top_n)
+    warnings = warnings_of(result.truncated)
+
+    def build() -> wire_reranks.VoyageResponse:
+        data = [
+            wire_reranks.VoyageRanked(one.index, one.score, one.document if body.return_documents else None)
+            for one in result.results
+        ]
+        usage = usage_of(result.usage)
+        return wire_reranks.VoyageResponse(data=data, model=model, usage=usage, warnings=warnings)
+
+    characters = characters_of(result) if body.return_documents else 0
+    answer = await wire_answer(build, len(result.results), characters)
+    return answer.with_timings(result.timings).with_warnings(warnings)
+
+
+async def mixedbread(
+    state: ServerState, body: wire_reranks.MixedbreadRequest, texts: tuple[str, list[str]], tenant: str
+) -> Answer:
+    check_all_ranked(body)
+    truncation = truncation_of(body, state.config.long_documents)
+    model = state.model_name
+    names = ("query", "input")
+    result = await rank(state, body, texts, truncation, tenant, top_n=body.top_k, names=names)
+    warnings = warnings_of(result.truncated)
+    with_input = bool(body.return_input)
+
+    def build() -> wire_reranks.MixedbreadResponse:
+        data = [
+            wire_reranks.MixedbreadRanked(
+                index=one.index, score=one.score, input=one.document if with_input else None
+            )
+            for one in result.results
+        ]
+        return wire_reranks.MixedbreadResponse(
+            data=data,
+            model=model,
+            usage=usage_of(result.usage),
+            top_k=len(data),
+            return_input=with_input,
+            warnings=warnings,
+        )
+
+    answer = await wire_answer(build, len(result.results), characters_of(result) if with_input else 0)
+    return answer.with_timings(result.timings).with_warnings(warnings)
+
+
+async def nvidia(
+    state: ServerState, body: wire_reranks.NvidiaRequest, texts: tuple[str, list[str]], tenant: str
+) -> Answer:
+    """Logits, where the model is a classifier."""
+    check_all_ranked(body)
+    truncation = truncation_of(body, state.config.long_documents)
+    if body.truncate is not None:
+        truncation = Truncation(max_tokens=-1 if body.truncate == "END" else None)
+    result = await rank(
+        state,
+        body,
+        texts,
+        truncation,
+        tenant,
+        top_n=None,
+        names=("query", "passages"),
+        use_activation=bool(body.use_activation),
+    )
+    warnings = warnings_of(result.truncated)
+
+    def build() -> wire_reranks.NvidiaResponse:
+        rankings = [wire_reranks.NvidiaRanked(one.index, one.score) for one in result.results]
+        return wire_reranks.NvidiaResponse(rankings=rankings, usage=usage_of(result.usage), warnings=warnings)
+
+    answer = await wire_answer(build, len(result.results))
+    return answer.with_timings(result.timings).with_warnings(warnings)
+
+
+def _input_to_rank(request: wire_reranks.MixedbreadRequest, most: int) -> tuple[str, list[str]]:
+    query = as_text(request.query, "query", "query")
+    check_count(request.input, "input", most)
+    return query, as_texts(request.input, "input", rank_places(request.rank_fields))
+
+
+def _passages_to_rank(request: wire_reranks.NvidiaRequest, most: int) -> tuple[str, list[str]]:
+    query = as_text(request.query, "query", "query")
+    check_count(request.passages, "passages", most)
+    return query, as_texts(request.passages, "passages")
+
+
+ROUTES = (
+    post_texts("/v1/reranking", wire_reranks.MixedbreadRequest, _input_to_rank, mixedbread),
+    post_texts("/v1/ranking", wire_reranks.NvidiaRequest, _passages_to_rank, nvidia),
+)
