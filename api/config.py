@@ -56,6 +56,9 @@ class ServerConfig:
         "Take token ids in place of texts. Clients send those of other tokenisers by default, which mean "
         "something else here, so they are refused otherwise.",
     )
+    normalize_scores: bool = option(
+        False, "Give scores from 0 to 1, unless a request says normalize false or wants raw scores."
+    )
     max_connections: int | None = option(
         None, "Most connections at a time; by default what the limit on descriptors allows, 10,000 at most."
     )

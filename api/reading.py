@@ -201,6 +201,15 @@ def wants_activation(request: Scoring) -> bool:
     return not request.raw_scores if request.use_activation is None else request.use_activation
 
 
+def wants_normalized(request: Scoring, default: bool) -> bool:
+    """Whether scores are to be from 0 to 1; `default` where the request says nothing of it, nor wants raw
+    ones."""
+    raw = not wants_activation(request)
+    if request.normalize and raw:
+        raise InvalidRequestError("normalize and raw scores exclude each other; leave out one", "normalize")
+    return default and not raw if request.normalize is None else request.normalize
+
+
 def as_inputs(value: Any, most: int, param: str = "input") -> list[str] | list[list[int]]:
     """OpenAI's `input`: a text, texts, token ids, or lists of token ids."""
     if isinstance(value, str):

@@ -17,6 +17,10 @@ LongDocuments = Literal["truncate", "window", "error"]
 Direction = Literal["left", "right", "Left", "Right"]
 
 
+# Neither infinite nor NaN, which are text in JSON.
+_LARGEST = 1e30
+
+
 class Common(msgspec.Struct, kw_only=True):
     """Options that all requests share. Clients send null for what they leave open, so all of them take it."""
 
@@ -35,6 +39,8 @@ class Scoring(Common, kw_only=True):
     max_tokens_per_doc: NotNegative | None = None
     use_activation: bool | None = None
     raw_scores: bool | None = None
+    normalize: bool | None = None
+    score_threshold: Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)] | None = None
     instruction: str | None = None
     window_overlap: NotNegative | None = None
     cache: Literal["use", "bypass", "refresh"] | None = None

@@ -7,7 +7,7 @@ out.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar, Unpack, cast
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig, ScoreType
@@ -21,6 +21,7 @@ from maxsimd.engine.errors import (
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.postprocess import (
     aside,
+    bounded_by,
     classify_result,
     embed_result,
     rank,
@@ -43,6 +44,7 @@ from maxsimd.engine.requests import (
     Progress,
     RerankResult,
     RunOptions,
+    ScoreOptions,
     ScoreRequest,
     ScoreResult,
     TokenEmbedResult,
@@ -171,6 +173,7 @@ class Engine:
         *,
         truncation: LongInputPolicy = "cut",
         use_activation: bool = True,
+        normalize: bool = False,
         instruction: str | None = None,
         cache: CacheMode = "use",
         priority: Priority = 0,
@@ -186,7 +189,9 @@ class Engine:
         for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
         for cross-encoders. Inputs that are too long for the model are cut, and counted in `truncated`, unless
         `truncation` says "error", "window" or something else. `instruction` is for models that take one.
-        `cache` says whether embeddings of documents are taken from the cache, and new ones cached.
+        `cache` says whether embeddings of documents are taken from the cache, and new ones cached. With
+        `normalize` scores are from 0 to 1: classifiers' probabilities, cosines without their negative part,
+        and of MaxSim the mean over the query's tokens, without its negative part.
 
         With `on_timeout` "partial" a request whose time is up has the scores that there are by then, and the
         rest `unscored`; its documents are run in their order. With `on_error` "report" a document that cannot
@@ -196,6 +201,7 @@ class Engine:
         model = self.model
         num_labels = len(model.labels) if model.score_task == "classify" else 1
         check_scores(num_labels, model.score_type is ScoreType.LISTWISE, on_timeout, on_error)
+        bounded = bounded_by(model) if normalize else None
         paired_queries, paired_documents = pair_up(queries, documents)
         request = ScoreRequest(
             queries=paired_queries,
@@ -206,8 +212,10 @@ class Engine:
         )
         options = RunOptions(priority, tenant, timeout, progress, on_timeout, on_error)
         prepared, values = await self._pairs(request, options)
-        activation = model.activation if model.score_task == "classify" and use_activation else None
-        return await aside(lambda: score_result(prepared, values, activation), len(request.documents))
+        activation = None
+        if model.score_task == "classify" and (use_activation or normalize):
+            activation = model.probabilities if normalize else model.activation
+        return await aside(lambda: score_result(prepared, values, activation, bounded), len(paired_documents))
 
     async def rerank(
         self,
@@ -215,37 +223,16 @@ class Engine:
         documents: Sequence[str],
         *,
         top_n: int | None = None,
-        truncation: LongInputPolicy = "cut",
-        use_activation: bool = True,
-        instruction: str | None = None,
-        cache: CacheMode = "use",
-        priority: Priority = 0,
-        tenant: str = "",
-        timeout: float | None = None,
-        on_timeout: OnTimeout = "error",
-        on_error: OnError = "fail",
-        progress: Progress | None = None,
+        score_threshold: float | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> RerankResult:
-        """Ranks documents for a query, best first, ties in input order; at most `top_n` of them. Options are
-        those of `score`."""
+        """Ranks documents for a query, best first, ties in input order; at most `top_n` of them, and none
+        with a score below the `score_threshold`. Other options are those of `score`."""
         if top_n is not None and top_n < 0:
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
         texts = as_texts(documents, "documents")
-        scored = await self.score(
-            query,
-            texts,
-            truncation=truncation,
-            use_activation=use_activation,
-            instruction=instruction,
-            cache=cache,
-            priority=priority,
-            tenant=tenant,
-            timeout=timeout,
-            on_timeout=on_timeout,
-            on_error=on_error,
-            progress=progress,
-        )
-        ranked = await aside(lambda: rank(scored.scores, texts, top_n), len(texts))
+        scored = await self.score(query, texts, **options)
+        ranked = await aside(lambda: rank(scored.scores, texts, top_n, score_threshold), len(texts))
         return RerankResult(
             ranked, scored.usage, scored.truncated, scored.unscored, scored.errors, scored.timings
         )

@@ -4,12 +4,15 @@ is much of it."""
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.config import ScoreType
+from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.requests import (
     ClassifyResult,
@@ -30,6 +33,8 @@ _ROWS = 64
 _MANY, _NUMBERS_A_VALUE = 500, 200
 
 T = TypeVar("T")
+# From scores, and how many tokens of its query take part in each, to scores from 0 to 1.
+Bounded: TypeAlias = Callable[[NDArray[np.float32], NDArray[np.int64] | None], NDArray[np.float32]]
 
 
 async def aside(function: Callable[[], T], work: int) -> T:
@@ -44,12 +49,17 @@ def work_in(values: Values) -> int:
     return max(len(values.values), numbers // _NUMBERS_A_VALUE)
 
 
-def score_result(prepared: Prepared, values: Values, activation: Head | None) -> ScoreResult:
-    """One score a document; `activation` is that of a classifier, if it is wanted."""
+def score_result(
+    prepared: Prepared, values: Values, activation: Head | None, bounded: Bounded | None = None
+) -> ScoreResult:
+    """One score a document; `activation` is that of a classifier, if it is wanted, and `bounded` maps scores
+    to 0..1, if that is."""
     scores, errors = document_scores(prepared.combine, values)
     errors |= prepared.errors
     if activation is not None:
         scores = activate(scores[:, None], activation)[:, 0]
+    if bounded is not None:
+        scores = bounded(scores, prepared.query_rows)
     return ScoreResult(
         scores.tolist(),
         usage_of(prepared),
@@ -58,6 +68,24 @@ def score_result(prepared: Prepared, values: Values, activation: Head | None) ->
         errors,
         values.timings,
     )
+
+
+def bounded_by(model: LoadedModel) -> Bounded:
+    """How the scores of a model become numbers from 0 to 1: probabilities are such already, of a cosine the
+    negative part is cut off, and of a MaxSim sum, which has a cosine for each token of the query, the mean is
+    taken first. Raises InvalidRequestError for a model whose scores have no bounds."""
+    if model.score_task == "classify":
+        return lambda scores, _: scores
+    if model.score_type is not ScoreType.LISTWISE:
+        if model.similarity != "cosine" and not model.tasks[model.score_task].normalised:
+            raise InvalidRequestError(
+                "normalize is not possible: this model's vectors have any length, and so its scores have no "
+                "bounds; leave it out",
+                "normalize",
+            )
+        if model.similarity == "maxsim":
+            return lambda scores, rows: np.clip(scores / (1 if rows is None else rows), 0, 1)
+    return lambda scores, _: np.clip(scores, 0, 1)
 
 
 def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float32]:
@@ -110,11 +138,14 @@ def unscored(scores: NDArray[np.float32], errors: Mapping[int, str]) -> tuple[in
     return tuple(int(i) for i in np.flatnonzero(np.isnan(scores)) if int(i) not in errors)
 
 
-def rank(scores: Sequence[float], documents: Sequence[str], top_n: int | None) -> list[RankedDocument]:
+def rank(
+    scores: Sequence[float], documents: Sequence[str], top_n: int | None, threshold: float | None = None
+) -> list[RankedDocument]:
     """Documents best first, ties in input order; the first `top_n` of them, all for None or 0. Those whose
-    score is NaN are left out."""
+    score is NaN, or below the `threshold`, are left out."""
     order = np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable")  # NaN last
-    scored = [int(i) for i in order if not math.isnan(scores[i])]
+    least = -math.inf if threshold is None else threshold
+    scored = [int(i) for i in order if scores[i] >= least]
     return [RankedDocument(i, scores[i], documents[i]) for i in scored[: top_n or None]]
 
 

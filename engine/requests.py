@@ -5,7 +5,7 @@ Plain data: texts in, numbers out. The engine turns a request into sequences; se
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +126,22 @@ WINDOW_LONG = Truncation(max_tokens=-1, windows=True)
 
 # What to do with inputs that are too long, in a word or in full.
 LongInputPolicy: TypeAlias = Truncation | Literal["cut", "error", "window"]
+
+
+class ScoreOptions(TypedDict, total=False):
+    """The options of `Engine.score`."""
+
+    truncation: LongInputPolicy
+    use_activation: bool
+    normalize: bool
+    instruction: str | None
+    cache: CacheMode
+    priority: Priority
+    tenant: str
+    timeout: float | None
+    on_timeout: OnTimeout
+    on_error: OnError
+    progress: Progress | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

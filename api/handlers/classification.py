@@ -5,7 +5,7 @@ from typing import Any
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.handlers.tei_headers import with_tei_headers
+from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.reading import (
     check_token_ids,
     inputs_of,
@@ -53,6 +53,7 @@ async def predict(
 ) -> Answer:
     """text-embeddings-inference's: texts or pairs of texts in, labels with scores out, best first."""
     texts, text_pairs, is_batch = sequences
+    headers = TeiHeaders(state, [*texts, *(text_pairs or ())])
     result = await state.engine.classify(
         texts,
         text_pairs=text_pairs,
@@ -66,8 +67,7 @@ async def predict(
         return answers if is_batch else answers[0]
 
     answer = await wire_answer(build, len(result.scores))
-    answer = with_tei_headers(answer, state, result, [*texts, *(text_pairs or ())])
-    return answer.with_warnings(warnings_of(result.truncated))
+    return headers.added_to(answer, result)
 
 
 def _ranked(labels: tuple[str, ...], row: list[float]) -> list[dict[str, Any]]:

@@ -21,27 +21,57 @@ from maxsimd.engine.postprocess import aside
 # What a number of an answer takes as text, and as much again while that is made.
 _BYTES_A_NUMBER = 24
 
+# How the ids of answers begin, by what is in them.
+_PREFIXES = {wire.Embedding: "embd", wire.MultiVector: "multi-vector", wire.Pooling: "pooling"}
+
 Inputs = list[str] | list[list[int]]
 _Result = ClassifyResult | EmbedResult | TokenEmbedResult
 
 
 async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str) -> Answer:
-    result = await _run(state, body, inputs, tenant, "embed")
-    return await _answer(state, body, result, wire.Embedding, "embd")
+    return await _vectors(state, body, inputs, tenant, "embed", wire.Embedding)
 
 
 async def multi_vector(
     state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str
 ) -> Answer:
     """Jina's: a vector a token, as late interaction scores them."""
-    result = await _run(state, body, inputs, tenant, "token_embed")
-    return await _answer(state, body, result, wire.MultiVector, "multi-vector")
+    return await _vectors(state, body, inputs, tenant, "token_embed", wire.MultiVector)
 
 
 async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs, tenant: str) -> Answer:
     """vLLM's: the task that the request names, or else the one that the model's scores are made of."""
-    result = await _run(state, body, inputs, tenant, body.task or state.engine.model.score_task)
-    return await _answer(state, body, result, wire.Pooling, "pooling")
+    task = body.task or state.engine.model.score_task
+    return await _vectors(state, body, inputs, tenant, task, wire.Pooling)
+
+
+async def _vectors(
+    state: ServerState,
+    body: wire.EmbeddingsRequest,
+    inputs: Inputs,
+    tenant: str,
+    task: str,
+    item: type[Any],
+) -> Answer:
+    """The vectors in the numbers and the format that the request wants; in JSON an `item` a text."""
+    numbers, as_base64, model = numbers_of(body), wants_base64(body), state.model_name
+    result = await _run(state, body, inputs, tenant, task)
+    vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
+    warnings, size = warnings_of(result.truncated), sum(each.size for each in vectors)
+    if body.encoding_format == "safetensors":
+        about = {"model": model, "prompt_tokens": str(result.usage.prompt_tokens)}
+        whole = await aside(lambda: file_of(list(vectors), numbers, about), size)
+        answer = Answer(200, {"Content-Type": "application/vnd.safetensors"}, whole)
+    else:
+
+        def build() -> wire.VectorsResponse:
+            all_encoded = [encoded(each, numbers, as_base64) for each in vectors]
+            data = [item(i, each.data, scale=each.scale) for i, each in enumerate(all_encoded)]
+            usage = usage_of(result.usage)
+            return wire.VectorsResponse(new_id(_PREFIXES[item]), now(), model, data, usage, warnings=warnings)
+
+        answer = await wire_answer(build, size)
+    return answer.with_timings(result.timings).with_warnings(warnings)
 
 
 async def _run(
@@ -69,29 +99,6 @@ async def _run(
     if task == "embed":
         return await engine.embed(inputs, **options)
     return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, dimensions))
-
-
-async def _answer(
-    state: ServerState, body: wire.EmbeddingsRequest, result: _Result, item: type[Any], prefix: str
-) -> Answer:
-    """The vectors in the numbers and the format that the request wants; in JSON an `item` a text."""
-    vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
-    numbers, as_base64, model = numbers_of(body), wants_base64(body), state.model_name
-    warnings, size = warnings_of(result.truncated), sum(each.size for each in vectors)
-    if body.encoding_format == "safetensors":
-        about = {"model": model, "prompt_tokens": str(result.usage.prompt_tokens)}
-        whole = await aside(lambda: file_of(list(vectors), numbers, about), size)
-        answer = Answer(200, {"Content-Type": "application/vnd.safetensors"}, whole)
-    else:
-
-        def build() -> wire.VectorsResponse:
-            all_encoded = [encoded(each, numbers, as_base64) for each in vectors]
-            data = [item(i, each.data, scale=each.scale) for i, each in enumerate(all_encoded)]
-            usage = usage_of(result.usage)
-            return wire.VectorsResponse(new_id(prefix), now(), model, data, usage, warnings=warnings)
-
-        answer = await wire_answer(build, size)
-    return answer.with_timings(result.timings).with_warnings(warnings)
 
 
 def most_vectors(state: ServerState, dimensions: int | None) -> int | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from maxsimd.api import wire
-from maxsimd.api.reading import in_its_words, wants_activation
+from maxsimd.api.reading import in_its_words, wants_activation, wants_normalized
 from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
 
@@ -18,7 +18,6 @@ async def rank(
     *,
     top_n: int | None,
     names: tuple[str, str] = ("query", "documents"),
-    use_activation: bool | None = None,
 ) -> RerankResult:
     """Ranks as the options of the request say; `names` are those of the fields with its `texts`."""
     with in_words_of(names):
@@ -26,7 +25,9 @@ async def rank(
             *texts,
             top_n=top_n,
             truncation=truncation,
-            use_activation=wants_activation(body) if use_activation is None else use_activation,
+            score_threshold=body.score_threshold,
+            use_activation=wants_activation(body),
+            normalize=wants_normalized(body, state.config.normalize_scores),
             instruction=body.instruction,
             cache=body.cache or "use",
             priority=body.priority or 0,

@@ -5,7 +5,7 @@ from maxsimd.api import wire, wire_reranks
 from maxsimd.api.answer import Answer, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank
 from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.handlers.tei_headers import with_tei_headers
+from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.reading import as_text, as_texts, check_count, rank_places, tei_truncation_of, truncation_of
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Truncation
@@ -17,7 +17,7 @@ async def text_embeddings_inference(
     """`texts` in, a bare list out."""
     check_all_ranked(body)
     truncation = tei_truncation_of(body, state.config.long_documents)
-    names = ("query", "texts")
+    names, headers = ("query", "texts"), TeiHeaders(state, [texts[0], *texts[1]])
     result = await rank(state, body, texts, truncation, tenant, top_n=body.top_n, names=names)
 
     def build() -> list[wire_reranks.TeiRanked]:
@@ -28,8 +28,7 @@ async def text_embeddings_inference(
 
     characters = characters_of(result) if body.return_text else 0
     answer = await wire_answer(build, len(result.results), characters)
-    answer = with_tei_headers(answer, state, result, [texts[0], *texts[1]])
-    return answer.with_warnings(warnings_of(result.truncated))
+    return headers.added_to(answer, result)
 
 
 async def voyage(
@@ -90,21 +89,15 @@ async def mixedbread(
 async def nvidia(
     state: ServerState, body: wire_reranks.NvidiaRequest, texts: tuple[str, list[str]], tenant: str
 ) -> Answer:
-    """Logits, where the model is a classifier."""
+    """Logits, where the model is a classifier, unless the request wants something else."""
     check_all_ranked(body)
+    if body.use_activation is None and body.raw_scores is None and not body.normalize:
+        body.raw_scores = True
     truncation = truncation_of(body, state.config.long_documents)
     if body.truncate is not None:
         truncation = Truncation(max_tokens=-1 if body.truncate == "END" else None)
-    result = await rank(
-        state,
-        body,
-        texts,
-        truncation,
-        tenant,
-        top_n=None,
-        names=("query", "passages"),
-        use_activation=bool(body.use_activation),
-    )
+    names = ("query", "passages")
+    result = await rank(state, body, texts, truncation, tenant, top_n=None, names=names)
     warnings = warnings_of(result.truncated)
 
     def build() -> wire_reranks.NvidiaResponse:

@@ -10,7 +10,14 @@ from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_
 from maxsimd.api.handlers import reranks
 from maxsimd.api.handlers.ranking import characters_of, in_words_of, rank
 from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.reading import names_of, texts_to_rank, texts_to_score, truncation_of, wants_activation
+from maxsimd.api.reading import (
+    names_of,
+    texts_to_rank,
+    texts_to_score,
+    truncation_of,
+    wants_activation,
+    wants_normalized,
+)
 from maxsimd.api.state import ServerState
 from maxsimd.engine import RerankResult, ScoreResult
 
@@ -24,6 +31,7 @@ async def score(
             *texts,
             truncation=truncation_of(body, state.config.long_documents),
             use_activation=wants_activation(body),
+            normalize=wants_normalized(body, state.config.normalize_scores),
             instruction=body.instruction,
             cache=body.cache or "use",
             priority=body.priority or 0,
@@ -34,9 +42,10 @@ async def score(
         )
 
     warnings = warnings_of(result.truncated)
+    least = -math.inf if body.score_threshold is None else body.score_threshold
 
     def build() -> wire.ScoreResponse:
-        data = [wire.Score(i, score) for i, score in enumerate(result.scores) if not math.isnan(score)]
+        data = [wire.Score(i, score) for i, score in enumerate(result.scores) if score >= least]
         usage, rest = usage_of(result.usage), _completeness(body, result)
         return wire.ScoreResponse(new_id("score"), now(), model, data, usage, warnings=warnings, **rest)
 

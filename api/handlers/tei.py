@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 
 from maxsimd.api import wire, wire_tei
-from maxsimd.api.answer import Answer, warnings_of, wire_answer
+from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers import classification, scoring
 from maxsimd.api.handlers.embedding import Inputs, most_vectors
 from maxsimd.api.handlers.route import Body, Route, post, post_texts
-from maxsimd.api.handlers.tei_headers import with_tei_headers
+from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
 from maxsimd.api.reading import (
     as_inputs,
@@ -22,7 +22,7 @@ from maxsimd.api.reading import (
     texts_to_rank,
 )
 from maxsimd.api.state import ServerState
-from maxsimd.engine import EmbedResult, InvalidRequestError, TokenEmbedResult
+from maxsimd.engine import EmbedResult, InvalidRequestError
 from maxsimd.engine.config import ScoreType
 
 _SHORTEST = 1e-12
@@ -36,6 +36,7 @@ async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inpu
             "normalize false is not possible, because the model's own last layer normalises; leave it out",
             "normalize",
         )
+    headers = TeiHeaders(state, inputs)
     result = await _embedded(state, body, inputs, tenant, dimensions=body.dimensions)
     in_unit_length = task is None or task.normalised or body.normalize is False
 
@@ -46,7 +47,7 @@ async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inpu
         return rows.tolist()
 
     answer = await wire_answer(build, result.embeddings.size)
-    return _with_headers(answer, state, result, inputs)
+    return headers.added_to(answer, result)
 
 
 async def embed_all(
@@ -54,6 +55,7 @@ async def embed_all(
 ) -> Answer:
     """One vector a token, as late interaction scores them."""
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
+    headers = TeiHeaders(state, inputs)
     result = await state.engine.embed_tokens(
         inputs,
         prompt_name=body.prompt_name,
@@ -65,7 +67,7 @@ async def embed_all(
         lambda: [matrix.tolist() for matrix in result.embeddings],
         sum(matrix.size for matrix in result.embeddings),
     )
-    return _with_headers(answer, state, result, inputs)
+    return headers.added_to(answer, result)
 
 
 async def similarity(
@@ -73,6 +75,7 @@ async def similarity(
 ) -> Answer:
     """The cosine of one text and each of many, by their vectors."""
     options = body.parameters or wire_tei.TeiTruncating()
+    headers = TeiHeaders(state, texts)
     result = await _embedded(state, options, texts, tenant)
 
     def build() -> Any:
@@ -81,7 +84,7 @@ async def similarity(
         return (rows[1:] @ rows[0]).tolist()
 
     answer = await wire_answer(build, result.embeddings.size)
-    return _with_headers(answer, state, result, texts)
+    return headers.added_to(answer, result)
 
 
 async def decode(state: ServerState, body: wire_tei.TeiDecodeRequest) -> Answer:
@@ -106,12 +109,6 @@ async def _embedded(
         tenant=tenant,
         **more,
     )
-
-
-def _with_headers(
-    answer: Answer, state: ServerState, result: EmbedResult | TokenEmbedResult, inputs: Inputs
-) -> Answer:
-    return with_tei_headers(answer, state, result, inputs).with_warnings(warnings_of(result.truncated))
 
 
 def _id_lists(ids: list[int | list[int]]) -> list[list[int]]:

@@ -2,30 +2,35 @@
 
 from collections.abc import Iterable
 
-from maxsimd.api.answer import Answer
+from maxsimd.api.answer import Answer, warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.engine import ClassifyResult, EmbedResult, RerankResult, TokenEmbedResult
 
 
-def with_tei_headers(
-    answer: Answer,
-    state: ServerState,
-    result: EmbedResult | TokenEmbedResult | ClassifyResult | RerankResult,
-    texts: Iterable[str | list[int]],
-) -> Answer:
-    """The answer to `texts`, with the same times in the server's own header too."""
-    timings = result.timings
-    total = timings.queue + timings.tokenise + timings.model
-    times = {"total": total, "tokenization": timings.tokenise, "queue": timings.queue}
-    own = {f"x_{name}_time": _milliseconds(seconds) for name, seconds in times.items()}
-    return answer.with_timings(timings).with_headers(
-        x_compute_type="cpu" if state.engine.device_model.device.type == "cpu" else "gpu",
-        x_compute_time=_milliseconds(total),
-        x_compute_characters=str(sum(len(text) for text in texts if isinstance(text, str))),
-        x_compute_tokens=str(result.usage.prompt_tokens),
-        x_inference_time=_milliseconds(timings.model),
-        **own,
-    )
+class TeiHeaders:
+    """Those of the answer to `texts`; to be made before these are run, since the engine may die meanwhile."""
+
+    def __init__(self, state: ServerState, texts: Iterable[str | list[int]]) -> None:
+        self._device = "cpu" if state.engine.device_model.device.type == "cpu" else "gpu"
+        self._characters = sum(len(text) for text in texts if isinstance(text, str))
+
+    def added_to(
+        self, answer: Answer, result: EmbedResult | TokenEmbedResult | ClassifyResult | RerankResult
+    ) -> Answer:
+        """The answer with these headers, and with the server's own: timing and warnings."""
+        timings = result.timings
+        total = timings.queue + timings.tokenise + timings.model
+        complete = answer.with_timings(timings).with_warnings(warnings_of(result.truncated))
+        return complete.with_headers(
+            x_compute_type=self._device,
+            x_compute_time=_milliseconds(total),
+            x_compute_characters=str(self._characters),
+            x_compute_tokens=str(result.usage.prompt_tokens),
+            x_total_time=_milliseconds(total),
+            x_tokenization_time=_milliseconds(timings.tokenise),
+            x_queue_time=_milliseconds(timings.queue),
+            x_inference_time=_milliseconds(timings.model),
+        )
 
 
 def _milliseconds(seconds: float) -> str:

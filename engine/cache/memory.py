@@ -22,13 +22,14 @@ class MemoryStore:
     """Holds at most `limit` bytes of embeddings. Thread-safe.
 
     An entry that no longer fits into the window of the newest takes the place of others that are asked for
-    less often, each the least of a few that are drawn at random; where one of these is asked for as often, the
-    entry goes itself. A scan over many documents therefore leaves those in place that are asked for again, and
-    a loop over more than fits hits what does fit. (Were those to go that were asked for longest ago, one wrong
-    choice in a loop would be followed by another each time that the loop comes to what had to go.)
+    less often, each the least of a few that are drawn at random; where one of these is asked for as often,
+    the entry goes itself. A scan over many documents therefore leaves those in place that are asked for
+    again, and a loop over more than fits hits what does fit. (Were those to go that were asked for longest
+    ago, one wrong choice in a loop would be followed by another each time that the loop comes to what had to
+    go.)
 
-    Sources: W-TinyLFU (Einziger, Friedman and Manes, ACM Transactions on Storage 13(4), 2017), whose main part
-    here is Ristretto's SampledLFU (https://github.com/hypermodeinc/ristretto)."""
+    Sources: W-TinyLFU (Einziger, Friedman and Manes, ACM Transactions on Storage 13(4), 2017), whose main
+    part here is Ristretto's SampledLFU (https://github.com/hypermodeinc/ristretto)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

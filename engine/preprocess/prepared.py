@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from maxsimd.engine.preprocess.combine import Combine, NoScores, one_each
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Usage
 from maxsimd.scheduler import CachedBatch, Sequence
@@ -13,7 +16,8 @@ class Prepared:
     """The sequences of a request, queries first, and the documents whose embeddings are cached.
 
     They give `results` values, from which `combine` makes the scores of a score request. `truncated` counts
-    the inputs that were cut, and `errors` says of documents why they cannot be read."""
+    the inputs that were cut, and `errors` says of documents why they cannot be read. Where token embeddings
+    are scored, `query_rows` says of the query of each document how many tokens take part."""
 
     sequences: list[Sequence]
     results: int
@@ -21,6 +25,7 @@ class Prepared:
     combine: Combine = one_each
     cached: list[CachedBatch] = field(default_factory=list)
     errors: Mapping[int, str] = field(default_factory=dict)
+    query_rows: NDArray[np.int64] | None = None
 
     @property
     def num_new_tokens(self) -> int:

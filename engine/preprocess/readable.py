@@ -46,7 +46,11 @@ def prepare_readable(prepare: Prepare, request: ScoreRequest, ids: RequestIds) -
         return Prepared([], 0, 0, NoScores(len(request.documents)), errors=errors)
     prepared = prepare(_only(request, positions), ids)
     combine = ScoresOfSome(prepared.combine, np.array(positions), len(request.documents))
-    return replace(prepared, combine=combine, errors=errors)
+    rows = None
+    if prepared.query_rows is not None:
+        rows = np.ones(len(request.documents), dtype=np.int64)
+        rows[positions] = prepared.query_rows
+    return replace(prepared, combine=combine, errors=errors, query_rows=rows)
 
 
 def _unreadable(prepare: Prepare, request: ScoreRequest, ids: RequestIds) -> Iterator[tuple[int, str]]:

@@ -5,6 +5,9 @@ from dataclasses import replace
 from itertools import accumulate
 from math import ceil
 
+import numpy as np
+from numpy.typing import NDArray
+
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.model import INSTRUCT
@@ -14,7 +17,7 @@ from maxsimd.engine.preprocess.documents import DocumentInCache, DocumentReader,
 from maxsimd.engine.preprocess.long_inputs import LengthLimits, LongInputs
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
-from maxsimd.engine.preprocess.texts import TextBuilder, shortest_text
+from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder, shortest_text
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.engine.scoring.documents import CachedDocument
@@ -76,7 +79,8 @@ class TwoStageStrategy:
         batches = [batch for query_id, found in cached.items() for batch in in_batches(found, query_id)]
         truncated = sum(query.truncated for query in queries) + documents.truncated
         combine = shared_scores(best_windows(num_values), documents.position_of)
-        return Prepared(sequences, sum(num_values), truncated, combine, batches)
+        rows = _query_rows(request, queries) if self._windows_as_one else None
+        return Prepared(sequences, sum(num_values), truncated, combine, batches, query_rows=rows)
 
     def shortest_sequences(self) -> dict[str, int]:
         return {
@@ -139,6 +143,18 @@ def in_batches(documents: Sequence[CachedDocument], query_id: int) -> Iterator[C
 def _priced(documents: list[CachedDocument], rows: int, query_id: int) -> CachedBatch:
     price = ceil(rows / ROWS_PER_TOKEN + len(documents) / DOCUMENTS_PER_TOKEN)
     return CachedBatch(documents[0].slot.request_id, query_id, price, tuple(documents))
+
+
+def _query_rows(request: ScoreRequest, queries: Sequence[BuiltText]) -> NDArray[np.int64]:
+    """Of the query of each document, how many tokens are pooled."""
+    pooled = [query.tokens.pooled_positions for query in queries]
+    rows = np.array(
+        [
+            len(query.tokens.ids) if positions is None else len(positions)
+            for query, positions in zip(queries, pooled, strict=True)
+        ]
+    )
+    return rows if len(rows) > 1 else np.repeat(rows, len(request.documents))
 
 
 def _instructed(rules: RoleRules, instruction: str | None) -> RoleRules:

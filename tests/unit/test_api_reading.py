@@ -326,19 +326,14 @@ def test_an_error_names_the_fields_that_were_sent(
     message: str, param: str | None, said: str, names: str | None
 ) -> None:
     request = ScoreRequest(queries="q", items=["d"], text_1="1", text_2="2")
-    error = reading.in_its_words(request, InvalidRequestError(message, param))
+    error = reading.in_its_words(reading.names_of(request), InvalidRequestError(message, param))
     assert (str(error), error.param) == (said, names)
 
 
 def test_an_error_names_the_one_query_of_a_request_to_rank() -> None:
-    for request, name in (
-        (RerankRequest(query="q", documents=["d"]), "documents"),
-        (RerankRequest(query="q", documents=["d"], texts=["d"]), "texts"),
-    ):
-        error = reading.in_its_words(
-            request, InvalidRequestError("documents[0] beside queries[0]", "queries")
-        )
-        assert (str(error), error.param) == (f"{name}[0] beside query", "query")
+    error = InvalidRequestError("documents[0] beside queries[0]", "queries")
+    named = reading.in_its_words(("query", "texts"), error)
+    assert (str(named), named.param) == ("texts[0] beside query", "query")
 
 
 def test_roles_have_several_names() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from maxsimd.api.vectors import encoded
 from maxsimd.engine import EngineConfig
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
@@ -74,7 +75,11 @@ async def test_documents_are_ranked_best_first(caller: Caller, path: str) -> Non
     expected = (await caller.engine.score(QUERY, DOCUMENTS)).scores
     answer = await caller.json(path, {"query": QUERY, "documents": DOCUMENTS})
     assert set(answer) == {"id", "model", "results", "usage", "meta"}
-    assert answer["meta"] == {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+    assert answer["meta"] == {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": 1},
+        "tokens": {"input_tokens": answer["usage"]["prompt_tokens"]},
+    }
     order = sorted(range(3), key=lambda i: -expected[i])
     assert [item["index"] for item in answer["results"]] == order
     for item in answer["results"]:
@@ -259,13 +264,11 @@ async def test_base64_is_little_endian_float32_in_row_order(caller: Caller, path
 
 
 async def test_base64_is_little_endian_whatever_the_machines_order_is() -> None:
-    from maxsimd.api.handlers.embedding import _encode
-
     rows = np.array([[1, -2.5], [0.25, 3]])
     expected = base64.b64encode(struct.pack("<4f", 1, -2.5, 0.25, 3)).decode()
     for order in ("<f4", ">f4"):
-        assert _encode(rows.astype(order), "base64") == expected
-        assert _encode(np.asfortranarray(rows.astype(order)), "base64") == expected
+        for laid_out in (rows.astype(order), np.asfortranarray(rows.astype(order))):
+            assert encoded(laid_out, "float32", as_base64=True).data == expected
 
 
 async def test_more_vectors_than_an_answer_has_room_for_are_refused_before_they_are_made(

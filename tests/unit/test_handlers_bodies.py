@@ -205,7 +205,7 @@ async def test_a_body_of_more_strings_than_documents_need_is_a_413(caller: Calle
 async def test_a_body_of_more_values_than_a_request_may_have_tokens_is_a_413(
     engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caller = Caller(engine, max_documents=10)
+    caller = Caller(engine, max_documents=10, accept_token_ids=True)
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_request_tokens=1000))
     allowed = 1000 + 10 * 20 + 10 * 40
     status, error = await caller.error("/v1/embeddings", large({"input": [101] * (allowed + 2)}))
@@ -220,7 +220,7 @@ async def test_a_body_of_more_values_than_a_request_may_have_tokens_is_a_413(
 async def test_what_values_take_beyond_their_bytes_counts_as_memory_of_bodies(
     engine: RecordingEngine,
 ) -> None:
-    caller = Caller(engine, max_bodies_mb=1)
+    caller = Caller(engine, max_bodies_mb=1, accept_token_ids=True)
     ids = {"input": [101] * 20_000, "truncate_prompt_tokens": -1}
     with caller.state.bodies.hold() as other:
         other.add(512 * 1024)

@@ -102,11 +102,11 @@ async def test_the_order_of_equal_labels_is_the_models() -> None:
     assert [item["label"] for item in _ranked(("a", "b", "c"), [0.2, 0.6, 0.2])] == ["b", "a", "c"]
 
 
-async def test_over_long_texts_are_refused_by_classify_and_cut_by_predict(caller: Caller) -> None:
+async def test_over_long_texts_are_cut_unless_the_request_forbids_it(caller: Caller) -> None:
     long = "word " * 600
-    status, error = await caller.error("/classify", {"input": long})
+    status, error = await caller.error("/classify", {"input": long, "long_documents": "error"})
     assert (status, error["param"]) == (400, "input")
-    await caller.json("/classify", {"input": long, "truncate_prompt_tokens": -1})
+    assert len((await caller.json("/classify", {"input": long}))["warnings"]) == 1
     await caller.json("/predict", {"inputs": long})
     status, error = await caller.error("/predict", {"inputs": long, "truncate": False})
     assert status == 400

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from maxsimd.api import wire, wire_cohere, wire_tei
+from maxsimd.api import wire, wire_cohere, wire_reranks, wire_tei
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, EngineConfig, Truncation
 from tests.unit.calling_handlers import NAMELESS, POSTED, Caller, RecordingEngine
 
@@ -17,6 +17,7 @@ REFUSE = Truncation()
 PAIRS = {
     "truncation": CUT_LONG,
     "use_activation": True,
+    "normalize": False,
     "instruction": None,
     "cache": "use",
     "priority": 0,
@@ -25,7 +26,8 @@ PAIRS = {
     "on_timeout": "error",
     "on_error": "fail",
 }
-RANK = PAIRS | {"top_n": None}
+RANK = PAIRS | {"top_n": None, "score_threshold": None}
+RAW_RANK = RANK | {"use_activation": False}
 EMBED = {
     "input_type": None,
     "prompt_name": None,
@@ -42,6 +44,8 @@ PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "
 
 SCORE_BODY = {"queries": "q", "documents": ["d", "e"]}
 RERANK_BODY = {"query": "q", "documents": ["d", "e"]}
+MIXEDBREAD_BODY = {"query": "q", "input": ["d", "e"]}
+NVIDIA_BODY = {"query": {"text": "q"}, "passages": [{"text": "d"}, {"text": "e"}]}
 SIMILARITY_BODY = {"inputs": {"source_sentence": "d", "sentences": ["e", "f"]}}
 TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
 
@@ -55,7 +59,10 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "rerank texts": ("/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "v1/rerank texts": ("/v1/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "v2/rerank texts": ("/v2/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "reranking": ("/v1/reranking", MIXEDBREAD_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "ranking": ("/v1/ranking", NVIDIA_BODY, "rerank", ("q", ["d", "e"]), RAW_RANK),
     "embeddings": ("/v1/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
+    "multi-vector": ("/v1/multi-vector", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
     "pooling": ("/pooling", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
     "pooling embed": ("/pooling", {"input": "d", "task": "embed"}, "embed", (["d"],), EMBED),
     "pooling tokens": (
@@ -78,9 +85,11 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "root similarity": ("/", SIMILARITY_BODY, "embed", (["d", "e", "f"],), TEI_EMBED),
 }
 SCORES = ("score", "v1/score")
-RERANKS = ("rerank", "v1/rerank", "v2/rerank")
+JINA_RERANKS = ("rerank", "v1/rerank", "v2/rerank")
+RERANKS = (*JINA_RERANKS, "reranking", "ranking")
 TEI_RERANKS = ("rerank texts", "v1/rerank texts", "v2/rerank texts")
-EMBEDS = ("embeddings", "embeddings without a version", "pooling", "pooling embed", "pooling tokens")
+OPENAI_EMBEDS = ("embeddings", "embeddings without a version", "multi-vector")
+EMBEDS = (*OPENAI_EMBEDS, "pooling", "pooling embed", "pooling tokens")
 COHERE_EMBEDS = ("v1/embed", "v2/embed")
 TEI_VECTORS = ("embed", "embed_all", "root")
 SIMILARITIES = ("similarity", "root similarity")
@@ -124,11 +133,18 @@ CHANGES: list[Change] = [
     ((*SCORES, *RERANKS), {"max_tokens_per_doc": 6}, _cut(max_document_tokens=6)),
     ((*SCORES, *RERANKS), {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"use_activation": False}, {"use_activation": False}),
-    ((*SCORES, *RERANKS, *TEI_RERANKS), {"use_activation": True}, {}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"use_activation": True}, {"use_activation": True}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"raw_scores": True}, {"use_activation": False}),
-    ((*SCORES, *RERANKS, *TEI_RERANKS), {"raw_scores": False}, {}),
-    ((*SCORES, *RERANKS), {"raw_scores": True, "use_activation": True}, {}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"raw_scores": False}, {"use_activation": True}),
+    ((*SCORES, *RERANKS), {"raw_scores": True, "use_activation": True}, {"use_activation": True}),
     ((*SCORES, *RERANKS), {"raw_scores": False, "use_activation": False}, {"use_activation": False}),
+    (
+        (*SCORES, *RERANKS, *TEI_RERANKS),
+        {"normalize": True},
+        {"normalize": True, "use_activation": True},
+    ),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"normalize": False}, {}),
+    ((*RERANKS, *TEI_RERANKS), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"instruction": "find"}, {"instruction": "find"}),
     ((*SCORES, *RERANKS), {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
     (
@@ -141,12 +157,19 @@ CHANGES: list[Change] = [
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "bypass"}, {"cache": "bypass"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "refresh"}, {"cache": "refresh"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"cache": "use"}, {}),
-    ((*SCORES, *RERANKS), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
+    ((*SCORES, *JINA_RERANKS), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"on_timeout": "error"}, {}),
-    ((*SCORES, *RERANKS), {"on_error": "report"}, {"on_error": "report"}),
+    ((*SCORES, *JINA_RERANKS), {"on_error": "report"}, {"on_error": "report"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"on_error": "fail"}, {}),
-    ((*RERANKS, *TEI_RERANKS), {"top_n": 1}, {"top_n": 1}),
-    ((*RERANKS, *TEI_RERANKS), {"top_n": 0}, {"top_n": 0}),
+    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": 1}, {"top_n": 1}),
+    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": 0}, {"top_n": 0}),
+    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": "1"}, {"top_n": 1}),
+    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": 1.0}, {"top_n": 1}),
+    ((*JINA_RERANKS, "reranking"), {"top_k": 1}, {"top_n": 1}),
+    (JINA_RERANKS, {"truncation": True}, {}),
+    (JINA_RERANKS, {"truncation": False}, {"truncation": REFUSE}),
+    (("ranking",), {"truncate": "NONE"}, {"truncation": REFUSE}),
+    (("ranking",), {"truncate": "END"}, {}),
     (TEI, {"truncate": False}, {"truncation": REFUSE}),
     (TEI, {"truncate": True}, {}),
     (TEI, {"truncation_direction": "left"}, {"truncation": CUT_LEFT}),
@@ -156,6 +179,11 @@ CHANGES: list[Change] = [
     (TEI, {"truncate": False, "truncation_direction": "Left"}, {"truncation": LEFT}),
     (EMBEDS, {"dimensions": 3}, {"dimensions": 3}),
     (EMBEDS, {"dimensions": 1}, {"dimensions": 1}),
+    (EMBEDS, {"output_dimension": 3}, {"dimensions": 3}),
+    (EMBEDS, {"truncation": True}, {}),
+    (EMBEDS, {"truncation": False}, {"truncation": REFUSE}),
+    (OPENAI_EMBEDS, {"task": "retrieval.query"}, {"input_type": "query"}),
+    (OPENAI_EMBEDS, {"task": "text-matching"}, {}),
     (EMBEDS, {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
     *(
         (EMBEDS, {"input_type": given}, {"input_type": kind})
@@ -195,6 +223,9 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "/rerank": wire.RerankRequest,
     "/v1/rerank": wire.RerankRequest,
     "/v2/rerank": wire.RerankRequest,
+    "/v1/reranking": wire_reranks.MixedbreadRequest,
+    "/v1/ranking": wire_reranks.NvidiaRequest,
+    "/v1/multi-vector": wire.EmbeddingsRequest,
     "/v1/embeddings": wire.EmbeddingsRequest,
     "/pooling": wire.PoolingRequest,
     "/classify": wire.ClassifyRequest,
@@ -213,12 +244,13 @@ KINDS: dict[str, type[msgspec.Struct]] = {
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
 ANSWERED = {
     *("model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"),
-    *("ids", "skip_special_tokens", "embedding_types"),
+    *("ids", "skip_special_tokens", "embedding_types", "embed_dtype", "output_dtype", "embedding_type"),
+    *("return_input", "add_special_tokens", "score_threshold"),
 }
 # Fields that hold the texts: tested below.
 TEXTS = {
     *("query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2", "texts"),
-    *("rank_fields", "input", "inputs", "images", "task", "text", "prompt"),
+    *("rank_fields", "input", "inputs", "images", "task", "text", "prompt", "passages"),
 }
 
 
@@ -276,17 +308,17 @@ async def test_unknown_fields_are_ignored(caller: Caller, name: str) -> None:
 # What each field refuses: on every route that has it.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "model": (7, ["m"]),
-    "truncate_prompt_tokens": (-2, "7", 7.5, True),
+    "truncate_prompt_tokens": (-2, "seven", 7.5, True),
     "truncation_side": ("up", "Left", 1),
-    "priority": ("1", "urgent", 1.5),
-    "timeout": (0, -1, "5"),
-    "max_tokens_per_query": (-1, "5"),
-    "max_tokens_per_doc": (-1, "5"),
-    "use_activation": ("yes", 1),
-    "raw_scores": ("yes", 1),
+    "priority": ("urgent", 1.5),
+    "timeout": (0, -1, "soon", "nan"),
+    "max_tokens_per_query": (-1, "five"),
+    "max_tokens_per_doc": (-1, "five"),
+    "use_activation": ("yes", 2),
+    "raw_scores": ("yes", 2),
     "instruction": (3, ["x"]),
     "long_documents": ("all", True),
-    "window_overlap": (-1, "4"),
+    "window_overlap": (-1, "four"),
     "cache": ("yes", True),
     "on_timeout": ("stop", True),
     "on_error": ("ignore", True),
@@ -299,14 +331,23 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "data_2": (7, [7]),
     "query": (7, ["q"], None),
     "texts": ("a", [7], [{"text": "a"}]),
-    "top_n": (-1, "2", 1.5),
-    "return_documents": ("yes", 1),
-    "return_text": ("yes", 1),
+    "top_n": (-1, "two", 1.5),
+    "top_k": (-1, "two", 1.5),
+    "truncation": ("yes", 2),
+    "score_threshold": ("high", "nan", "inf"),
+    "return_input": ("yes", 2),
+    "passages": (7, ["a", 7]),
+    "embed_dtype": ("float64", 1),
+    "output_dtype": ("float64", 1),
+    "embedding_type": ("float64", ["float", "binary"], 1),
+    "add_special_tokens": ("yes", 2),
+    "return_documents": ("yes", 2),
+    "return_text": ("yes", 2),
     "rank_fields": ("a", [1]),
-    "truncate": ("yes", 1),
+    "truncate": ("yes", 2),
     "truncation_direction": ("up", 1),
     "input": (None, [], 7, True, {"a": 1}, [[]], ["a", 1], [1, "a"], [True], [[1], "a"], [[True]], [1.5]),
-    "dimensions": (0, -1, "3", 1.5),
+    "dimensions": (0, -1, "three", 1.5),
     "encoding_format": ("hex", 1),
     "input_type": ("poem", "", 1),
     "prompt_name": (1, ["x"]),
@@ -325,19 +366,25 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "text": (1, ["a"]),
     "prompt": (1, ["a"]),
-    "return_token_strs": ("yes", 1),
+    "return_token_strs": ("yes", 2),
     "tokens": ("a", [-1], ["a"], [1.5], None),
     "ids": ("a", [-1], ["a"], [1.5], None, [1, [2]]),
-    "skip_special_tokens": ("yes", 1),
-    "normalize": ("yes", 1, False),
+    "skip_special_tokens": ("yes", 2),
+    "normalize": ("yes", 2),
     "images": (["data:image/png;base64,"], 1),
     "embedding_types": ("float", ["int4"], ["int8"], [1]),
-    "output_dimension": (0, -1, "3", 1.5),
+    "output_dimension": (0, -1, "three", 1.5),
     "parameters": (1, "a", ["truncate"]),
 }
 # The same where a route refuses something else: texts come before inputs.
 REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
-    (path, "inputs"): ("a", 3, [1]) for path in ("/v1/embed", "/v2/embed")
+    **{(path, "inputs"): ("a", 3, [1]) for path in ("/v1/embed", "/v2/embed")},
+    # The model of these tests normalises by itself.
+    **{(path, "normalize"): ("yes", 2, False) for path in ("/embed", "/")},
+    **{(path, "inputs"): (None, [], 3, True, [["a", 1]], ["a", 1]) for path in ("/similarity", "/")},
+    ("/tokenize", "inputs"): (3, [1]),
+    ("/v1/reranking", "input"): (7, ["a", 7]),
+    ("/v1/ranking", "truncate"): ("START", True),
 }
 BAD = [
     pytest.param(path, field.name, value, id=f"{path} {field.name}={value!r}")
@@ -373,6 +420,10 @@ async def test_a_wrong_value_is_a_400_that_names_the_field(
         ("/v1/rerank", "query"),
         ("/v2/rerank", "query"),
         ("/rerank", "documents"),
+        ("/v1/reranking", "query"),
+        ("/v1/reranking", "input"),
+        ("/v1/ranking", "query"),
+        ("/v1/ranking", "passages"),
         ("/v1/embeddings", "input"),
         ("/pooling", "input"),
         ("/classify", "input"),

@@ -71,3 +71,32 @@ async def test_no_more_tokens_become_text_than_may_be_decoded_at_once(caller: Ca
     status, error = await caller.error("/detokenize", {"tokens": [101] * (MOST_DECODED + 1)})
     assert (status, error["param"]) == (400, "tokens")
     assert f"has {MOST_DECODED + 1} tokens, but at most {MOST_DECODED} are decoded" in error["message"]
+
+
+async def test_inputs_become_tokens_with_the_characters_that_they_stand_for(caller: Caller) -> None:
+    """text-embeddings-inference's shape."""
+    text = "Hello world"
+    [tokens] = await caller.json("/tokenize", {"inputs": text})
+    assert tokens[0] == {"id": 101, "text": "[CLS]", "special": True, "start": None, "stop": None}
+    assert tokens[1] == {"id": 7592, "text": "Hello", "special": False, "start": 0, "stop": 5}
+    assert tokens[2] == {"id": 2088, "text": "world", "special": False, "start": 6, "stop": 11}
+    assert tokens[3]["id"] == 102
+    bare = await caller.json("/tokenize", {"inputs": [text, ""], "add_special_tokens": False})
+    assert bare == [tokens[1:3], []]
+
+
+async def test_the_characters_of_a_long_text_are_counted_from_its_beginning(caller: Caller) -> None:
+    text = "Hello world. " * 5000
+    [tokens] = await caller.json("/tokenize", {"inputs": [text], "add_special_tokens": False})
+    assert len(tokens) == 15_000
+    assert [text[token["start"] : token["stop"]].lower() for token in tokens] == [
+        "hello",
+        "world",
+        ".",
+    ] * 5000
+    assert all(text[token["start"] : token["stop"]] == token["text"] for token in tokens)
+
+
+async def test_special_tokens_are_left_out_on_request(caller: Caller) -> None:
+    answer = await caller.json("/tokenize", {"text": "hello world", "add_special_tokens": False})
+    assert answer["tokens"] == [7592, 2088]

@@ -103,8 +103,8 @@ def test_a_template_puts_everything_in_its_place() -> None:
 
 def test_whole_texts_and_their_way_back() -> None:
     made = small_tokenizer()
-    assert [(encoding.ids, encoding.tokens) for encoding in made.read("w0 w1", "text")] == [
-        (ids(2), ["w0", "w1"])
+    assert [(start, encoding.ids, encoding.tokens) for start, encoding in made.read("w0 w1", "text")] == [
+        (0, ids(2), ["w0", "w1"])
     ]
     assert made.token(CLS) == "[CLS]"
     assert made.decode([QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
