@@ -23,12 +23,8 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self._cache: EmbeddingCache | None = None
         self.registry.register(_CacheCollector(self))
-        self.queue_tokens = Gauge(
-            "maxsimd_queue_tokens", "Tokens that wait for a step", registry=self.registry
-        )
-        self.queue_sequences = Gauge(
-            "maxsimd_queue_sequences", "Sequences that wait for a step", registry=self.registry
-        )
+        self.queue_tokens = self._gauge("maxsimd_queue_tokens", "Tokens that wait for a step")
+        self.queue_sequences = self._gauge("maxsimd_queue_sequences", "Sequences that wait for a step")
         self.tokens = Counter("maxsimd_tokens", "Tokens run through the model", registry=self.registry)
         self.step_tokens = Histogram(
             "maxsimd_step_tokens", "Tokens in a step", buckets=_TOKENS, registry=self.registry
@@ -48,16 +44,12 @@ class EngineMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.preparing_requests = Gauge(
-            "maxsimd_preparing_requests", "Requests that are being prepared", registry=self.registry
+        self.preparing_requests = self._gauge(
+            "maxsimd_preparing_requests", "Requests being prepared"
         )
-        self.preparing_tokens = Gauge(
-            "maxsimd_preparing_tokens", "Tokens that they have, by estimate", registry=self.registry
-        )
-        self.wait_seconds = Gauge(
-            "maxsimd_wait_seconds",
-            "Estimated seconds that a request of one step would wait",
-            registry=self.registry,
+        self.preparing_tokens = self._gauge("maxsimd_preparing_tokens", "Tokens that they have, by estimate")
+        self.wait_seconds = self._gauge(
+            "maxsimd_wait_seconds", "Estimated seconds that a request of one step would wait"
         )
         self.refused = Counter(
             "maxsimd_refused_requests",
@@ -84,6 +76,9 @@ class EngineMetrics:
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(name, help, registry=self.registry)
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        return Gauge(name, help, registry=self.registry)
 
     def watch(self, cache: EmbeddingCache | None) -> None:
         """Reports this cache from now on; None for none."""

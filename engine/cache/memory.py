@@ -39,7 +39,7 @@ class MemoryStore:
         self._main: dict[bytes, CachedEmbedding] = {}
         # The keys of the main part in a list, since one cannot draw from a dict, and the place of each in it.
         self._main_keys: list[bytes] = []
-        self._places: dict[bytes, int] = {}
+        self._positions: dict[bytes, int] = {}
         self._draw = random.Random(0)
         self._window_bytes, self._main_bytes = 0, 0
         self._requests = FrequencySketch(_FEWEST_CELLS)
@@ -87,7 +87,7 @@ class MemoryStore:
 
     def clear(self) -> None:
         with self._lock:
-            for part in (self._window, self._main, self._main_keys, self._places):
+            for part in (self._window, self._main, self._main_keys, self._positions):
                 part.clear()
             self._window_bytes = self._main_bytes = 0
 
@@ -118,7 +118,7 @@ class MemoryStore:
         """To the main part."""
         self._main[key] = entry
         self._main_bytes += entry.nbytes
-        self._places[key] = len(self._main_keys)
+        self._positions[key] = len(self._main_keys)
         self._main_keys.append(key)
 
     def _remove(self, key: bytes) -> None:
@@ -126,6 +126,6 @@ class MemoryStore:
             self._window_bytes -= entry.nbytes
         if (entry := self._main.pop(key, None)) is not None:
             self._main_bytes -= entry.nbytes
-            place, last = self._places.pop(key), self._main_keys.pop()
+            position, last = self._positions.pop(key), self._main_keys.pop()
             if last != key:
-                self._main_keys[place], self._places[last] = last, place
+                self._main_keys[position], self._positions[last] = last, position
