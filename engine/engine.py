@@ -322,7 +322,7 @@ class Engine:
             prepared, values = await self._texts(texts_alone, None, options)
         else:
             first, second = pair_up(cast("Texts", texts), text_pairs)
-            pairs = ScoreRequest(queries=first, documents=second, truncation=long_inputs)
+            pairs = ScoreRequest(queries=first, documents=second, truncation=long_inputs, cache="bypass")
             prepared, values = await self._pairs(pairs, options)
         activation = model.probabilities if use_activation else None
         return await aside(
@@ -342,8 +342,8 @@ class Engine:
         self._require().admission.check_rate(tenant)
 
     async def clear_cache(self) -> None:
-        """Forgets all cached embeddings, on disk as well."""
-        cache = self.device_model.cache
+        """Forgets all cached embeddings, on disk as well, and all cached scores."""
+        cache = self._require().cache
         if cache is not None:
             await self.in_thread(cache.clear, 0)
 

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.cache import EmbeddingCache, ScoreCache
 from maxsimd.engine.tenants import TenantMetrics
 
 disable_created_metrics()
@@ -21,7 +21,7 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._cache: EmbeddingCache | None = None
+        self._cache: EmbeddingCache | ScoreCache | None = None
         self.registry.register(_CacheCollector(self))
         self.queue_tokens = self._gauge("maxsimd_queue_tokens", "Tokens that wait for a step")
         self.queue_sequences = self._gauge("maxsimd_queue_sequences", "Sequences that wait for a step")
@@ -44,9 +44,7 @@ class EngineMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.preparing_requests = self._gauge(
-            "maxsimd_preparing_requests", "Requests being prepared"
-        )
+        self.preparing_requests = self._gauge("maxsimd_preparing_requests", "Requests being prepared")
         self.preparing_tokens = self._gauge("maxsimd_preparing_tokens", "Tokens that they have, by estimate")
         self.wait_seconds = self._gauge(
             "maxsimd_wait_seconds", "Estimated seconds that a request of one step would wait"
@@ -80,17 +78,17 @@ class EngineMetrics:
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(name, help, registry=self.registry)
 
-    def watch(self, cache: EmbeddingCache | None) -> None:
+    def watch(self, cache: EmbeddingCache | ScoreCache | None) -> None:
         """Reports this cache from now on; None for none."""
         self._cache = cache
 
     @property
-    def cache(self) -> EmbeddingCache | None:
+    def cache(self) -> EmbeddingCache | ScoreCache | None:
         return self._cache
 
 
 class _CacheCollector(Collector):
-    """The embedding cache's own counts, read when the metrics are."""
+    """The cache's own counts, read when the metrics are."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
@@ -100,15 +98,15 @@ class _CacheCollector(Collector):
         if cache is None:
             return
         counts = (
-            ("hits", "Documents whose embeddings were there", cache.hits),
-            ("misses", "Documents whose embeddings were not there", cache.misses),
+            ("hits", "Documents whose embeddings or scores were there", cache.hits),
+            ("misses", "Documents whose embeddings or scores were not there", cache.misses),
             ("skipped", "Embeddings that were not cached because writing did not keep up", cache.skipped),
-            ("evictions", "Embeddings that went to make room", cache.evictions),
+            ("evictions", "Embeddings or scores that went to make room", cache.evictions),
         )
         for name, help, value in counts:
             yield CounterMetricFamily(f"maxsimd_cache_{name}", help, value=value)
         sizes = (
-            ("entries", "Embeddings in the cache", cache.entries),
+            ("entries", "Embeddings or scores in the cache", cache.entries),
             ("memory_bytes", "Memory that they take", cache.memory_bytes),
             ("disk_bytes", "Disk that they take", cache.disk_bytes),
             ("staged", "Embeddings that are still to be written", cache.num_staged),

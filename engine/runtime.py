@@ -17,10 +17,11 @@ from maxsimd.engine.actors.runner import is_device_error
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
 from maxsimd.engine.admission import Admission, AdmissionLimits
-from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.cache import EmbeddingCache, ScoreCache
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.budget import beside_small_requests, default_budget
 from maxsimd.engine.device.load import DeviceModel, load_device_model
+from maxsimd.engine.device.open_cache import open_score_cache
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread, num_left_behind, stacks
 from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.errors import EngineDeadError, RequestTimeoutError
@@ -109,7 +110,11 @@ class Running:
         check_room(model, self.tokenizer, budget, prepared.runner.chunked)
         self.device_model = device_model
         self._metrics = metrics
-        metrics.watch(device_model.cache)
+        # Of embeddings, or of scores where documents are not encoded by themselves; None where it is off.
+        self.cache: EmbeddingCache | ScoreCache | None = device_model.cache
+        if self.cache is None:
+            self.cache = open_score_cache(config, model)
+        metrics.watch(self.cache)
         self._sequence_ids: Iterator[int] = count()
         self._request_ids: Iterator[int] = count()
         self._most_tokens = config.max_request_tokens
@@ -127,7 +132,7 @@ class Running:
             self.tokenizer,
             self.max_tokens,
             config.window_overlap,
-            device_model.cache,
+            self.cache,
             prepared.runner.chunked and config.prefix_sharing == "auto",
         )
         small = beside_small_requests(budget, device_model.device)

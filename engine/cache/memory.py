@@ -1,11 +1,21 @@
-"""Embeddings in memory. When it is full, those stay that are asked for more often."""
+"""Embeddings or scores in memory. When it is full, those stay that are asked for more often."""
 
 import random
 import threading
 from collections import OrderedDict
+from typing import Generic, Protocol, TypeVar
 
-from maxsimd.engine.cache.entry import CachedEmbedding
 from maxsimd.engine.cache.frequency import FrequencySketch
+
+
+class Entry(Protocol):
+    """What is kept, and the memory that it takes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+E = TypeVar("E", bound=Entry)
 
 # Of the limit, what the newest entries have for themselves, so that they can be asked for again before they
 # are compared with others.
@@ -18,8 +28,8 @@ _REQUESTS_AN_ENTRY, _FEWEST_ENTRIES = 8, 1000
 _DRAWN = 8
 
 
-class MemoryStore:
-    """Holds at most `limit` bytes of embeddings. Thread-safe.
+class MemoryStore(Generic[E]):
+    """Holds at most `limit` bytes of entries. Thread-safe.
 
     An entry that no longer fits into the window of the newest takes the place of others that are asked for
     less often, each the least of a few that are drawn at random; where one of these is asked for as often,
@@ -35,8 +45,8 @@ class MemoryStore:
         self.limit = limit
         self._most_in_window = int(limit * _WINDOW_SHARE)
         # In the order of their last use.
-        self._window: OrderedDict[bytes, CachedEmbedding] = OrderedDict()
-        self._main: dict[bytes, CachedEmbedding] = {}
+        self._window: OrderedDict[bytes, E] = OrderedDict()
+        self._main: dict[bytes, E] = {}
         # The keys of the main part in a list, since one cannot draw from a dict, and the place of each in it.
         self._main_keys: list[bytes] = []
         self._positions: dict[bytes, int] = {}
@@ -53,7 +63,7 @@ class MemoryStore:
     def __len__(self) -> int:
         return len(self._window) + len(self._main)
 
-    def get(self, key: bytes) -> CachedEmbedding | None:
+    def get(self, key: bytes) -> E | None:
         """An entry, None where there is none; either way its key was asked for once more."""
         with self._lock:
             self._requests.count(key, _REQUESTS_AN_ENTRY * max(len(self), _FEWEST_ENTRIES))
@@ -62,7 +72,7 @@ class MemoryStore:
                 return entry
             return self._main.get(key)
 
-    def put(self, key: bytes, entry: CachedEmbedding) -> None:
+    def put(self, key: bytes, entry: E) -> None:
         """Keeps an entry, unless it alone is more than the store takes or others are asked for more often."""
         if entry.nbytes > self.limit:
             return
@@ -91,10 +101,10 @@ class MemoryStore:
                 part.clear()
             self._window_bytes = self._main_bytes = 0
 
-    def _admit(self, key: bytes, entry: CachedEmbedding) -> None:
+    def _admit(self, key: bytes, entry: E) -> None:
         """Moves an entry to the main part, if it is asked for more often than each that has to go."""
         requests = self._requests.estimate(key)
-        gone: dict[bytes, CachedEmbedding] = {}
+        gone: dict[bytes, E] = {}
         while self.nbytes + entry.nbytes > self.limit:
             victim = self._least_asked_for()
             if victim is None or self._requests.estimate(victim) >= requests:
@@ -114,7 +124,7 @@ class MemoryStore:
         drawn = [self._draw.choice(self._main_keys) for _ in range(_DRAWN)]
         return min(drawn, key=self._requests.estimate)
 
-    def _add(self, key: bytes, entry: CachedEmbedding) -> None:
+    def _add(self, key: bytes, entry: E) -> None:
         """To the main part."""
         self._main[key] = entry
         self._main_bytes += entry.nbytes

@@ -24,7 +24,11 @@ class EmbeddingCache:
     and, so that a hit and a miss score identically, what new ones are rounded to before use."""
 
     def __init__(
-        self, fingerprint: bytes, precision: Precision, memory: MemoryStore, disk: DiskStore | None
+        self,
+        fingerprint: bytes,
+        precision: Precision,
+        memory: MemoryStore[CachedEmbedding],
+        disk: DiskStore | None,
     ) -> None:
         self._fingerprint = fingerprint
         self.precision: Precision = precision

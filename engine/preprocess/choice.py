@@ -1,7 +1,9 @@
 """Which strategy a model needs. Whoever adds a way to score adds it here."""
 
 from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.cache.scores import ScoreCache
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.preprocess.cached_scores import CachedScoresStrategy
 from maxsimd.engine.preprocess.listwise import ListwiseStrategy
 from maxsimd.engine.preprocess.long_inputs import LengthLimits
 from maxsimd.engine.preprocess.pairs import PairStrategy
@@ -16,14 +18,25 @@ def score_strategy(
     model: LoadedModel,
     tokenizer: TextTokenizer,
     limits: LengthLimits,
-    cache: EmbeddingCache | None,
+    cache: EmbeddingCache | ScoreCache | None,
     share_prefixes: bool,
 ) -> ScoreStrategy:
-    """The way to prepare score requests to a model."""
+    """The way to prepare score requests to a model. The cache has embeddings where documents are run without
+    their query, else scores."""
+    if model.score_task != "classify" and model.listwise is None:
+        assert not isinstance(cache, ScoreCache)
+        return TwoStageStrategy(model, tokenizer, limits, cache)
+    strategy = _together(model, tokenizer, limits, share_prefixes)
+    if isinstance(cache, ScoreCache):
+        return CachedScoresStrategy(strategy, cache, together=model.listwise is not None)
+    return strategy
+
+
+def _together(
+    model: LoadedModel, tokenizer: TextTokenizer, limits: LengthLimits, share_prefixes: bool
+) -> ScoreStrategy:
     if model.listwise is not None:
         return ListwiseStrategy(model.listwise, model.instruction, tokenizer, limits)
-    if model.score_task != "classify":
-        return TwoStageStrategy(model, tokenizer, limits, cache)
     template = model.pairs.template
     if template is None:
         joiner = TokenizerJoiner(tokenizer, model.pairs.truncation)

@@ -13,7 +13,7 @@ from maxsimd.engine.checkpoint import ListwiseRules
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.combine import BlockCosines
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LengthLimits, LongInputs, Room
-from maxsimd.engine.preprocess.prepared import Prepared
+from maxsimd.engine.preprocess.prepared import PairFacts, Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.strategy import SHORTEST_TEXT
 from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut
@@ -68,7 +68,12 @@ class ListwiseStrategy:
             TokenSequence.text(ids.next_sequence_id(), ids.slot(i), "rank", self._tokens(block))
             for i, block in enumerate(blocks)
         ]
-        return Prepared(sequences, len(sequences), truncated, BlockCosines(tuple(num_blocks)))
+        none = [0] * (len(request.documents) - 1)
+        facts = PairFacts(
+            [sum(map(len, blocks)), *none], [truncated, *none], [False] * len(request.documents)
+        )
+        combine = BlockCosines(tuple(num_blocks))
+        return Prepared(sequences, len(sequences), truncated, combine, facts=facts)
 
     def shortest_sequences(self) -> dict[str, int]:
         prompt = listwise_prompt(SHORTEST_TEXT, [SHORTEST_TEXT], self._instruction, self._rules)

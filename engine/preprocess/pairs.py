@@ -5,7 +5,7 @@ import numpy as np
 from maxsimd.engine.preprocess.combine import best_windows
 from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair, PairJoiner
-from maxsimd.engine.preprocess.prepared import Prepared
+from maxsimd.engine.preprocess.prepared import PairFacts, Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import yield_to_smaller
@@ -51,7 +51,12 @@ class PairStrategy:
             sequences.append(Sequence.pair(ids.next_sequence_id(), ids.slot(i), tokens, prefix_of.get(i)))
         truncated = sum(query.truncated for query in queries) + sum(pair.truncated for pair in pairs)
         combine = best_windows([len(pair.windows) for pair in pairs])
-        return Prepared(sequences, len(windows), truncated, combine)
+        facts = PairFacts(
+            [sum(map(len, pair.windows)) for pair in pairs],
+            [int(pair.truncated) for pair in pairs],
+            [queries[request.query_of(i)].truncated for i in range(len(pairs))],
+        )
+        return Prepared(sequences, len(windows), truncated, combine, facts=facts)
 
     def shortest_sequences(self) -> dict[str, int]:
         return {"a pair": self._joiner.shortest_pair()}

@@ -1,6 +1,7 @@
 """What preprocessing makes of a request."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,12 +13,24 @@ from maxsimd.scheduler import CachedBatch, Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PairFacts:
+    """Of each document of a request: how many tokens are run for it with its query, how many inputs were cut
+    for it, and whether its query was. Where documents are run together, the first stands for all."""
+
+    tokens: ListOf[int]
+    truncated: ListOf[int]
+    query_truncated: ListOf[bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """The sequences of a request, queries first, and the documents whose embeddings are cached.
 
     They give `results` values, from which `combine` makes the scores of a score request. `truncated` counts
     the inputs that were cut, and `errors` says of documents why they cannot be read. Where token embeddings
-    are scored, `query_rows` says of the query of each document how many tokens take part."""
+    are scored, `query_rows` says of the query of each document how many tokens take part; where pairs are,
+    `facts` says what is known of them. There are `known_documents`, with `known_tokens`, whose scores were
+    cached. `keep` is to be given the scores of all documents as the model makes them, NaN for none."""
 
     sequences: list[Sequence]
     results: int
@@ -26,6 +39,10 @@ class Prepared:
     cached: list[CachedBatch] = field(default_factory=list)
     errors: Mapping[int, str] = field(default_factory=dict)
     query_rows: NDArray[np.int64] | None = None
+    facts: PairFacts | None = None
+    known_documents: int = 0
+    known_tokens: int = 0
+    keep: Callable[[NDArray[np.float32]], None] | None = None
 
     @property
     def num_new_tokens(self) -> int:
@@ -44,4 +61,5 @@ def usage_of(prepared: Prepared) -> Usage:
     tokens = sum(len(sequence) for sequence in prepared.sequences if not sequence.is_prefix)
     documents = [document for batch in prepared.cached for document in batch.documents]
     tokens += sum(document.embedding.tokens for document in documents)
-    return Usage(tokens, tokens - prepared.num_new_tokens, len(documents))
+    tokens += prepared.known_tokens
+    return Usage(tokens, tokens - prepared.num_new_tokens, len(documents) + prepared.known_documents)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.cache import EmbeddingCache, ScoreCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.choice import score_strategy
@@ -19,7 +19,7 @@ class Preprocessor:
     """Turns requests into sequences for one model. Thread-safe.
 
     `longest_sequence` is the most tokens that the engine can run in one sequence, and `window_overlap` how
-    many the windows of a long document share. Documents that are in the `cache` are not run again, and with
+    many the windows of a long document share. What is in the `cache` is not run again, and with
     `share_prefixes` neither is what all pairs of a query begin with.
     """
 
@@ -29,7 +29,7 @@ class Preprocessor:
         tokenizer: TextTokenizer,
         longest_sequence: int,
         window_overlap: int,
-        cache: EmbeddingCache | None,
+        cache: EmbeddingCache | ScoreCache | None,
         share_prefixes: bool,
     ) -> None:
         self._longest = min(model.max_tokens, longest_sequence)

@@ -44,22 +44,27 @@ def prepare_readable(prepare: Prepare, request: ScoreRequest, ids: RequestIds) -
     positions = [i for i in range(len(request.documents)) if i not in errors]
     if not positions:
         return Prepared([], 0, 0, NoScores(len(request.documents)), errors=errors)
-    prepared = prepare(_only(request, positions), ids)
+    prepared = prepare(only(request, positions), ids)
     combine = ScoresOfSome(prepared.combine, np.array(positions), len(request.documents))
     rows = None
     if prepared.query_rows is not None:
         rows = np.ones(len(request.documents), dtype=np.int64)
         rows[positions] = prepared.query_rows
-    return replace(prepared, combine=combine, errors=errors, query_rows=rows)
+    keep = prepared.keep and _of_some(prepared.keep, positions)
+    return replace(prepared, combine=combine, errors=errors, query_rows=rows, keep=keep)
+
+
+def _of_some(keep: Callable[[Scores], None], positions: list[int]) -> Callable[[Scores], None]:
+    return lambda scores: keep(scores[positions])
 
 
 def _unreadable(prepare: Prepare, request: ScoreRequest, ids: RequestIds) -> Iterator[tuple[int, str]]:
     """The documents that cannot be read, and why."""
     for start in range(0, len(request.documents), _TOGETHER):
         positions = list(range(len(request.documents))[start : start + _TOGETHER])
-        if _why_not(prepare, _only(request, positions), ids) is not None:
+        if _why_not(prepare, only(request, positions), ids) is not None:
             for i in positions:
-                reason = _why_not(prepare, _only(request, [i]), ids)
+                reason = _why_not(prepare, only(request, [i]), ids)
                 if reason is not None:
                     yield i, reason.replace("documents[0]", f"documents[{i}]")
 
@@ -74,7 +79,7 @@ def _why_not(prepare: Prepare, request: ScoreRequest, ids: RequestIds) -> str | 
     return None
 
 
-def _only(request: ScoreRequest, positions: list[int]) -> ScoreRequest:
+def only(request: ScoreRequest, positions: list[int]) -> ScoreRequest:
     """The request with some of its documents."""
     documents = tuple(request.documents[i] for i in positions)
     if len(request.queries) == 1:

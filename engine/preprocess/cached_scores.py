@@ -1,0 +1,121 @@
+"""Score requests of which some scores are known: only the other documents are run."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.engine.cache.scores import CachedScore, ScoreCache
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.combine import Combine, NoScores, Scores
+from maxsimd.engine.preprocess.prepared import PairFacts, Prepared
+from maxsimd.engine.preprocess.readable import only
+from maxsimd.engine.preprocess.request_ids import RequestIds
+from maxsimd.engine.preprocess.strategy import ScoreStrategy
+from maxsimd.engine.requests import ScoreRequest, Value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownAndNew:
+    """The scores that are `known` (NaN for those that are not), and at `positions` those that `scores` makes
+    of the values that were run."""
+
+    known: NDArray[np.float32]
+    positions: NDArray[np.int64]
+    scores: Combine
+
+    def __call__(self, values: list[Value]) -> Scores:
+        found = self.known.copy()
+        if len(self.positions):
+            found[self.positions] = self.scores(values)
+        return found
+
+
+class CachedScoresStrategy:
+    """Prepares what another strategy would, but for the pairs whose scores are in the cache.
+
+    With `together` a document's score depends on the others of its request, so that all of them are known
+    or none is."""
+
+    def __init__(self, strategy: ScoreStrategy, cache: ScoreCache, together: bool) -> None:
+        self._strategy = strategy
+        self._cache = cache
+        self._together = together
+
+    def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
+        if request.cache == "bypass":
+            return self._strategy.prepare(request, ids)
+        keys = self._keys(request)
+        found: list[CachedScore | None] = [None] * len(keys)
+        if request.cache == "use":
+            found = self._cache.find(keys)
+        if self._together and None in found:
+            found = [None] * len(keys)
+        known = np.array([math.nan if entry is None else entry.score for entry in found], dtype=np.float32)
+        new = [i for i, entry in enumerate(found) if entry is None]
+        prepared = self._prepare(request, new, ids)
+        new_keys = [keys[i] for i in new]
+        entries = {i: entry for i, entry in enumerate(found) if entry is not None}
+        return replace(
+            prepared,
+            truncated=prepared.truncated + _cut_for(entries, request, {request.query_of(i) for i in new}),
+            combine=KnownAndNew(known, np.array(new, dtype=np.int64), prepared.combine),
+            known_documents=len(entries),
+            known_tokens=sum(entry.tokens for entry in entries.values()),
+            keep=self._keeper(new, new_keys, prepared.facts),
+        )
+
+    def shortest_sequences(self) -> dict[str, int]:
+        return self._strategy.shortest_sequences()
+
+    def _prepare(self, request: ScoreRequest, positions: list[int], ids: RequestIds) -> Prepared:
+        """Some documents of a request."""
+        if not positions:
+            return Prepared([], 0, 0, NoScores(0))
+        if len(positions) == len(request.documents):
+            return self._strategy.prepare(request, ids)
+        try:
+            return self._strategy.prepare(only(request, positions), ids)
+        except InvalidRequestError:
+            # Errors name a document by its index in the whole request.
+            self._strategy.prepare(request, ids)
+            raise
+
+    def _keys(self, request: ScoreRequest) -> list[bytes]:
+        how = f"{request.truncation!r} {request.instruction!r}"
+        if self._together and len(request.queries) == 1:
+            all_documents = hashlib.blake2b(digest_size=32)
+            for document in request.documents:
+                text = document.encode("utf-8", "surrogatepass")
+                all_documents.update(len(text).to_bytes(8, "big") + text)
+            how = f"{how} {all_documents.hexdigest()}"
+        return [
+            self._cache.key(request.queries[request.query_of(i)], document, how)
+            for i, document in enumerate(request.documents)
+        ]
+
+    def _keeper(
+        self, positions: list[int], keys: list[bytes], facts: PairFacts | None
+    ) -> Callable[[Scores], None]:
+        """What caches the scores of the documents that were run, once they are there."""
+
+        def keep(scores: Scores) -> None:
+            if facts is None:
+                return
+            of_each = zip(facts.tokens, facts.truncated, facts.query_truncated, strict=True)
+            there = zip(keys, scores[positions].tolist(), of_each, strict=True)
+            self._cache.put(
+                (key, CachedScore(score, *about)) for key, score, about in there if math.isfinite(score)
+            )
+
+        return keep
+
+
+def _cut_for(entries: dict[int, CachedScore], request: ScoreRequest, run: set[int]) -> int:
+    """How many inputs were cut for documents that are known: of their queries, only those that are not `run`
+    for others."""
+    queries = {request.query_of(i) for i, entry in entries.items() if entry.query_truncated}
+    return sum(entry.truncated for entry in entries.values()) + len(queries - run)
