@@ -44,8 +44,8 @@ async def measure_prefix_sharing(documents: int, share: float, rounds: int) -> d
 async def _measure(folder: str, documents: int, share: float, rounds: int) -> dict[str, float]:
     texts = [pair.document for pair in docstring_pairs()[:documents]]
     async with (
-        Engine(EngineConfig(model=folder, device="cpu")) as together,
-        Engine(EngineConfig(model=folder, device="cpu", prefix_sharing="off")) as apart,
+        Engine(EngineConfig(model=folder, device="cpu", cache_mb=0)) as together,
+        Engine(EngineConfig(model=folder, device="cpu", prefix_sharing="off", cache_mb=0)) as apart,
     ):
         own = await apart.score("", texts, truncation=CUT_LONG)
         wanted = own.usage.prompt_tokens / documents * share / (1 - share)
