@@ -65,7 +65,7 @@ def test_a_long_text_has_the_tokens_that_it_has_whole_and_is_cut_like_it(
     name: str, sentence: str, length: int, most: int | None, side: Side
 ) -> None:
     text = repeated(sentence, length)
-    read = [token for encoding in made(name).read(text, "text") for token in encoding.ids]
+    read = [token for _, encoding in made(name).read(text, "text") for token in encoding.ids]
     assert read == whole(name, text).tolist()
     texts = [sentence, text]
     for tokens, each in zip(made(name).encode(texts, "documents", most, side), texts, strict=True):
