@@ -6,7 +6,7 @@ The command line and the table of options in the README are generated from it.
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class ScoreType(Enum):
@@ -136,6 +136,10 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                choices = ", ".join(map(str, get_args(kind)))
+                raise ValueError(f"{name} must be one of {choices}, not {getattr(self, name)!r}")
         for name in (
             "max_model_len",
             "max_batch_tokens",

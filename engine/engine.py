@@ -7,7 +7,7 @@ out.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig, ScoreType
@@ -54,6 +54,7 @@ from maxsimd.engine.runtime import Running, bury, launch
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant, TenantLimits
 from maxsimd.engine.validation import (
+    as_config,
     as_inputs,
     as_texts,
     as_truncation,
@@ -81,8 +82,9 @@ class Engine:
     it must not block, and if it raises, the call fails.
     """
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
-        self.config = config or EngineConfig()
+    def __init__(self, config: EngineConfig | str | None = None, **options: Any) -> None:
+        """By a configuration, or by a model's folder or hub id and the options of an `EngineConfig`."""
+        self.config = as_config(config, options)
         self.metrics = EngineMetrics()
         self.death: str | None = None
         # Of a death, why another start in this process would be of no use; None where it may be.
@@ -230,6 +232,8 @@ class Engine:
         with a score below the `score_threshold`. Other options are those of `score`."""
         if top_n is not None and top_n < 0:
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
+        if unknown := options.keys() - ScoreOptions.__annotations__.keys():
+            raise TypeError(f"rerank() has no argument {' or '.join(sorted(unknown))}; it has top_n")
         texts = as_texts(documents, "documents")
         scored = await self.score(query, texts, **options)
         ranked = await aside(lambda: rank(scored.scores, texts, top_n, score_threshold), len(texts))
@@ -377,6 +381,7 @@ class Engine:
             raise EngineDeadError(self.death)
         if self._running is None:
             raise EngineNotReadyError("the engine is not running: it is starting, draining or stopped")
+        self._running.check_caller()
         return self._running
 
     def _died(self, reason: str, obstacle: str | None) -> None:

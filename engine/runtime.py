@@ -4,10 +4,11 @@ import asyncio
 import gc
 import logging
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from maxsimd.engine.device.load import DeviceModel, load_device_model
 from maxsimd.engine.device.open_cache import open_score_cache
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread, num_left_behind, stacks
 from maxsimd.engine.device.time_slices import take_short_slices
-from maxsimd.engine.errors import EngineDeadError, RequestTimeoutError
+from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, RequestTimeoutError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
@@ -141,7 +142,8 @@ class Running:
         self._died = died
         self._reason = "the engine was stopped"
         self._awaited: set[asyncio.Future[Values]] = set()
-        loop = asyncio.get_running_loop()
+        self._process, loop = os.getpid(), asyncio.get_running_loop()
+        self._loop = loop
         mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
         actors = self._actors = DeviceActors(device.loop, device_model, mailbox)
         policy = Scheduler(limits, weights=tenants.weights)
@@ -178,6 +180,21 @@ class Running:
             except asyncio.CancelledError:
                 self._abandon(ids.request_id)
                 raise
+
+    def check_caller(self) -> None:
+        """Raises EngineNotReadyError for a caller whom no answer would ever reach: in a forked process the
+        engine's threads are not there, and on another event loop nobody hears of its results."""
+        if os.getpid() != self._process:
+            raise EngineNotReadyError(
+                "the engine runs in the process that this one was forked from; start one in each, and have "
+                'processes started anew: multiprocessing.set_start_method("spawn")'
+            )
+        with suppress(RuntimeError):  # outside of event loops one may look at the engine
+            if asyncio.get_running_loop() is not self._loop:
+                raise EngineNotReadyError(
+                    "the engine runs on another event loop, and each asyncio.run makes a new one: start and "
+                    "use it within one, or use SyncEngine"
+                )
 
     def weigh(self, tenants: Mapping[str, float]) -> None:
         """Changes the weights of tenants, for what waits already too."""

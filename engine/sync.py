@@ -1,6 +1,7 @@
 """The engine for scripts and notebooks: the same methods, blocking, with a progress bar on long lists."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
@@ -8,9 +9,10 @@ from typing import Any, Self, TypeVar
 
 from tqdm.auto import tqdm
 
+from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.engine import Engine, Inputs, Texts
-from maxsimd.engine.errors import EngineNotReadyError
+from maxsimd.engine.errors import EngineNotReadyError, EngineRunningError
 from maxsimd.engine.requests import (
     ClassifyResult,
     EmbedResult,
@@ -19,6 +21,7 @@ from maxsimd.engine.requests import (
     ScoreResult,
     TokenEmbedResult,
 )
+from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
 
 T = TypeVar("T")
@@ -30,17 +33,34 @@ SHORTEST_WITH_BAR = 256
 class SyncEngine:
     """As `Engine`, without async: every method blocks until its result is there.
 
-    Use it as a context manager; it runs an event loop in a thread of its own. With `progress` a bar is shown
-    for long lists, unless a call brings a `progress` of its own. Keyword arguments are those of `Engine`.
+    Use it as a context manager, or `start` it and `close` it in the end; it runs an event loop in a thread
+    of its own. With `progress` a bar is shown for long lists, unless a call brings a `progress` of its own.
+    Other arguments are those of `Engine`.
     """
 
-    def __init__(self, config: EngineConfig | None = None, *, progress: bool = True) -> None:
-        self._engine = Engine(config)
+    def __init__(
+        self, config: EngineConfig | str | None = None, *, progress: bool = True, **options: Any
+    ) -> None:
+        self._engine = Engine(config, **options)
         self._progress = progress
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="maxsimd-sync", daemon=True)
+        self._process = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> Self:
+        """Loads the model. Raises ModelLoadError, and EngineRunningError where it runs already."""
+        if self._loop is not None:
+            raise EngineRunningError("the engine is running; close it first")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="maxsimd-sync", daemon=True)
         self._thread.start()
         try:
             self._wait(self._engine.start())
@@ -49,13 +69,36 @@ class SyncEngine:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Frees everything; more than once does no harm."""
+        if self._loop is None:
+            return
         try:
             self._wait(self._engine.stop())
         finally:
             self._close_loop()
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model's description."""
+        return self._engine.model
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that can be run, special tokens included."""
+        return self._engine.max_tokens
+
+    def stats(self) -> EngineStats:
+        """What the engine holds at the moment."""
+        return self._engine.stats()
+
+    def clear_cache(self) -> None:
+        """Forgets all that is cached, on disk as well."""
+        self._wait(self._engine.clear_cache())
 
     def score(self, queries: Texts, documents: Texts, **options: Any) -> ScoreResult:
         return self._run(self._engine.score, documents, options, queries, documents)
@@ -94,9 +137,17 @@ class SyncEngine:
             return self._wait(method(*arguments, **options, progress=_showing(bar, total)))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if not self._thread.is_alive():
+        if os.getpid() != self._process:
             work.close()
-            raise EngineNotReadyError("the engine is not running; use it as in: with SyncEngine() as engine")
+            raise EngineNotReadyError(
+                "the engine was made in the process that this one was forked from; make one in each, and "
+                'have processes started anew: multiprocessing.set_start_method("spawn")'
+            )
+        if self._loop is None or self._thread is None or not self._thread.is_alive():
+            work.close()
+            raise EngineNotReadyError(
+                "the engine is not running; use it as in: with SyncEngine() as engine, or call start()"
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -105,9 +156,12 @@ class SyncEngine:
             raise
 
     def _close_loop(self) -> None:
+        assert self._loop is not None
+        assert self._thread is not None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._loop = self._thread = None
 
 
 def _showing(bar: "tqdm[Any]", total: int) -> Progress:

@@ -1,7 +1,9 @@
 """Checks of what callers pass in; each error names the argument and says what to change."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
+from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.requests import (
     CUT_LONG,
@@ -16,9 +18,23 @@ from maxsimd.engine.requests import (
 _POLICIES = {"cut": CUT_LONG, "error": REFUSE_LONG, "window": WINDOW_LONG}
 
 
+def as_config(config: EngineConfig | str | None, options: Mapping[str, Any]) -> EngineConfig:
+    """A configuration, from one or from a model's name and options. Raises TypeError for anything else, and
+    ValueError for options that make no sense."""
+    if isinstance(config, str):
+        return EngineConfig(model=config, **options)
+    if config is None:
+        return EngineConfig(**options)
+    if not isinstance(config, EngineConfig):
+        raise TypeError(f"give an EngineConfig, or a model's folder or hub id, not {type(config).__name__}")
+    if options:
+        raise TypeError(f"put {' and '.join(options)} into the EngineConfig")
+    return config
+
+
 def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
     """One text or many as a tuple. Raises InvalidRequestError for none, or for anything but strings."""
-    texts = (texts,) if isinstance(texts, str) else tuple(texts)
+    texts = (texts,) if isinstance(texts, str) else tuple(_in_order(texts, param))
     if not texts:
         raise InvalidRequestError(f"{param} is empty; give at least one text", param)
     if set(map(type, texts)) != {str}:  # else each of thousands of texts would be looked at in Python
@@ -32,10 +48,23 @@ def as_inputs(inputs: str | Sequence[str | Sequence[int]]) -> tuple[str | tuple[
     """Texts, or lists of token ids, as a tuple."""
     if isinstance(inputs, str):
         return (inputs,)
-    inputs = tuple(item if isinstance(item, str) else tuple(item) for item in inputs)
+    inputs = tuple(item if isinstance(item, str) else tuple(item) for item in _in_order(inputs, "input"))
     if not inputs:
         raise InvalidRequestError("input is empty; give at least one text", "input")
     return inputs
+
+
+def _in_order(items: Any, param: str) -> Any:
+    """A list or something like one. Raises InvalidRequestError for what has no order, or would give something
+    else than its items: a table gives the names of its columns."""
+    is_column = getattr(items, "ndim", None) == 1  # of numpy, pandas or torch
+    if is_column or (isinstance(items, Sequence | Iterator) and not isinstance(items, bytes)):
+        return items
+    raise InvalidRequestError(
+        f"{param} must be a string or a list of strings, not {type(items).__name__}; give a list, such as "
+        "one column of a table",
+        param,
+    )
 
 
 def as_truncation(policy: LongInputPolicy) -> Truncation:

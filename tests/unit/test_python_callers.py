@@ -1,0 +1,223 @@
+"""What people do in Python: names and options in place of a configuration, notebooks, tables, processes that
+fork, one asyncio.run after the other. It works, or says at once what to do."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import maxsimd
+from maxsimd.engine import (
+    Engine,
+    EngineConfig,
+    EngineNotReadyError,
+    EngineRunningError,
+    InvalidRequestError,
+    SyncEngine,
+)
+
+
+class DataFrame:
+    """As far as a caller sees: of a table of pandas one gets the names of its columns."""
+
+    ndim = 2
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["text", "id"])
+
+    def __len__(self) -> int:
+        return 2
+
+
+class Series:
+    """A column of it."""
+
+    ndim = 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(TEXTS)
+
+
+QUERY, TEXTS = "the capital of France", ["Paris is the capital of France.", "Cats sleep."]
+
+
+def test_the_engines_are_in_the_package_itself() -> None:
+    assert (maxsimd.Engine, maxsimd.SyncEngine, maxsimd.EngineConfig) == (Engine, SyncEngine, EngineConfig)
+
+
+async def test_a_model_by_its_name_and_options(bert_cross_encoder: str) -> None:
+    async with Engine(bert_cross_encoder, dtype="float32", threads=1) as engine:
+        assert engine.config == EngineConfig(model=bert_cross_encoder, dtype="float32", threads=1)
+        scores = (await engine.score(QUERY, TEXTS)).scores
+    with SyncEngine(bert_cross_encoder, dtype="float32") as other:
+        np.testing.assert_allclose(other.score(QUERY, TEXTS).scores, scores, atol=1e-5)
+    assert Engine(dtype="float32").config == EngineConfig(dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "said"),
+    [
+        ((7,), {}, TypeError, "give an EngineConfig, or a model's folder or hub id, not int"),
+        ((EngineConfig(),), {"threads": 1}, TypeError, "put threads into the EngineConfig"),
+        (("m",), {"dtpye": "float32"}, TypeError, "unexpected keyword argument 'dtpye'"),
+        (
+            ("m",),
+            {"dtype": "fp16"},
+            ValueError,
+            "dtype must be one of auto, float32, bfloat16, float16, not 'fp16'",
+        ),
+        (("m",), {"threads": 0}, ValueError, "threads must be at least 1"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Engine, SyncEngine])
+def test_options_that_are_none_are_told_at_once(
+    kind: Any, arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        kind(*arguments, **options)
+
+
+def test_in_a_notebook_it_is_started_and_closed() -> None:
+    engine = SyncEngine(dtype="float32", progress=False)
+    with pytest.raises(EngineNotReadyError, match=r"call start\(\)"):
+        engine.score(QUERY, TEXTS)
+    for _ in range(2):
+        assert engine.start() is engine
+        with pytest.raises(EngineRunningError):
+            engine.start()
+        assert engine.rerank(QUERY, TEXTS).results[0].index == 0
+        assert engine.model.name
+        assert engine.max_tokens == 256
+        assert engine.stats().requests == 0
+        engine.clear_cache()
+        engine.close()
+        engine.close()
+    with pytest.raises(EngineNotReadyError):
+        engine.score(QUERY, TEXTS)
+
+
+def test_the_methods_are_those_of_the_engine() -> None:
+    own = {
+        "start",
+        "stop",
+        "until_dead",
+        "check_rate",
+        "in_thread",
+        "device_model",
+        "tokenizer",
+        "is_healthy",
+    }
+    public = {name for name in vars(Engine) if not name.startswith("_")} - own
+    assert public <= {name for name in vars(SyncEngine) if not name.startswith("_")}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    with SyncEngine(dtype="float32", progress=False) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("documents", "kind"),
+    [
+        (DataFrame(), "DataFrame"),
+        (set(TEXTS), "set"),
+        (dict.fromkeys(TEXTS), "dict"),
+        (np.array([TEXTS]), "ndarray"),
+        (b"bytes", "bytes"),
+        (7, "int"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_is_no_list_of_texts_is_refused_by_its_name(
+    engine: SyncEngine, documents: Any, kind: str
+) -> None:
+    for method in (engine.rerank, engine.score):
+        with pytest.raises(InvalidRequestError, match=f"documents must be .* not {kind};"):
+            method(QUERY, documents)
+    with pytest.raises(InvalidRequestError, match=f"input must be .* not {kind};"):
+        engine.embed(documents)
+
+
+@pytest.mark.parametrize(
+    "documents", [tuple(TEXTS), Series(), np.array(TEXTS), np.array(TEXTS, dtype=object)]
+)
+def test_what_is_like_a_list_is_one(engine: SyncEngine, documents: Any) -> None:
+    assert engine.score(QUERY, documents).scores == engine.score(QUERY, TEXTS).scores
+    assert engine.embed(documents).embeddings.shape == (2, 384)
+
+
+def test_another_libraries_word_for_an_option_is_refused(engine: SyncEngine) -> None:
+    call: Any = engine.rerank
+    with pytest.raises(TypeError, match=r"rerank\(\) .*top_k"):
+        call(QUERY, TEXTS, top_k=1)
+
+
+@pytest.mark.parametrize("truncation", ["cut", "error", "window"])
+def test_long_inputs_in_a_word(engine: SyncEngine, truncation: Any) -> None:
+    long = "Paris is nice. " * 200
+    if truncation == "error":
+        with pytest.raises(InvalidRequestError, match=r"documents\[0\]"):
+            engine.score(QUERY, long, truncation=truncation)
+    else:
+        assert engine.score(QUERY, long, truncation=truncation).truncated == (truncation == "cut")
+    with pytest.raises(InvalidRequestError, match="use cut, error, window or a Truncation"):
+        engine.score(QUERY, long, truncation="left")  # type: ignore[arg-type]
+
+
+def test_a_second_event_loop_is_told_why_it_gets_nothing() -> None:
+    engine = Engine(dtype="float32")
+    first = asyncio.new_event_loop()
+    try:
+        first.run_until_complete(engine.start())
+        with pytest.raises(EngineNotReadyError, match="another event loop"):
+            asyncio.run(engine.score(QUERY, TEXTS))
+        assert first.run_until_complete(engine.score(QUERY, TEXTS)).scores
+    finally:
+        first.run_until_complete(engine.stop())
+        first.close()
+
+
+def _run(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_forked_process_is_told_instead_of_waiting_for_ever() -> None:
+    done = _run(
+        """
+        import os
+        from maxsimd import SyncEngine
+        from maxsimd.engine import EngineNotReadyError
+        engine = SyncEngine(dtype="float32", threads=1).start()
+        child = os.fork()
+        if not child:
+            try:
+                engine.score("a", ["b"])
+            except EngineNotReadyError as error:
+                os._exit("forked from" in str(error))
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        assert engine.score("a", ["b"]).scores
+        engine.close()
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "engine.close()", "raise SystemExit(0)"])
+def test_nothing_is_printed_at_exit(end: str) -> None:
+    done = _run(
+        f"""
+        from maxsimd import SyncEngine
+        engine = SyncEngine(dtype="float32", threads=1).start()
+        engine.score("a", ["b"])
+        {end}
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
