@@ -114,7 +114,9 @@ class EngineConfig:
         64, "Tokens that neighbouring windows of a long document share; at most half of each are."
     )
     cache_mb: int = option(
-        128, "Memory for embeddings of documents, in MiB, so that none is encoded twice; 0 for none."
+        128,
+        "Memory for embeddings of documents, or for scores of pairs, in MiB, so that none is run twice; 0 "
+        "for none.",
     )
     cache_dir: str | None = option(
         None,
