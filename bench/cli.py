@@ -172,6 +172,19 @@ def bench_maxsim(documents: int, dim: int, rounds: int, json_file: str | None) -
     measure_maxsim(documents, dim, rounds, json_file)
 
 
+@bench.command("known-pairs")
+@click.argument("model", required=False)
+@click.option("--documents", type=int, default=100, show_default=True)
+@click.option("--rounds", type=int, default=9, show_default=True, help="Turns; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_known_pairs(model: str | None, documents: int, rounds: int, json_file: str | None) -> None:
+    """A cross-encoder that is asked the same again: its scores from the cache, and run, in turns."""
+    from maxsimd.bench.known_pairs import measure_known_pairs
+
+    figures = asyncio.run(measure_known_pairs(model, documents, rounds))
+    publish({"model": model}, figures, json_file)
+
+
 @bench.command("prefix")
 @click.option("--documents", type=int, default=100, show_default=True)
 @click.option("--share", type=float, default=0.4, show_default=True, help="Share of tokens that pairs share.")
