@@ -48,10 +48,10 @@ def as_inputs(inputs: str | Sequence[str | Sequence[int]]) -> tuple[str | tuple[
     """Texts, or lists of token ids, as a tuple."""
     if isinstance(inputs, str):
         return (inputs,)
-    inputs = tuple(item if isinstance(item, str) else tuple(item) for item in _in_order(inputs, "input"))
-    if not inputs:
+    each = tuple(item if isinstance(item, str) else tuple(item) for item in _in_order(inputs, "input"))
+    if not each:
         raise InvalidRequestError("input is empty; give at least one text", "input")
-    return inputs
+    return each
 
 
 def _in_order(items: Any, param: str) -> Any:
