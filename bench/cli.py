@@ -172,16 +172,16 @@ def bench_maxsim(documents: int, dim: int, rounds: int, json_file: str | None) -
     measure_maxsim(documents, dim, rounds, json_file)
 
 
-@bench.command("known-pairs")
+@bench.command("cached-pairs")
 @click.argument("model", required=False)
 @click.option("--documents", type=int, default=100, show_default=True)
 @click.option("--rounds", type=int, default=9, show_default=True, help="Turns; medians are reported.")
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_known_pairs(model: str | None, documents: int, rounds: int, json_file: str | None) -> None:
+def bench_cached_pairs(model: str | None, documents: int, rounds: int, json_file: str | None) -> None:
     """A cross-encoder that is asked the same again: its scores from the cache, and run, in turns."""
-    from maxsimd.bench.known_pairs import measure_known_pairs
+    from maxsimd.bench.cached_pairs import measure_cached_pairs
 
-    figures = asyncio.run(measure_known_pairs(model, documents, rounds))
+    figures = asyncio.run(measure_cached_pairs(model, documents, rounds))
     publish({"model": model}, figures, json_file)
 
 

@@ -381,7 +381,6 @@ class Engine:
             raise EngineDeadError(self.death)
         if self._running is None:
             raise EngineNotReadyError("the engine is not running: it is starting, draining or stopped")
-        self._running.check_caller()
         return self._running
 
     def _died(self, reason: str, obstacle: str | None) -> None:

@@ -56,8 +56,8 @@ def score_result(
     to 0..1, if that is."""
     scores, errors = document_scores(prepared.combine, values)
     errors |= prepared.errors
-    if prepared.keep is not None:
-        prepared.keep(scores)
+    if prepared.cache_scores is not None:
+        prepared.cache_scores(scores)
     if activation is not None:
         scores = activate(scores[:, None], activation)[:, 0]
     if bounded is not None:

@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from maxsimd.engine.actors.runner import is_device_error
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
 from maxsimd.engine.admission import Admission, AdmissionLimits
-from maxsimd.engine.cache import EmbeddingCache, ScoreCache
+from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.budget import beside_small_requests, default_budget
 from maxsimd.engine.device.load import DeviceModel, load_device_model
@@ -111,10 +111,8 @@ class Running:
         check_room(model, self.tokenizer, budget, prepared.runner.chunked)
         self.device_model = device_model
         self._metrics = metrics
-        # Of embeddings, or of scores where documents are not encoded by themselves; None where it is off.
-        self.cache: EmbeddingCache | ScoreCache | None = device_model.cache
-        if self.cache is None:
-            self.cache = open_score_cache(config, model)
+        # Of embeddings, or of scores where documents are not encoded by themselves.
+        self.cache = device_model.cache if device_model.cache is not None else open_score_cache(config, model)
         metrics.watch(self.cache)
         self._sequence_ids: Iterator[int] = count()
         self._request_ids: Iterator[int] = count()
@@ -166,6 +164,7 @@ class Running:
         `options.progress` is called on this loop whenever some have come. Raises QueueFullError,
         RequestTooLargeError and RequestTimeoutError; when it is cancelled, so is its work. What is to have a
         partial result raises no RequestTimeoutError."""
+        self._check_caller()
         options = self._tenants.applied(options)
         with self._new_request() as ids:
             try:
@@ -181,20 +180,19 @@ class Running:
                 self._abandon(ids.request_id)
                 raise
 
-    def check_caller(self) -> None:
-        """Raises EngineNotReadyError for a caller whom no answer would ever reach: in a forked process the
-        engine's threads are not there, and on another event loop nobody hears of its results."""
+    def _check_caller(self) -> None:
+        """Raises EngineNotReadyError where no answer would ever come: in a forked process, which has none of
+        the engine's threads, and on another event loop."""
         if os.getpid() != self._process:
             raise EngineNotReadyError(
                 "the engine runs in the process that this one was forked from; start one in each, and have "
                 'processes started anew: multiprocessing.set_start_method("spawn")'
             )
-        with suppress(RuntimeError):  # outside of event loops one may look at the engine
-            if asyncio.get_running_loop() is not self._loop:
-                raise EngineNotReadyError(
-                    "the engine runs on another event loop, and each asyncio.run makes a new one: start and "
-                    "use it within one, or use SyncEngine"
-                )
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineNotReadyError(
+                "the engine runs on another event loop, and each asyncio.run makes a new one: start and use "
+                "it within one, or use SyncEngine"
+            )
 
     def weigh(self, tenants: Mapping[str, float]) -> None:
         """Changes the weights of tenants, for what waits already too."""
@@ -226,6 +224,7 @@ class Running:
         """Runs something that blocks, and reads or writes about `size` characters, in the thread pool. When
         this is cancelled, the work is withdrawn. Raises EngineDeadError where the engine is stopped before it
         is done."""
+        self._check_caller()
         work = self._pool.submit(function, size)
         try:
             return await asyncio.wrap_future(work.future)

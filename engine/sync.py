@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -124,12 +124,12 @@ class SyncEngine:
     def _run(
         self,
         method: Callable[..., Coroutine[Any, Any, T]],
-        counted: Sequence[Any],
+        counted: Any,
         options: dict[str, Any],
         *arguments: Any,
     ) -> T:
         """One call of the engine's, with a bar that counts the documents or texts in `counted`."""
-        total = 1 if isinstance(counted, str) else len(counted)
+        total = 1 if isinstance(counted, str) or not isinstance(counted, Sized) else len(counted)
         shown = self._progress and total >= SHORTEST_WITH_BAR and "progress" not in options
         if not shown:
             return self._wait(method(*arguments, **options))

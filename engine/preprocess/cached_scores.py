@@ -1,4 +1,4 @@
-"""Score requests of which some scores are known: only the other documents are run."""
+"""Score requests of which some scores are cached: only the other documents are run."""
 
 import hashlib
 import math
@@ -19,16 +19,16 @@ from maxsimd.engine.requests import ScoreRequest, Value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KnownAndNew:
-    """The scores that are `known` (NaN for those that are not), and at `positions` those that `scores` makes
+class CachedAndNew:
+    """The scores that are `cached` (NaN for those that are not), and at `positions` those that `scores` makes
     of the values that were run."""
 
-    known: NDArray[np.float32]
+    cached: NDArray[np.float32]
     positions: NDArray[np.int64]
     scores: Combine
 
     def __call__(self, values: list[Value]) -> Scores:
-        found = self.known.copy()
+        found = self.cached.copy()
         if len(self.positions):
             found[self.positions] = self.scores(values)
         return found
@@ -37,7 +37,7 @@ class KnownAndNew:
 class CachedScoresStrategy:
     """Prepares what another strategy would, but for the pairs whose scores are in the cache.
 
-    With `together` a document's score depends on the others of its request, so that all of them are known
+    With `together` a document's score depends on the others of its request, so that all of them are cached
     or none is."""
 
     def __init__(self, strategy: ScoreStrategy, cache: ScoreCache, together: bool) -> None:
@@ -54,7 +54,7 @@ class CachedScoresStrategy:
             found = self._cache.find(keys)
         if self._together and None in found:
             found = [None] * len(keys)
-        known = np.array([math.nan if entry is None else entry.score for entry in found], dtype=np.float32)
+        cached = np.array([math.nan if entry is None else entry.score for entry in found], dtype=np.float32)
         new = [i for i, entry in enumerate(found) if entry is None]
         prepared = self._prepare(request, new, ids)
         new_keys = [keys[i] for i in new]
@@ -62,10 +62,10 @@ class CachedScoresStrategy:
         return replace(
             prepared,
             truncated=prepared.truncated + _cut_for(entries, request, {request.query_of(i) for i in new}),
-            combine=KnownAndNew(known, np.array(new, dtype=np.int64), prepared.combine),
-            known_documents=len(entries),
-            known_tokens=sum(entry.tokens for entry in entries.values()),
-            keep=self._keeper(new, new_keys, prepared.facts),
+            combine=CachedAndNew(cached, np.array(new, dtype=np.int64), prepared.combine),
+            cached_documents=len(entries),
+            cached_tokens=sum(entry.tokens for entry in entries.values()),
+            cache_scores=self._put_into_cache(new, new_keys, prepared.facts),
         )
 
     def shortest_sequences(self) -> dict[str, int]:
@@ -97,12 +97,12 @@ class CachedScoresStrategy:
             for i, document in enumerate(request.documents)
         ]
 
-    def _keeper(
+    def _put_into_cache(
         self, positions: list[int], keys: list[bytes], facts: PairFacts | None
     ) -> Callable[[Scores], None]:
         """What caches the scores of the documents that were run, once they are there."""
 
-        def keep(scores: Scores) -> None:
+        def cache_scores(scores: Scores) -> None:
             if facts is None:
                 return
             of_each = zip(facts.tokens, facts.truncated, facts.query_truncated, strict=True)
@@ -111,11 +111,11 @@ class CachedScoresStrategy:
                 (key, CachedScore(score, *about)) for key, score, about in there if math.isfinite(score)
             )
 
-        return keep
+        return cache_scores
 
 
 def _cut_for(entries: dict[int, CachedScore], request: ScoreRequest, run: set[int]) -> int:
-    """How many inputs were cut for documents that are known: of their queries, only those that are not `run`
+    """How many inputs were cut for documents that are cached: of their queries, only those that are not `run`
     for others."""
     queries = {request.query_of(i) for i, entry in entries.items() if entry.query_truncated}
     return sum(entry.truncated for entry in entries.values()) + len(queries - run)

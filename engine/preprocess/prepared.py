@@ -29,8 +29,9 @@ class Prepared:
     They give `results` values, from which `combine` makes the scores of a score request. `truncated` counts
     the inputs that were cut, and `errors` says of documents why they cannot be read. Where token embeddings
     are scored, `query_rows` says of the query of each document how many tokens take part; where pairs are,
-    `facts` says what is known of them. There are `known_documents`, with `known_tokens`, whose scores were
-    cached. `keep` is to be given the scores of all documents as the model makes them, NaN for none."""
+    `facts` says what is known of them. There are `cached_documents`, with `cached_tokens`, whose scores were
+    cached. `cache_scores` is to be given the scores of all documents, as the model makes them, NaN for
+    none."""
 
     sequences: list[Sequence]
     results: int
@@ -40,9 +41,9 @@ class Prepared:
     errors: Mapping[int, str] = field(default_factory=dict)
     query_rows: NDArray[np.int64] | None = None
     facts: PairFacts | None = None
-    known_documents: int = 0
-    known_tokens: int = 0
-    keep: Callable[[NDArray[np.float32]], None] | None = None
+    cached_documents: int = 0
+    cached_tokens: int = 0
+    cache_scores: Callable[[NDArray[np.float32]], None] | None = None
 
     @property
     def num_new_tokens(self) -> int:
@@ -61,5 +62,5 @@ def usage_of(prepared: Prepared) -> Usage:
     tokens = sum(len(sequence) for sequence in prepared.sequences if not sequence.is_prefix)
     documents = [document for batch in prepared.cached for document in batch.documents]
     tokens += sum(document.embedding.tokens for document in documents)
-    tokens += prepared.known_tokens
-    return Usage(tokens, tokens - prepared.num_new_tokens, len(documents) + prepared.known_documents)
+    tokens += prepared.cached_tokens
+    return Usage(tokens, tokens - prepared.num_new_tokens, len(documents) + prepared.cached_documents)

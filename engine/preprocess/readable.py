@@ -50,12 +50,12 @@ def prepare_readable(prepare: Prepare, request: ScoreRequest, ids: RequestIds) -
     if prepared.query_rows is not None:
         rows = np.ones(len(request.documents), dtype=np.int64)
         rows[positions] = prepared.query_rows
-    keep = prepared.keep and _of_some(prepared.keep, positions)
-    return replace(prepared, combine=combine, errors=errors, query_rows=rows, keep=keep)
+    cache_scores = prepared.cache_scores and _of_some(prepared.cache_scores, positions)
+    return replace(prepared, combine=combine, errors=errors, query_rows=rows, cache_scores=cache_scores)
 
 
-def _of_some(keep: Callable[[Scores], None], positions: list[int]) -> Callable[[Scores], None]:
-    return lambda scores: keep(scores[positions])
+def _of_some(cache_scores: Callable[[Scores], None], positions: list[int]) -> Callable[[Scores], None]:
+    return lambda scores: cache_scores(scores[positions])
 
 
 def _unreadable(prepare: Prepare, request: ScoreRequest, ids: RequestIds) -> Iterator[tuple[int, str]]:

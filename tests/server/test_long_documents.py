@@ -30,12 +30,13 @@ def test_windows_find_what_cutting_misses(server: Server, path: str) -> None:
     assert read["usage"]["prompt_tokens"] > cut["usage"]["prompt_tokens"]
 
 
-def test_score_takes_windows_too_and_refuses_without(server: Server) -> None:
+def test_score_takes_windows_too_and_cuts_without(server: Server) -> None:
     body = {"queries": "What is the capital of France?", "documents": DOCUMENTS}
     scores = [item["score"] for item in post(server, "/score", body | {"long_documents": "window"})["data"]]
     assert scores.index(max(scores)) == 1
-    assert post(server, "/score", body, status=400)["error"]["param"] == "documents"
-    post(server, "/score", body | {"long_documents": "error"}, status=400)
+    refused = post(server, "/score", body | {"long_documents": "error"}, status=400)
+    assert refused["error"]["param"] == "documents"
+    assert len(post(server, "/score", body)["warnings"]) == 1
     small = body | {"long_documents": "window", "truncate_prompt_tokens": 100, "window_overlap": 10}
     assert len(post(server, "/score", small)["data"]) == 3
 

@@ -32,7 +32,16 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(session_starter: StartServer, key_file: Path, bert_cross_encoder: str) -> Server:
     """Small steps, so that tenants are served in turn often."""
-    arguments = ("--dtype", "float32", "--max-batch-tokens", "512", "--max-wait-seconds", "600")
+    arguments = (
+        "--dtype",
+        "float32",
+        "--max-batch-tokens",
+        "512",
+        "--max-wait-seconds",
+        "600",
+        "--cache-mb",
+        "0",
+    )
     server = session_starter(bert_cross_encoder, *arguments, "--api-key-file", str(key_file), ready=False)
     server.wait_until_ready()
     return server

@@ -214,7 +214,7 @@ OF_NO_CONCERN: dict[str, Any] = {
     "step_timeout_seconds": 99.0,
     "max_request_tokens": 99_999,
     "steps_in_flight": 1,
-    "maxsim": "torch",
+    "maxsim": "reference",
     "cuda_graphs": "off",
     "prefix_sharing": "off",
     "threads": 1,

@@ -280,7 +280,7 @@ def test_a_head_that_is_cut_short_is_described_like_the_whole(plain: Given) -> N
         ),
         _config(id2label={0: "one"}, label2id={"one": 0}, problem_type="regression"),
         _tokenizer(lambda one: one("a b c", truncation=True, max_length=3, padding="max_length")),
-        _option(maxsim="torch", query_prompt="query: ", threads=1),
+        _option(maxsim="reference", query_prompt="query: ", threads=1),
         lambda given: given.but(name="another", query=dataclasses.replace(given.model.query, prompt="q: ")),
     ],
 )
@@ -333,7 +333,7 @@ def test_a_gpu_is_told_by_its_name_and_may_fuse_the_head(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"one as {device}")
     first = one.ingredients()
     assert plain.changed(one) == ["fused head", "device"]
-    assert one.changed(_option(maxsim="torch")(one)) == ["fused head"]
+    assert one.changed(_option(maxsim="reference")(one)) == ["fused head"]
     assert b"one as cuda:1" in first["device"]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
     assert one.ingredients() == first, "the processor does not matter there"
