@@ -121,5 +121,5 @@ async def test_where_the_model_takes_less_than_the_checkpoint_reads_the_error_na
             InvalidRequestError,
             match=rf"documents\[1\] has {300 + special + prompt} tokens, but at most 100 can",
         ):
-            await engine.score("why", ["short", "word " * 300])
+            await engine.score("why", ["short", "word " * 300], truncation="error")
         assert (await engine.rerank("why", ["short", "word " * 300])).truncated == 1
