@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from maxsimd.api.failures import too_many_entries
+from maxsimd.api.reading_vectors import is_vectors, vectors_of
 from maxsimd.api.vectors import NUMBERS, Numbers
 from maxsimd.api.wire import (
     ClassifyRequest,
@@ -22,9 +23,12 @@ from maxsimd.api.wire import (
 )
 from maxsimd.api.wire_cohere import CohereEmbedRequest
 from maxsimd.api.wire_tei import TeiTruncating
-from maxsimd.engine import InvalidRequestError, Truncation
+from maxsimd.engine import InvalidRequestError, Truncation, Vectors
 from maxsimd.engine.requests import InputType
 
+# A query or a document to score.
+Item = str | Vectors
+ToRank = tuple[Item, list[Item]]
 # The names of fields, with the place that each has in the text.
 RankFields = Mapping[str, int]
 
@@ -37,7 +41,7 @@ _OTHER_TYPES = ("classification", "clustering", "separation", "text-matching")
 _FIELD = re.compile(r"^(?:queries|documents)\b|\b(?:queries|documents)(?=\[\d)")
 
 
-def texts_to_score(request: ScoreRequest, most: int) -> tuple[list[str], list[str]]:
+def texts_to_score(request: ScoreRequest, most: int) -> tuple[list[Item], list[Item]]:
     """The queries and documents of a score request, under whichever names they came."""
     pair = _pair_of(request)
     if pair is not None:
@@ -45,23 +49,23 @@ def texts_to_score(request: ScoreRequest, most: int) -> tuple[list[str], list[st
         queries, documents = getattr(request, first), getattr(request, second)
         check_count(documents, second, most)
         check_count(queries, first, most)
-        return as_texts(queries, first), as_texts(documents, second)
+        return as_items(queries, first), as_items(documents, second)
     for first, second in _PAIRS:
         if getattr(request, first) is not None:
             raise InvalidRequestError(f"{second} is missing", second)
     raise InvalidRequestError("queries and documents are missing", "queries")
 
 
-def texts_to_rank(request: RerankRequest, most: int) -> tuple[str, list[str]]:
+def texts_to_rank(request: RerankRequest, most: int) -> ToRank:
     """The query and the documents of a rerank request, `texts` before `documents`."""
-    query = as_text(request.query, "query", "query")
+    query = as_item(request.query, "query", "query")
     if request.texts is not None:
         check_count(request.texts, "texts", most)
-        return query, request.texts
+        return query, [*request.texts]
     if request.documents is None:
         raise InvalidRequestError("documents is missing", "documents")
     check_count(request.documents, "documents", most)
-    return query, as_texts(request.documents, "documents", rank_places(request.rank_fields))
+    return query, as_items(request.documents, "documents", rank_places(request.rank_fields))
 
 
 def rank_places(rank_fields: list[str] | None) -> RankFields:
@@ -103,6 +107,23 @@ def check_count(contents: Any, param: str, most: int) -> None:
     """Refuses a list of more than `most` entries."""
     if isinstance(contents, list) and len(contents) > most:
         raise too_many_entries(param, len(contents), most)
+
+
+def as_items(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[Item]:
+    """One or many contents as texts or embeddings."""
+    if not isinstance(contents, list):
+        contents = [contents]
+    return [
+        content if isinstance(content, str) else as_item(content, f"{param}[{i}]", param, rank_fields)
+        for i, content in enumerate(contents)
+    ]
+
+
+def as_item(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> Item:
+    """One content as a text, or as an embedding, if it is one and not a record with fields."""
+    if not rank_fields and isinstance(content, dict) and is_vectors(content):
+        return vectors_of(content, where, param)
+    return as_text(content, where, param, rank_fields)
 
 
 def as_texts(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[str]:

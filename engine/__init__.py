@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from maxsimd.engine.sync import SyncEngine
     from maxsimd.engine.tenants import Tenant
+    from maxsimd.pooling.vectors import Vectors
 
 __all__ = [
     "CUT_LONG",
@@ -64,17 +65,24 @@ __all__ = [
     "TokenEmbedResult",
     "Truncation",
     "Usage",
+    "Vectors",
 ]
 
 
-_HOME = {"Engine": "engine", "EngineConfig": "config", "SyncEngine": "sync", "Tenant": "tenants"}
+_HOME = {
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.config",
+    "SyncEngine": "engine.sync",
+    "Tenant": "engine.tenants",
+    "Vectors": "pooling.vectors",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'maxsimd.engine' has no attribute {name!r}")
-    home = _HOME.get(name) or ("errors" if name.endswith("Error") else "requests")
-    return getattr(import_module(f"maxsimd.engine.{home}"), name)
+    home = _HOME.get(name) or ("engine.errors" if name.endswith("Error") else "engine.requests")
+    return getattr(import_module(f"maxsimd.{home}"), name)
 
 
 def __dir__() -> list[str]:

@@ -56,16 +56,19 @@ from maxsimd.engine.tenants import Tenant, TenantLimits
 from maxsimd.engine.validation import (
     as_config,
     as_inputs,
+    as_scored,
     as_texts,
     as_truncation,
     check_dimensions,
+    check_paired,
     check_scores,
     check_task,
-    pair_up,
 )
+from maxsimd.pooling.vectors import Embedding
 
 T = TypeVar("T")
-Texts = str | Sequence[str]
+# Texts, or their embeddings.
+Scored = str | Embedding | Sequence[str | Embedding]
 Inputs = str | Sequence[str | Sequence[int]]
 
 
@@ -170,8 +173,8 @@ class Engine:
 
     async def score(
         self,
-        queries: Texts,
-        documents: Texts,
+        queries: Scored,
+        documents: Scored,
         *,
         truncation: LongInputPolicy = "cut",
         use_activation: bool = True,
@@ -189,7 +192,8 @@ class Engine:
 
         Scores are in the documents' order and higher is better: MaxSim sums for late interaction, cosines
         for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
-        for cross-encoders. Inputs that are too long for the model are cut, and counted in `truncated`, unless
+        for cross-encoders. For late interaction and bi-encoders each text may come as its embedding, an
+        array or `Vectors`. Inputs that are too long for the model are cut, and counted in `truncated`, unless
         `truncation` says "error", "window" or something else. `instruction` is for models that take one.
         `cache` says whether embeddings of documents are taken from the cache, and new ones cached. With
         `normalize` scores are from 0 to 1: classifiers' probabilities, cosines without their negative part,
@@ -204,10 +208,11 @@ class Engine:
         num_labels = len(model.labels) if model.score_task == "classify" else 1
         check_scores(num_labels, model.score_type is ScoreType.LISTWISE, on_timeout, on_error)
         bounded = bounded_by(model) if normalize else None
-        paired_queries, paired_documents = pair_up(queries, documents)
+        takes_vectors = model.score_type in (ScoreType.LATE_INTERACTION, ScoreType.BI_ENCODER)
+        scored = as_scored(documents, "documents", takes_vectors)
         request = ScoreRequest(
-            queries=paired_queries,
-            documents=paired_documents,
+            queries=as_scored(queries, "queries", takes_vectors),
+            documents=scored,
             truncation=as_truncation(truncation),
             instruction=instruction,
             cache=cache,
@@ -217,12 +222,12 @@ class Engine:
         activation = None
         if model.score_task == "classify" and (use_activation or normalize):
             activation = model.probabilities if normalize else model.activation
-        return await aside(lambda: score_result(prepared, values, activation, bounded), len(paired_documents))
+        return await aside(lambda: score_result(prepared, values, activation, bounded), len(scored))
 
     async def rerank(
         self,
-        query: str,
-        documents: Sequence[str],
+        query: str | Embedding,
+        documents: Sequence[str | Embedding],
         *,
         top_n: int | None = None,
         score_threshold: float | None = None,
@@ -234,9 +239,9 @@ class Engine:
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
         if unknown := options.keys() - ScoreOptions.__annotations__.keys():
             raise TypeError(f"rerank() has no argument {' or '.join(sorted(unknown))}; it has top_n")
-        texts = as_texts(documents, "documents")
-        scored = await self.score(query, texts, **options)
-        ranked = await aside(lambda: rank(scored.scores, texts, top_n, score_threshold), len(texts))
+        given = as_scored(documents, "documents", takes_vectors=True)
+        scored = await self.score(query, given, **options)
+        ranked = await aside(lambda: rank(scored.scores, given, top_n, score_threshold), len(given))
         return RerankResult(
             ranked, scored.usage, scored.truncated, scored.unscored, scored.errors, scored.timings
         )
@@ -325,8 +330,12 @@ class Engine:
             texts_alone = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=long_inputs)
             prepared, values = await self._texts(texts_alone, None, options)
         else:
-            first, second = pair_up(cast("Texts", texts), text_pairs)
-            pairs = ScoreRequest(queries=first, documents=second, truncation=long_inputs, cache="bypass")
+            pairs = ScoreRequest(
+                queries=as_texts(cast("Sequence[str]", texts), "queries"),
+                documents=as_texts(text_pairs, "documents"),
+                truncation=long_inputs,
+                cache="bypass",
+            )
             prepared, values = await self._pairs(pairs, options)
         activation = model.probabilities if use_activation else None
         return await aside(
@@ -370,6 +379,7 @@ class Engine:
         return await running.run(lambda ids: running.preprocessor.embed(request, ids), request, options)
 
     async def _pairs(self, request: ScoreRequest, options: RunOptions) -> tuple[Prepared, Values]:
+        check_paired(request.queries, request.documents)
         running = self._require()
         self.metrics.request_documents.observe(len(request.documents))
         return await running.run(

@@ -24,6 +24,7 @@ from maxsimd.engine.requests import (
     Values,
 )
 from maxsimd.pooling.methods import Head
+from maxsimd.pooling.vectors import Vectors
 
 # Rows that an activation is applied to at a time. torch takes whole vectors of numbers in one way and what is
 # left over in another, which may differ in the last bit: with this number of rows nothing is left over.
@@ -141,7 +142,10 @@ def unscored(scores: NDArray[np.float32], errors: Mapping[int, str]) -> tuple[in
 
 
 def rank(
-    scores: Sequence[float], documents: Sequence[str], top_n: int | None, threshold: float | None = None
+    scores: Sequence[float],
+    documents: Sequence[str | Vectors],
+    top_n: int | None,
+    threshold: float | None = None,
 ) -> list[RankedDocument]:
     """Documents best first, ties in input order; the first `top_n` of them, all for None or 0. Those whose
     score is NaN, or below the `threshold`, are left out."""

@@ -5,12 +5,13 @@ Plain data: texts in, numbers out. The engine turns a request into sequences; se
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, TypeAlias, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Share, share_of
 
 InputType = Literal["query", "document"]
@@ -146,10 +147,11 @@ class ScoreOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """Query i is scored against document i; one query is scored against every document."""
+    """Query i is scored against document i; one query is scored against every document. Either may come as
+    its embedding."""
 
-    queries: tuple[str, ...]
-    documents: tuple[str, ...]
+    queries: tuple[str | Vectors, ...]
+    documents: tuple[str | Vectors, ...]
     truncation: Truncation = REFUSE_LONG
     instruction: str | None = None
     cache: CacheMode = "use"
@@ -162,6 +164,16 @@ class ScoreRequest:
     @property
     def num_texts(self) -> int:
         return len(self.queries) + len(self.documents)
+
+    @property
+    def query_texts(self) -> tuple[str, ...]:
+        """The queries of a request to a model that takes no embeddings."""
+        return cast("tuple[str, ...]", self.queries)
+
+    @property
+    def document_texts(self) -> tuple[str, ...]:
+        """The documents of a request to a model that takes no embeddings."""
+        return cast("tuple[str, ...]", self.documents)
 
     def query_of(self, document: int) -> int:
         return 0 if len(self.queries) == 1 else document
@@ -191,8 +203,9 @@ class EmbedRequest:
         return len(self.texts)
 
 
-def _size(texts: Sequence[str | tuple[int, ...]]) -> int:
-    return sum(map(len, texts)) + 64 * len(texts)
+def _size(texts: Sequence[str | Vectors | tuple[int, ...]]) -> int:
+    """Vectors take so little that they count as nothing beside texts."""
+    return sum(len(text) for text in texts if not isinstance(text, Vectors)) + 64 * len(texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +235,15 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
+    """`document` is a text, or `Vectors` where an embedding was given in its place."""
+
     index: int
     score: float
-    document: str
+    document: str | Vectors
+
+    @property
+    def text(self) -> str | None:
+        return self.document if isinstance(self.document, str) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.engine import Engine, Inputs, Texts
+from maxsimd.engine.engine import Engine, Inputs, Scored
 from maxsimd.engine.errors import EngineNotReadyError, EngineRunningError
 from maxsimd.engine.requests import (
     ClassifyResult,
@@ -23,6 +23,7 @@ from maxsimd.engine.requests import (
 )
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
+from maxsimd.pooling.vectors import Embedding
 
 T = TypeVar("T")
 
@@ -100,10 +101,12 @@ class SyncEngine:
         """Forgets all that is cached, on disk as well."""
         self._wait(self._engine.clear_cache())
 
-    def score(self, queries: Texts, documents: Texts, **options: Any) -> ScoreResult:
+    def score(self, queries: Scored, documents: Scored, **options: Any) -> ScoreResult:
         return self._run(self._engine.score, documents, options, queries, documents)
 
-    def rerank(self, query: str, documents: Sequence[str], **options: Any) -> RerankResult:
+    def rerank(
+        self, query: str | Embedding, documents: Sequence[str | Embedding], **options: Any
+    ) -> RerankResult:
         return self._run(self._engine.rerank, documents, options, query, documents)
 
     def embed(self, texts: Inputs, **options: Any) -> EmbedResult:

@@ -3,6 +3,9 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.requests import (
@@ -14,6 +17,7 @@ from maxsimd.engine.requests import (
     OnTimeout,
     Truncation,
 )
+from maxsimd.pooling.vectors import Vectors
 
 _POLICIES = {"cut": CUT_LONG, "error": REFUSE_LONG, "window": WINDOW_LONG}
 
@@ -42,6 +46,34 @@ def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
             if not isinstance(text, str):
                 raise InvalidRequestError(f"{param}[{i}] is not a string but {type(text).__name__}", param)
     return texts
+
+
+def as_scored(items: Any, param: str, takes_vectors: bool) -> tuple[str | Vectors, ...]:
+    """Texts or embeddings, one or many, as a tuple: an array of one or two dimensions is one embedding.
+    Raises InvalidRequestError for none, for anything else, and for embeddings unless the model
+    `takes_vectors`."""
+    if isinstance(items, str | Vectors) or (_is_array(items) and items.ndim < 3):
+        given: tuple[Any, ...] = (items,)
+    else:
+        given = tuple(items if _is_array(items) else _in_order(items, param))
+    if not set(map(type, given)) - {str}:
+        return as_texts(given, param)
+    scored = tuple(Vectors(item) if _is_array(item) else item for item in given)
+    for i, item in enumerate(scored):
+        if not isinstance(item, str | Vectors):
+            kind = type(item).__name__
+            raise InvalidRequestError(f"{param}[{i}] is neither a string nor an array but {kind}", param)
+        if isinstance(item, Vectors) and not takes_vectors:
+            raise InvalidRequestError(
+                f"{param}[{i}] is an embedding, but this model reads query and document together; give texts",
+                param,
+            )
+    return scored
+
+
+def _is_array(item: Any) -> bool:
+    """Whether something is an array of numbers: an embedding, if its shape fits."""
+    return isinstance(item, torch.Tensor) or (isinstance(item, np.ndarray) and item.dtype.kind not in "OSU")
 
 
 def as_inputs(inputs: str | Sequence[str | Sequence[int]]) -> tuple[str | tuple[int, ...], ...]:
@@ -77,18 +109,14 @@ def as_truncation(policy: LongInputPolicy) -> Truncation:
     return found
 
 
-def pair_up(
-    queries: str | Sequence[str], documents: str | Sequence[str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Queries and documents in a shape that can be scored: 1:1, 1:N or N:N."""
-    queries, documents = as_texts(queries, "queries"), as_texts(documents, "documents")
+def check_paired(queries: Sequence[object], documents: Sequence[object]) -> None:
+    """Refuses queries and documents in a shape that cannot be scored: it is 1:1, 1:N or N:N."""
     if len(queries) not in (1, len(documents)):
         raise InvalidRequestError(
             "Input lengths must be either 1:1, 1:N or N:N; "
             f"there are {len(queries)} queries and {len(documents)} documents",
             "documents",
         )
-    return queries, documents
 
 
 def check_dimensions(dimensions: int | None, dim: int) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,12 +111,14 @@ class DocumentPayload:
     """A document that is scored against the query with the sequence id `query_id`.
 
     With a `cache_key` its embedding is cached, marked as `truncated` where the text was cut. `window` is None
-    for a document that is one sequence."""
+    for a document that is one sequence. A query that came as its embedding is not run, but is the
+    `given_query`."""
 
     query_id: int
     cache_key: bytes | None = None
     truncated: bool = False
     window: Window | None = None
+    given_query: Any = None
 
     @property
     def num_windows(self) -> int:

@@ -99,12 +99,14 @@ class CachedBatch:
     """Documents of one query whose embeddings are cached: nothing of them is run, but scoring takes time.
 
     `price` is how many tokens the device could run in that time. Scored in the step of the query
-    `waits_for`, or in a later one. `documents` is passed on unread."""
+    `waits_for`, or in a later one; in any, where the request brought the query's embedding, `given_query`.
+    That and the `documents` are passed on unread."""
 
     request_id: int
     waits_for: int
     price: int
     documents: tuple[Any, ...]
+    given_query: Any = None
 
     def __post_init__(self) -> None:
         if self.price < 1 or not self.documents:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from maxsimd.api import wire
-from maxsimd.api.reading import in_its_words, wants_activation, wants_normalized
+from maxsimd.api.reading import ToRank, in_its_words, wants_activation, wants_normalized
 from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
 
@@ -12,7 +12,7 @@ from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
 async def rank(
     state: ServerState,
     body: wire.Scoring,
-    texts: tuple[str, list[str]],
+    texts: ToRank,
     truncation: Truncation,
     tenant: str,
     *,
@@ -49,7 +49,7 @@ def in_words_of(names: tuple[str, str]) -> Iterator[None]:
 
 def characters_of(result: RerankResult) -> int:
     """How long the texts of the ranked documents are."""
-    return sum(len(ranked.document) for ranked in result.results)
+    return sum(len(ranked.text or "") for ranked in result.results)
 
 
 def check_all_ranked(body: wire.Scoring) -> None:

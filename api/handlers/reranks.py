@@ -6,13 +6,21 @@ from maxsimd.api.answer import Answer, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
-from maxsimd.api.reading import as_text, as_texts, check_count, rank_places, tei_truncation_of, truncation_of
+from maxsimd.api.reading import (
+    ToRank,
+    as_item,
+    as_items,
+    check_count,
+    rank_places,
+    tei_truncation_of,
+    truncation_of,
+)
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Truncation
 
 
 async def text_embeddings_inference(
-    state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], tenant: str
+    state: ServerState, body: wire.RerankRequest, texts: ToRank, tenant: str
 ) -> Answer:
     """`texts` in, a bare list out."""
     check_all_ranked(body)
@@ -22,7 +30,7 @@ async def text_embeddings_inference(
 
     def build() -> list[wire_reranks.TeiRanked]:
         return [
-            wire_reranks.TeiRanked(one.index, one.score, one.document if body.return_text else None)
+            wire_reranks.TeiRanked(one.index, one.score, one.text if body.return_text else None)
             for one in result.results
         ]
 
@@ -31,9 +39,7 @@ async def text_embeddings_inference(
     return headers.added_to(answer, result)
 
 
-async def voyage(
-    state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], tenant: str
-) -> Answer:
+async def voyage(state: ServerState, body: wire.RerankRequest, texts: ToRank, tenant: str) -> Answer:
     """`data` in place of `results`, documents as strings, and only if they are asked for."""
     check_all_ranked(body)
     truncation = truncation_of(body, state.config.long_documents)
@@ -44,7 +50,7 @@ async def voyage(
 
     def build() -> wire_reranks.VoyageResponse:
         data = [
-            wire_reranks.VoyageRanked(one.index, one.score, one.document if body.return_documents else None)
+            wire_reranks.VoyageRanked(one.index, one.score, one.text if body.return_documents else None)
             for one in result.results
         ]
         usage = usage_of(result.usage)
@@ -56,7 +62,7 @@ async def voyage(
 
 
 async def mixedbread(
-    state: ServerState, body: wire_reranks.MixedbreadRequest, texts: tuple[str, list[str]], tenant: str
+    state: ServerState, body: wire_reranks.MixedbreadRequest, texts: ToRank, tenant: str
 ) -> Answer:
     check_all_ranked(body)
     truncation = truncation_of(body, state.config.long_documents)
@@ -69,7 +75,7 @@ async def mixedbread(
     def build() -> wire_reranks.MixedbreadResponse:
         data = [
             wire_reranks.MixedbreadRanked(
-                index=one.index, score=one.score, input=one.document if with_input else None
+                index=one.index, score=one.score, input=one.text if with_input else None
             )
             for one in result.results
         ]
@@ -86,9 +92,7 @@ async def mixedbread(
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
-async def nvidia(
-    state: ServerState, body: wire_reranks.NvidiaRequest, texts: tuple[str, list[str]], tenant: str
-) -> Answer:
+async def nvidia(state: ServerState, body: wire_reranks.NvidiaRequest, texts: ToRank, tenant: str) -> Answer:
     """Logits, where the model is a classifier, unless the request wants something else."""
     check_all_ranked(body)
     if body.use_activation is None and body.raw_scores is None and not body.normalize:
@@ -108,16 +112,16 @@ async def nvidia(
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
-def _input_to_rank(request: wire_reranks.MixedbreadRequest, most: int) -> tuple[str, list[str]]:
-    query = as_text(request.query, "query", "query")
+def _input_to_rank(request: wire_reranks.MixedbreadRequest, most: int) -> ToRank:
+    query = as_item(request.query, "query", "query")
     check_count(request.input, "input", most)
-    return query, as_texts(request.input, "input", rank_places(request.rank_fields))
+    return query, as_items(request.input, "input", rank_places(request.rank_fields))
 
 
-def _passages_to_rank(request: wire_reranks.NvidiaRequest, most: int) -> tuple[str, list[str]]:
-    query = as_text(request.query, "query", "query")
+def _passages_to_rank(request: wire_reranks.NvidiaRequest, most: int) -> ToRank:
+    query = as_item(request.query, "query", "query")
     check_count(request.passages, "passages", most)
-    return query, as_texts(request.passages, "passages")
+    return query, as_items(request.passages, "passages")
 
 
 ROUTES = (

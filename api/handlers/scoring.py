@@ -11,6 +11,8 @@ from maxsimd.api.handlers import reranks
 from maxsimd.api.handlers.ranking import characters_of, in_words_of, rank
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import (
+    Item,
+    ToRank,
     names_of,
     texts_to_rank,
     texts_to_score,
@@ -19,11 +21,11 @@ from maxsimd.api.reading import (
     wants_normalized,
 )
 from maxsimd.api.state import ServerState
-from maxsimd.engine import RerankResult, ScoreResult
+from maxsimd.engine import RankedDocument, RerankResult, ScoreResult
 
 
 async def score(
-    state: ServerState, body: wire.ScoreRequest, texts: tuple[list[str], list[str]], tenant: str
+    state: ServerState, body: wire.ScoreRequest, texts: tuple[list[Item], list[Item]], tenant: str
 ) -> Answer:
     model = state.model_name
     with in_words_of(names_of(body)):
@@ -53,9 +55,7 @@ async def score(
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
-async def rerank(
-    state: ServerState, body: wire.RerankRequest, texts: tuple[str, list[str]], tenant: str
-) -> Answer:
+async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, tenant: str) -> Answer:
     if body.texts is not None:
         return await reranks.text_embeddings_inference(state, body, texts, tenant)
     if body.top_k is not None or body.truncation is not None:
@@ -69,7 +69,7 @@ async def rerank(
 
     def build() -> wire.RerankResponse:
         results = [
-            wire.Ranked(ranked.index, ranked.score, wire.Document(ranked.document) if with_text else None)
+            wire.Ranked(ranked.index, ranked.score, _document(ranked) if with_text else None)
             for ranked in result.results
         ]
         return wire.RerankResponse(
@@ -85,6 +85,11 @@ async def rerank(
     characters = characters_of(result) if with_text else 0
     answer = await wire_answer(build, len(result.results) + len(result.unscored), characters)
     return answer.with_timings(result.timings).with_warnings(warnings)
+
+
+def _document(ranked: RankedDocument) -> wire.Document | None:
+    """None for one that came as an embedding."""
+    return None if ranked.text is None else wire.Document(ranked.text)
 
 
 def _cohere_meta(result: RerankResult, warnings: list[str] | msgspec.UnsetType) -> dict[str, Any]:

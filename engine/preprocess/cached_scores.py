@@ -88,13 +88,13 @@ class CachedScoresStrategy:
         how = f"{request.truncation!r} {request.instruction!r}"
         if self._together and len(request.queries) == 1:
             all_documents = hashlib.blake2b(digest_size=32)
-            for document in request.documents:
+            for document in request.document_texts:
                 text = document.encode("utf-8", "surrogatepass")
                 all_documents.update(len(text).to_bytes(8, "big") + text)
             how = f"{how} {all_documents.hexdigest()}"
         return [
-            self._cache.key(request.queries[request.query_of(i)], document, how)
-            for i, document in enumerate(request.documents)
+            self._cache.key(request.query_texts[request.query_of(i)], document, how)
+            for i, document in enumerate(request.document_texts)
         ]
 
     def _put_into_cache(

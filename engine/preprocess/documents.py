@@ -1,18 +1,23 @@
-"""The documents of a two-stage request: each one once, as its embedding if it is cached, else as windows."""
+"""The documents of a two-stage request: each one once, as its embedding if it is cached or was brought along,
+else as windows."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from maxsimd.engine.cache import CachedEmbedding
 from maxsimd.engine.preprocess.cache_lookup import CacheKeys, CacheLookup
+from maxsimd.engine.preprocess.given_vectors import GivenVectors
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder
 from maxsimd.engine.requests import ScoreRequest
+from maxsimd.pooling.vectors import Vectors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentInCache:
-    """A document whose embedding is cached. `query` is the index of the query that it is scored against."""
+    """A document whose embedding is cached, or came in place of its text. `query` is the index of the query
+    that it is scored against."""
 
     query: int
     embedding: CachedEmbedding
@@ -64,16 +69,18 @@ class Documents:
 
 
 class DocumentReader:
-    """Finds cached embeddings and builds windows for the rest. `lookup` is None where no cache is in use."""
+    """Checks the embeddings that came along, finds those that are cached and builds windows for the rest.
+    `lookup` is None where no cache is in use."""
 
-    def __init__(self, builder: TextBuilder, lookup: CacheLookup | None) -> None:
+    def __init__(self, builder: TextBuilder, lookup: CacheLookup | None, given: GivenVectors) -> None:
         self._builder = builder
         self._lookup = lookup
+        self._given = given
 
     def read(self, request: ScoreRequest, ids: RequestIds) -> Documents:
         """Raises InvalidRequestError for a document that is too long, by its index in the request, and
         RequestTooLargeError as soon as windows have too many tokens."""
-        positions: dict[tuple[int, str], int] = {}
+        positions: dict[tuple[int, str | Vectors], int] = {}
         # The index in the request of each different document.
         firsts: list[int] = []
         position_of = []
@@ -83,13 +90,16 @@ class DocumentReader:
                 positions[pair] = len(firsts)
                 firsts.append(i)
             position_of.append(positions[pair])
-        texts = [request.documents[i] for i in firsts]
-        found = [None] * len(texts) if self._lookup is None else self._lookup.find(texts)
-        missing = [i for i, entry in zip(firsts, found, strict=True) if not _is_cached(entry)]
-        encoded = iter(self._builder.encode_for_windows([request.documents[i] for i in missing], missing))
+        found = self._find({i: request.documents[i] for i in firsts})
+        missing = {
+            i: text
+            for i in firsts
+            if isinstance(text := request.documents[i], str) and not isinstance(found[i], CachedEmbedding)
+        }
+        encoded = iter(self._builder.encode_for_windows([*missing.values()], missing))
         different: list[Document] = []
         num_tokens = 0
-        for first, entry in zip(firsts, found, strict=True):
+        for first, entry in found.items():
             query = request.query_of(first)
             if isinstance(entry, CachedEmbedding):
                 different.append(DocumentInCache(query, entry))
@@ -102,11 +112,17 @@ class DocumentReader:
                 different.append(DocumentToRun(query, windows, self._cache_key(entry, windows)))
         return Documents(different, position_of)
 
+    def _find(self, documents: Mapping[int, str | Vectors]) -> dict[int, CachedEmbedding | CacheKeys | None]:
+        """What there is of each document, by its index, in the same order."""
+        texts = {i: document for i, document in documents.items() if isinstance(document, str)}
+        cached = [None] * len(texts) if self._lookup is None else self._lookup.find([*texts.values()])
+        found = dict(zip(texts, cached, strict=True))
+        return {
+            i: found[i] if isinstance(document, str) else self._given.document(document, i)
+            for i, document in documents.items()
+        }
+
     def _cache_key(self, keys: CacheKeys | None, windows: list[BuiltText]) -> bytes | None:
         if self._lookup is None or keys is None:
             return None
         return self._lookup.key_for(keys, windows)
-
-
-def _is_cached(entry: CachedEmbedding | CacheKeys | None) -> bool:
-    return isinstance(entry, CachedEmbedding)

@@ -126,9 +126,9 @@ class _RankedList:
 def _lists(request: ScoreRequest) -> Iterator[_RankedList]:
     """All documents for the one query, or each of N pairs by itself."""
     if len(request.queries) == 1:
-        yield _RankedList(0, request.queries[0], request.documents)
+        yield _RankedList(0, request.query_texts[0], request.document_texts)
     else:
-        for i, (query, document) in enumerate(zip(request.queries, request.documents, strict=True)):
+        for i, (query, document) in enumerate(zip(request.query_texts, request.document_texts, strict=True)):
             yield _RankedList(i, query, (document,))
 
 

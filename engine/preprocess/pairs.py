@@ -35,7 +35,7 @@ class PairStrategy:
         long_inputs = self._limits.applied_to(request.truncation, ids)
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         names = (InputName("queries", i) for i in range(len(request.queries)))
-        encoded = self._tokenizer.encode(request.queries, "queries", most, long_inputs.side, names)
+        encoded = self._tokenizer.encode(request.query_texts, "queries", most, long_inputs.side, names)
         queries = [long_inputs.query(tokens) for tokens in encoded]
         pairs, num_tokens = [], 0
         for pair in self._joiner.join(request, queries, long_inputs):

@@ -60,7 +60,8 @@ def nothing_of(request: ScoreRequest | EmbedRequest) -> Prepared:
 def usage_of(prepared: Prepared) -> Usage:
     """What a request used, in tokens."""
     tokens = sum(len(sequence) for sequence in prepared.sequences if not sequence.is_prefix)
-    documents = [document for batch in prepared.cached for document in batch.documents]
-    tokens += sum(document.embedding.tokens for document in documents)
-    tokens += prepared.cached_tokens
-    return Usage(tokens, tokens - prepared.num_new_tokens, len(documents) + prepared.cached_documents)
+    # Of documents that came as their embeddings no token was run.
+    of_each = [document.embedding.tokens for batch in prepared.cached for document in batch.documents]
+    cached = [run for run in of_each if run]
+    tokens += sum(cached) + prepared.cached_tokens
+    return Usage(tokens, tokens - prepared.num_new_tokens, len(cached) + prepared.cached_documents)

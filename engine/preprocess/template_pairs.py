@@ -94,7 +94,7 @@ class TemplateJoiner:
         # Some at a time, because what stands around each document may be long.
         for start in range(0, len(request.documents), PART_TEXTS):
             pairs = []
-            for i, document in enumerate(request.documents[start : start + PART_TEXTS], start):
+            for i, document in enumerate(request.document_texts[start : start + PART_TEXTS], start):
                 if i and request.query_of(i) == i:
                     around = self._surroundings(request, i, queries[i], heads)
                 pairs.append(_Pair(InputName("documents", i), around, document))
@@ -114,7 +114,7 @@ class TemplateJoiner:
     def _surroundings(
         self, request: ScoreRequest, query: int, fitted: Fitted[np.int32], heads: "_Heads"
     ) -> _Surroundings:
-        text = request.queries[query]
+        text = request.query_texts[query]
         if fitted.truncated:
             text = self._tokenizer.decode(fitted.tokens.tolist())
         frames = self._template.frames(text, request.instruction)

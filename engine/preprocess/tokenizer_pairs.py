@@ -35,7 +35,7 @@ class TokenizerJoiner:
         longest_query = max(len(query.tokens) for query in queries)
         most = long_inputs.most_of_document(max(long_inputs.limit, longest_query))
         names = [InputName("documents", i) for i in range(len(request.documents))]
-        documents = self._tokenizer.encode(request.documents, "documents", most, long_inputs.side, names)
+        documents = self._tokenizer.encode(request.document_texts, "documents", most, long_inputs.side, names)
         for i, (text, name) in enumerate(zip(documents, names, strict=True)):
             query = request.query_of(i)
             document = long_inputs.document(text)

@@ -1,11 +1,12 @@
 """Score requests whose queries and documents are run apart: late interaction and bi-encoders."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.cache import EmbeddingCache
@@ -14,6 +15,7 @@ from maxsimd.engine.checkpoint.model import INSTRUCT
 from maxsimd.engine.preprocess.cache_lookup import CacheLookup
 from maxsimd.engine.preprocess.combine import best_windows, shared_scores
 from maxsimd.engine.preprocess.documents import DocumentInCache, DocumentReader, DocumentToRun
+from maxsimd.engine.preprocess.given_vectors import GivenVectors
 from maxsimd.engine.preprocess.long_inputs import LengthLimits, LongInputs
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
@@ -48,36 +50,50 @@ class TwoStageStrategy:
         self._tokenizer = tokenizer
         self._limits = limits
         self._cache = cache
+        self._given = GivenVectors.of(model)
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
         long_inputs = self._limits.applied_to(request.truncation, ids)
         rules = _instructed(self._query_rules, request.instruction)
         builder = TextBuilder(self._tokenizer, rules, long_inputs, "queries", long_inputs.max_query_tokens)
         documents = self._reader(request, long_inputs).read(request, ids)
-        queries = [builder.build(text, i) for i, text in enumerate(builder.encode(request.queries))]
+        texts = {i: text for i, text in enumerate(request.queries) if isinstance(text, str)}
+        encoded = builder.encode([*texts.values()], texts)
+        built = {i: builder.build(text, i) for i, text in zip(texts, encoded, strict=True)}
+        queries = [
+            _Query(
+                ids.next_sequence_id(), built[i] if isinstance(query, str) else self._given.query(query, i)
+            )
+            for i, query in enumerate(request.queries)
+        ]
         num_consumers = [0] * len(queries)
         for document in documents.different:
             num_consumers[document.query] += document.num_consumers
         sequences = [
-            TokenSequence.query(ids.next_sequence_id(), ids.request_id, self._task, query.tokens, consumers)
+            TokenSequence.query(query.id, ids.request_id, self._task, query.built.tokens, consumers)
             for query, consumers in zip(queries, num_consumers, strict=True)
+            if isinstance(query.built, BuiltText)
         ]
-        query_ids = [sequence.sequence_id for sequence in sequences]
-        cached: dict[int, list[CachedDocument]] = {}
+        cached: dict[tuple[_Query, torch.dtype], list[CachedDocument]] = {}
         num_values = [
             1 if self._windows_as_one else document.num_consumers for document in documents.different
         ]
         for document, first in zip(documents.different, accumulate(num_values, initial=0), strict=False):
-            query_id = query_ids[document.query]
+            query = queries[document.query]
             if isinstance(document, DocumentInCache):
                 found = CachedDocument(ids.slot(first), document.embedding)
-                cached.setdefault(query_id, []).append(found)
+                # Those that came along may be in other numbers than those that are cached.
+                cached.setdefault((query, document.embedding.rows.dtype), []).append(found)
             elif self._windows_as_one:
-                sequences += self._scored_as_one(document, query_id, first, ids)
+                sequences += self._scored_as_one(document, query, first, ids)
             else:
-                sequences += self._scored_apart(document, query_id, first, ids)
-        batches = [batch for query_id, found in cached.items() for batch in in_batches(found, query_id)]
-        truncated = sum(query.truncated for query in queries) + documents.truncated
+                sequences += self._scored_apart(document, query, first, ids)
+        batches = [
+            batch
+            for (query, _), found in cached.items()
+            for batch in in_batches(found, query.id, query.given)
+        ]
+        truncated = sum(query.truncated for query in built.values()) + documents.truncated
         combine = shared_scores(best_windows(num_values), documents.position_of)
         rows = _query_rows(request, queries) if self._windows_as_one else None
         return Prepared(sequences, sum(num_values), truncated, combine, batches, query_rows=rows)
@@ -93,29 +109,29 @@ class TwoStageStrategy:
             self._tokenizer, self._document_rules, long_inputs, "documents", long_inputs.max_document_tokens
         )
         if self._cache is None or request.cache == "bypass":
-            return DocumentReader(builder, None)
+            return DocumentReader(builder, None, self._given)
         lookup = CacheLookup(self._cache, request.cache == "refresh", long_inputs, builder.own_length)
-        return DocumentReader(builder, lookup)
+        return DocumentReader(builder, lookup, self._given)
 
     def _scored_as_one(
-        self, document: DocumentToRun, query_id: int, index: int, ids: RequestIds
+        self, document: DocumentToRun, query: "_Query", index: int, ids: RequestIds
     ) -> list[TokenSequence]:
         """The sequences of a document of which all windows together have the score `index`."""
         sequence_ids = [ids.next_sequence_id() for _ in document.windows]
         window = Window(sequence_ids[0], len(sequence_ids)) if len(sequence_ids) > 1 else None
-        payload = DocumentPayload(query_id, document.cache_key, document.truncated, window)
+        payload = DocumentPayload(query.id, document.cache_key, document.truncated, window, query.given)
         return [
             TokenSequence.document(sequence_id, ids.slot(index), self._task, built.tokens, payload)
             for sequence_id, built in zip(sequence_ids, document.windows, strict=True)
         ]
 
     def _scored_apart(
-        self, document: DocumentToRun, query_id: int, first: int, ids: RequestIds
+        self, document: DocumentToRun, query: "_Query", first: int, ids: RequestIds
     ) -> list[TokenSequence]:
         """The sequences of a document of which each window has a score, from the score `first` on. A document
         is cached only where it is one sequence."""
         cache_key = document.cache_key if len(document.windows) == 1 else None
-        payload = DocumentPayload(query_id, cache_key, document.truncated)
+        payload = DocumentPayload(query.id, cache_key, document.truncated, given_query=query.given)
         return [
             TokenSequence.document(
                 ids.next_sequence_id(), ids.slot(first + i), self._task, built.tokens, payload
@@ -124,7 +140,29 @@ class TwoStageStrategy:
         ]
 
 
-def in_batches(documents: Sequence[CachedDocument], query_id: int) -> Iterator[CachedBatch]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Query:
+    """A query under its sequence id: built from a text, to be run, or given as rows [tokens, dim]."""
+
+    id: int
+    built: BuiltText | torch.Tensor
+
+    @property
+    def given(self) -> torch.Tensor | None:
+        return None if isinstance(self.built, BuiltText) else self.built
+
+    @property
+    def num_rows(self) -> int:
+        """How many of its tokens are scored."""
+        if not isinstance(self.built, BuiltText):
+            return len(self.built)
+        positions = self.built.tokens.pooled_positions
+        return len(self.built.tokens) if positions is None else len(positions)
+
+
+def in_batches(
+    documents: Sequence[CachedDocument], query_id: int, given_query: torch.Tensor | None = None
+) -> Iterator[CachedBatch]:
     """Cached documents of one query in batches of at most `CACHED_ROWS` rows, or of one document, and of at
     most `CACHED_DOCUMENTS` documents."""
     batch: list[CachedDocument] = []
@@ -132,28 +170,24 @@ def in_batches(documents: Sequence[CachedDocument], query_id: int) -> Iterator[C
     for document in documents:
         length = len(document.embedding.rows)
         if batch and (rows + length > CACHED_ROWS or len(batch) == CACHED_DOCUMENTS):
-            yield _priced(batch, rows, query_id)
+            yield _priced(batch, rows, query_id, given_query)
             batch, rows = [], 0
         batch.append(document)
         rows += length
     if batch:
-        yield _priced(batch, rows, query_id)
+        yield _priced(batch, rows, query_id, given_query)
 
 
-def _priced(documents: list[CachedDocument], rows: int, query_id: int) -> CachedBatch:
+def _priced(
+    documents: list[CachedDocument], rows: int, query_id: int, given_query: torch.Tensor | None
+) -> CachedBatch:
     price = ceil(rows / ROWS_PER_TOKEN + len(documents) / DOCUMENTS_PER_TOKEN)
-    return CachedBatch(documents[0].slot.request_id, query_id, price, tuple(documents))
+    return CachedBatch(documents[0].slot.request_id, query_id, price, tuple(documents), given_query)
 
 
-def _query_rows(request: ScoreRequest, queries: Sequence[BuiltText]) -> NDArray[np.int64]:
-    """Of the query of each document, how many tokens are pooled."""
-    pooled = [query.tokens.pooled_positions for query in queries]
-    rows = np.array(
-        [
-            len(query.tokens.ids) if positions is None else len(positions)
-            for query, positions in zip(queries, pooled, strict=True)
-        ]
-    )
+def _query_rows(request: ScoreRequest, queries: Sequence[_Query]) -> NDArray[np.int64]:
+    """Of the query of each document, how many tokens are scored."""
+    rows = np.array([query.num_rows for query in queries])
     return rows if len(rows) > 1 else np.repeat(rows, len(request.documents))
 
 

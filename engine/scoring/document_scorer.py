@@ -24,11 +24,12 @@ from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence
 @dataclass(frozen=True, slots=True)
 class _Target:
     """The query that a document is scored against, where its score goes, and as how many consumers of the
-    query it counts."""
+    query it counts. A `given_query` came as its embedding, and is not stored."""
 
     query_id: int
     slot: ResultSlot
     consumers: int = 1
+    given_query: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +89,10 @@ class DocumentScorer:
                 self._against_queries([_target(document) for document in part], rows, made)
         self._score_skipped(skipped, new_rows, made)
         for batch in cached:
-            targets = [_Target(batch.waits_for, document.slot) for document in batch.documents]
+            targets = [
+                _Target(batch.waits_for, document.slot, given_query=batch.given_query)
+                for document in batch.documents
+            ]
             rows = self._end_to_end([document.embedding for document in batch.documents])
             self._against_queries(targets, rows, made)
         return made
@@ -191,6 +195,12 @@ class DocumentScorer:
             to_device(torch.cat(scales), self.device) if scales else None,
         )
 
+    def _query_of(self, target: _Target) -> torch.Tensor:
+        """Raises KeyError for one that is not stored, or no longer."""
+        if target.given_query is None:
+            return self.queries.get(target.query_id)
+        return to_device(target.given_query, self.device).to(self._dtype)
+
     def _against_queries(self, targets: list[_Target], items: Ragged, made: ScoredDocuments) -> None:
         """Scores item i for target i; fails the requests whose queries are no longer stored."""
         position: dict[int, int] = {}
@@ -201,7 +211,7 @@ class DocumentScorer:
             query_id = target.query_id
             if query_id not in position:
                 try:
-                    embeddings.append(self.queries.get(query_id))
+                    embeddings.append(self._query_of(target))
                 except KeyError:
                     reason = "the query's embedding is no longer stored"
                     made.failures.append(RequestFailure(target.slot.request_id, reason))
@@ -222,7 +232,7 @@ class DocumentScorer:
 def _target(sequence: Sequence) -> _Target:
     document = _document(sequence)
     assert sequence.payload.slot is not None
-    return _Target(document.query_id, sequence.payload.slot, document.num_windows)
+    return _Target(document.query_id, sequence.payload.slot, document.num_windows, document.given_query)
 
 
 def _document(sequence: Sequence) -> DocumentPayload:

@@ -1,0 +1,84 @@
+"""Embeddings that callers bring themselves."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Numbers: TypeAlias = NDArray[Any] | torch.Tensor
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vectors:
+    """The embedding of a query or a document in place of its text: a numpy array or torch tensor,
+    [tokens, dim] for late interaction and [dim] where a text has one vector, in float32, float16, bfloat16 or
+    int8. (What is in float64 is made float32.)
+
+    Numbers in int8 are multiplied by `scales`, one a vector, if there are some. Nothing is copied or checked
+    until it is scored."""
+
+    values: Numbers
+    scales: Numbers | float | None = None
+
+    def __len__(self) -> int:
+        """How many vectors there are."""
+        return len(self.values) if self.values.ndim > 1 else 1
+
+    def checked(self, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The vectors as rows [n, dim], and in int8 with scales [n], on the CPU. Raises ValueError, saying
+        what is wrong, for another shape or kind of numbers, and for NaN and infinite ones."""
+        rows = _as_tensor(self.values)
+        if rows.dim() == 1:
+            rows = rows[None]
+        if rows.dim() != 2 or rows.shape[0] == 0 or rows.shape[1] != dim:
+            raise ValueError(
+                f"has the shape {list(rows.shape)}, but this model's vectors are [tokens, {dim}] or [{dim}]"
+            )
+        if rows.dtype == torch.float64:
+            rows = rows.float()
+        if rows.dtype not in _DTYPES:
+            raise ValueError(f"is of {_name(rows.dtype)}; give {', '.join(map(_name, _DTYPES))}")
+        scales = self._checked_scales(rows)
+        # A NaN among the numbers is the least and the greatest of them.
+        if rows.dtype != torch.int8 and not all(math.isfinite(each) for each in torch.aminmax(rows)):
+            raise ValueError("has a number that is NaN or infinite")
+        return rows, scales
+
+    def _checked_scales(self, rows: torch.Tensor) -> torch.Tensor | None:
+        if rows.dtype != torch.int8:
+            if self.scales is not None:
+                raise ValueError(f"is of {_name(rows.dtype)} and has scales; leave them out")
+            return None
+        if self.scales is None:
+            return torch.ones(len(rows))
+        scales = _as_tensor(self.scales).to(torch.float32).reshape(-1)
+        if len(scales) != len(rows):
+            raise ValueError(f"has {len(scales)} scales for {len(rows)} vectors; give one a vector")
+        if not scales.isfinite().all():
+            raise ValueError("has a scale that is NaN or infinite")
+        return scales
+
+
+# An embedding as callers bring it.
+Embedding: TypeAlias = Vectors | Numbers
+
+
+def _as_tensor(values: Numbers | float) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu()
+    try:
+        array = np.asarray(values)
+        # torch shares no memory of another byte order or that runs backwards.
+        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError):
+        raise ValueError("is not an array of numbers; give one of float32, [tokens, dim]") from None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
