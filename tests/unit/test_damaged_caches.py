@@ -28,7 +28,7 @@ EXPECTED: dict[str, tuple[bool, str | None]] = {
     "second half zeroed": (True, "was damaged"),
     "random bytes in the middle": (True, "was damaged"),
     "header overwritten": (True, "was damaged"),
-    "header asks for a log": (True, ""),
+    "header asks for a log": (True, None),
     "header of a later format": (True, ""),
     "table definitions overwritten": (True, ""),
     "garbage appended": (True, ""),
