@@ -22,10 +22,11 @@ def switching_often() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-# How often OpenMP's threads look whether the others are ready before they sleep: for half a millisecond,
-# which is longer than most of what is done between two layers. By `maxsimd bench engine` on a quiet machine
-# that costs nothing (1,000: 9% of throughput); by `maxsimd bench neighbours` it keeps the share of the cores.
-_SPINS = "10000"
+# How often OpenMP's threads look whether the others are ready before they sleep: for a tenth of a
+# millisecond, which is longer than most of what is done between two layers. On a quiet machine that costs a
+# hundredth or two of throughput beside five times as long; by `maxsimd bench neighbours` it leaves a server
+# its share beside one busy neighbour, and by `maxsimd bench overload` it halves what refusals cost.
+_SPINS = "2000"
 
 
 def waiting_threads_sleep() -> None:

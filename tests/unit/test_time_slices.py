@@ -61,7 +61,7 @@ def test_a_machine_whose_calls_are_not_known_is_left_alone(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("given", "spins"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
 def test_threads_of_openmp_sleep_while_they_wait_unless_the_environment_says_otherwise(
     given: dict[str, str], spins: str
