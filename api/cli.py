@@ -20,6 +20,7 @@ from maxsimd.api.signals import leaving_when_asked
 from maxsimd.engine.config import EngineConfig
 
 _KEYS_VARIABLE = "MAXSIMD_API_KEY"
+_FILE = click.Path(exists=True, dir_okay=False)
 
 
 class _Commands(click.Group):
@@ -63,6 +64,39 @@ def inspect(check: bool, as_json: bool, **values: Any) -> None:
     except ModelLoadError as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(rows, indent=2, ensure_ascii=False) if as_json else show(rows))
+
+
+@main.command()
+@click.argument("model", required=False)
+@options_from(EngineConfig, exclude=frozenset({"model", "calibration"}))
+@click.option("--queries", type=_FILE, required=True, help='A query a line: {"_id": ..., "text": ...}.')
+@click.option(
+    "--documents",
+    type=_FILE,
+    required=True,
+    help='A document a line: {"_id": ..., "text": ..., "title": ...}.',
+)
+@click.option(
+    "--qrels",
+    type=_FILE,
+    required=True,
+    help="A judgement a line: query, document and a number above 0 for relevant ones, or TREC's four.",
+)
+@click.option(
+    "--others",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Documents a query, drawn at random, that count as not relevant unless they are judged.",
+)
+@click.option("--out", type=click.Path(dir_okay=False), required=True, help="The file to write.")
+def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, **values: Any) -> None:
+    """Fits the normalised scores of MODEL to judged documents: serve with --calibration, and they are
+    probabilities. The files are BEIR's."""
+    config = config_from(EngineConfig, values)
+    from maxsimd.api.calibrate import run
+
+    run(config, queries, documents, qrels, others, out)
 
 
 @main.command()

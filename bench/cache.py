@@ -19,7 +19,7 @@ async def measure_cache(config: EngineConfig, documents: int, rounds: int) -> di
     texts = [pair.document for pair in docstring_pairs()]
     texts = [texts[i % len(texts)] + (f" {i}" if i >= len(texts) else "") for i in range(documents)]
     with tempfile.TemporaryDirectory() as folder:
-        config = replace(config, cache_dir=folder, cache_mb=max(config.cache_mb, 2048))
+        config = replace(config, cache_dir=folder, cache_mb=max(config.cache_mb or 0, 2048))
         encoded, cached, restarted = [], [], []
         async with Engine(config) as engine:
             await _timed(engine, texts, "use")

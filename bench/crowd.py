@@ -18,7 +18,7 @@ async def measure_crowd(config: EngineConfig, requests: int, documents: int, rou
     to end after it was sent. In an interpreter that is set up as the server's is."""
     texts = [pair.document for pair in docstring_pairs()]
     texts = [texts[i % len(texts)] + (f" {i}" if i >= len(texts) else "") for i in range(documents)]
-    config = replace(config, cache_mb=max(config.cache_mb, 4096))
+    config = replace(config, cache_mb=max(config.cache_mb or 0, 4096))
     with switching_often():
         async with Engine(config) as engine:
             await engine.score(QUERY, texts, truncation=CUT_LONG)

@@ -106,6 +106,10 @@ class EngineConfig:
     instruction: str | None = option(
         None, "Instruction for models that take one, unless the request brings its own."
     )
+    calibration: str | None = option(
+        None,
+        "File of `maxsimd calibrate`: normalised scores are then probabilities that a document is relevant.",
+    )
     score_template: str | None = option(
         None,
         "Jinja template, or a file with one, that asks a language model about query, document, instruction.",
@@ -113,10 +117,10 @@ class EngineConfig:
     window_overlap: int = option(
         64, "Tokens that neighbouring windows of a long document share; at most half of each are."
     )
-    cache_mb: int = option(
-        128,
+    cache_mb: int | None = option(
+        None,
         "Memory for embeddings of documents, or for scores of pairs, in MiB, so that none is run twice; 0 "
-        "for none.",
+        "for none; by default a sixteenth of what is free at the start, from 64 to 4,096.",
     )
     cache_dir: str | None = option(
         None,
@@ -158,8 +162,9 @@ class EngineConfig:
         if self.steps_in_flight not in (1, 2):
             raise ValueError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
         for name in ("max_queued_tokens", "window_overlap", "cache_mb"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, not {value}")
         for name in ("max_wait_seconds", "step_timeout_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")

@@ -207,7 +207,7 @@ class Engine:
         model = self.model
         num_labels = len(model.labels) if model.score_task == "classify" else 1
         check_scores(num_labels, model.score_type is ScoreType.LISTWISE, on_timeout, on_error)
-        bounded = bounded_by(model) if normalize else None
+        bounded = bounded_by(model, self.device_model.calibration) if normalize else None
         takes_vectors = model.score_type in (ScoreType.LATE_INTERACTION, ScoreType.BI_ENCODER)
         scored = as_scored(documents, "documents", takes_vectors)
         request = ScoreRequest(

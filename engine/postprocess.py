@@ -23,6 +23,8 @@ from maxsimd.engine.requests import (
     Value,
     Values,
 )
+from maxsimd.engine.scoring.calibration import Calibration
+from maxsimd.engine.scoring.scale import has_bounds
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.vectors import Vectors
 
@@ -73,22 +75,25 @@ def score_result(
     )
 
 
-def bounded_by(model: LoadedModel) -> Bounded:
+def bounded_by(model: LoadedModel, calibration: Calibration | None = None) -> Bounded:
     """How the scores of a model become numbers from 0 to 1: probabilities are such already, of a cosine the
     negative part is cut off, and of a MaxSim sum, which has a cosine for each token of the query, the mean is
-    taken first. Raises InvalidRequestError for a model whose scores have no bounds."""
-    if model.score_task == "classify":
-        return lambda scores, _: scores
-    if model.score_type is not ScoreType.LISTWISE:
-        if model.similarity != "cosine" and not model.tasks[model.score_task].normalised:
-            raise InvalidRequestError(
-                "normalize is not possible: this model's vectors have any length, and so its scores have no "
-                "bounds; leave it out",
-                "normalize",
-            )
-        if model.similarity == "maxsim":
-            return lambda scores, rows: np.clip(scores / (1 if rows is None else rows), 0, 1)
-    return lambda scores, _: np.clip(scores, 0, 1)
+    taken first; and these become probabilities by a `calibration`, if there is one. Raises
+    InvalidRequestError for a model whose scores have no bounds."""
+    if not has_bounds(model):
+        raise InvalidRequestError(
+            "normalize is not possible: this model's vectors have any length, and so its scores have no "
+            "bounds; leave it out",
+            "normalize",
+        )
+    is_sum = model.score_type is not ScoreType.LISTWISE and model.similarity == "maxsim"
+
+    def bounded(scores: NDArray[np.float32], rows: NDArray[np.int64] | None) -> NDArray[np.float32]:
+        if model.score_task != "classify":
+            scores = np.clip(scores / (rows if is_sum and rows is not None else 1), 0, 1)
+        return scores if calibration is None else calibration(scores)
+
+    return bounded
 
 
 def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float32]:

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from maxsimd.api import wire
+from maxsimd.api.answer import Answer
 from maxsimd.api.reading import ToRank, in_its_words, wants_activation, wants_normalized
 from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
+from maxsimd.engine.scoring.scale import score_scale
 
 
 async def rank(
@@ -36,6 +38,23 @@ async def rank(
             on_timeout=body.on_timeout or "error",
             on_error=body.on_error or "fail",
         )
+
+
+def scale_of(state: ServerState, body: wire.Scoring) -> wire.ScoreScale:
+    """What the scores will be that a request gets."""
+    scale = score_scale(
+        state.engine.model,
+        use_activation=wants_activation(body),
+        normalize=wants_normalized(body, state.config.normalize_scores),
+        calibrated=state.engine.device_model.calibration is not None,
+    )
+    return wire.ScoreScale(scale.transform, scale.least, scale.most)
+
+
+def with_scale(answer: Answer, scale: wire.ScoreScale) -> Answer:
+    """The answer with the scale of its scores in a header: not every shape has a place."""
+    bounds = ", ".join("none" if bound is None else f"{bound:g}" for bound in (scale.min, scale.max))
+    return answer.with_headers(x_maxsimd_score_scale=f"{scale.transform}; bounds={bounds}")
 
 
 @contextmanager

@@ -3,7 +3,7 @@ place for documents without a score."""
 
 from maxsimd.api import wire, wire_reranks
 from maxsimd.api.answer import Answer, usage_of, warnings_of, wire_answer
-from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank
+from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank, scale_of, with_scale
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.reading import (
@@ -26,6 +26,7 @@ async def text_embeddings_inference(
     check_all_ranked(body)
     truncation = tei_truncation_of(body, state.config.long_documents)
     names, headers = ("query", "texts"), TeiHeaders(state, [texts[0], *texts[1]])
+    scale = scale_of(state, body)
     result = await rank(state, body, texts, truncation, tenant, top_n=body.top_n, names=names)
 
     def build() -> list[wire_reranks.TeiRanked]:
@@ -36,14 +37,14 @@ async def text_embeddings_inference(
 
     characters = characters_of(result) if body.return_text else 0
     answer = await wire_answer(build, len(result.results), characters)
-    return headers.added_to(answer, result)
+    return with_scale(headers.added_to(answer, result), scale)
 
 
 async def voyage(state: ServerState, body: wire.RerankRequest, texts: ToRank, tenant: str) -> Answer:
     """`data` in place of `results`, documents as strings, and only if they are asked for."""
     check_all_ranked(body)
     truncation = truncation_of(body, state.config.long_documents)
-    model = state.model_name
+    model, scale = state.model_name, scale_of(state, body)
     top_n = body.top_n if body.top_k is None else body.top_k
     result = await rank(state, body, texts, truncation, tenant, top_n=top_n)
     warnings = warnings_of(result.truncated)
@@ -58,7 +59,7 @@ async def voyage(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
 
     characters = characters_of(result) if body.return_documents else 0
     answer = await wire_answer(build, len(result.results), characters)
-    return answer.with_timings(result.timings).with_warnings(warnings)
+    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
 
 
 async def mixedbread(
@@ -66,7 +67,7 @@ async def mixedbread(
 ) -> Answer:
     check_all_ranked(body)
     truncation = truncation_of(body, state.config.long_documents)
-    model = state.model_name
+    model, scale = state.model_name, scale_of(state, body)
     names = ("query", "input")
     result = await rank(state, body, texts, truncation, tenant, top_n=body.top_k, names=names)
     warnings = warnings_of(result.truncated)
@@ -89,7 +90,7 @@ async def mixedbread(
         )
 
     answer = await wire_answer(build, len(result.results), characters_of(result) if with_input else 0)
-    return answer.with_timings(result.timings).with_warnings(warnings)
+    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
 
 
 async def nvidia(state: ServerState, body: wire_reranks.NvidiaRequest, texts: ToRank, tenant: str) -> Answer:
@@ -97,7 +98,7 @@ async def nvidia(state: ServerState, body: wire_reranks.NvidiaRequest, texts: To
     check_all_ranked(body)
     if body.use_activation is None and body.raw_scores is None and not body.normalize:
         body.raw_scores = True
-    truncation = truncation_of(body, state.config.long_documents)
+    truncation, scale = truncation_of(body, state.config.long_documents), scale_of(state, body)
     if body.truncate is not None:
         truncation = Truncation(max_tokens=-1 if body.truncate == "END" else None)
     names = ("query", "passages")
@@ -109,7 +110,7 @@ async def nvidia(state: ServerState, body: wire_reranks.NvidiaRequest, texts: To
         return wire_reranks.NvidiaResponse(rankings=rankings, usage=usage_of(result.usage), warnings=warnings)
 
     answer = await wire_answer(build, len(result.results))
-    return answer.with_timings(result.timings).with_warnings(warnings)
+    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
 
 
 def _input_to_rank(request: wire_reranks.MixedbreadRequest, most: int) -> ToRank:
@@ -125,6 +126,14 @@ def _passages_to_rank(request: wire_reranks.NvidiaRequest, most: int) -> ToRank:
 
 
 ROUTES = (
-    post_texts("/v1/reranking", wire_reranks.MixedbreadRequest, _input_to_rank, mixedbread),
-    post_texts("/v1/ranking", wire_reranks.NvidiaRequest, _passages_to_rank, nvidia),
+    post_texts(
+        "/v1/reranking",
+        wire_reranks.MixedbreadRequest,
+        _input_to_rank,
+        mixedbread,
+        wire_reranks.MixedbreadResponse,
+    ),
+    post_texts(
+        "/v1/ranking", wire_reranks.NvidiaRequest, _passages_to_rank, nvidia, wire_reranks.NvidiaResponse
+    ),
 )

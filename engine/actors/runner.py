@@ -195,7 +195,7 @@ class RunnerActor(Actor[RunnerMessage]):
         """A cached embedding; none where the cache cannot be read, which fails no step."""
         assert self._cache is not None
         try:
-            return self._cache.get(key)
+            return self._cache.peek(key)
         except Exception:
             log.exception("the cache cannot be read; the document is run")
             return None

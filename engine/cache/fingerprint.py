@@ -50,10 +50,10 @@ def ingredients(
     backbone: Any = model.backbone
     device = next(backbone.parameters()).device
     task, rules = model.tasks[model.score_task], model.document
-    head, tokenizer = task.head, _tokenizer(model.tokenizer)
+    head, tokenizer = task.head, stated_tokenizer(model.tokenizer)
     stated = {
         "architecture": f"{type(backbone).__module__}.{type(backbone).__qualname__}",
-        "settings": _settings(backbone.config),
+        "settings": settings_of(backbone.config),
         "template": tokenizer.pop("post_processor", None),
         "tokenizer": tokenizer,
         "inputs": getattr(model.tokenizer, "model_input_names", None),
@@ -77,10 +77,12 @@ def ingredients(
         "versions": [version(library) for library in _LIBRARIES],
     }
     return {
-        "weights": _digest(sorted(backbone.named_parameters(), key=itemgetter(0))),
-        "buffers": _digest(sorted(_saved_buffers(backbone), key=itemgetter(0))),
+        "weights": digest_tensors(sorted(backbone.named_parameters(), key=itemgetter(0))),
+        "buffers": digest_tensors(sorted(saved_buffers(backbone), key=itemgetter(0))),
         # Without the numbers of their modules: the order of modules is said by `head`.
-        "head weights": _digest((name.partition(".")[2], tensor) for name, tensor in head_tensors(head)),
+        "head weights": digest_tensors(
+            (name.partition(".")[2], tensor) for name, tensor in head_tensors(head)
+        ),
         **{name: repr(value).encode() for name, value in stated.items()},
     }
 
@@ -93,7 +95,7 @@ def fingerprint(parts: Mapping[str, bytes]) -> bytes:
     return digest.digest()
 
 
-def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     """The digest of tensors: their names, shapes, types and values. Each is read once.
 
     SHA-256 because common processors have instructions for it."""
@@ -116,7 +118,7 @@ def _digest_of_block(block: torch.Tensor) -> bytes:
     return hashlib.sha256(block.cpu().numpy().data).digest()
 
 
-def _saved_buffers(backbone: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def saved_buffers(backbone: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that a checkpoint holds. All others follow from the architecture and its settings."""
     for path, module in backbone.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -124,13 +126,13 @@ def _saved_buffers(backbone: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
                 yield f"{path}.{name}", buffer
 
 
-def _settings(config: Any) -> tuple[object, ...]:
+def settings_of(config: Any) -> tuple[object, ...]:
     """A backbone's config, and which of its own attention functions it runs where it is not packed."""
     stated = [(name, value) for name, value in config.to_dict().items() if name not in _NAMES_IN_CONFIG]
     return sorted(stated, key=itemgetter(0)), getattr(config, "_attn_implementation", None)
 
 
-def _tokenizer(tokenizer: Any) -> dict[str, Any]:
+def stated_tokenizer(tokenizer: Any) -> dict[str, Any]:
     """A tokeniser as the tokenizers library states it, without what a call to it may have left behind."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     stated: dict[str, Any] = {} if backend is None else json.loads(backend.to_str())

@@ -21,7 +21,7 @@ E = TypeVar("E", bound=Entry)
 # are compared with others.
 _WINDOW_SHARE = 0.01
 # For each entry that is there a sketch has this many cells in a row: others are asked for too.
-_CELLS_AN_ENTRY, _FEWEST_CELLS = 16, 1024
+_CELLS_AN_ENTRY, _FEWEST_CELLS = 16, 16_384
 # Counts are halved after this many requests for each entry, of which there are taken to be this many or more.
 _REQUESTS_AN_ENTRY, _FEWEST_ENTRIES = 8, 1000
 # Of how many, drawn at random, the one that is asked for least has to go.
@@ -55,6 +55,9 @@ class MemoryStore(Generic[E]):
         self._requests = FrequencySketch(_FEWEST_CELLS)
         self._lock = threading.Lock()
         self.evictions = 0
+        # How many entries were put in, and how many of them had been asked for more than once by then, and so
+        # been in before, or not let in.
+        self.puts = self.returned = 0
 
     @property
     def nbytes(self) -> int:
@@ -72,11 +75,18 @@ class MemoryStore(Generic[E]):
                 return entry
             return self._main.get(key)
 
+    def peek(self, key: bytes) -> E | None:
+        """The same without counting."""
+        with self._lock:
+            return self._window.get(key) or self._main.get(key)
+
     def put(self, key: bytes, entry: E) -> None:
         """Keeps an entry, unless it alone is more than the store takes or others are asked for more often."""
         if entry.nbytes > self.limit:
             return
         with self._lock:
+            self.puts += 1
+            self.returned += bool(self.evictions) and self._requests.estimate(key) > 1
             self._remove(key)
             self._window[key] = entry
             self._window_bytes += entry.nbytes

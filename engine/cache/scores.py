@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from maxsimd.engine.cache.fit import FitWatch
 from maxsimd.engine.cache.memory import MemoryStore
 
 # What an entry takes in this process, with its key and its places in the store: about, as Python counts.
@@ -33,6 +34,7 @@ class ScoreCache:
 
     def __init__(self, limit: int) -> None:
         self._memory: MemoryStore[CachedScore] = MemoryStore(limit)
+        self._fit = FitWatch(self._memory, "scores", "raise --cache-mb (cache_mb)")
         self._lock = threading.Lock()
         self.hits = self.misses = 0
 
@@ -58,6 +60,7 @@ class ScoreCache:
     def put(self, entries: Iterable[tuple[bytes, CachedScore]]) -> None:
         for key, entry in entries:
             self._memory.put(key, entry)
+        self._fit.look()
 
     def clear(self) -> None:
         self._memory.clear()

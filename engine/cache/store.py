@@ -7,12 +7,17 @@ from collections.abc import Iterable
 from maxsimd.engine.cache.arriving import Arriving
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.entry import CachedEmbedding, Precision, rounded
+from maxsimd.engine.cache.fit import FitWatch
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.writer import CacheWriter
 from maxsimd.pooling.ragged import Ragged
 
 # Staged embeddings may take this many bytes until they are written.
 STAGED_BYTES = 256 * 1024 * 1024
+_ADVICE = (
+    "raise --cache-mb (cache_mb), name a folder for more of them with --cache-dir (cache_dir), or have them "
+    "in fewer bytes with --cache-precision int8"
+)
 
 
 class EmbeddingCache:
@@ -34,6 +39,8 @@ class EmbeddingCache:
         self.precision: Precision = precision
         self._memory = memory
         self._disk = disk
+        # What is on disk is found there.
+        self._fit = None if disk is not None else FitWatch(memory, "embeddings", _ADVICE)
         self._lock = threading.Lock()
         self.hits = 0
         self.misses = 0
@@ -57,7 +64,14 @@ class EmbeddingCache:
     def get(self, key: bytes) -> CachedEmbedding | None:
         """An entry from memory, from among those that are still to be written, or from disk; counted as
         neither hit nor miss."""
-        entry = self._memory.get(key) or self._writer.get(key)
+        return self._memory.get(key) or self._beside_memory(key)
+
+    def peek(self, key: bytes) -> CachedEmbedding | None:
+        """The same for a document that was looked up before: it is not asked for once more."""
+        return self._memory.peek(key) or self._beside_memory(key)
+
+    def _beside_memory(self, key: bytes) -> CachedEmbedding | None:
+        entry = self._writer.get(key)
         if entry is None and self._disk is not None:
             entry = self._disk.get(key)
             if entry is not None:
@@ -87,6 +101,8 @@ class EmbeddingCache:
             self._memory.put(key, entry)
         if written and self._disk is not None:
             self._disk.put(written)
+        if self._fit is not None:
+            self._fit.look()
 
     def flush(self, seconds: float | None = None) -> bool:
         """Waits until all staged embeddings are written, for at most that long; says whether they are."""

@@ -12,10 +12,12 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.allocators import settle_allocators
 from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.open_cache import open_cache
+from maxsimd.engine.device.open_calibration import open_calibration
 from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.device.warmup import checked_maxsim, warm_up
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
+from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
@@ -37,6 +39,7 @@ class DeviceModel:
     maxsim_name: str
     maxsim: MaxSim
     cache: EmbeddingCache | None
+    calibration: Calibration | None = None
 
 
 def load_device_model(config: EngineConfig) -> DeviceModel:
@@ -51,6 +54,7 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     except ValueError as error:
         raise ModelLoadError(str(error)) from error
     model = load_model(config, device)
+    calibration = open_calibration(config, model)
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
     prepared = prepare(model, config, device)
     if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto":
@@ -64,7 +68,9 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
         warm_up(model, prepared.runner, pooler)
     if cache is not None:
         cache.wait_until_warm(_WARMING_SECONDS)
-    return DeviceModel(_without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache)
+    return DeviceModel(
+        _without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache, calibration
+    )
 
 
 def _choose_threads(asked: int | None) -> None:

@@ -219,6 +219,7 @@ OF_NO_CONCERN: dict[str, Any] = {
     "prefix_sharing": "off",
     "threads": 1,
     "tokenizer_threads": 1,
+    "calibration": "a file",
     "cache_mb": 1,
     "cache_disk_mb": 99,
     "allow_pickle": True,

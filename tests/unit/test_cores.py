@@ -16,7 +16,7 @@ OTHERS = (
 )
 
 
-def _machine(tmp_path: Path, mounts: str, groups: str, files: dict[str, str]) -> Path:
+def machine(tmp_path: Path, mounts: str, groups: str, files: dict[str, str]) -> Path:
     for path, text in {"proc/self/mountinfo": OTHERS + mounts, "proc/self/cgroup": groups, **files}.items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def test_version_2_has_the_least_quota_of_all_groups_around(
         folder += "/group"
         files[f"{folder}/cpu.max"] = maximum
     groups = "0::/" + "/".join(["group"] * len(maxima)) + "\n"
-    assert cpu_quota(_machine(tmp_path, V2.format(root="/"), groups, files)) == quota
+    assert cpu_quota(machine(tmp_path, V2.format(root="/"), groups, files)) == quota
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_version_1_has_quota_and_period_in_files(
         files |= {f"{folder}/cpu.cfs_quota_us": us, f"{folder}/cpu.cfs_period_us": period}
     path = "/" + "/".join(["group"] * len(quotas))
     groups = f"9:name=systemd:/other\n4:cpu,cpuacct:{path}\n0::/\n"
-    assert cpu_quota(_machine(tmp_path, V1.format(root="/"), groups, files)) == quota
+    assert cpu_quota(machine(tmp_path, V1.format(root="/"), groups, files)) == quota
 
 
 def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/cpu.max": "100000 100000\n"}
-    assert cpu_quota(_machine(tmp_path, V2.format(root="/"), "0::/\n", files)) == 1.0
+    assert cpu_quota(machine(tmp_path, V2.format(root="/"), "0::/\n", files)) == 1.0
 
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/docker/abc/inner", "/elsewhere", "/../x"])
@@ -80,13 +80,13 @@ def test_a_container_may_have_a_part_of_the_hosts_groups_mounted(tmp_path: Path,
         "sys/fs/cgroup/cpu.max": "300000 100000\n",
         "sys/fs/cgroup/inner/cpu.max": "200000 100000\n",
     }
-    machine = _machine(tmp_path, V2.format(root="/docker/abc"), f"0::{path}\n", files)
-    assert cpu_quota(machine) == (2.0 if path.endswith("inner") else 3.0)
+    root = machine(tmp_path, V2.format(root="/docker/abc"), f"0::{path}\n", files)
+    assert cpu_quota(root) == (2.0 if path.endswith("inner") else 3.0)
 
 
 def test_quotas_of_other_groups_do_not_count(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/a/cpu.max": "max 1\n", "sys/fs/cgroup/b/cpu.max": "100000 100000\n"}
-    assert cpu_quota(_machine(tmp_path, V2.format(root="/"), "0::/a\n", files)) is None
+    assert cpu_quota(machine(tmp_path, V2.format(root="/"), "0::/a\n", files)) is None
 
 
 def test_a_machine_without_control_groups_has_no_quota(tmp_path: Path) -> None:
