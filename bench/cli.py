@@ -285,6 +285,18 @@ def bench_overload(model: str | None, max_wait_seconds: float, seconds: float, j
     publish({"model": model, "seconds": seconds}, figures, json_file)
 
 
+@bench.command("vectors")
+@click.option("--documents", type=int, default=1000, show_default=True, help="Documents in the request.")
+@click.option("--tokens", type=int, default=180, show_default=True, help="Vectors of each.")
+@click.option("--rounds", type=int, default=9, show_default=True, help="Rounds; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_vectors(documents: int, tokens: int, rounds: int, json_file: str | None) -> None:
+    """Documents given as vectors, in Python and over HTTP, beside maxsim-cpu."""
+    from maxsimd.bench.vectors import measure_vectors
+
+    publish({"rounds": rounds}, run_and_clean_up(measure_vectors(documents, tokens, rounds)), json_file)
+
+
 @bench.command("plots")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def bench_plots(folder: str) -> None:

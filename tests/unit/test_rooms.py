@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ["scheduler", "pooling", "engine", "api", "bench"]
+ROOMS = ["scheduler", "pooling", "engine", "api", "integrations", "bench"]
 FOLDERS = {*ROOMS, "tests", "docs"}
 
 

@@ -1,0 +1,68 @@
+"""What the adapters have in common: an engine, and a ranking of texts by it."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxsimd.engine import SyncEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The `index` of a text among those that were given, and its score."""
+
+    index: int
+    score: float
+
+
+class Ranker:
+    """Ranks texts by an engine, given or made of a model's folder or hub id and the options of an
+    `EngineConfig`. One that it makes is started when it is first used, and ended by `close`."""
+
+    def __init__(self, engine: SyncEngine | None, model: str | None, options: dict[str, Any]) -> None:
+        if engine is not None and (model is not None or options):
+            raise TypeError("give an engine, or a model and its options, not both")
+        self._is_own = engine is None
+        self._engine = SyncEngine(model, progress=False, **options) if engine is None else engine
+        self._is_started = not self._is_own
+
+    def start(self) -> None:
+        """Loads the model, unless that is done."""
+        if not self._is_started:
+            self._engine.start()
+            self._is_started = True
+
+    def close(self) -> None:
+        """Ends an engine that this has made."""
+        if self._is_own and self._is_started:
+            self._engine.close()
+            self._is_started = False
+
+    def rank(
+        self,
+        query: str,
+        texts: Sequence[str],
+        top_n: int | None,
+        score_threshold: float | None,
+        normalize: bool,
+    ) -> list[Place]:
+        """The best `top_n` texts, best first, or all for None, without those below the threshold."""
+        if not texts:
+            return []
+        self.start()
+        ranked = self._engine.rerank(
+            query, texts, top_n=top_n, score_threshold=score_threshold, normalize=normalize
+        )
+        return [Place(one.index, one.score) for one in ranked.results]
+
+    async def rank_async(
+        self,
+        query: str,
+        texts: Sequence[str],
+        top_n: int | None,
+        score_threshold: float | None,
+        normalize: bool,
+    ) -> list[Place]:
+        """The same beside the event loop."""
+        return await asyncio.to_thread(self.rank, query, texts, top_n, score_threshold, normalize)
