@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
+import msgspec
+
 from maxsimd.api.failures import too_many_entries
 from maxsimd.api.reading_vectors import is_vectors, vectors_of
 from maxsimd.api.vectors import NUMBERS, Numbers
@@ -29,6 +31,8 @@ from maxsimd.engine.requests import InputType
 # A query or a document to score.
 Item = str | Vectors
 ToRank = tuple[Item, list[Item]]
+# Texts, or the token ids of each.
+Inputs = list[str] | list[list[int]]
 # The names of fields, with the place that each has in the text.
 RankFields = Mapping[str, int]
 
@@ -95,7 +99,7 @@ def in_its_words(names: tuple[str, str], error: InvalidRequestError) -> InvalidR
     return InvalidRequestError(message, named.get(error.param or "", error.param))
 
 
-def inputs_of(request: EmbeddingsRequest | ClassifyRequest, most: int) -> list[str] | list[list[int]]:
+def inputs_of(request: EmbeddingsRequest | ClassifyRequest, most: int) -> Inputs:
     return as_inputs(request.input, most)
 
 
@@ -231,8 +235,10 @@ def wants_normalized(request: Scoring, default: bool) -> bool:
     return default and not raw if request.normalize is None else request.normalize
 
 
-def as_inputs(value: Any, most: int, param: str = "input") -> list[str] | list[list[int]]:
+def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
     """OpenAI's `input`: a text, texts, token ids, or lists of token ids."""
+    if value is msgspec.UNSET:
+        raise InvalidRequestError(f"{param} is missing", param)
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -251,7 +257,7 @@ def as_inputs(value: Any, most: int, param: str = "input") -> list[str] | list[l
     )
 
 
-def check_token_ids(inputs: list[str] | list[list[int]], accepted: bool, param: str = "input") -> None:
+def check_token_ids(inputs: Inputs, accepted: bool, param: str = "input") -> None:
     """Raises InvalidRequestError for token ids, unless they are accepted."""
     if not accepted and not isinstance(inputs[0], str):
         raise InvalidRequestError(

@@ -21,20 +21,20 @@ _MOST_INT8 = 127
 
 class Encoded(msgspec.Struct, frozen=True):
     """One text's vectors as they are sent, [dim] or [tokens, dim]. Those in int8 are to be multiplied by
-    `scale`, a number a vector."""
+    `scales`, a number a vector."""
 
     data: Any
-    scale: Any = msgspec.UNSET
+    scales: Any = msgspec.UNSET
 
 
 def encoded(vectors: Array, numbers: Numbers, as_base64: bool) -> Encoded:
     """For JSON: nested lists, or base64 of the numbers' little-endian bytes in row order."""
     tensor, scales = _converted(vectors, numbers)
-    scale = msgspec.UNSET if scales is None else scales.tolist()
+    numbers_of_each = msgspec.UNSET if scales is None else scales.tolist()
     if not as_base64:
-        return Encoded(tensor.tolist(), scale)
+        return Encoded(tensor.tolist(), numbers_of_each)
     raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    return Encoded(base64.b64encode(raw).decode("ascii"), scale)
+    return Encoded(base64.b64encode(raw).decode("ascii"), numbers_of_each)
 
 
 def file_of(matrices: Sequence[Array], numbers: Numbers, about: dict[str, str]) -> bytes:

@@ -75,9 +75,25 @@ class RerankRequest(Scoring, kw_only=True):
     truncation_direction: Direction | None = None
 
 
+class Message(msgspec.Struct, kw_only=True):
+    """Of a chat; `content` is a text or content parts."""
+
+    role: str
+    content: str | list[Any]
+
+
 class EmbeddingsRequest(Common, kw_only=True):
+    """Texts as `input`, or one text as the `messages` of a chat."""
+
     # A text, texts, token ids or lists of those; distinguished in `reading`, with a message of its own.
-    input: Any
+    input: Any = msgspec.UNSET
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    # Not taken.
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     dimensions: Positive | None = None
     # Voyage's.
     output_dimension: Positive | None = None
@@ -154,6 +170,14 @@ class DocumentError(msgspec.Struct):
     error: str
 
 
+class ScoreScale(msgspec.Struct):
+    """How scores are made of what the model computes, and their bounds, null for none."""
+
+    transform: str
+    min: float | None
+    max: float | None
+
+
 class Warned(msgspec.Struct, kw_only=True):
     """What a request is told of its inputs though it was answered: that some were cut."""
 
@@ -175,6 +199,7 @@ class ScoreResponse(Completeness):
     model: str
     data: list[Score]
     usage: Usage
+    score_scale: ScoreScale
     object: str = "list"
 
 
@@ -194,29 +219,30 @@ class RerankResponse(Completeness, omit_defaults=True):
     results: list[Ranked]
     usage: Usage
     meta: dict[str, Any]
+    score_scale: ScoreScale
 
 
 class Embedding(msgspec.Struct):
-    """`scale` is there for vectors in int8, which are to be multiplied by it."""
+    """`scales` are there for vectors in int8: what each is to be multiplied by."""
 
     index: int
     embedding: Any
     object: str = "embedding"
-    scale: Any = msgspec.UNSET
+    scales: Any = msgspec.UNSET
 
 
 class MultiVector(msgspec.Struct):
     index: int
     embeddings: Any
     object: str = "embeddings"
-    scale: Any = msgspec.UNSET
+    scales: Any = msgspec.UNSET
 
 
 class Pooling(msgspec.Struct):
     index: int
     data: Any
     object: str = "pooling"
-    scale: Any = msgspec.UNSET
+    scales: Any = msgspec.UNSET
 
 
 class VectorsResponse(Warned):

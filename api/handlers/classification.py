@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from maxsimd.api import wire
+from maxsimd.api import wire, wire_tei
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
@@ -70,12 +70,15 @@ async def predict(
     return headers.added_to(answer, result)
 
 
-def _ranked(labels: tuple[str, ...], row: list[float]) -> list[dict[str, Any]]:
+def _ranked(labels: tuple[str, ...], row: list[float]) -> list[wire_tei.TeiPrediction]:
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
-    return [{"score": row[i], "label": labels[i]} for i in order]
+    return [wire_tei.TeiPrediction(row[i], labels[i]) for i in order]
 
+
+# Of many texts, and of one.
+PREDICTIONS = (list[list[wire_tei.TeiPrediction]], list[wire_tei.TeiPrediction])
 
 ROUTES = (
-    post_texts("/classify", wire.ClassifyRequest, inputs_of, classify),
-    post_texts("/predict", wire.PredictRequest, sequences_of, predict),
+    post_texts("/classify", wire.ClassifyRequest, inputs_of, classify, wire.ClassifyResponse),
+    post_texts("/predict", wire.PredictRequest, sequences_of, predict, *PREDICTIONS),
 )

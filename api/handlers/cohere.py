@@ -96,6 +96,10 @@ def _texts_of(request: wire_cohere.CohereEmbedRequest, most: int) -> list[str]:
 
 
 ROUTES = (
-    post_texts("/v1/embed", wire_cohere.CohereEmbedRequest, _texts_of, embed_1),
-    post_texts("/v2/embed", wire_cohere.CohereEmbedRequest, _texts_of, embed_2),
+    post_texts(
+        "/v1/embed", wire_cohere.CohereEmbedRequest, _texts_of, embed_1, wire_cohere.CohereEmbedResponse
+    ),
+    post_texts(
+        "/v2/embed", wire_cohere.CohereEmbedRequest, _texts_of, embed_2, wire_cohere.CohereEmbedResponse
+    ),
 )

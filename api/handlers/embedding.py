@@ -6,40 +6,46 @@ from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import (
+    Inputs,
     check_token_ids,
-    inputs_of,
     meaning_of,
     numbers_of,
     truncation_of,
     wants_base64,
 )
+from maxsimd.api.reading_messages import Chat, inputs_or_chat_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.vectors import encoded, file_of
 from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, TokenEmbedResult
 from maxsimd.engine.postprocess import aside
+from maxsimd.engine.preprocess.chat import chat_text
 
 # What a number of an answer takes as text, and as much again while that is made.
 _BYTES_A_NUMBER = 24
 
+_SAFETENSORS = "application/vnd.safetensors"
 # How the ids of answers begin, by what is in them.
 _PREFIXES = {wire.Embedding: "embd", wire.MultiVector: "multi-vector", wire.Pooling: "pooling"}
 
-Inputs = list[str] | list[list[int]]
 _Result = ClassifyResult | EmbedResult | TokenEmbedResult
 
 
-async def embeddings(state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str) -> Answer:
+async def embeddings(
+    state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs | Chat, tenant: str
+) -> Answer:
     return await _vectors(state, body, inputs, tenant, "embed", wire.Embedding)
 
 
 async def multi_vector(
-    state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str
+    state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs | Chat, tenant: str
 ) -> Answer:
     """Jina's: a vector a token, as late interaction scores them."""
     return await _vectors(state, body, inputs, tenant, "token_embed", wire.MultiVector)
 
 
-async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs, tenant: str) -> Answer:
+async def pooling(
+    state: ServerState, body: wire.PoolingRequest, inputs: Inputs | Chat, tenant: str
+) -> Answer:
     """vLLM's: the task that the request names, or else the one that the model's scores are made of."""
     task = body.task or state.engine.model.score_task
     return await _vectors(state, body, inputs, tenant, task, wire.Pooling)
@@ -48,25 +54,29 @@ async def pooling(state: ServerState, body: wire.PoolingRequest, inputs: Inputs,
 async def _vectors(
     state: ServerState,
     body: wire.EmbeddingsRequest,
-    inputs: Inputs,
+    inputs: Inputs | Chat,
     tenant: str,
     task: str,
     item: type[Any],
 ) -> Answer:
     """The vectors in the numbers and the format that the request wants; in JSON an `item` a text."""
     numbers, as_base64, model = numbers_of(body), wants_base64(body), state.model_name
+    if isinstance(inputs, Chat):
+        inputs = await _read_chat(state, body, inputs)
+    else:
+        check_token_ids(inputs, state.config.accept_token_ids)
     result = await _run(state, body, inputs, tenant, task)
     vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
     warnings, size = warnings_of(result.truncated), sum(each.size for each in vectors)
     if body.encoding_format == "safetensors":
         about = {"model": model, "prompt_tokens": str(result.usage.prompt_tokens)}
         whole = await aside(lambda: file_of(list(vectors), numbers, about), size)
-        answer = Answer(200, {"Content-Type": "application/vnd.safetensors"}, whole)
+        answer = Answer(200, {"Content-Type": _SAFETENSORS}, whole)
     else:
 
         def build() -> wire.VectorsResponse:
             all_encoded = [encoded(each, numbers, as_base64) for each in vectors]
-            data = [item(i, each.data, scale=each.scale) for i, each in enumerate(all_encoded)]
+            data = [item(i, each.data, scales=each.scales) for i, each in enumerate(all_encoded)]
             usage = usage_of(result.usage)
             return wire.VectorsResponse(new_id(_PREFIXES[item]), now(), model, data, usage, warnings=warnings)
 
@@ -77,7 +87,6 @@ async def _vectors(
 async def _run(
     state: ServerState, body: wire.EmbeddingsRequest, inputs: Inputs, tenant: str, task: str
 ) -> _Result:
-    check_token_ids(inputs, state.config.accept_token_ids)
     engine = state.engine
     options: dict[str, Any] = {
         "truncation": truncation_of(body, state.config.long_documents),
@@ -101,6 +110,23 @@ async def _run(
     return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, dimensions))
 
 
+async def _read_chat(state: ServerState, body: wire.EmbeddingsRequest, chat: Chat) -> Inputs:
+    """As token ids, unless the request wants special tokens beside those of the template."""
+    model, tokenizer = state.engine.model, state.engine.tokenizer
+
+    def read() -> Inputs:
+        text = chat_text(
+            model.tokenizer,
+            chat.messages,
+            add_generation_prompt=bool(body.add_generation_prompt),
+            continue_final_message=bool(body.continue_final_message),
+        )
+        return [text] if body.add_special_tokens else [tokenizer.encode([text], "messages")[0].tolist()]
+
+    size = sum(len(message["content"]) for message in chat.messages)
+    return await state.engine.in_thread(read, size)
+
+
 def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     """How many vectors of a token each an answer may have, so that it takes no more memory than bodies may
     together; None where the model has none."""
@@ -110,11 +136,13 @@ def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or task.dim))
 
 
+_ANSWERS = (wire.VectorsResponse, _SAFETENSORS)
+
 ROUTES = (
     *(
-        post_texts(path, wire.EmbeddingsRequest, inputs_of, embeddings)
+        post_texts(path, wire.EmbeddingsRequest, inputs_or_chat_of, embeddings, *_ANSWERS)
         for path in ("/v1/embeddings", "/embeddings")
     ),
-    post_texts("/v1/multi-vector", wire.EmbeddingsRequest, inputs_of, multi_vector),
-    post_texts("/pooling", wire.PoolingRequest, inputs_of, pooling),
+    post_texts("/v1/multi-vector", wire.EmbeddingsRequest, inputs_or_chat_of, multi_vector, *_ANSWERS),
+    post_texts("/pooling", wire.PoolingRequest, inputs_or_chat_of, pooling, *_ANSWERS),
 )

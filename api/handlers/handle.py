@@ -17,42 +17,20 @@ from maxsimd.api.failures import (
     restarting,
     wrong_method,
 )
-from maxsimd.api.handlers import classification, cohere, embedding, operating, scoring, tei, tokens
-from maxsimd.api.handlers.route import Body, Route, Work
+from maxsimd.api.handlers import operating
+from maxsimd.api.handlers.route import Body, Work
+from maxsimd.api.handlers.routes import METHODS, OPEN_ROUTES, ROUTES
 from maxsimd.api.printable import printable
 from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineDeadError
 
 log = logging.getLogger("maxsimd.http")
 
-# What load balancers ask must be answered without a key. Nothing else is.
-OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 # What base URLs of clients end in, which then append paths of their own.
 _BASES = ("/v1/", "/v2/")
 _MODELS = operating.MODEL_PATH.partition("{")[0]
 _LONGEST_LOGGED_PATH = 100
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-def _table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
-    table: dict[str, dict[str, Work]] = {}
-    for route in (route for group in groups for route in group):
-        for method in route.methods:
-            table.setdefault(route.path, {})[method] = route.work
-    return table
-
-
-# For each path, what does the work of each method.
-ROUTES = _table(
-    scoring.ROUTES,
-    embedding.ROUTES,
-    classification.ROUTES,
-    tokens.ROUTES,
-    tei.ROUTES,
-    cohere.ROUTES,
-    operating.ROUTES,
-)
-METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
 
 
 async def handle(

@@ -10,6 +10,7 @@ from maxsimd.api.handlers.route import Work, delete, get
 from maxsimd.api.state import ServerState
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import ScoreType
+from maxsimd.engine.scoring.scale import has_bounds, score_scale
 
 # Names of models may have slashes.
 MODEL_PATH = "/v1/models/{name}"
@@ -54,9 +55,22 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "root": state.engine.model.name,
         "max_model_len": state.engine.max_tokens,
         "score_type": state.engine.model.score_type.value,
+        "score_scale": _scale(state, normalize=state.config.normalize_scores),
+        "normalized_score_scale": _scale(state, normalize=True),
         "execution": state.engine.device_model.prepared.execution,
         "checked": [str(finding) for finding in state.engine.device_model.prepared.findings],
     }
+
+
+def _scale(state: ServerState, normalize: bool) -> dict[str, Any] | None:
+    """What scores are unless a request says otherwise, or when it wants them normalised; None for a model
+    that gives no such scores."""
+    model = state.engine.model
+    if (model.score_task == "classify" and len(model.labels) > 1) or (normalize and not has_bounds(model)):
+        return None
+    is_calibrated = state.engine.device_model.calibration is not None
+    scale = score_scale(model, normalize=normalize, calibrated=is_calibrated)
+    return {"transform": scale.transform, "min": scale.least, "max": scale.most}
 
 
 async def info(state: ServerState) -> Answer:
@@ -113,6 +127,6 @@ ROUTES = (
     get("/models", models),
     # For its methods; what it answers depends on the name.
     get(MODEL_PATH, models),
-    get("/metrics", metrics),
+    get("/metrics", metrics, CONTENT_TYPE_LATEST.partition(";")[0]),
     delete("/cache", clear_cache),
 )

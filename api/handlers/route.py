@@ -6,7 +6,7 @@ What takes time with the size of a body is done in the thread pool for large one
 import codecs
 from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -43,28 +43,35 @@ _LONGEST_ESCAPE = 12
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path with the methods that it takes, and what does the work."""
+    """A path with the methods that it takes, and what does the work; and what /openapi.json says of it: the
+    wire type of its bodies, those of its `answers` (types for JSON, or a media type), and its `status`."""
 
     path: str
     methods: tuple[str, ...]
     work: Work
+    kind: Any = None
+    answers: tuple[Any, ...] = (Any,)
+    status: int = 200
 
 
-def get(path: str, handler: Callable[[ServerState], Awaitable[Answer]]) -> Route:
-    return Route(path, ("GET", "HEAD"), _without_body(handler))
+def get(path: str, handler: Callable[[ServerState], Awaitable[Answer]], *answers: Any) -> Route:
+    return Route(path, ("GET", "HEAD"), _without_body(handler), answers=answers or (Any,))
 
 
 def delete(path: str, handler: Callable[[ServerState], Awaitable[Answer]]) -> Route:
-    return Route(path, ("DELETE",), _without_body(handler))
+    return Route(path, ("DELETE",), _without_body(handler), answers=(), status=204)
 
 
-def post(path: str, kind: type[T], handler: Callable[[ServerState, T], Awaitable[Answer]]) -> Route:
+def post(
+    path: str, kind: type[T], handler: Callable[[ServerState, T], Awaitable[Answer]], *answers: Any
+) -> Route:
     """A route whose body is a wire type. It takes requests only while the server is ready."""
 
     async def handle(state: ServerState, request: T, nothing: None, tenant: str) -> Answer:
         return await handler(state, request)
 
-    return Route(path, ("POST",), _with_body(kind, lambda request, most: None, handle))
+    work = _with_body(kind, lambda request, most: None, handle)
+    return Route(path, ("POST",), work, kind, answers or (Any,))
 
 
 def post_texts(
@@ -72,6 +79,7 @@ def post_texts(
     kind: type[T],
     read: Callable[[T, int], R],
     handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
+    *answers: Any,
 ) -> Route:
     """The same for a handler that also gets what `read` finds in the wire type, of which there may be at most
     a number, and the tenant whose request it is. Nothing is read of a tenant that has used up its rate."""
@@ -82,7 +90,7 @@ def post_texts(
         state.engine.check_rate(tenant)
         return await handle(state, body, tenant)
 
-    return Route(path, ("POST",), work)
+    return Route(path, ("POST",), work, kind, answers or (Any,))
 
 
 def _with_body(

@@ -8,7 +8,7 @@ import msgspec
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers import reranks
-from maxsimd.api.handlers.ranking import characters_of, in_words_of, rank
+from maxsimd.api.handlers.ranking import characters_of, in_words_of, rank, scale_of, with_scale
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import (
     Item,
@@ -21,13 +21,14 @@ from maxsimd.api.reading import (
     wants_normalized,
 )
 from maxsimd.api.state import ServerState
+from maxsimd.api.wire_reranks import TeiRanked, VoyageResponse
 from maxsimd.engine import RankedDocument, RerankResult, ScoreResult
 
 
 async def score(
     state: ServerState, body: wire.ScoreRequest, texts: tuple[list[Item], list[Item]], tenant: str
 ) -> Answer:
-    model = state.model_name
+    model, scale = state.model_name, scale_of(state, body)
     with in_words_of(names_of(body)):
         result = await state.engine.score(
             *texts,
@@ -49,9 +50,11 @@ async def score(
     def build() -> wire.ScoreResponse:
         data = [wire.Score(i, score) for i, score in enumerate(result.scores) if score >= least]
         usage, rest = usage_of(result.usage), _completeness(body, result)
-        return wire.ScoreResponse(new_id("score"), now(), model, data, usage, warnings=warnings, **rest)
+        return wire.ScoreResponse(
+            new_id("score"), now(), model, data, usage, scale, warnings=warnings, **rest
+        )
 
-    answer = await wire_answer(build, len(result.scores))
+    answer = with_scale(await wire_answer(build, len(result.scores)), scale)
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
@@ -60,7 +63,7 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
         return await reranks.text_embeddings_inference(state, body, texts, tenant)
     if body.top_k is not None or body.truncation is not None:
         return await reranks.voyage(state, body, texts, tenant)
-    model = state.model_name
+    model, scale = state.model_name, scale_of(state, body)
     truncation = truncation_of(body, state.config.long_documents)
     result = await rank(state, body, texts, truncation, tenant, top_n=body.top_n)
 
@@ -78,13 +81,14 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
             results,
             usage_of(result.usage),
             _cohere_meta(result, warnings),
+            scale,
             warnings=warnings,
             **_completeness(body, result),
         )
 
     characters = characters_of(result) if with_text else 0
     answer = await wire_answer(build, len(result.results) + len(result.unscored), characters)
-    return answer.with_timings(result.timings).with_warnings(warnings)
+    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
 
 
 def _document(ranked: RankedDocument) -> wire.Document | None:
@@ -112,10 +116,16 @@ def _completeness(body: wire.Scoring, result: ScoreResult | RerankResult) -> dic
     return reported
 
 
+# The answers to requests with documents, with texts, and in Voyage's words.
+RANKINGS = (wire.RerankResponse, list[TeiRanked], VoyageResponse)
+
 ROUTES = (
-    *(post_texts(path, wire.ScoreRequest, texts_to_score, score) for path in ("/score", "/v1/score")),
     *(
-        post_texts(path, wire.RerankRequest, texts_to_rank, rerank)
+        post_texts(path, wire.ScoreRequest, texts_to_score, score, wire.ScoreResponse)
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        post_texts(path, wire.RerankRequest, texts_to_rank, rerank, *RANKINGS)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     *reranks.ROUTES,

@@ -9,11 +9,12 @@ import numpy as np
 from maxsimd.api import wire, wire_tei
 from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers import classification, scoring
-from maxsimd.api.handlers.embedding import Inputs, most_vectors
+from maxsimd.api.handlers.embedding import most_vectors
 from maxsimd.api.handlers.route import Body, Route, post, post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
 from maxsimd.api.reading import (
+    Inputs,
     as_inputs,
     check_count,
     check_token_ids,
@@ -68,6 +69,13 @@ async def embed_all(
         sum(matrix.size for matrix in result.embeddings),
     )
     return headers.added_to(answer, result)
+
+
+async def embed_sparse(
+    state: ServerState, body: wire_tei.TeiEmbedAllRequest, inputs: Inputs, tenant: str
+) -> Answer:
+    """Words with their weights, which none of the models served here gives."""
+    raise InvalidRequestError("this model gives no sparse vectors; use /embed or /embed_all", "model")
 
 
 async def similarity(
@@ -133,7 +141,7 @@ def _sentences_of(request: wire_tei.TeiSimilarityRequest, most: int) -> Inputs:
     return [request.inputs.source_sentence, *sentences]
 
 
-def _inputs_or_sentences_of(
+def inputs_or_sentences_of(
     request: wire_tei.TeiVectorsRequest, most: int
 ) -> tuple[Inputs, wire_tei.TeiSimilarityRequest | None]:
     """The texts, and the request for similarities where it is one."""
@@ -144,7 +152,7 @@ def _inputs_or_sentences_of(
     return _sentences_of(compared, most), compared
 
 
-async def _embed_or_compare(
+async def embed_or_compare(
     state: ServerState,
     body: wire_tei.TeiVectorsRequest,
     found: tuple[Inputs, wire_tei.TeiSimilarityRequest | None],
@@ -158,7 +166,7 @@ async def _embed_or_compare(
 
 # What `/` does, by what the model is for.
 _RERANK = post_texts("/", wire.RerankRequest, texts_to_rank, scoring.rerank)
-_VECTORS = post_texts("/", wire_tei.TeiVectorsRequest, _inputs_or_sentences_of, _embed_or_compare)
+_VECTORS = post_texts("/", wire_tei.TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare)
 _PREDICT = post_texts("/", wire.PredictRequest, sequences_of, classification.predict)
 
 
@@ -172,10 +180,14 @@ async def _by_kind(state: ServerState, body: Body, tenant: str) -> Answer:
     return await chosen.work(state, body, tenant)
 
 
+_VECTORS_OF_TEXTS = list[list[float]]
+_BY_KIND = (_VECTORS_OF_TEXTS, list[float], *scoring.RANKINGS, *classification.PREDICTIONS)
+
 ROUTES = (
-    post_texts("/embed", wire_tei.TeiEmbedRequest, _inputs_of, embed),
-    post_texts("/embed_all", wire_tei.TeiEmbedAllRequest, _inputs_of, embed_all),
-    post_texts("/similarity", wire_tei.TeiSimilarityRequest, _sentences_of, similarity),
-    post("/decode", wire_tei.TeiDecodeRequest, decode),
-    Route("/", ("POST",), _by_kind),
+    post_texts("/embed", wire_tei.TeiEmbedRequest, _inputs_of, embed, _VECTORS_OF_TEXTS),
+    post_texts("/embed_all", wire_tei.TeiEmbedAllRequest, _inputs_of, embed_all, list[list[list[float]]]),
+    post_texts("/embed_sparse", wire_tei.TeiEmbedAllRequest, _inputs_of, embed_sparse),
+    post_texts("/similarity", wire_tei.TeiSimilarityRequest, _sentences_of, similarity, list[float]),
+    post("/decode", wire_tei.TeiDecodeRequest, decode, list[str]),
+    Route("/", ("POST",), _by_kind, dict[str, Any], _BY_KIND),
 )

@@ -121,6 +121,6 @@ def decoded(
 
 
 ROUTES = (
-    post("/tokenize", wire.TokenizeRequest, tokenize),
-    post("/detokenize", wire.DetokenizeRequest, detokenize),
+    post("/tokenize", wire.TokenizeRequest, tokenize, wire.TokenizeResponse, list[list[wire_tei.TeiToken]]),
+    post("/detokenize", wire.DetokenizeRequest, detokenize, dict[str, str]),
 )

@@ -1,7 +1,5 @@
 """Queries and documents that come as their embeddings: checked, and ready to be scored."""
 
-from dataclasses import dataclass
-
 import torch
 
 from maxsimd.engine.cache import CachedEmbedding
@@ -12,17 +10,11 @@ from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.pooling.vectors import Vectors
 
 
-@dataclass(frozen=True, slots=True)
 class GivenVectors:
-    """Checks embeddings of `dim` columns; with `one_each` a text has one vector, else one a token. All raise
-    InvalidRequestError."""
+    """Checks embeddings for one model. All raise InvalidRequestError."""
 
-    dim: int
-    one_each: bool
-
-    @classmethod
-    def of(cls, model: LoadedModel) -> "GivenVectors":
-        return cls(model.tasks[model.score_task].dim, model.score_task == "embed")
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
 
     def document(self, vectors: Vectors, index: int) -> CachedEmbedding:
         """A document that is scored as if it were cached; no token was ever run for it."""
@@ -37,8 +29,8 @@ class GivenVectors:
 
     def _checked(self, vectors: Vectors, name: InputName) -> tuple[torch.Tensor, torch.Tensor | None]:
         try:
-            rows, scales = vectors.checked(self.dim)
-            if self.one_each and len(rows) > 1:
+            rows, scales = vectors.checked(self._model.tasks[self._model.score_task].dim)
+            if self._model.score_task == "embed" and len(rows) > 1:
                 raise ValueError(f"has {len(rows)} vectors, but with this model a text has one")
         except ValueError as error:
             raise InvalidRequestError(f"{name} {error}", name.param) from None

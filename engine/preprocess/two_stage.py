@@ -50,7 +50,7 @@ class TwoStageStrategy:
         self._tokenizer = tokenizer
         self._limits = limits
         self._cache = cache
-        self._given = GivenVectors.of(model)
+        self._given = GivenVectors(model)
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
         long_inputs = self._limits.applied_to(request.truncation, ids)

@@ -8,7 +8,7 @@ from urllib.parse import quote_from_bytes
 
 from hypothesis import strategies as st
 
-from maxsimd.api.handlers.handle import ROUTES
+from maxsimd.api.handlers.routes import ROUTES
 
 
 @dataclass(frozen=True, slots=True)

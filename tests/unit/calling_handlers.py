@@ -31,6 +31,8 @@ GOOD: dict[tuple[str, str], Any] = {
     ("POST", "/detokenize"): {"tokens": [101]},
     ("POST", "/embed"): {"inputs": "d"},
     ("POST", "/embed_all"): {"inputs": "d"},
+    ("POST", "/embed_sparse"): {"inputs": "d"},
+    ("POST", "/invocations"): {"query": "q", "documents": ["d"]},
     ("POST", "/similarity"): {"inputs": {"source_sentence": "d", "sentences": ["e"]}},
     ("POST", "/decode"): {"ids": [101]},
     ("POST", "/v1/embed"): {"texts": ["d"]},
@@ -44,19 +46,20 @@ GOOD: dict[tuple[str, str], Any] = {
     ("GET", "/v1/models"): None,
     ("GET", "/models"): None,
     ("GET", "/metrics"): None,
+    ("GET", "/openapi.json"): None,
     ("DELETE", "/cache"): None,
 }
 POSTED = sorted(path for method, path in GOOD if method == "POST")
-# The default model is no classifier.
-CLASSIFYING = {"/classify", "/predict"}
+# The default model is no classifier, and gives no sparse vectors.
+REFUSING = {"/classify", "/predict", "/embed_sparse"}
 # Routes whose requests name no model.
-NAMELESS = {"/predict", "/embed", "/embed_all", "/similarity", "/", "/decode"}
+NAMELESS = {"/predict", "/embed", "/embed_all", "/embed_sparse", "/similarity", "/", "/decode"}
 RERANK = GOOD["POST", "/rerank"]
 HEAVY = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(200)]}
 
 
 def expected(path: str) -> int:
-    return 400 if path in CLASSIFYING else 200
+    return 400 if path in REFUSING else 200
 
 
 def error_of(answer: Answer) -> Any:

@@ -53,10 +53,10 @@ def test_lists_and_base64_hold_the_same_numbers(numbers: Numbers, shape: tuple[i
     packed = encoded(made, numbers, as_base64=True)
     raw = np.frombuffer(base64.b64decode(packed.data), dtype=TYPES[numbers])
     raw = raw.reshape(*shape[:-1], -1)
-    check(numbers, read(numbers, as_list.data, as_list.scale), made)
-    check(numbers, read(numbers, raw, packed.scale), made)
+    check(numbers, read(numbers, as_list.data, as_list.scales), made)
+    check(numbers, read(numbers, raw, packed.scales), made)
     np.testing.assert_array_equal(
-        read(numbers, as_list.data, as_list.scale), read(numbers, raw, packed.scale)
+        read(numbers, as_list.data, as_list.scales), read(numbers, raw, packed.scales)
     )
 
 

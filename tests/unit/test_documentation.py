@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.handlers.handle import OPEN_ROUTES
+from maxsimd.api.handlers.routes import OPEN_ROUTES
 from maxsimd.api.key_file import ATTRIBUTES, read_keys
 from maxsimd.api.options import flag, markdown_table
 from maxsimd.engine import EngineConfig

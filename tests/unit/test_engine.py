@@ -104,7 +104,7 @@ async def test_concurrent_requests_get_their_own_results(engine: Engine, pairs: 
         (["a", "b"], ["c"], "1:1, 1:N or N:N"),
         ([], ["a"], "queries is empty"),
         ("a", [], "documents is empty"),
-        ("a", ["b", 3], r"documents\[1\] is not a string"),
+        ("a", ["b", 3], r"documents\[1\] is neither a string nor an array"),
     ],
 )
 async def test_requests_that_make_no_sense_are_refused(

@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from maxsimd.api import answer as answers
-from maxsimd.api.handlers.handle import ROUTES
 from maxsimd.api.handlers.operating import MODEL_PATH
+from maxsimd.api.handlers.routes import ROUTES
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.runtime import Running
 from tests.unit.calling_handlers import (

@@ -62,7 +62,7 @@ async def test_answers_have_an_id_of_their_own_and_the_served_name(
 async def test_scores_are_the_engines_in_input_order(caller: Caller, path: str) -> None:
     expected = (await caller.engine.score(QUERY, DOCUMENTS)).scores
     answer = await caller.json(path, {"queries": QUERY, "documents": DOCUMENTS})
-    assert set(answer) == {"id", "object", "created", "model", "data", "usage"}
+    assert set(answer) == {"id", "object", "created", "model", "data", "usage", "score_scale"}
     assert [set(item) for item in answer["data"]] == [{"index", "object", "score"}] * 3
     assert [item["index"] for item in answer["data"]] == [0, 1, 2]
     assert {item["object"] for item in answer["data"]} == {"score"}
@@ -74,7 +74,7 @@ async def test_scores_are_the_engines_in_input_order(caller: Caller, path: str) 
 async def test_documents_are_ranked_best_first(caller: Caller, path: str) -> None:
     expected = (await caller.engine.score(QUERY, DOCUMENTS)).scores
     answer = await caller.json(path, {"query": QUERY, "documents": DOCUMENTS})
-    assert set(answer) == {"id", "model", "results", "usage", "meta"}
+    assert set(answer) == {"id", "model", "results", "usage", "meta", "score_scale"}
     assert answer["meta"] == {
         "api_version": {"version": "2"},
         "billed_units": {"search_units": 1},
@@ -333,6 +333,8 @@ async def test_the_model_card_says_what_runs(caller: Caller) -> None:
         "root": "all-MiniLM-L6-v2",
         "max_model_len": 256,
         "score_type": "late-interaction",
+        "score_scale": {"transform": "maxsim", "min": None, "max": None},
+        "normalized_score_scale": {"transform": "clipped meanmaxsim", "min": 0.0, "max": 1.0},
         "execution": "packed",
     }
 

@@ -99,7 +99,7 @@ async def test_predict_answers_one_with_a_list_and_many_with_lists(caller: Calle
 async def test_the_order_of_equal_labels_is_the_models() -> None:
     from maxsimd.api.handlers.classification import _ranked
 
-    assert [item["label"] for item in _ranked(("a", "b", "c"), [0.2, 0.6, 0.2])] == ["b", "a", "c"]
+    assert [item.label for item in _ranked(("a", "b", "c"), [0.2, 0.6, 0.2])] == ["b", "a", "c"]
 
 
 async def test_over_long_texts_are_cut_unless_the_request_forbids_it(caller: Caller) -> None:

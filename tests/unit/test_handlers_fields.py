@@ -246,6 +246,8 @@ ANSWERED = {
     *("model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"),
     *("ids", "skip_special_tokens", "embedding_types", "embed_dtype", "output_dtype", "embedding_type"),
     *("return_input", "add_special_tokens", "score_threshold"),
+    # Of a chat.
+    *("messages", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
 }
 # Fields that hold the texts: tested below.
 TEXTS = {
@@ -266,7 +268,7 @@ def caller(engine: RecordingEngine) -> Caller:
 
 
 async def test_every_field_of_every_request_is_tested() -> None:
-    assert sorted(KINDS) == POSTED
+    assert sorted([*KINDS, "/invocations", "/embed_sparse"]) == POSTED
     for path, kind in KINDS.items():
         tested = {
             field for names, body, _ in CHANGES for name in names if PLAIN[name][0] == path for field in body
@@ -347,6 +349,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate": ("yes", 2),
     "truncation_direction": ("up", 1),
     "input": (None, [], 7, True, {"a": 1}, [[]], ["a", 1], [1, "a"], [True], [[1], "a"], [[True]], [1.5]),
+    "messages": (7, "a", []),
+    "add_generation_prompt": ("yes", 2),
+    "continue_final_message": ("yes", 2),
+    "chat_template": (7, ["x"]),
+    "chat_template_kwargs": (7, "a"),
     "dimensions": (0, -1, "three", 1.5),
     "encoding_format": ("hex", 1),
     "input_type": ("poem", "", 1),
@@ -399,6 +406,7 @@ BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.valu
     "/detokenize": {"tokens": [1]},
     "/": {"inputs": "d"},
     "/decode": {"ids": [1]},
+    "/invocations": RERANK_BODY,
 }
 
 

@@ -9,8 +9,8 @@ import pytest_asyncio
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer
 from maxsimd.api.failures import ApiError
-from maxsimd.api.handlers.handle import _table
 from maxsimd.api.handlers.route import LARGE_BODY, delete, get, post
+from maxsimd.api.handlers.routes import table
 from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineConfig, EngineNotReadyError
 from tests.unit.calling_handlers import Caller, Pieces, RecordingEngine
@@ -46,7 +46,7 @@ async def test_a_table_has_the_work_of_every_method_of_every_path() -> None:
 
     one, two, three = get("/one", read), delete("/one", read), post("/two", wire.TokenizeRequest, write)
     four = post("/one", wire.TokenizeRequest, write)
-    assert _table((one, two), (), (three, four)) == {
+    assert table((one, two), (), (three, four)) == {
         "/one": {"GET": one.work, "HEAD": one.work, "DELETE": two.work, "POST": four.work},
         "/two": {"POST": three.work},
     }

@@ -1,0 +1,53 @@
+"""All routes: for each path, what does the work of each method; and what /openapi.json says of them."""
+
+import functools
+
+from maxsimd.api.answer import Answer
+from maxsimd.api.handlers import (
+    classification,
+    cohere,
+    embedding,
+    invocations,
+    operating,
+    scoring,
+    tei,
+    tokens,
+)
+from maxsimd.api.handlers.openapi import described
+from maxsimd.api.handlers.route import Route, Work, get
+from maxsimd.api.state import ServerState
+
+
+async def openapi(state: ServerState) -> Answer:
+    return Answer(200, {"Content-Type": "application/json"}, _description())
+
+
+@functools.cache
+def _description() -> bytes:
+    return described(_ALL, OPEN_ROUTES)
+
+
+def table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
+    """For each path, what does the work of each method."""
+    works: dict[str, dict[str, Work]] = {}
+    for route in (route for group in groups for route in group):
+        for method in route.methods:
+            works.setdefault(route.path, {})[method] = route.work
+    return works
+
+
+# What load balancers ask must be answered without a key. Nothing else is.
+OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
+_ALL = (
+    *scoring.ROUTES,
+    *embedding.ROUTES,
+    *classification.ROUTES,
+    *tokens.ROUTES,
+    *tei.ROUTES,
+    *cohere.ROUTES,
+    *invocations.ROUTES,
+    *operating.ROUTES,
+    get("/openapi.json", openapi),
+)
+ROUTES = table(_ALL)
+METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
