@@ -2,7 +2,7 @@
 be, which is checked before any of them is looked at."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -115,12 +115,7 @@ def check_count(contents: Any, param: str, most: int) -> None:
 
 def as_items(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[Item]:
     """One or many contents as texts or embeddings."""
-    if not isinstance(contents, list):
-        contents = [contents]
-    return [
-        content if isinstance(content, str) else as_item(content, f"{param}[{i}]", param, rank_fields)
-        for i, content in enumerate(contents)
-    ]
+    return [as_item(content, where, param, rank_fields) for where, content in _named(contents, param)]
 
 
 def as_item(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> Item:
@@ -132,12 +127,13 @@ def as_item(content: Content, where: str, param: str, rank_fields: RankFields | 
 
 def as_texts(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[str]:
     """One or many contents as plain texts."""
-    if not isinstance(contents, list):
-        contents = [contents]
-    return [
-        content if isinstance(content, str) else as_text(content, f"{param}[{i}]", param, rank_fields)
-        for i, content in enumerate(contents)
-    ]
+    return [as_text(content, where, param, rank_fields) for where, content in _named(contents, param)]
+
+
+def _named(contents: Contents, param: str) -> Iterator[tuple[str, Content]]:
+    """One or many contents, each behind what errors call it."""
+    for i, content in enumerate(contents if isinstance(contents, list) else [contents]):
+        yield f"{param}[{i}]", content
 
 
 def as_text(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> str:

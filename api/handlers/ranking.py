@@ -8,6 +8,7 @@ from maxsimd.api.answer import Answer
 from maxsimd.api.reading import ToRank, in_its_words, wants_activation, wants_normalized
 from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
+from maxsimd.engine.requests import ScoreOptions
 from maxsimd.engine.scoring.scale import score_scale
 
 
@@ -26,18 +27,27 @@ async def rank(
         return await state.engine.rerank(
             *texts,
             top_n=top_n,
-            truncation=truncation,
             score_threshold=body.score_threshold,
-            use_activation=wants_activation(body),
-            normalize=wants_normalized(body, state.config.normalize_scores),
-            instruction=body.instruction,
-            cache=body.cache or "use",
-            priority=body.priority or 0,
-            tenant=tenant,
-            timeout=body.timeout,
-            on_timeout=body.on_timeout or "error",
-            on_error=body.on_error or "fail",
+            **score_options(state, body, truncation, tenant),
         )
+
+
+def score_options(
+    state: ServerState, body: wire.Scoring, truncation: Truncation, tenant: str
+) -> ScoreOptions:
+    """What the engine is to be told of a request's options."""
+    return {
+        "truncation": truncation,
+        "use_activation": wants_activation(body),
+        "normalize": wants_normalized(body, state.config.normalize_scores),
+        "instruction": body.instruction,
+        "cache": body.cache or "use",
+        "priority": body.priority or 0,
+        "tenant": tenant,
+        "timeout": body.timeout,
+        "on_timeout": body.on_timeout or "error",
+        "on_error": body.on_error or "fail",
+    }
 
 
 def scale_of(state: ServerState, body: wire.Scoring) -> wire.ScoreScale:

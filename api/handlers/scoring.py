@@ -8,7 +8,7 @@ import msgspec
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers import reranks
-from maxsimd.api.handlers.ranking import characters_of, in_words_of, rank, scale_of, with_scale
+from maxsimd.api.handlers.ranking import characters_of, in_words_of, rank, scale_of, score_options, with_scale
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import (
     Item,
@@ -17,8 +17,6 @@ from maxsimd.api.reading import (
     texts_to_rank,
     texts_to_score,
     truncation_of,
-    wants_activation,
-    wants_normalized,
 )
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire_reranks import TeiRanked, VoyageResponse
@@ -30,20 +28,8 @@ async def score(
 ) -> Answer:
     model, scale = state.model_name, scale_of(state, body)
     with in_words_of(names_of(body)):
-        result = await state.engine.score(
-            *texts,
-            truncation=truncation_of(body, state.config.long_documents),
-            use_activation=wants_activation(body),
-            normalize=wants_normalized(body, state.config.normalize_scores),
-            instruction=body.instruction,
-            cache=body.cache or "use",
-            priority=body.priority or 0,
-            tenant=tenant,
-            timeout=body.timeout,
-            on_timeout=body.on_timeout or "error",
-            on_error=body.on_error or "fail",
-        )
-
+        truncation = truncation_of(body, state.config.long_documents)
+        result = await state.engine.score(*texts, **score_options(state, body, truncation, tenant))
     warnings = warnings_of(result.truncated)
     least = -math.inf if body.score_threshold is None else body.score_threshold
 

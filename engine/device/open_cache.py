@@ -19,8 +19,8 @@ from maxsimd.engine.device.memory import free_memory
 log = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
-# What a cache may take of the memory that is free when it is opened, unless it is configured: a sixteenth, but
-# not less and not more than this.
+# What a cache may take of the memory that is free when it is opened, unless it is configured: a sixteenth,
+# but not less and not more than this.
 _SHARE, _LEAST, _MOST = 16, 64 * MIB, 4096 * MIB
 
 
