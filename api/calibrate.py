@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from maxsimd.api.flags import in_flags
 from maxsimd.api.judgements import Judgements, read_judgements, read_texts
 from maxsimd.engine import Engine, EngineConfig, MaxsimdError
 from maxsimd.engine.device.open_calibration import digest_of
@@ -34,7 +35,7 @@ def run(config: EngineConfig, queries: str, documents: str, qrels: str, others: 
         calibration = Calibration.fitted(digest_of(config), scored.scores, scored.relevant)
         calibration.write(Path(out))
     except (OSError, ValueError, MaxsimdError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(in_flags(str(error))) from error
     before, after = errors_of(scored)
     share = sum(scored.relevant) / len(scored.relevant)
     click.echo(

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.flags import in_flags
 from maxsimd.api.interpreter import waiting_threads_sleep
 from maxsimd.api.options import config_from, options_from
 from maxsimd.api.signals import leaving_when_asked
@@ -62,7 +63,7 @@ def inspect(check: bool, as_json: bool, **values: Any) -> None:
     try:
         rows = inspect_model(config, check)
     except ModelLoadError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(in_flags(str(error))) from error
     click.echo(json.dumps(rows, indent=2, ensure_ascii=False) if as_json else show(rows))
 
 

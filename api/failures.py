@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from maxsimd.api.answer import Answer
+from maxsimd.api.flags import in_flags
 from maxsimd.api.printable import printable
 from maxsimd.api.wire import ErrorBody, ErrorResponse
 from maxsimd.engine import (
@@ -52,7 +53,7 @@ def as_api_error(error: Exception) -> ApiError:
             kind = "RateLimitError" if error.reason == "rate" else "QueueFullError"
             return ApiError(429, kind, str(error), retry_after=error.retry_after)
         case RequestTooLargeError():
-            return ApiError(413, "RequestTooLargeError", str(error))
+            return ApiError(413, "RequestTooLargeError", in_flags(str(error)))
         case RequestTimeoutError():
             return ApiError(504, "TimeoutError", str(error))
         case EngineNotReadyError():

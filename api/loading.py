@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from maxsimd.api.flags import in_flags
 from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, ModelLoadError
@@ -106,7 +107,7 @@ def _succeeded(start: asyncio.Task[None]) -> bool:
     try:
         start.result()
     except ModelLoadError as error:
-        log.error("%s", error)
+        log.error("%s", in_flags(str(error)))
         return False
     except Exception as error:
         log.error(

@@ -10,9 +10,11 @@ import sys
 import time
 from collections.abc import Iterator
 
+from maxsimd.api.flags import in_flags
 from maxsimd.api.printable import printable
 
 _LONGEST_MESSAGE = 4_000
+_ENGINE = "maxsimd.engine."
 _LONGEST_LINE_OF_A_TRACE = 500
 
 
@@ -65,7 +67,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def _message(record: logging.LogRecord) -> str:
-    return printable(record.getMessage(), _LONGEST_MESSAGE)
+    message = record.getMessage()
+    return printable(in_flags(message) if record.name.startswith(_ENGINE) else message, _LONGEST_MESSAGE)
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> Iterator[str]:

@@ -260,7 +260,7 @@ class Admission:
 
     def _check_price(self, permit: Permit, tokens: int) -> None:
         """Refuses what is too much by itself."""
-        most, raised = self._limits.request_tokens, "raise --max-request-tokens"
+        most, raised = self._limits.request_tokens, "raise max_request_tokens"
         own = self._tenants[permit.share[0]].max_request_tokens
         if own is not None and own < most:
             most, raised = own, f"have max_request_tokens of the tenant {permit.share[0]!r} raised"

@@ -208,9 +208,9 @@ def _log(folder: Path, what: str) -> None:
 def _advice(error: Exception) -> str:
     """What is wrong with a folder, and what to change."""
     if isinstance(error, db.NotOursError):
-        return f"{error}; move it away, or name another folder with --cache-dir"
+        return f"{error}; move it away, or name another folder (cache_dir)"
     if isinstance(error, OSError):
-        return f"{_printable(error.strerror)}; name a folder that can be written to with --cache-dir"
+        return f"{_printable(error.strerror)}; name a folder that can be written to (cache_dir)"
     return _reason(error)
 
 

@@ -34,7 +34,7 @@ class ScoreCache:
 
     def __init__(self, limit: int) -> None:
         self._memory: MemoryStore[CachedScore] = MemoryStore(limit)
-        self._fit = FitWatch(self._memory, "scores", "raise --cache-mb (cache_mb)")
+        self._fit = FitWatch(self._memory, "scores", "raise cache_mb")
         self._lock = threading.Lock()
         self.hits = self.misses = 0
 

@@ -15,8 +15,8 @@ from maxsimd.pooling.ragged import Ragged
 # Staged embeddings may take this many bytes until they are written.
 STAGED_BYTES = 256 * 1024 * 1024
 _ADVICE = (
-    "raise --cache-mb (cache_mb), name a folder for more of them with --cache-dir (cache_dir), or have them "
-    "in fewer bytes with --cache-precision int8"
+    "raise cache_mb, name a folder for more of them (cache_dir), or have them in fewer bytes "
+    '(cache_precision="int8")'
 )
 
 

@@ -28,7 +28,7 @@ def score_template(config: EngineConfig) -> ScoreTemplate | None:
 def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
     """The model as configured. Raises ModelLoadError for a setting that does not apply to it."""
     if config.score_template is not None and model.pairs.template is None:
-        raise ModelLoadError("--score-template is for models that read query and document together")
+        raise ModelLoadError("score_template is for models that read query and document together")
     if config.query_prompt is not None:
         model = replace(model, query=replace(model.query, prompt=config.query_prompt))
     if config.document_prompt is not None:
@@ -39,7 +39,7 @@ def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
         model = replace(model, instruction=config.instruction)
     if config.doc_token_pooling is not None:
         if model.score_task != "token_embed":
-            raise ModelLoadError("--doc-token-pooling is for late interaction")
+            raise ModelLoadError("doc_token_pooling is for late interaction")
         model = replace(model, token_pooling=merging_documents(config.doc_token_pooling))
     if config.dimensions is not None:
         model = replace(model, tasks=_shortened(model.tasks, config.dimensions))
@@ -51,7 +51,9 @@ def _shortened(tasks: Mapping[str, Task], dimensions: int) -> dict[str, Task]:
     for name in ("embed", "token_embed"):
         if name in tasks:
             if dimensions > tasks[name].dim:
-                raise ModelLoadError(f"--dimensions is {dimensions}, but embeddings have {tasks[name].dim}")
+                raise ModelLoadError(
+                    f"dimensions={dimensions} is more than the {tasks[name].dim} of embeddings"
+                )
             task = tasks[name]
             head = FirstColumns(task.head, dimensions, task.normalised)
             shortened[name] = replace(task, head=head, dim=dimensions)

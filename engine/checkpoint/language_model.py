@@ -125,7 +125,7 @@ def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, An
         words.append(after[0].false_token_id)
     template = template or template_of(transformer)
     if template is None:
-        raise ModelLoadError(f"{path!r} has no chat template for query and document; give --score-template")
+        raise ModelLoadError(f"{path!r} has no chat template for query and document; give score_template")
     return (
         transformer.auto_model,
         transformer.tokenizer,
@@ -142,7 +142,7 @@ def _read_bare(
     if family is None and template is None:
         raise ModelLoadError(
             f"{path!r} is a {architecture} and says neither how it wants to be asked nor how it answers: "
-            "give --score-template, whose answers are taken to be yes and no, or name a model of a known "
+            "give score_template, whose answers are taken to be yes and no, or name a model of a known "
             "family: " + ", ".join(family.example for family in FAMILIES.values())
         )
     common = {"revision": options["revision"], "trust_remote_code": options["trust_remote_code"]}

@@ -24,7 +24,7 @@ def refuse_unsupported(
         first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
         raise ModelLoadError(f"{model!r} begins with a {first}, not a transformer; supported are {SUPPORTED}")
     if kind not in CONFIG_MAPPING and not trust_remote_code:
-        code = " It comes with code of its own, which --trust-remote-code would run."
+        code = " It comes with code of its own, which trust_remote_code=True would run."
         raise ModelLoadError(
             f"{model!r} is a {files.architecture} of type {kind!r}, which transformers does not have."
             f"{code if 'auto_map' in files.config else ''} Supported are {SUPPORTED}"
@@ -34,7 +34,7 @@ def refuse_unsupported(
         method = quantized.get("quant_method") or quantized.get("format") or "an unnamed method"
         raise ModelLoadError(
             f"the weights of {model!r} are quantised by {method}, which is not carried out here; name the "
-            "checkpoint that it was made from (--quantization int8 quantises that one)"
+            'checkpoint that it was made from (quantization="int8" quantises that one)'
         )
     if kind == "reformer" and (not files.config.get("num_buckets") or files.config.get("hash_seed") is None):
         raise ModelLoadError(
@@ -44,7 +44,7 @@ def refuse_unsupported(
     if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
         raise ModelLoadError(
             f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "
-            "serve it with --score-type bi-encoder or late-interaction, or name a "
+            'load it with score_type="bi-encoder" or "late-interaction", or name a '
             "*ForSequenceClassification checkpoint"
         )
     if score_type is ScoreType.LISTWISE and files.architecture != LISTWISE:

@@ -40,7 +40,7 @@ def _check_index(model: str, folder: str, index: Path) -> None:
         if not name.endswith(".safetensors") or "/" in name or "\\" in name:
             raise ModelLoadError(
                 f"{folder}{_INDEX} of {model!r} names {name!r}, which is no safetensors file beside it; save "
-                "the weights anew, or trust them with --allow-pickle"
+                "the weights anew, or trust them with allow_pickle=True"
             )
 
 
@@ -56,7 +56,7 @@ def _weight_map(model: str, index: Path) -> dict[str, str]:
 def _only_pickles(model: str, folder: str) -> ModelLoadError:
     return ModelLoadError(
         f"{model!r} has no {folder}{_WHOLE}; weights that are there only as pickles ({folder}{_PICKLED}) "
-        "can run code as they are read: convert them to safetensors, or trust them with --allow-pickle"
+        "can run code as they are read: convert them to safetensors, or trust them with allow_pickle=True"
     )
 
 

@@ -73,7 +73,7 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
             precision = dtype_name(choose_dtype(config.dtype, device))
             raise ModelLoadError(
                 f"{model.name!r} cannot be run in {precision}: {type(error).__name__}: {error}; try another "
-                "--dtype, or --kernels torch"
+                'dtype, or kernels="torch"'
             ) from error
 
 
@@ -126,7 +126,7 @@ def _refuse_quantization(config: EngineConfig, possible: bool) -> None:
     if config.quantization == "int8" and not possible:
         raise ModelLoadError(
             "int8 weights need a CPU with AVX-512 (VNNI and BF16), the compiled kernels and the precision"
-            " bfloat16: leave out --quantization, or the --device, --dtype or --kernels that rules these out"
+            " bfloat16: leave out quantization, or the device, dtype or kernels that rules these out"
         )
 
 

@@ -31,5 +31,5 @@ class RequestIds:
         if tokens > self.most_tokens:
             raise RequestTooLargeError(
                 f"this request has more than the {self.most_tokens} tokens that one may have; send it in "
-                "parts, let texts be cut shorter, or raise --max-request-tokens"
+                "parts, let texts be cut shorter, or raise max_request_tokens"
             )

@@ -18,12 +18,12 @@ def check_room(model: LoadedModel, tokenizer: TextTokenizer, budget: int, chunke
         shortest = f"{kind} of {model.name!r} has at least {tokens} tokens with all that stands around it"
         if tokens > model.max_tokens:
             raise ModelLoadError(
-                f"{shortest}, but the longest input is {model.max_tokens} tokens; leave out --max-model-len "
+                f"{shortest}, but the longest input is {model.max_tokens} tokens; leave out max_model_len "
                 "or raise it"
             )
         if not chunked and tokens > budget:
             raise ModelLoadError(
-                f"{shortest}, but a step takes no more than {budget}; raise --max-batch-tokens to at least "
+                f"{shortest}, but a step takes no more than {budget}; raise max_batch_tokens to at least "
                 f"{tokens}"
             )
 

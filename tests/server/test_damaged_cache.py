@@ -92,7 +92,7 @@ def test_a_file_in_place_of_the_folder_stays_until_its_user_removes_it(
     server: Server, folder: Path, documents: list[str], expected: list[float]
 ) -> None:
     assert "cached in memory only" in server.log
-    assert "name a folder that can be written to with --cache-dir" in server.log
+    assert "name a folder that can be written to (--cache-dir)" in server.log
     for _ in range(2):
         np.testing.assert_allclose(scores(rerank(server, documents)), expected, atol=1e-4)
     assert httpx.delete(server.url + "/cache").status_code == 204

@@ -405,7 +405,7 @@ async def test_a_request_of_more_tokens_than_its_tenant_may_send_is_too_large() 
         match=r"71 tokens, more than the 70 .* or have max_request_tokens of the tenant 'a' raised$",
     ):
         door.ask(71, tenant="a")
-    with pytest.raises(RequestTooLargeError, match=r"the 5000 that .* or raise --max-request-tokens$"):
+    with pytest.raises(RequestTooLargeError, match=r"the 5000 that .* or raise max_request_tokens$"):
         door.ask(5001, tenant="b")
     assert door.metric("tenant_refused_requests_total", tenant="a", reason="size") == 1
 

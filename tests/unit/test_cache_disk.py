@@ -534,7 +534,7 @@ def test_a_file_in_place_of_a_folder_stays_as_it_is(
         caplog.clear()
         log = refuses(folder, caplog)
         assert "cached in memory only" in log
-        assert "name a folder that can be written to with --cache-dir" in log
+        assert "name a folder that can be written to (cache_dir)" in log
     assert unchanged(tmp_path) == before
     assert os.listdir(tmp_path) == ["notes.txt"]
 
@@ -566,7 +566,7 @@ def test_another_programs_database_stays_as_it_is(
     before = unchanged(folder)
     log = refuses(folder, caplog)
     assert reason in log
-    assert "move it away, or name another folder with --cache-dir" in log
+    assert "move it away, or name another folder (cache_dir)" in log
     assert unchanged(folder) == before
 
 

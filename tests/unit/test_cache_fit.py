@@ -68,7 +68,7 @@ async def test_an_engine_says_it(native_multi_vector: str, caplog: pytest.LogCap
             await engine.score("q", texts)
             cache.flush()
     (warning,) = _warnings(caplog)
-    assert "--cache-dir" in warning
+    assert "(cache_dir)" in warning
 
 
 async def test_scores_say_it_too(bert_cross_encoder: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,4 +77,4 @@ async def test_scores_say_it_too(bert_cross_encoder: str, caplog: pytest.LogCapt
         for _ in range(3):
             await engine.score("q", texts)
     (warning,) = _warnings(caplog)
-    assert "raise --cache-mb" in warning
+    assert "raise cache_mb" in warning

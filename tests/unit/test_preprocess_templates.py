@@ -149,7 +149,7 @@ def test_a_request_that_becomes_too_large_is_refused_before_all_of_it_is_made(
 
     monkeypatch.setattr(TemplateJoiner, "join", counting)
     short = request_ids(most_tokens=3 * each)
-    with pytest.raises(RequestTooLargeError, match=rf"more than the {3 * each} tokens .* raise --max"):
+    with pytest.raises(RequestTooLargeError, match=rf"more than the {3 * each} tokens .* raise max_"):
         preprocessor(described).score(request, short)
     assert len(made) == 4
 

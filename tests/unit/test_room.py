@@ -27,7 +27,7 @@ async def test_a_budget_below_the_length_of_expanded_queries_is_refused_with_bot
     assert "a query of" in message
     assert "at least 32 tokens" in message
     assert "no more than 16" in message
-    assert "--max-batch-tokens" in message
+    assert "max_batch_tokens" in message
 
 
 @pytest.mark.parametrize("packing", ["auto", "off"])
@@ -57,7 +57,7 @@ async def test_a_model_length_below_that_of_expanded_queries_is_refused(stanford
     message = await _refusal(model=stanford_colbert, max_model_len=20)
     assert "at least 32 tokens" in message
     assert "20 tokens" in message
-    assert "--max-model-len" in message
+    assert "max_model_len" in message
 
 
 @pytest.mark.parametrize("packing", ["auto", "off"])
@@ -85,7 +85,7 @@ async def test_a_causal_model_is_run_in_chunks_of_any_budget_but_not_beyond_its_
     async with Engine(EngineConfig(model=reranker, max_batch_tokens=7)) as engine:
         assert (await engine.score("a", ["b"])).scores
     assert "no more than 7" in await _refusal(model=reranker, max_batch_tokens=7, packing="off")
-    assert "--max-model-len" in await _refusal(model=reranker, max_model_len=30)
+    assert "max_model_len" in await _refusal(model=reranker, max_model_len=30)
     listwise = language_models.jina_reranker_v3(folder / "room-jina-v3")
     assert "a query with one document" in await _refusal(model=listwise, max_model_len=30)
 

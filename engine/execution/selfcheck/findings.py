@@ -68,14 +68,12 @@ def findings_of(
 
 def _refuse_wrong(name: str, found: Comparison, dtype: torch.dtype, precision: str) -> None:
     if not math.isfinite(found.difference):
-        raise ModelLoadError(
-            f"{name!r} gives numbers that are not finite in {precision}; try another --dtype"
-        )
+        raise ModelLoadError(f"{name!r} gives numbers that are not finite in {precision}; try another dtype")
     far = found.difference / (found.largest or 1.0)
     if far > _WRONG or (dtype is torch.float32 and not found.agrees):
         raise ModelLoadError(
-            f"{name!r} is not run right in {precision} by the kernels of this machine; try --kernels torch "
-            f"or another --dtype: {found}"
+            f'{name!r} is not run right in {precision} by the kernels of this machine; try kernels="torch" '
+            f"or another dtype: {found}"
         )
     if far > _FAR:
         log.warning("in %s results are far from those in float32: %s", precision, found)

@@ -29,7 +29,7 @@ def why_one_by_one(model: LoadedModel) -> str | None:
         if model.max_tokens > most:
             return (
                 f"a sequence of more than {most} tokens changes the positions of all in its pass; "
-                f"with --max-model-len {most} there is none"
+                f"with max_model_len={most} there is none"
             )
     return None
 

@@ -40,5 +40,6 @@ def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True
     if name == "auto":
         return "tiled", maxsim_tiled
     raise ValueError(
-        f"the MaxSim backend {name!r} cannot run on this {device.type}; use --maxsim auto, tiled or reference"
+        f"the MaxSim backend {name!r} cannot run on this {device.type}; "
+        'use maxsim="auto", "tiled" or "reference"'
     )
