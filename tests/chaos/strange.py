@@ -1,5 +1,6 @@
 """Strange requests, as hypothesis draws them: HTTP, or nearly, with JSON in it, or nearly."""
 
+import base64
 import json
 import random
 from dataclasses import dataclass
@@ -56,6 +57,17 @@ _FIELDS = [
     "long_documents",
     "window_overlap",
     "task",
+    "normalize",
+    "score_threshold",
+    "embedding",
+    "dtype",
+    "shape",
+    "scales",
+    "messages",
+    "embed_dtype",
+    "embedding_types",
+    "truncation_direction",
+    "ids",
 ]
 _TEXTS = st.one_of(
     st.text(max_size=40),
@@ -77,6 +89,9 @@ _VALUES = st.recursive(
     ),
     max_leaves=20,
 )
+# Of the vectors of the model that is served here, and two of these in float16.
+_DIM = 32
+_HALVES = base64.b64encode(b"\x00\x2e" * 2 * _DIM).decode()
 # What a body is meant for, and one that is accepted there, or would be by another model.
 _USUAL: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/rerank", {"query": "how is a file read", "documents": ["one text", "another", "a third one"]}),
@@ -88,6 +103,21 @@ _USUAL: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/tokenize", {"text": "a text"}),
     ("/detokenize", {"tokens": [101, 2000, 102]}),
     ("/predict", {"inputs": [["a", "b"]]}),
+    (
+        "/rerank",
+        {"query": "a", "documents": [{"embedding": _HALVES, "dtype": "float16", "shape": [2, _DIM]}]},
+    ),
+    ("/score", {"queries": {"embedding": [[0.1] * _DIM]}, "documents": [{"embedding": [0.2] * _DIM}, "b"]}),
+    ("/v1/ranking", {"query": {"text": "a"}, "passages": [{"text": "b"}, {"text": "c"}]}),
+    ("/v1/reranking", {"query": "a", "input": ["b", "c"]}),
+    ("/v2/embed", {"texts": ["a"], "input_type": "search_query", "embedding_types": ["float", "binary"]}),
+    ("/v1/multi-vector", {"input": ["a text", "another"], "embed_dtype": "int8"}),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": "a text"}]}),
+    ("/embed_all", {"inputs": ["a text"]}),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", "c"]}}),
+    ("/decode", {"ids": [[101, 2000], [102]]}),
+    ("/invocations", {"query": "a", "documents": ["b", "c"]}),
+    ("/", {"inputs": ["a text"]}),
 )
 _LONGEST = 9 << 20
 
