@@ -1,0 +1,81 @@
+"""The command line: `python -m tests.clients [NAME ...]`. Starts servers, has clients ask them, prints a table."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.clients import environments, servers
+from tests.clients.catalogue import CLIENTS, Client
+
+_SECONDS = 600
+# What the server's process needs and clients must not see; and what would send clients elsewhere.
+_OURS = ("PYTHONPATH", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "RAYON_NUM_THREADS")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One check of a client; `error` is None where it passed."""
+
+    client: str
+    what: str
+    error: str | None
+
+
+def main() -> int:
+    # SIGTERM ends this as Ctrl-C does, so that the servers are stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    names = [client.name for client in CLIENTS]
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(names)}; all if none is named")
+    named = parser.parse_args().names
+    if unknown := set(named) - set(names):
+        parser.error(f"there is no client {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    chosen = [client for client in CLIENTS if not named or client.name in named]
+    commands = [environments.command(client.environment, client.script) for client in chosen]
+    outcomes: list[Outcome] = []
+    with servers.running() as urls:
+        for client, command in zip(chosen, commands, strict=True):
+            for outcome in _outcomes(client, command, urls):
+                print(_row(outcome), flush=True)
+                outcomes.append(outcome)
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    for outcome in failed:
+        print(f"\n{outcome.client}: {outcome.what}\n{outcome.error}")
+    print(f"\n{len(outcomes) - len(failed)} passed, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+def _outcomes(client: Client, command: list[str], urls: dict[str, str]) -> list[Outcome]:
+    """Runs a client's checks, which write a line of JSON each into a file."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OURS}
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.jsonl"
+        # Nothing that a client keeps at home takes part.
+        environment |= urls | {"CHECK_RESULTS": str(results), "HOME": folder}
+        try:
+            ran = subprocess.run(
+                command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=_SECONDS
+            )
+            status, said = ran.returncode, ran.stdout + ran.stderr
+        except subprocess.TimeoutExpired as error:
+            status, said = -1, str(error)
+        lines = results.read_text().splitlines() if results.exists() else []
+    outcomes = [Outcome(client.name, **json.loads(line)) for line in lines]
+    if status != 0 or not outcomes:
+        outcomes.append(Outcome(client.name, "all of it", f"exit status {status}\n{said[-3000:]}"))
+    return outcomes
+
+
+def _row(outcome: Outcome) -> str:
+    passed = "passed" if outcome.error is None else f"FAILED: {outcome.error.strip().splitlines()[-1][:160]}"
+    return f"{outcome.client:28} {outcome.what:64} {passed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

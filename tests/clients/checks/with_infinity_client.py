@@ -1,0 +1,55 @@
+"""Infinity's client."""
+
+from infinity_client import Client
+from infinity_client.api.default import classify, embeddings, health, models, rerank
+from infinity_client.models import (
+    ClassifyInput,
+    OpenAIEmbeddingInputText,
+    OpenAIEmbeddingResult,
+    RerankInput,
+)
+from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors, post
+
+_MODEL = "all-MiniLM-L6-v2"
+
+
+def _client(url: str) -> Client:
+    return Client(base_url=url, raise_on_unexpected_status=True)
+
+
+def ranks() -> None:
+    for url in (*RANKING, CROSS_ENCODER):
+        body = RerankInput(query=QUERY, documents=list(DOCUMENTS), model=_MODEL, top_n=3)
+        answer = rerank.sync(client=_client(url), body=body)
+        check_ranking(url, [(each.index, each.relevance_score) for each in answer.results], top=3)
+
+
+def embeds() -> None:
+    body = OpenAIEmbeddingInputText(input_=list(DOCUMENTS), model=_MODEL)
+    answer = embeddings.sync(client=_client(BI_ENCODER), body=body)
+    assert isinstance(answer, OpenAIEmbeddingResult), answer
+    check_vectors([each.embedding for each in answer.data], DOCUMENTS)
+
+
+def embeds_without_naming_a_model() -> None:
+    body = OpenAIEmbeddingInputText(input_=QUERY)
+    answer = embeddings.sync(client=_client(BI_ENCODER), body=body)
+    check_vectors([each.embedding for each in answer.data], [QUERY])
+
+
+def classifies() -> None:
+    body = ClassifyInput(input_=[QUERY], model=_MODEL)
+    answer = classify.sync(client=_client(CROSS_ENCODER), body=body)
+    (plain,) = post(CROSS_ENCODER, "/predict", {"inputs": QUERY})
+    ((given,),) = answer.data
+    assert given.label == plain["label"]
+    assert abs(given.score - plain["score"]) < 1e-6
+
+
+def lists_models() -> None:
+    answer = models.sync(client=_client(BI_ENCODER))
+    assert _MODEL in [each.id for each in answer.data], answer
+
+
+def asks_for_health() -> None:
+    assert health.sync_detailed(client=_client(BI_ENCODER)).status_code == 200

@@ -1,0 +1,24 @@
+"""Voyage's client."""
+
+import voyageai
+from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors
+
+
+def ranks() -> None:
+    for url in (*RANKING, CROSS_ENCODER):
+        client = voyageai.Client(api_key="none", base_url=url + "/v1")
+        answer = client.rerank(QUERY, list(DOCUMENTS), model="rerank-2.5", top_k=3)
+        check_ranking(url, [(each.index, each.relevance_score) for each in answer.results], top=3)
+        assert [each.document for each in answer.results] == [
+            DOCUMENTS[each.index] for each in answer.results
+        ]
+        assert answer.total_tokens > 0
+
+
+def embeds() -> None:
+    client = voyageai.Client(api_key="none", base_url=BI_ENCODER + "/v1")
+    answer = client.embed(list(DOCUMENTS), model="voyage-3.5", input_type="document")
+    check_vectors(answer.embeddings, DOCUMENTS, "document")
+    assert answer.total_tokens > 0
+    short = client.embed([QUERY], model="voyage-3.5", input_type="query", output_dimension=64)
+    check_vectors(short.embeddings, [QUERY], "query", dimensions=64)

