@@ -27,16 +27,12 @@ from maxsimd.engine import EmbedResult, InvalidRequestError
 from maxsimd.engine.config import ScoreType
 
 _SHORTEST = 1e-12
+_VAIN = "normalize false changes nothing, because the model's own last layer normalises"
 
 
 async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
-    """One vector a text, of length 1 unless `normalize` is false."""
+    """One vector a text, of length 1 unless `normalize` is false and the model itself does not normalise."""
     task = state.engine.model.tasks.get("embed")
-    if task is not None and task.normalised and body.normalize is False:
-        raise InvalidRequestError(
-            "normalize false is not possible, because the model's own last layer normalises; leave it out",
-            "normalize",
-        )
     headers = TeiHeaders(state, inputs)
     result = await _embedded(state, body, inputs, tenant, dimensions=body.dimensions)
     in_unit_length = task is None or task.normalised or body.normalize is False
@@ -48,7 +44,9 @@ async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inpu
         return rows.tolist()
 
     answer = await wire_answer(build, result.embeddings.size)
-    return headers.added_to(answer, result)
+    # Haystack's client sends it by default, so that it is no reason to refuse.
+    is_vain = task is not None and task.normalised and body.normalize is False
+    return headers.added_to(answer, result, *([_VAIN] if is_vain else []))
 
 
 async def embed_all(

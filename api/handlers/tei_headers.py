@@ -15,12 +15,17 @@ class TeiHeaders:
         self._characters = sum(len(text) for text in texts if isinstance(text, str))
 
     def added_to(
-        self, answer: Answer, result: EmbedResult | TokenEmbedResult | ClassifyResult | RerankResult
+        self,
+        answer: Answer,
+        result: EmbedResult | TokenEmbedResult | ClassifyResult | RerankResult,
+        *warnings: str,
     ) -> Answer:
-        """The answer with these headers, and with the server's own: timing and warnings."""
+        """The answer with these headers, and with the server's own: timing and warnings, given ones too."""
         timings = result.timings
         total = timings.queue + timings.tokenise + timings.model
-        complete = answer.with_timings(timings).with_warnings(warnings_of(result.truncated))
+        complete = answer.with_timings(timings).with_warnings(
+            [*(warnings_of(result.truncated) or ()), *warnings]
+        )
         return complete.with_headers(
             x_compute_type=self._device,
             x_compute_time=_milliseconds(total),

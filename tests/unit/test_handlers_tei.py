@@ -39,6 +39,12 @@ async def test_vectors_are_a_bare_list_of_length_one_each(
     np.testing.assert_allclose(one, answer[:1], atol=1e-5)
 
 
+async def test_normalize_false_changes_nothing_where_the_model_normalises(caller: Caller) -> None:
+    answer = await caller.post("/embed", {"inputs": TEXTS, "normalize": False})
+    assert json.loads(answer.body) == await caller.json("/embed", {"inputs": TEXTS})
+    assert "changes nothing" in answer.headers["x-maxsimd-warnings"]
+
+
 async def test_every_tokens_vector_is_answered(caller: Caller, engine: RecordingEngine) -> None:
     answer = await caller.json("/embed_all", {"inputs": TEXTS[:2]})
     expected = (await engine.embed_tokens(TEXTS[:2])).embeddings
