@@ -13,6 +13,9 @@ from maxsimd.api.keys import ApiKeys
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
 
+# What Infinity's client sends where it is to name no model.
+_NO_NAME = "default/not-specified"
+
 Phase = Literal["starting", "ok", "restarting", "draining", "dead"]
 
 
@@ -103,5 +106,5 @@ class ServerState:
             raise EngineNotReadyError("the server is starting or shutting down")
 
     def check_model(self, name: str | None) -> None:
-        if name and name not in (*self.model_names, self.engine.model.name):
+        if name and name not in (*self.model_names, self.engine.model.name, _NO_NAME):
             raise no_such_model(name, self.model_names)

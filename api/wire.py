@@ -94,7 +94,8 @@ class EmbeddingsRequest(Common, kw_only=True):
     # Not taken.
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    dimensions: Positive | None = None
+    # 0 is for all, as Infinity's client sends it.
+    dimensions: NotNegative | None = None
     # Voyage's.
     output_dimension: Positive | None = None
     encoding_format: Literal["float", "base64", "safetensors"] | None = None
@@ -115,13 +116,25 @@ class PoolingRequest(EmbeddingsRequest, kw_only=True):
 
 
 class ClassifyRequest(Common, kw_only=True):
+    """vLLM's; Infinity's has `raw_scores`, which its client always sends."""
+
     input: Any
     use_activation: bool | None = None
+    raw_scores: bool | None = None
+
+
+class PredictParameters(msgspec.Struct, kw_only=True):
+    """What Hugging Face's clients may send beside a text: how logits become scores, and how many."""
+
+    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
+    top_k: Positive | None = None
 
 
 class PredictRequest(msgspec.Struct, kw_only=True):
-    """text-embeddings-inference's: a text, a pair of texts, or a list of lists of either."""
+    """text-embeddings-inference's: a text, a pair of texts, or a list of lists of either. Hugging Face's has
+    `parameters`, which its client always sends, and is answered by a list for each text even if it is one."""
 
+    parameters: PredictParameters | None = None
     inputs: Any
     raw_scores: bool | None = None
     truncate: bool | None = None

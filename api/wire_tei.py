@@ -49,11 +49,6 @@ class TeiDecodeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-class TeiPrediction(msgspec.Struct):
-    score: float
-    label: str
-
-
 class TeiToken(msgspec.Struct):
     """A token and the characters that it stands for; special ones stand for none."""
 

@@ -96,6 +96,34 @@ async def test_predict_answers_one_with_a_list_and_many_with_lists(caller: Calle
     assert turned != pair
 
 
+async def test_hugging_faces_clients_get_a_list_for_each_text_even_of_one(caller: Caller) -> None:
+    plain = await caller.json("/predict", {"inputs": TEXTS[0]})
+    assert await caller.json("/predict", {"inputs": TEXTS[0], "parameters": {}}) == [plain]
+    assert await caller.json("/predict", {"inputs": TEXTS[0], "parameters": {"top_k": 2}}) == [plain[:2]]
+
+
+async def test_hugging_faces_clients_choose_what_becomes_of_logits(caller: Caller) -> None:
+    logits = (await caller.engine.classify(TEXTS[0], use_activation=False)).scores[0]
+    powers = np.exp(logits)
+    for name, expected in {
+        "none": logits,
+        "sigmoid": powers / (1 + powers),
+        "softmax": powers / powers.sum(),
+    }.items():
+        body = {"inputs": TEXTS[0], "parameters": {"function_to_apply": name}}
+        (answer,) = await caller.json("/predict", body)
+        given = {item["label"]: item["score"] for item in answer}
+        np.testing.assert_allclose([given[f"LABEL_{i}"] for i in range(3)], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("raw", [True, False])
+async def test_infinitys_client_gets_all_labels_best_first(caller: Caller, raw: bool) -> None:
+    answer = await caller.json("/classify", {"input": TEXTS, "raw_scores": raw})
+    assert (answer["object"], answer["model"]) == ("classify", "mine")
+    plain = await caller.json("/predict", {"inputs": [[text] for text in TEXTS], "raw_scores": raw})
+    assert answer["data"] == plain
+
+
 async def test_the_order_of_equal_labels_is_the_models() -> None:
     from maxsimd.api.handlers.classification import _ranked
 

@@ -179,6 +179,7 @@ CHANGES: list[Change] = [
     (TEI, {"truncate": False, "truncation_direction": "Left"}, {"truncation": LEFT}),
     (EMBEDS, {"dimensions": 3}, {"dimensions": 3}),
     (EMBEDS, {"dimensions": 1}, {"dimensions": 1}),
+    (EMBEDS, {"dimensions": 0}, {}),
     (EMBEDS, {"output_dimension": 3}, {"dimensions": 3}),
     (EMBEDS, {"truncation": True}, {}),
     (EMBEDS, {"truncation": False}, {"truncation": REFUSE}),
@@ -206,11 +207,20 @@ CHANGES: list[Change] = [
     (COHERE_EMBEDS, {"input_type": "classification"}, {}),
     (("embed", "root"), {"dimensions": 3}, {"dimensions": 3}),
     (("embed", "root"), {"normalize": True}, {}),
+    (("embed", "root"), {"normalize": False}, {}),
     (SIMILARITIES, {"parameters": {"truncate": False}}, {"truncation": REFUSE}),
     (SIMILARITIES, {"parameters": {"truncation_direction": "Left"}}, {"truncation": CUT_LEFT}),
     (SIMILARITIES, {"parameters": {"prompt_name": "clustering"}}, {"prompt_name": "clustering"}),
     (("predict",), {"raw_scores": True}, {"use_activation": False}),
     (("predict",), {"raw_scores": False}, {}),
+    (("classify",), {"raw_scores": True}, {"use_activation": False}),
+    (("classify",), {"raw_scores": False}, {}),
+    (("predict",), {"parameters": {}}, {}),
+    (("predict",), {"parameters": {"top_k": 1}}, {}),
+    *(
+        (("predict",), {"parameters": {"function_to_apply": name}}, {"use_activation": False})
+        for name in ("sigmoid", "softmax", "none")
+    ),
 ]
 ROUTE_CHANGES = [
     pytest.param(name, body, change, id=f"{name}: {body}")
@@ -354,7 +364,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": ("yes", 2),
     "chat_template": (7, ["x"]),
     "chat_template_kwargs": (7, "a"),
-    "dimensions": (0, -1, "three", 1.5),
+    "dimensions": (-1, "three", 1.5),
     "encoding_format": ("hex", 1),
     "input_type": ("poem", "", 1),
     "prompt_name": (1, ["x"]),
@@ -382,12 +392,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "embedding_types": ("float", ["int4"], ["int8"], [1]),
     "output_dimension": (0, -1, "three", 1.5),
     "parameters": (1, "a", ["truncate"]),
+    **{(path, "dimensions"): (0, -1, "three", 1.5) for path in ("/embed", "/")},
 }
 # The same where a route refuses something else: texts come before inputs.
 REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
     **{(path, "inputs"): ("a", 3, [1]) for path in ("/v1/embed", "/v2/embed")},
     # The model of these tests normalises by itself.
-    **{(path, "normalize"): ("yes", 2, False) for path in ("/embed", "/")},
     **{(path, "inputs"): (None, [], 3, True, [["a", 1]], ["a", 1]) for path in ("/similarity", "/")},
     ("/tokenize", "inputs"): (3, [1]),
     ("/v1/reranking", "input"): (7, ["a", 7]),
@@ -511,7 +521,7 @@ async def test_the_servers_long_documents_hold_where_the_request_says_nothing(
 async def test_a_model_may_be_named_by_either_name_and_no_other(engine: RecordingEngine, path: str) -> None:
     caller = Caller(engine, served_model_name=("mine",))
     usual = (await caller.post(path, BODIES[path])).status
-    for name in ("mine", "all-MiniLM-L6-v2", "", None):
+    for name in ("mine", "all-MiniLM-L6-v2", "default/not-specified", "", None):
         assert (await caller.post(path, BODIES[path] | {"model": name})).status == usual
     assert await caller.error(path, BODIES[path] | {"model": "nope"}) == (
         404,
