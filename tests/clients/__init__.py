@@ -1,1 +1,1 @@
-"""Other people's clients against real servers: `make test-clients`. Each runs in an environment of its own."""
+"""Other people's clients against real servers: `make test-clients`. They run in environments of their own."""

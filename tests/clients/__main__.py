@@ -1,4 +1,4 @@
-"""The command line: `python -m tests.clients [NAME ...]`. Starts servers, has clients ask them, prints a table."""
+"""`python -m tests.clients [NAME ...]`: starts servers, has clients ask them and prints a table."""
 
 import argparse
 import json
@@ -60,7 +60,13 @@ def _outcomes(client: Client, command: list[str], urls: dict[str, str]) -> list[
         environment |= urls | {"CHECK_RESULTS": str(results), "HOME": folder}
         try:
             ran = subprocess.run(
-                command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=_SECONDS
+                command,
+                env=environment,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_SECONDS,
             )
             status, said = ran.returncode, ran.stdout + ran.stderr
         except subprocess.TimeoutExpired as error:

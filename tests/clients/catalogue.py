@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client by its name, which is that of the file with its checks, and the environment that it runs in."""
+    """`name` is that of the file with its checks, `environment` that of what is installed for it."""
 
     name: str
     environment: str
@@ -39,6 +39,4 @@ _NAMES = {
     "frameworks": ("in_langchain", "in_llama_index", "in_haystack"),
     "schemathesis": ("with_schemathesis",),
 }
-CLIENTS = tuple(
-    Client(name, environment) for environment, names in _NAMES.items() for name in names
-)
+CLIENTS = tuple(Client(name, environment) for environment, names in _NAMES.items() for name in names)

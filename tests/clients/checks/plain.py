@@ -1,11 +1,11 @@
-"""What checks share: texts with an obvious answer, and what the servers say to plain HTTP. Needs no package, as it
-runs in the environment of each client."""
+"""What checks share: texts with an obvious answer, and what the servers say to plain HTTP. Needs no package,
+as it runs in the environment of each client."""
 
 import json
 import math
 import os
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 LATE_INTERACTION = os.environ["LATE_INTERACTION_URL"]
@@ -59,6 +59,15 @@ def check_ranking(url: str, ranking: Sequence[tuple[int, float]], top: int = len
         assert math.isclose(score, right, rel_tol=1e-3, abs_tol=1e-4), f"{ranking} is not {expected}"
     if url != CROSS_ENCODER:
         assert ranking[0][0] == BEST, f"{ranking} does not begin with {BEST}"
+
+
+def error_of(kind: type[Exception], call: Callable[[], Any]) -> Any:
+    """The error that a call ends with."""
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"there is no {kind.__name__}")
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:

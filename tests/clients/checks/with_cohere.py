@@ -2,10 +2,11 @@
 
 import base64
 import struct
+from functools import partial
 from typing import Any
 
 import cohere
-from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors
+from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors, error_of
 
 _RERANKER, _EMBEDDER = "rerank-v3.5", "embed-english-v3.0"
 
@@ -63,12 +64,9 @@ def embeds_in_the_second_version() -> None:
 
 def is_told_of_a_model_that_is_not_there() -> None:
     for client in (_client_1(BI_ENCODER), _client_2(BI_ENCODER)):
-        try:
-            client.rerank(model="no-such-model", query=QUERY, documents=list(DOCUMENTS))
-        except cohere.NotFoundError as error:
-            assert "no-such-model" in str(error), error
-        else:
-            raise AssertionError("no error")
+        asked = partial(client.rerank, model="no-such-model", query=QUERY, documents=list(DOCUMENTS))
+        error = error_of(cohere.NotFoundError, asked)
+        assert "no-such-model" in str(error), error
 
 
 def _numbers(encoded: str) -> list[float]:

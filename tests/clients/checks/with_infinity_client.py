@@ -1,7 +1,7 @@
 """Infinity's client."""
 
 from infinity_client import Client
-from infinity_client.api.default import classify, embeddings, health, models, rerank
+from infinity_client.api.default import classify, embeddings, health, rerank
 from infinity_client.models import (
     ClassifyInput,
     OpenAIEmbeddingInputText,
@@ -44,11 +44,6 @@ def classifies() -> None:
     ((given,),) = answer.data
     assert given.label == plain["label"]
     assert abs(given.score - plain["score"]) < 1e-6
-
-
-def lists_models() -> None:
-    answer = models.sync(client=_client(BI_ENCODER))
-    assert _MODEL in [each.id for each in answer.data], answer
 
 
 def asks_for_health() -> None:

@@ -9,9 +9,7 @@ _MODEL = "all-MiniLM-L6-v2"
 def ranks() -> None:
     for url in (*RANKING, CROSS_ENCODER):
         client = Mixedbread(api_key="none", base_url=url)
-        answer = client.rerank(
-            model=_MODEL, query=QUERY, input=list(DOCUMENTS), top_k=3, return_input=True
-        )
+        answer = client.rerank(model=_MODEL, query=QUERY, input=list(DOCUMENTS), top_k=3, return_input=True)
         check_ranking(url, [(each.index, each.score) for each in answer.data], top=3)
         assert [each.input for each in answer.data] == [DOCUMENTS[each.index] for each in answer.data]
 

@@ -1,7 +1,7 @@
 """OpenAI's client."""
 
 from openai import APIStatusError, OpenAI
-from plain import BI_ENCODER, DOCUMENTS, QUERY, check_vectors
+from plain import BI_ENCODER, DOCUMENTS, QUERY, check_vectors, error_of
 
 _MODEL = "text-embedding-3-small"
 _CLIENT = OpenAI(base_url=BI_ENCODER + "/v1", api_key="none")
@@ -25,10 +25,6 @@ def lists_models() -> None:
 
 
 def is_told_of_a_model_that_is_not_there() -> None:
-    try:
-        _CLIENT.embeddings.create(model="no-such-model", input=QUERY)
-    except APIStatusError as error:
-        assert error.status_code == 404, error
-        assert "no-such-model" in str(error), error
-    else:
-        raise AssertionError("no error")
+    error = error_of(APIStatusError, lambda: _CLIENT.embeddings.create(model="no-such-model", input=QUERY))
+    assert error.status_code == 404, error
+    assert "no-such-model" in str(error), error
