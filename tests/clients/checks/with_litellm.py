@@ -62,7 +62,7 @@ def ranks_as_voyage_does() -> None:
 
 
 def embeds_as_cohere_does() -> None:
-    _check_embeds("cohere/embed-english-v3.0", "/v1/embed", "document", input_type="search_document")
+    _check_embeds("cohere/embed-english-v3.0", "/v2/embed", "document", input_type="search_document")
 
 
 def embeds_as_jina_does() -> None:
