@@ -16,7 +16,8 @@ class MaxsimdRanker:
     before a document's text, a line each.
 
     It runs a model in this process: an `engine`, or one of `model` and the options of an `EngineConfig`. A
-    pipeline that is saved has the model and the options, and so no engine."""
+    pipeline that is saved has the model and the options, and so no engine; Haystack loads it again where
+    `allowed_modules` of `Pipeline.loads` names this module."""
 
     def __init__(
         self,
