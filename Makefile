@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-gpu soak lint wheel-test mutants bench bench-gpu clean
+.PHONY: serve test test-fast test-all test-gpu test-clients soak lint wheel-test mutants bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -31,6 +31,10 @@ test-all: $(VENV)/.dev
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu
+
+# Other people's clients against real servers, each in an environment of its own; CLIENT=with_cohere for one of them.
+test-clients: $(VENV)/.dev
+	$(BIN)/python -m tests.clients $(CLIENT)
 
 # Half an hour of mixed traffic while one thing after another goes wrong; SOAK_SECONDS=60 for less.
 SOAK_SECONDS ?= 1800

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from maxsimd.api.wire_texts import Sequences, Texts
+
 # A text, or an object that holds one: {"text": ...}, {"content": ...}, or a record with fields.
 Content = str | dict[str, Any]
 Contents = str | dict[str, Any] | list[Content]
@@ -85,8 +87,7 @@ class Message(msgspec.Struct, kw_only=True):
 class EmbeddingsRequest(Common, kw_only=True):
     """Texts as `input`, or one text as the `messages` of a chat."""
 
-    # A text, texts, token ids or lists of those; distinguished in `reading`, with a message of its own.
-    input: Any = msgspec.UNSET
+    input: Texts = msgspec.UNSET
     messages: list[Message] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -118,7 +119,7 @@ class PoolingRequest(EmbeddingsRequest, kw_only=True):
 class ClassifyRequest(Common, kw_only=True):
     """vLLM's; Infinity's has `raw_scores`, which its client always sends."""
 
-    input: Any
+    input: Texts
     use_activation: bool | None = None
     raw_scores: bool | None = None
 
@@ -135,7 +136,7 @@ class PredictRequest(msgspec.Struct, kw_only=True):
     `parameters`, which its client always sends, and is answered by a list for each text even if it is one."""
 
     parameters: PredictParameters | None = None
-    inputs: Any
+    inputs: Sequences
     raw_scores: bool | None = None
     truncate: bool | None = None
     truncation_direction: Direction | None = None

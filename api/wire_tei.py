@@ -1,11 +1,10 @@
 """The wire types that are text-embeddings-inference's alone, as msgspec structs. Its /rerank and /predict are
 in `wire`."""
 
-from typing import Any
-
 import msgspec
 
 from maxsimd.api.wire import Direction, NotNegative, Positive
+from maxsimd.api.wire_texts import Texts
 
 
 class TeiTruncating(msgspec.Struct, kw_only=True):
@@ -19,13 +18,13 @@ class TeiTruncating(msgspec.Struct, kw_only=True):
 class TeiEmbedRequest(TeiTruncating, kw_only=True):
     """Texts, or token ids."""
 
-    inputs: Any
+    inputs: Texts
     normalize: bool | None = None
     dimensions: Positive | None = None
 
 
 class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
-    inputs: Any
+    inputs: Texts
 
 
 class Sentences(msgspec.Struct, kw_only=True):
