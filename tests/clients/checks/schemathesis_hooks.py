@@ -1,5 +1,5 @@
-"""Loaded by schemathesis: changes requests so that more of them get past what no schema says, and so that none
-asks for an answer within less time than any takes, which is a 504 by design."""
+"""Loaded by schemathesis: changes requests so that more of them get past what no schema says, and so that
+none asks for an answer within less time than any takes, which is a 504 by design."""
 
 from typing import Any
 
