@@ -392,12 +392,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "embedding_types": ("float", ["int4"], ["int8"], [1]),
     "output_dimension": (0, -1, "three", 1.5),
     "parameters": (1, "a", ["truncate"]),
-    **{(path, "dimensions"): (0, -1, "three", 1.5) for path in ("/embed", "/")},
 }
 # The same where a route refuses something else: texts come before inputs.
 REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
     **{(path, "inputs"): ("a", 3, [1]) for path in ("/v1/embed", "/v2/embed")},
-    # The model of these tests normalises by itself.
+    **{(path, "dimensions"): (0, -1, "three", 1.5) for path in ("/embed", "/")},
     **{(path, "inputs"): (None, [], 3, True, [["a", 1]], ["a", 1]) for path in ("/similarity", "/")},
     ("/tokenize", "inputs"): (3, [1]),
     ("/v1/reranking", "input"): (7, ["a", 7]),
