@@ -9,10 +9,11 @@ from maxsimd.engine.config import EngineConfig
 _AMBIGUOUS = {"window_overlap"}
 _NAMES = [field.name for field in fields(EngineConfig)]
 _UNMISTAKABLE = [name for name in _NAMES if "_" in name and name not in _AMBIGUOUS]
-# A name with a value, or one that is no word of English; not as a part of a path or of another name.
+# A name with a value, or one that is no word of English; not as a part of a path or of another name,
+# and not where the file of keys gives it to a tenant.
 _NAMED = re.compile(
     rf'(?<![\w./-])(?:(?P<given>{"|".join(_NAMES)})=(?:True\b|"(?P<text>[^"]*)"|(?P<value>[\w.-]*\w))'
-    rf"|(?P<name>{'|'.join(_UNMISTAKABLE)}))(?![\w/=])"
+    rf"|(?P<name>{'|'.join(_UNMISTAKABLE)}))(?![\w/=]| of the tenant)"
 )
 
 

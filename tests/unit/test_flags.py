@@ -20,6 +20,7 @@ ENGINE = Path(__file__).parents[2] / "engine"
         ("dimensions=99 is more than 8", "--dimensions 99 is more than 8"),
         ("raise max_request_tokens", "raise --max-request-tokens"),
         # Not what only looks like one.
+        ("max_request_tokens of the tenant 'a'", "max_request_tokens of the tenant 'a'"),
         ("no model of this device, in dtype float32", "no model of this device, in dtype float32"),
         ("/tmp/cache_dir/x is full", "/tmp/cache_dir/x is full"),
         ("my_cache_dir and cache_dirs", "my_cache_dir and cache_dirs"),

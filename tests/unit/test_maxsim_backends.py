@@ -392,7 +392,7 @@ def test_a_name_means_the_best_backend_that_runs_there(
     if chosen is None:
         message = (
             f"^the MaxSim backend '{name}' cannot run on this {device.type}; "
-            "use --maxsim auto, tiled or reference$"
+            'use maxsim="auto", "tiled" or "reference"$'
         )
         with pytest.raises(ValueError, match=message):
             choose_maxsim(name, device, compiled_allowed)
