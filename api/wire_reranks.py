@@ -1,5 +1,5 @@
 """The wire types of reranking as others shape it, as msgspec structs: text-embeddings-inference, Voyage,
-mixedbread and NVIDIA."""
+mixedbread, NVIDIA and Infinity."""
 
 from typing import Literal
 
@@ -65,3 +65,26 @@ class NvidiaRanked(msgspec.Struct):
 class NvidiaResponse(Warned, kw_only=True):
     rankings: list[NvidiaRanked]
     usage: Usage
+
+
+class InfinityRequest(Scoring, kw_only=True):
+    query: Content
+    documents: Contents
+    top_n: NotNegative | None = None
+    return_documents: bool | None = None
+    rank_fields: list[str] | None = None
+
+
+class InfinityRanked(msgspec.Struct):
+    relevance_score: float
+    index: int
+    document: str | None
+
+
+class InfinityResponse(Warned, kw_only=True):
+    object: Literal["rerank"] = "rerank"
+    id: str
+    model: str
+    results: list[InfinityRanked]
+    usage: Usage
+    created: int

@@ -17,7 +17,7 @@ from maxsimd.api.failures import (
     restarting,
     wrong_method,
 )
-from maxsimd.api.handlers import operating
+from maxsimd.api.handlers import infinity, operating
 from maxsimd.api.handlers.route import Body, Work
 from maxsimd.api.handlers.routes import METHODS, OPEN_ROUTES, ROUTES
 from maxsimd.api.printable import printable
@@ -27,7 +27,7 @@ from maxsimd.engine import EngineDeadError
 log = logging.getLogger("maxsimd.http")
 
 # What base URLs of clients end in, which then append paths of their own.
-_BASES = ("/v1/", "/v2/")
+_BASES = ("/v1", "/v2", infinity.BASE)
 _MODELS = operating.MODEL_PATH.partition("{")[0]
 _LONGEST_LOGGED_PATH = 100
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -62,16 +62,17 @@ async def handle(
 
 
 def route_of(path: str) -> str:
-    """The path of the route that is meant: clients put a slash at the end, or the path of another version
-    behind a base URL that ends in one, such as /v1/v2/rerank."""
+    """The path of the route that is meant: clients put a slash at the end, or a whole path behind a base URL
+    that has one, such as /v1/v2/rerank or /infinity/embeddings."""
     if path in ROUTES:
         return path
     plain = path.rstrip("/")
     if plain.startswith(_MODELS):
         return operating.MODEL_PATH
-    if plain not in ROUTES and plain.startswith(_BASES) and plain[3:] in ROUTES:
-        return plain[3:]
-    return plain
+    if plain in ROUTES:
+        return plain
+    behind = (plain.removeprefix(base) for base in _BASES)
+    return next((path for path in behind if path != plain and path in ROUTES), plain)
 
 
 async def _answer(

@@ -33,7 +33,7 @@ async def show_version(state: ServerState) -> Answer:
 
 
 async def models(state: ServerState) -> Answer:
-    return json_page({"object": "list", "data": [_card(state, name) for name in state.model_names]})
+    return json_page({"object": "list", "data": [card(state, name) for name in state.model_names]})
 
 
 def model(name: str) -> Work:
@@ -41,12 +41,13 @@ def model(name: str) -> Work:
 
     async def show(state: ServerState) -> Answer:
         state.check_model(name)
-        return json_page(_card(state, name))
+        return json_page(card(state, name))
 
     return get(MODEL_PATH, show).work
 
 
-def _card(state: ServerState, name: str) -> dict[str, Any]:
+def card(state: ServerState, name: str) -> dict[str, Any]:
+    """What is said of a model under one of its names."""
     return {
         "id": name,
         "object": "model",

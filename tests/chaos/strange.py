@@ -111,6 +111,7 @@ _USUAL: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/ranking", {"query": {"text": "a"}, "passages": [{"text": "b"}, {"text": "c"}]}),
     ("/v1/reranking", {"query": "a", "input": ["b", "c"]}),
     ("/v2/embed", {"texts": ["a"], "input_type": "search_query", "embedding_types": ["float", "binary"]}),
+    ("/infinity/rerank", {"query": "a", "documents": ["b", "c"], "return_documents": True}),
     ("/v1/multi-vector", {"input": ["a text", "another"], "embed_dtype": "int8"}),
     ("/v1/embeddings", {"messages": [{"role": "user", "content": "a text"}]}),
     ("/embed_all", {"inputs": ["a text"]}),

@@ -208,9 +208,10 @@ async def test_over_http(colbert: RecordingEngine) -> None:
         ("/v1/rerank", {"query": QUERY, "documents": documents, "top_k": 4, "return_documents": True}),
         ("/v1/reranking", {"query": QUERY, "input": documents, "return_input": True}),
         ("/v1/ranking", {"query": {"text": QUERY}, "passages": documents}),
+        ("/infinity/rerank", {"query": QUERY, "documents": documents, "return_documents": True}),
     ):
         answer = await caller.json(path, body)
-        found = answer.get("rankings") or answer["data"]
+        found = answer.get("rankings") or answer.get("results") or answer["data"]
         assert sorted(item["index"] for item in found) == [0, 1, 2, 3]
 
 

@@ -61,6 +61,8 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "v2/rerank texts": ("/v2/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "reranking": ("/v1/reranking", MIXEDBREAD_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "ranking": ("/v1/ranking", NVIDIA_BODY, "rerank", ("q", ["d", "e"]), RAW_RANK),
+    "infinity": ("/infinity/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "infinity/v1": ("/infinity/v1/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "embeddings": ("/v1/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
     "multi-vector": ("/v1/multi-vector", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
     "pooling": ("/pooling", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
@@ -86,7 +88,8 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
 }
 SCORES = ("score", "v1/score")
 JINA_RERANKS = ("rerank", "v1/rerank", "v2/rerank")
-RERANKS = (*JINA_RERANKS, "reranking", "ranking")
+INFINITY_RERANKS = ("infinity", "infinity/v1")
+RERANKS = (*JINA_RERANKS, "reranking", "ranking", *INFINITY_RERANKS)
 TEI_RERANKS = ("rerank texts", "v1/rerank texts", "v2/rerank texts")
 OPENAI_EMBEDS = ("embeddings", "embeddings without a version", "multi-vector")
 EMBEDS = (*OPENAI_EMBEDS, "pooling", "pooling embed", "pooling tokens")
@@ -161,8 +164,8 @@ CHANGES: list[Change] = [
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"on_timeout": "error"}, {}),
     ((*SCORES, *JINA_RERANKS), {"on_error": "report"}, {"on_error": "report"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"on_error": "fail"}, {}),
-    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": 1}, {"top_n": 1}),
-    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": 0}, {"top_n": 0}),
+    ((*JINA_RERANKS, *TEI_RERANKS, *INFINITY_RERANKS), {"top_n": 1}, {"top_n": 1}),
+    ((*JINA_RERANKS, *TEI_RERANKS, *INFINITY_RERANKS), {"top_n": 0}, {"top_n": 0}),
     ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": "1"}, {"top_n": 1}),
     ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": 1.0}, {"top_n": 1}),
     ((*JINA_RERANKS, "reranking"), {"top_k": 1}, {"top_n": 1}),
@@ -235,6 +238,8 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "/v2/rerank": wire.RerankRequest,
     "/v1/reranking": wire_reranks.MixedbreadRequest,
     "/v1/ranking": wire_reranks.NvidiaRequest,
+    "/infinity/rerank": wire_reranks.InfinityRequest,
+    "/infinity/v1/rerank": wire_reranks.InfinityRequest,
     "/v1/multi-vector": wire.EmbeddingsRequest,
     "/v1/embeddings": wire.EmbeddingsRequest,
     "/pooling": wire.PoolingRequest,
@@ -441,6 +446,10 @@ async def test_a_wrong_value_is_a_400_that_names_the_field(
         ("/v1/reranking", "input"),
         ("/v1/ranking", "query"),
         ("/v1/ranking", "passages"),
+        ("/infinity/rerank", "query"),
+        ("/infinity/rerank", "documents"),
+        ("/infinity/v1/rerank", "query"),
+        ("/infinity/v1/rerank", "documents"),
         ("/v1/embeddings", "input"),
         ("/pooling", "input"),
         ("/classify", "input"),

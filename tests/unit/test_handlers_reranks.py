@@ -1,5 +1,6 @@
 """Reranking as each client knows it: the same ranking in every shape."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -70,10 +71,37 @@ async def test_nvidias_shape(caller: Caller, ranked: RerankResult) -> None:
     assert answer["usage"]["prompt_tokens"] == ranked.usage.prompt_tokens
 
 
+async def test_infinitys_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
+    answer = await caller.json("/infinity/rerank", body)
+    assert answer["results"] == [
+        {"relevance_score": one.score, "index": one.index, "document": one.document}
+        for one in ranked.results[:2]
+    ]
+    assert answer["object"] == "rerank"
+    assert answer["usage"]["total_tokens"] == ranked.usage.prompt_tokens
+    del body["return_documents"]
+    assert [one["document"] for one in (await caller.json("/infinity/rerank", body))["results"]] == [
+        None,
+        None,
+    ]
+
+
+async def test_infinitys_card_of_a_model(caller: Caller) -> None:
+    card, other = [
+        json.loads((await caller.ask("GET", path)).body)["data"][0]
+        for path in ("/infinity/models", "/models")
+    ]
+    assert card["owned_by"] == "infinity"
+    assert set(card) - set(other) == {"backend", "stats"}
+    assert card["stats"] == {"queue_absolute": 0, "results_pending": 0}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/rerank", {"query": QUERY, "texts": DOCUMENTS}),
+        ("/infinity/rerank", {"query": QUERY, "documents": DOCUMENTS}),
         ("/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_k": 1}),
         ("/v1/reranking", {"query": QUERY, "input": DOCUMENTS}),
         ("/v1/ranking", {"query": QUERY, "passages": DOCUMENTS}),
@@ -94,6 +122,7 @@ async def test_what_has_no_place_in_a_shape_is_refused(
         ("/rerank", {"query": QUERY, "texts": []}, "texts"),
         ("/v1/reranking", {"query": QUERY, "input": []}, "input"),
         ("/v1/ranking", {"query": QUERY, "passages": []}, "passages"),
+        ("/infinity/rerank", {"query": QUERY, "documents": []}, "documents"),
     ],
 )
 async def test_errors_are_in_the_words_of_the_request(

@@ -132,9 +132,11 @@ async def test_the_root_does_what_the_model_is_for(
         ("/v1/v1/embeddings", "/v1/embeddings"),
         ("/v1/embed_all", "/embed_all"),
         ("/v1/pooling/", "/pooling"),
+        ("/infinity/embeddings", "/embeddings"),
+        ("/infinity/v1/rerank/", "/infinity/v1/rerank"),
     ],
 )
-async def test_a_slash_at_the_end_and_a_second_version_are_as_if_they_were_not_there(
+async def test_a_slash_at_the_end_and_a_base_are_as_if_they_were_not_there(
     caller: Caller, given: str, meant: str
 ) -> None:
     body = {"query": "q", "documents": ["d"], "input": "d", "inputs": "d"}

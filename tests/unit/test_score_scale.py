@@ -81,6 +81,7 @@ async def test_models_and_answers_say_it(bert_cross_encoder: str, three_label_cl
             "/v2/rerank": {"query": QUERY, "texts": DOCUMENTS},
             "/v1/reranking": {"query": QUERY, "input": DOCUMENTS},
             "/v1/ranking": {"query": {"text": QUERY}, "passages": [{"text": each} for each in DOCUMENTS]},
+            "/infinity/rerank": {"query": QUERY, "documents": DOCUMENTS},
         }
         for path, body in bodies.items():
             for raw in (False, True):

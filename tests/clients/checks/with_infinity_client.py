@@ -1,7 +1,7 @@
-"""Infinity's client."""
+"""Infinity's client, with the base URL that is for it."""
 
 from infinity_client import Client
-from infinity_client.api.default import classify, embeddings, health, rerank
+from infinity_client.api.default import classify, embeddings, health, models, rerank
 from infinity_client.models import (
     ClassifyInput,
     OpenAIEmbeddingInputText,
@@ -14,14 +14,17 @@ _MODEL = "all-MiniLM-L6-v2"
 
 
 def _client(url: str) -> Client:
-    return Client(base_url=url, raise_on_unexpected_status=True)
+    return Client(base_url=f"{url}/infinity", raise_on_unexpected_status=True)
 
 
 def ranks() -> None:
     for url in (*RANKING, CROSS_ENCODER):
-        body = RerankInput(query=QUERY, documents=list(DOCUMENTS), model=_MODEL, top_n=3)
+        body = RerankInput(
+            query=QUERY, documents=list(DOCUMENTS), model=_MODEL, top_n=3, return_documents=True
+        )
         answer = rerank.sync(client=_client(url), body=body)
         check_ranking(url, [(each.index, each.relevance_score) for each in answer.results], top=3)
+        assert all(each.document == DOCUMENTS[each.index] for each in answer.results)
 
 
 def embeds() -> None:
@@ -48,3 +51,9 @@ def classifies() -> None:
 
 def asks_for_health() -> None:
     assert health.sync_detailed(client=_client(BI_ENCODER)).status_code == 200
+
+
+def lists_models() -> None:
+    (model,) = models.sync(client=_client(BI_ENCODER)).data
+    assert model.owned_by == "infinity", model
+    assert "results_pending" in model.stats, model

@@ -17,19 +17,18 @@ from plain import (
 )
 
 
-def _check_ranks(model: str, path: str = "", with_texts: bool = True) -> None:
+def _check_ranks(model: str, path: str = "") -> None:
     for url in (*RANKING, CROSS_ENCODER):
         answer = litellm.rerank(
             model=model,
             query=QUERY,
             documents=list(DOCUMENTS),
             top_n=3,
-            return_documents=with_texts,
             api_base=url + path,
             api_key="none",
         )
         check_ranking(url, [(each["index"], each["relevance_score"]) for each in answer.results], top=3)
-        for each in answer.results if with_texts else ():
+        for each in answer.results:
             assert each["document"]["text"] == DOCUMENTS[each["index"]], each
 
 
@@ -48,9 +47,8 @@ def ranks_as_jina_does() -> None:
     _check_ranks("jina_ai/jina-reranker-v2-base-multilingual")
 
 
-def ranks_as_infinity_does_without_texts() -> None:
-    # Infinity gives texts back as strings where vLLM gives objects, and requests do not say whose they are.
-    _check_ranks("infinity/all-MiniLM-L6-v2", with_texts=False)
+def ranks_as_infinity_does() -> None:
+    _check_ranks("infinity/all-MiniLM-L6-v2", "/infinity")
 
 
 def ranks_as_hugging_face_does() -> None:
@@ -70,7 +68,7 @@ def embeds_as_jina_does() -> None:
 
 
 def embeds_as_infinity_does() -> None:
-    _check_embeds("infinity/all-MiniLM-L6-v2")
+    _check_embeds("infinity/all-MiniLM-L6-v2", "/infinity")
 
 
 def embeds_as_hugging_face_does() -> None:
