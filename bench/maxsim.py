@@ -48,7 +48,7 @@ def time_maxsim(documents: int, dim: int, rounds: int) -> dict[str, Any]:
 
     contenders = {"maxsimd bfloat16": ours(torch.bfloat16), "maxsimd float32": ours(torch.float32)}
     try:
-        peer: Any = importlib.import_module("maxsim_tiled")
+        peer: Any = importlib.import_module("maxsim_cpu")
     except ImportError:
         pass
     else:

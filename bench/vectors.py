@@ -73,15 +73,17 @@ async def measure_vectors(documents: int, tokens: int, rounds: int) -> dict[str,
 
 
 async def _beside_texts(engine: Engine) -> dict[str, Any]:
-    """Real texts, ranked as such and by their vectors in float16."""
+    """Real texts, ranked as such and by their vectors."""
     texts = [pair.document for pair in docstring_pairs()][:_RANKED]
     expected = (await engine.score(QUERY, texts)).scores
     vectors = (await engine.embed_tokens(texts, input_type="document")).embeddings
-    found = await _scored(engine, QUERY, [rows.astype(np.float16) for rows in vectors])
-    return {
-        "ranked_as_texts_kendall_tau": round(float(kendalltau(expected, found).statistic), 5),
-        "ranked_as_texts_largest_difference": round(float(np.abs(found - np.array(expected)).max()), 5),
-    }
+    figures: dict[str, Any] = {}
+    for kind in (np.float32, np.float16):
+        found = await _scored(engine, QUERY, [rows.astype(kind) for rows in vectors])
+        name = f"texts_{np.dtype(kind)}"
+        figures[f"{name}_kendall_tau"] = round(float(kendalltau(expected, found).statistic), 5)
+        figures[f"{name}_largest_difference"] = round(float(np.abs(found - np.array(expected)).max()), 5)
+    return figures
 
 
 async def _scored(engine: Engine, query: str | Array, documents: list[Array]) -> Array:
@@ -98,7 +100,7 @@ async def _posted(session: aiohttp.ClientSession, body: bytes) -> Array:
 def _peer(query: Array, documents: list[Array]) -> Callable[[], Awaitable[Array]] | None:
     """What scores with maxsim-cpu; None where it is not installed."""
     try:
-        package: Any = importlib.import_module("maxsim_tiled")
+        package: Any = importlib.import_module("maxsim_cpu")
     except ImportError:
         return None
 
