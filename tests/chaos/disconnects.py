@@ -17,6 +17,8 @@ _AT_A_TIME = 50
 # Threads, their memory and the allocator's are there after this many.
 _WARM_UP = 0.2
 _MOST_GROWTH = 0.02
+# For connections, which end a little later, and for memory that is given back.
+_REST = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,12 @@ async def disconnect(server: Running, pool: Pool, count: int, seed: int = 0) -> 
 
     await leave_often(server.port, int(_WARM_UP * count), _AT_A_TIME, request, seed + 1)
     server.settled(lambda state: not state.held)
-    await asyncio.sleep(1.0)  # for connections, which end a little later
+    await asyncio.sleep(_REST)
     before = server.state()
     resident = server.resident_bytes
     moments = await leave_often(server.port, count, _AT_A_TIME, request, seed)
     after = server.settled(lambda state: state == before)
+    await asyncio.sleep(_REST)
     return Report(moments, before, after, (resident, server.resident_bytes))
 
 
