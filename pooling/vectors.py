@@ -1,6 +1,5 @@
 """Embeddings that callers bring themselves."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -29,9 +28,10 @@ class Vectors:
         """How many vectors there are."""
         return len(self.values) if self.values.ndim > 1 else 1
 
-    def checked(self, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The vectors as rows [n, dim], and in int8 with scales [n], on the CPU. Raises ValueError, saying
-        what is wrong, for another shape or kind of numbers, and for NaN and infinite ones."""
+    def as_rows(self, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The vectors as contiguous rows [n, dim], and in int8 with scales [n], on the CPU; the rows may have
+        numbers that are not finite. Raises ValueError, saying what is wrong, for another shape or kind of
+        numbers, and for scales that are not finite."""
         rows = _as_tensor(self.values)
         if rows.dim() == 1:
             rows = rows[None]
@@ -43,11 +43,7 @@ class Vectors:
             rows = rows.float()
         if rows.dtype not in _DTYPES:
             raise ValueError(f"is of {_name(rows.dtype)}; give {', '.join(map(_name, _DTYPES))}")
-        scales = self._checked_scales(rows)
-        # A NaN among the numbers is the least and the greatest of them.
-        if rows.dtype != torch.int8 and not all(math.isfinite(each) for each in torch.aminmax(rows)):
-            raise ValueError("has a number that is NaN or infinite")
-        return rows, scales
+        return rows.contiguous(), self._checked_scales(rows)
 
     def _checked_scales(self, rows: torch.Tensor) -> torch.Tensor | None:
         if rows.dtype != torch.int8:
@@ -74,7 +70,8 @@ def _as_tensor(values: Numbers | float) -> torch.Tensor:
     try:
         array = np.asarray(values)
         # torch shares no memory of another byte order or that runs backwards.
-        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+        if not (array.flags.c_contiguous and array.dtype.isnative):
+            array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError):
         raise ValueError("is not an array of numbers; give one of float32, [tokens, dim]") from None

@@ -116,11 +116,12 @@ class DocumentReader:
         """What there is of each document, by its index, in the same order."""
         texts = {i: document for i, document in documents.items() if isinstance(document, str)}
         cached = [None] * len(texts) if self._lookup is None else self._lookup.find([*texts.values()])
-        found = dict(zip(texts, cached, strict=True))
-        return {
-            i: found[i] if isinstance(document, str) else self._given.document(document, i)
-            for i, document in documents.items()
-        }
+        found: dict[int, CachedEmbedding | CacheKeys | None] = dict(zip(texts, cached, strict=True))
+        if len(texts) == len(documents):
+            return found
+        given = {i: document for i, document in documents.items() if not isinstance(document, str)}
+        found.update(self._given.documents(given))
+        return {i: found[i] for i in documents}
 
     def _cache_key(self, keys: CacheKeys | None, windows: list[BuiltText]) -> bytes | None:
         if self._lookup is None or keys is None:

@@ -1,13 +1,22 @@
 """Queries and documents that come as their embeddings: checked, and ready to be scored."""
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
 import torch
 
 from maxsimd.engine.cache import CachedEmbedding
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.ops.cpu.finite import first_not_finite
 from maxsimd.engine.preprocess.long_inputs import InputName
 from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.pooling.vectors import Vectors
+
+# Documents that are checked before smaller work gets its turn.
+_AT_ONCE = 64
 
 
 class GivenVectors:
@@ -16,22 +25,49 @@ class GivenVectors:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
 
-    def document(self, vectors: Vectors, index: int) -> CachedEmbedding:
-        """A document that is scored as if it were cached; no token was ever run for it."""
-        yield_to_smaller()
-        rows, scales = self._checked(vectors, InputName("documents", index))
-        return CachedEmbedding(rows, scales, tokens=0, truncated=False)
+    def documents(self, given: Mapping[int, Vectors]) -> Iterator[tuple[int, CachedEmbedding]]:
+        """Documents by their index, which are scored as if they were cached. No token was ever run for
+        them."""
+        left = iter(given.items())
+        while part := dict(islice(left, _AT_ONCE)):
+            yield_to_smaller()
+            rows = [self._as_rows(vectors, "documents", index) for index, vectors in part.items()]
+            _check_finite([values for values, _ in rows], "documents", [*part])
+            for index, (values, scales) in zip(part, rows, strict=True):
+                yield index, CachedEmbedding(values, scales, tokens=0, truncated=False)
 
     def query(self, vectors: Vectors, index: int) -> torch.Tensor:
         """A query's rows [tokens, dim], without scales."""
-        rows, scales = self._checked(vectors, InputName("queries", index))
+        rows, scales = self._as_rows(vectors, "queries", index)
+        _check_finite([rows], "queries", [index])
         return rows if scales is None else rows * scales[:, None]
 
-    def _checked(self, vectors: Vectors, name: InputName) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _as_rows(self, vectors: Vectors, param: str, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         try:
-            rows, scales = vectors.checked(self._model.tasks[self._model.score_task].dim)
+            rows, scales = vectors.as_rows(self._model.tasks[self._model.score_task].dim)
             if self._model.score_task == "embed" and len(rows) > 1:
                 raise ValueError(f"has {len(rows)} vectors, but with this model a text has one")
         except ValueError as error:
-            raise InvalidRequestError(f"{name} {error}", name.param) from None
+            raise _wrong(param, index, error) from None
         return rows, scales
+
+
+def _check_finite(arrays: Sequence[torch.Tensor], param: str, indexes: Sequence[int]) -> None:
+    positions = [position for position, array in enumerate(arrays) if array.dtype != torch.int8]
+    floats = [arrays[position] for position in positions]
+    found = first_not_finite(floats) if kernels.is_available() else _first_not_finite(floats)
+    if found is not None:
+        raise _wrong(param, indexes[positions[found]], "has a number that is NaN or infinite")
+
+
+def _first_not_finite(arrays: Sequence[torch.Tensor]) -> int | None:
+    """In plain torch. A NaN among the numbers is the least and the greatest of them."""
+    for i, array in enumerate(arrays):
+        if not all(math.isfinite(each) for each in torch.aminmax(array)):
+            return i
+    return None
+
+
+def _wrong(param: str, index: int, what: object) -> InvalidRequestError:
+    name = InputName(param, index)
+    return InvalidRequestError(f"{name} {what}", name.param)

@@ -10,15 +10,17 @@ import torch
 
 from maxsimd.engine.cache import About, Arriving, CachedEmbedding, EmbeddingCache
 from maxsimd.engine.scoring.documents import CacheHit, Duplicate, SkippedSequence
-from maxsimd.engine.scoring.maxsim import MaxSim
+from maxsimd.engine.scoring.maxsim import MaxSim, MaxSimApart
 from maxsimd.engine.scoring.outcome import Output, Releases, RequestFailure
 from maxsimd.engine.scoring.query_store import QueryStore
-from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, score_pairs
+from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, as_named, score_pairs
 from maxsimd.engine.scoring.window_store import WindowStore
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.transfer import to_device
 from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence
+
+_NO_QUERY = "the query's embedding is no longer stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,20 @@ class _Target:
     given_query: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """The embeddings of queries, the pairs of (query index, document index) to score, and the slot of each
+    pair's score."""
+
+    embeddings: list[torch.Tensor]
+    pairs: list[tuple[int, int]]
+    slots: list[ResultSlot]
+
+    @property
+    def queries(self) -> Ragged:
+        return Ragged.from_items(self.embeddings)
+
+
 @dataclass(slots=True, eq=False)
 class ScoredDocuments:
     """What one call of `DocumentScorer.score` makes; complete when it returns."""
@@ -42,6 +58,10 @@ class ScoredDocuments:
     consumers: Counter[int] = field(default_factory=Counter)
     complete: set[int] = field(default_factory=set)
 
+    def add(self, scores: torch.Tensor, slots: ListOf[ResultSlot]) -> None:
+        one_each = Ragged(scores[:, None], tuple(range(len(slots) + 1)))
+        self.outputs.append(Output(tuple(slots), one_each, scalar=True))
+
     @property
     def releases(self) -> Releases:
         return Releases(dict(self.consumers), frozenset(self.complete))
@@ -51,7 +71,8 @@ class DocumentScorer:
     """Owns the queries whose documents are still to come, and documents of which windows are missing.
 
     Documents are compared on `device` in the precision `dtype`, or as int8 where they are cached so and
-    `takes_int8` says that `maxsim` reads it. Used by the scoring actor alone."""
+    `takes_int8` says that `maxsim` reads it. Cached ones are compared where they lie, if there is a
+    `maxsim_apart` that can. Used by the scoring actor alone."""
 
     def __init__(
         self,
@@ -61,10 +82,12 @@ class DocumentScorer:
         dtype: torch.dtype,
         *,
         takes_int8: bool = False,
+        maxsim_apart: MaxSimApart | None = None,
         cache: EmbeddingCache | None = None,
     ) -> None:
         self._similarity = similarity
         self._maxsim = maxsim
+        self._maxsim_apart = maxsim_apart if similarity in TOKEN_SIMILARITIES else None
         self._takes_int8 = takes_int8 and similarity in TOKEN_SIMILARITIES
         self.device = device
         self._dtype = dtype
@@ -89,12 +112,7 @@ class DocumentScorer:
                 self._against_queries([_target(document) for document in part], rows, made)
         self._score_skipped(skipped, new_rows, made)
         for batch in cached:
-            targets = [
-                _Target(batch.waits_for, document.slot, given_query=batch.given_query)
-                for document in batch.documents
-            ]
-            rows = self._end_to_end([document.embedding for document in batch.documents])
-            self._against_queries(targets, rows, made)
+            self._score_batch(batch, made)
         return made
 
     def forget(self, sequence_ids: Collection[int]) -> None:
@@ -182,8 +200,28 @@ class DocumentScorer:
             self._against_queries([_target(sequence) for sequence in duplicates], rows, made)
         hits = [one for one in skipped if isinstance(one, CacheHit)]
         if hits:
-            rows = self._end_to_end([hit.embedding for hit in hits])
-            self._against_queries([_target(hit.sequence) for hit in hits], rows, made)
+            asked = self._find_queries([_target(hit.sequence) for hit in hits], made)
+            self._score_cached(asked, [hit.embedding for hit in hits], made)
+
+    def _score_batch(self, batch: CachedBatch, made: ScoredDocuments) -> None:
+        """Scores cached documents, all against one query."""
+        try:
+            query = self._query(batch.waits_for, batch.given_query)
+        except KeyError:
+            made.failures.append(RequestFailure(batch.request_id, _NO_QUERY))
+            return
+        made.consumers[batch.waits_for] += len(batch.documents)
+        pairs = [(0, i) for i in range(len(batch.documents))]
+        asked = _Asked([query], pairs, [document.slot for document in batch.documents])
+        self._score_cached(asked, [document.embedding for document in batch.documents], made)
+
+    def _score_cached(self, asked: _Asked, entries: ListOf[CachedEmbedding], made: ScoredDocuments) -> None:
+        if self._maxsim_apart is None:
+            self._score_asked(asked, self._end_to_end(entries), made)
+        elif asked.pairs:
+            documents = [Ragged(entry.rows, (0, len(entry.rows)), entry.scales) for entry in entries]
+            scores = self._maxsim_apart(asked.queries.decoded(self._dtype), documents, asked.pairs)
+            made.add(as_named(self._similarity, scores, asked.queries, asked.pairs), asked.slots)
 
     def _end_to_end(self, entries: ListOf[CachedEmbedding]) -> Ragged:
         """Cached embeddings end to end on the device. They travel in the cache's precision."""
@@ -195,14 +233,25 @@ class DocumentScorer:
             to_device(torch.cat(scales), self.device) if scales else None,
         )
 
-    def _query_of(self, target: _Target) -> torch.Tensor:
+    def _query(self, query_id: int, given: torch.Tensor | None) -> torch.Tensor:
         """Raises KeyError for one that is not stored, or no longer."""
-        if target.given_query is None:
-            return self.queries.get(target.query_id)
-        return to_device(target.given_query, self.device).to(self._dtype)
+        if given is None:
+            return self.queries.get(query_id)
+        return to_device(given, self.device).to(self._dtype)
 
     def _against_queries(self, targets: list[_Target], items: Ragged, made: ScoredDocuments) -> None:
         """Scores item i for target i; fails the requests whose queries are no longer stored."""
+        self._score_asked(self._find_queries(targets, made), items, made)
+
+    def _score_asked(self, asked: _Asked, items: Ragged, made: ScoredDocuments) -> None:
+        if not asked.pairs:
+            return
+        if items.scales is None or not self._takes_int8:
+            items = items.decoded(self._dtype)
+        made.add(score_pairs(self._similarity, asked.queries, items, asked.pairs, self._maxsim), asked.slots)
+
+    def _find_queries(self, targets: list[_Target], made: ScoredDocuments) -> _Asked:
+        """The query of target i for item i; fails the requests whose queries are no longer stored."""
         position: dict[int, int] = {}
         embeddings: list[torch.Tensor] = []
         pairs: list[tuple[int, int]] = []
@@ -211,22 +260,15 @@ class DocumentScorer:
             query_id = target.query_id
             if query_id not in position:
                 try:
-                    embeddings.append(self._query_of(target))
+                    embeddings.append(self._query(query_id, target.given_query))
                 except KeyError:
-                    reason = "the query's embedding is no longer stored"
-                    made.failures.append(RequestFailure(target.slot.request_id, reason))
+                    made.failures.append(RequestFailure(target.slot.request_id, _NO_QUERY))
                     continue
                 position[query_id] = len(embeddings) - 1
             pairs.append((position[query_id], i))
             slots.append(target.slot)
             made.consumers[query_id] += target.consumers
-        if not pairs:
-            return
-        if items.scales is None or not self._takes_int8:
-            items = items.decoded(self._dtype)
-        scores = score_pairs(self._similarity, Ragged.from_items(embeddings), items, pairs, self._maxsim)
-        one_each = Ragged(scores[:, None], tuple(range(len(slots) + 1)))
-        made.outputs.append(Output(tuple(slots), one_each, scalar=True))
+        return _Asked(embeddings, pairs, slots)
 
 
 def _target(sequence: Sequence) -> _Target:

@@ -25,13 +25,19 @@ def score_pairs(
     are of items of one row each.
     """
     if similarity in TOKEN_SIMILARITIES:
-        scores = maxsim(queries, documents, pairs)
-        if similarity == "meanmaxsim":
-            tokens = [max(1, queries.lengths[query]) for query, _ in pairs]
-            scores = scores / to_device(torch.tensor(tokens), scores.device)
-        return scores
+        return as_named(similarity, maxsim(queries, documents, pairs), queries, pairs)
     first, second = to_device(torch.tensor(pairs).T.contiguous(), documents.values.device)
     q, d = queries.values[first].float(), documents.values[second].float()
     if similarity == "cosine":
         return torch.nn.functional.cosine_similarity(q, d, dim=-1)
     return (q * d).sum(dim=-1)
+
+
+def as_named(
+    similarity: str, scores: torch.Tensor, queries: Ragged, pairs: Sequence[tuple[int, int]]
+) -> torch.Tensor:
+    """MaxSim's scores [pairs] as one of `TOKEN_SIMILARITIES` has them."""
+    if similarity == "maxsim":
+        return scores
+    tokens = [max(1, queries.lengths[query]) for query, _ in pairs]
+    return scores / to_device(torch.tensor(tokens), scores.device)

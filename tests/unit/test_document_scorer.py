@@ -9,9 +9,10 @@ import torch
 
 from maxsimd.engine.cache import Arriving, CachedEmbedding, EmbeddingCache, Precision
 from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.scoring.document_scorer import DocumentScorer, ScoredDocuments
 from maxsimd.engine.scoring.documents import CachedDocument, CacheHit, Duplicate
-from maxsimd.engine.scoring.maxsim import maxsim_reference
+from maxsimd.engine.scoring.maxsim import maxsim_apart_avx512, maxsim_avx512, maxsim_reference
 from maxsimd.engine.scoring.outcome import RequestFailure
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
@@ -411,6 +412,38 @@ def test_a_new_document_a_duplicate_a_hit_and_a_cached_one_score_identically(
         else:
             assert given.values.dtype is dtype
             assert given.scales is None
+    cache.close()
+
+
+@pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernel")
+@pytest.mark.parametrize("similarity", ["maxsim", "meanmaxsim", "cosine"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_documents_that_are_compared_where_they_lie_score_as_those_end_to_end(
+    precision: Precision, dtype: torch.dtype, similarity: str
+) -> None:
+    cache = cache_of(precision)
+    found = []
+    for apart in (None, maxsim_apart_avx512):
+        ours = DocumentScorer(similarity, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
+        slots = [ResultSlot(7, i) for i in range(4)]
+        length = 1 if similarity == "cosine" else 9
+        new = pooled(
+            (query(1, 7, 4), rows(1, length)),
+            (document(2, slots[0], 1, key=b"k"), rows(10, length)),
+        )
+        was_new = ours.score([new], [], [])
+        cached = was_new.new_embeddings[0].entry(0)
+        hits = [CacheHit(document(3, slots[1], 1, key=b"k"), cached)]
+        # The second asks for a query that is no longer there.
+        batches = [cached_batch(1, [(slots[2], cached)]), cached_batch(99, [(slots[3], cached)])]
+        made = ours.score([], hits, batches)
+        assert [failure.request_id for failure in made.failures] == [7]
+        assert made.consumers == {1: 2}
+        found.append(scores(was_new) | scores(made))
+    assert found[0] == found[1]
+    assert list(found[0]) == slots[:3]
+    assert len(set(found[0].values())) == 1
     cache.close()
 
 

@@ -19,6 +19,7 @@ from maxsimd.engine import (
     RequestTimeoutError,
     Vectors,
 )
+from maxsimd.engine.preprocess import given_vectors
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -142,7 +143,14 @@ def _bad(dim: int) -> dict[str, Any]:
     }
 
 
-async def test_what_cannot_be_scored_is_refused_by_name(colbert: RecordingEngine) -> None:
+@pytest.mark.parametrize("has_kernels", [True, False])
+async def test_what_cannot_be_scored_is_refused_by_name(
+    colbert: RecordingEngine, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(given_vectors.kernels, "is_available", lambda: False)
+    elif not given_vectors.kernels.is_available():
+        pytest.skip("this processor cannot run the kernel")
     dim = colbert.model.tasks["token_embed"].dim
     good = np.ones((2, dim), dtype=np.float32)
     for reason, bad in _bad(dim).items():

@@ -13,6 +13,8 @@ _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ARGUMENTS = {
     "maxsim_float32": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
     "maxsim_bfloat16": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
+    "maxsim_apart_float32": [_POINTER] * 7 + [_NUMBER] * 2 + [_POINTER],
+    "maxsim_apart_bfloat16": [_POINTER] * 7 + [_NUMBER] * 2 + [_POINTER],
     "pack": [_POINTER, _NUMBER, _NUMBER, _POINTER],
     "linear": [
         ctypes.c_int, _POINTER, *[_NUMBER] * 3,  # kind of number, x with its stride, rows and inputs
@@ -27,7 +29,7 @@ _ARGUMENTS = {
 }  # fmt: skip
 
 # Kinds of numbers, as the library counts them.
-FLOAT32, BFLOAT16, INT8 = range(3)
+FLOAT32, BFLOAT16, INT8, FLOAT16 = range(4)
 
 
 @functools.cache
@@ -47,6 +49,8 @@ def library() -> ctypes.CDLL | None:
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, f"maxsimd_{name}")
         function.argtypes, function.restype = arguments, None
+    find = loaded.maxsimd_first_not_finite
+    find.argtypes, find.restype = [_POINTER] * 4 + [_NUMBER], _NUMBER
     loaded.maxsimd_use_amx.argtypes, loaded.maxsimd_use_amx.restype = [ctypes.c_int], ctypes.c_int
     return loaded
 

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from maxsimd.engine.ops.cpu.library import kernels
+from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT16, FLOAT32, INT8, kernels
+
+_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8, torch.float16: FLOAT16}
 
 
 def is_supported(dtype: torch.dtype, dim: int) -> bool:
@@ -39,6 +41,47 @@ def maxsim(
         indices.ctypes.data,
         len(indices),
         documents.shape[1],
+        scores.ctypes.data,
+    )
+    return torch.from_numpy(scores)
+
+
+def maxsim_apart(
+    queries: torch.Tensor,
+    query_offsets: Sequence[int],
+    documents: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    pairs: Sequence[tuple[int, int]],
+    empty_score: float,
+) -> torch.Tensor:
+    """As `maxsim`, of documents that lie each by itself: rows [tokens, dim] in float32, bfloat16, float16, or
+    int8 with float32 scales [tokens]. A tile of them is converted to the queries' precision where it is
+    multiplied, so that no copy of them all is made."""
+    kernel = kernels().maxsimd_maxsim_apart_float32
+    if queries.dtype is torch.bfloat16:
+        kernel = kernels().maxsimd_maxsim_apart_bfloat16
+    queries = queries.contiguous()
+    # Those that are copied must outlive the call, which is given their addresses alone.
+    rows = [values.contiguous() for values, _ in documents]
+    scales = [None if scale is None else scale.contiguous() for _, scale in documents]
+    of_each = np.array(
+        [
+            [_KINDS[values.dtype] for values in rows],
+            [values.data_ptr() for values in rows],
+            [0 if scale is None else scale.data_ptr() for scale in scales],
+            [len(values) for values in rows],
+        ],
+        dtype=np.int64,
+    )
+    starts = np.asarray(query_offsets, dtype=np.int64)
+    indices = np.ascontiguousarray(np.asarray(pairs, dtype=np.int64).reshape(-1, 2))
+    scores = np.full(len(indices), empty_score, dtype=np.float32)
+    kernel(
+        queries.data_ptr(),
+        starts.ctypes.data,
+        *(each.ctypes.data for each in of_each),
+        indices.ctypes.data,
+        len(indices),
+        queries.shape[1],
         scores.ctypes.data,
     )
     return torch.from_numpy(scores)

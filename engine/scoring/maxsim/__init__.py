@@ -9,15 +9,25 @@ import torch
 
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.scoring.maxsim import avx512
-from maxsimd.engine.scoring.maxsim.avx512 import maxsim_avx512
+from maxsimd.engine.scoring.maxsim.avx512 import maxsim_apart_avx512, maxsim_avx512
 from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
 from maxsimd.engine.scoring.maxsim.tiled import maxsim_tiled
 from maxsimd.pooling.ragged import Ragged
 
 # (queries, documents, pairs of (query index, document index)) -> float32 scores [pairs]
 MaxSim = Callable[[Ragged, Ragged, Sequence[tuple[int, int]]], torch.Tensor]
+# The same for documents that do not lie end to end, each a Ragged of one item.
+MaxSimApart = Callable[[Ragged, Sequence[Ragged], Sequence[tuple[int, int]]], torch.Tensor]
 
-__all__ = ["MaxSim", "choose_maxsim", "maxsim_avx512", "maxsim_reference", "maxsim_tiled"]
+__all__ = [
+    "MaxSim",
+    "MaxSimApart",
+    "choose_maxsim",
+    "maxsim_apart_avx512",
+    "maxsim_avx512",
+    "maxsim_reference",
+    "maxsim_tiled",
+]
 
 
 def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True) -> tuple[str, MaxSim]:

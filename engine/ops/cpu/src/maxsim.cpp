@@ -1,6 +1,7 @@
 // MaxSim over ragged token embeddings: products stay in registers, and only their maxima are written.
 //
-// A query is packed once; a document's tokens are read in tiles of rows.
+// A query is packed once; a document's tokens are read in tiles of rows, from where documents lie end to end or
+// each from where it lies by itself.
 
 #include <limits>
 #include <vector>
@@ -39,25 +40,92 @@ float best_matches(const Unit* document, int64_t tokens, const Unit* query, int6
     return sum;
 }
 
+// Documents end to end, in the numbers that are computed with.
+struct EndToEnd {
+    const Unit* values;
+    const int64_t* offsets;
+    int64_t units;
+
+    int64_t tokens(int64_t document) const { return offsets[document + 1] - offsets[document]; }
+    const Unit* rows(int64_t document, std::vector<Unit>&) const { return values + offsets[document] * units; }
+};
+
+// Kinds of numbers that documents come in, as the callers count them.
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, FLOAT16 };
+
+inline __m512 load(Kind kind, const void* row, int64_t first, __mmask16 mask) {
+    switch (kind) {
+        case FLOAT32:
+            return load((const float*)row + first, mask);
+        case BFLOAT16:
+            return load((const uint16_t*)row + first, mask);
+        case INT8:
+            return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, (const int8_t*)row + first)));
+        default:
+            return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, (const uint16_t*)row + first));
+    }
+}
+
+template <Kind KIND, class Value>
+void convert(const void* values, const float* scales, int64_t tokens, int64_t dim, Value* to) {
+    constexpr int64_t size = KIND == FLOAT32 ? 4 : KIND == INT8 ? 1 : 2;
+    for (int64_t token = 0; token < tokens; token++) {
+        const char* row = (const char*)values + token * dim * size;
+        for (int64_t first = 0; first < dim; first += LANES) {
+            const __mmask16 mask = first_lanes(dim - first);
+            __m512 numbers = load(KIND, row, first, mask);
+            if constexpr (KIND == INT8) numbers = _mm512_mul_ps(numbers, _mm512_set1_ps(scales[token]));
+            store(to + token * dim + first, mask, numbers);
+        }
+    }
+}
+
+// Documents by their addresses, each in a kind of its own; in int8 with a scale for each token.
 template <class Number>
-void score_pairs(const Unit* queries, const int64_t* query_offsets, const Unit* documents,
-                 const int64_t* document_offsets, const int64_t* pairs, int64_t count, int64_t units, float* scores) {
+struct Apart {
+    const int64_t* kinds;
+    const void* const* values;
+    const float* const* scales;
+    const int64_t* lengths;
+    int64_t dim;
+
+    int64_t tokens(int64_t document) const { return lengths[document]; }
+
+    // In `room`, unless they are of the right kind already.
+    const Unit* rows(int64_t document, std::vector<Unit>& room) const {
+        using Value = typename Number::Value;
+        const Kind kind = (Kind)kinds[document];
+        if (kind == (std::is_same_v<Number, Float32> ? FLOAT32 : BFLOAT16)) return (const Unit*)values[document];
+        const int64_t count = lengths[document];
+        room.resize(count * dim / Number::PER_UNIT);
+        Value* to = (Value*)room.data();
+        if (kind == FLOAT32) convert<FLOAT32>(values[document], nullptr, count, dim, to);
+        if (kind == BFLOAT16) convert<BFLOAT16>(values[document], nullptr, count, dim, to);
+        if (kind == INT8) convert<INT8>(values[document], scales[document], count, dim, to);
+        if (kind == FLOAT16) convert<FLOAT16>(values[document], nullptr, count, dim, to);
+        return room.data();
+    }
+};
+
+template <class Number, class Documents>
+void score_pairs(const Unit* queries, const int64_t* query_offsets, const Documents& documents, const int64_t* pairs,
+                 int64_t count, int64_t units, float* scores) {
 #pragma omp parallel
     {
-        std::vector<Unit> packed;
+        std::vector<Unit> packed, room;
         int64_t packed_query = -1;
 #pragma omp for schedule(dynamic, 8)
         for (int64_t i = 0; i < count; i++) {
             const int64_t query = pairs[2 * i], document = pairs[2 * i + 1];
             const int64_t first = query_offsets[query], query_tokens = query_offsets[query + 1] - first;
-            const int64_t start = document_offsets[document], tokens = document_offsets[document + 1] - start;
+            const int64_t tokens = documents.tokens(document);
             if (tokens == 0) continue;  // the caller has filled in the score of an empty document
             if (query != packed_query) {
                 packed.resize(round_up(query_tokens, LANES) * units);
                 pack(queries + first * units, units, query_tokens, units, packed.data());
                 packed_query = query;
             }
-            const Unit* rows = documents + start * units;
+            const Unit* rows = documents.rows(document, room);
             float score = 0;
             int64_t done = 0;
             for (; query_tokens - done > LANES; done += 2 * LANES)
@@ -80,8 +148,8 @@ extern "C" {
 void maxsimd_maxsim_float32(const void* queries, const int64_t* query_offsets, const void* documents,
                             const int64_t* document_offsets, const int64_t* pairs, int64_t count, int64_t dim,
                             float* scores) {
-    maxsimd::score_pairs<maxsimd::Float32>((const maxsimd::Unit*)queries, query_offsets,
-                                           (const maxsimd::Unit*)documents, document_offsets, pairs, count, dim,
+    const maxsimd::EndToEnd all{(const maxsimd::Unit*)documents, document_offsets, dim};
+    maxsimd::score_pairs<maxsimd::Float32>((const maxsimd::Unit*)queries, query_offsets, all, pairs, count, dim,
                                            scores);
 }
 
@@ -89,9 +157,28 @@ void maxsimd_maxsim_float32(const void* queries, const int64_t* query_offsets, c
 void maxsimd_maxsim_bfloat16(const void* queries, const int64_t* query_offsets, const void* documents,
                              const int64_t* document_offsets, const int64_t* pairs, int64_t count, int64_t dim,
                              float* scores) {
-    maxsimd::score_pairs<maxsimd::BFloat16>((const maxsimd::Unit*)queries, query_offsets,
-                                            (const maxsimd::Unit*)documents, document_offsets, pairs, count, dim / 2,
+    const maxsimd::EndToEnd all{(const maxsimd::Unit*)documents, document_offsets, dim / 2};
+    maxsimd::score_pairs<maxsimd::BFloat16>((const maxsimd::Unit*)queries, query_offsets, all, pairs, count, dim / 2,
                                             scores);
+}
+
+// The same with documents by their addresses: of each its kind, its values [length][dim] and, in int8, its scales
+// [length].
+void maxsimd_maxsim_apart_float32(const void* queries, const int64_t* query_offsets, const int64_t* kinds,
+                                  const void* const* values, const float* const* scales, const int64_t* lengths,
+                                  const int64_t* pairs, int64_t count, int64_t dim, float* scored) {
+    const maxsimd::Apart<maxsimd::Float32> all{kinds, values, scales, lengths, dim};
+    maxsimd::score_pairs<maxsimd::Float32>((const maxsimd::Unit*)queries, query_offsets, all, pairs, count, dim,
+                                           scored);
+}
+
+// As above; dim must be even.
+void maxsimd_maxsim_apart_bfloat16(const void* queries, const int64_t* query_offsets, const int64_t* kinds,
+                                   const void* const* values, const float* const* scales, const int64_t* lengths,
+                                   const int64_t* pairs, int64_t count, int64_t dim, float* scored) {
+    const maxsimd::Apart<maxsimd::BFloat16> all{kinds, values, scales, lengths, dim};
+    maxsimd::score_pairs<maxsimd::BFloat16>((const maxsimd::Unit*)queries, query_offsets, all, pairs, count, dim / 2,
+                                            scored);
 }
 }
 #pragma GCC visibility pop
