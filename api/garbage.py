@@ -8,12 +8,13 @@ many large requests at a time stays as large as it was then.
 """
 
 import asyncio
-import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from maxsimd.api.heaps import give_back_memory
 
 # More collections of young objects than there ever are between two full ones.
 _NEVER = 1_000_000_000
@@ -61,14 +62,6 @@ async def collect_when_quiet(is_quiet: Callable[[], bool], resident: Callable[[]
             last, took = now(), now() - begun
             await asyncio.to_thread(give_back_memory)
             least_bytes = resident()
-
-
-def give_back_memory() -> None:
-    """Has the C library give the system what is free in its heaps, where it can (glibc): milliseconds, in
-    which Python goes on in other threads."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def resident_bytes() -> int:

@@ -12,6 +12,7 @@ from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
+from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
 from maxsimd.api.listener import Listener, max_connections, raise_descriptor_limit
 from maxsimd.api.loading import Deaths, Loading
@@ -19,6 +20,7 @@ from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.api.state import ServerState
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.device.time_slices import take_short_slices
@@ -34,6 +36,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, started: flo
 
     `started` is when the command was given (perf_counter), for the log."""
     take_short_slices()
+    share_heaps(usable_cores().threads)
     with switching_often():
         status = uvloop.run(_serve(engine_config, server_config, started))
     if num_left_behind():

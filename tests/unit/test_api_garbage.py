@@ -14,7 +14,6 @@ from maxsimd.api import garbage
 from maxsimd.api.garbage import (
     collect_when_quiet,
     garbage_left_alone,
-    give_back_memory,
     resident_bytes,
 )
 from tests.waiting import until
@@ -134,16 +133,6 @@ async def test_nothing_is_walked_through_while_nothing_has_aged(monkeypatch: pyt
     assert collections == []
 
 
-def test_free_memory_between_what_is_in_use_goes_back_to_the_system() -> None:
-    pieces = [bytes(2000) for _ in range(100_000)]
-    between = pieces[::1000]
-    taken = resident_bytes()
-    del pieces
-    give_back_memory()
-    assert len(between) == 100
-    assert resident_bytes() < taken - (100 << 20)
-
-
 async def test_memory_goes_back_after_each_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[bool] = []
     with garbage_left_alone():
@@ -152,11 +141,6 @@ async def test_memory_goes_back_after_each_collection(monkeypatch: pytest.Monkey
         task = asyncio.create_task(collect_when_quiet(lambda: True, lambda: 0))
         await until(lambda: given == [True])
         task.cancel()
-
-
-def test_where_the_c_library_cannot_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage.ctypes, "CDLL", lambda name: object())
-    give_back_memory()
 
 
 def test_the_memory_of_this_process_is_known() -> None:
