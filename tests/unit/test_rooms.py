@@ -85,6 +85,32 @@ def test_the_front_door_loads_no_torch() -> None:
     assert not loaded & {"torch", "transformers", "sentence_transformers", "aiohttp"}
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "--version", "srve", "serve --help", "serve --prot 1", "bench --help", "bench peers --help"],
+)
+def test_the_command_line_says_what_there_is_without_loading_it(words: str) -> None:
+    code = """
+import sys
+from maxsimd.api.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(sorted(sys.modules))
+"""
+    ran = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    assert ran.returncode == (2 if words in ("srve", "serve --prot 1") else 0)
+    loaded = set(ast.literal_eval(ran.stdout.splitlines()[-1]))
+    assert "maxsimd.api.cli" in loaded
+    assert not loaded & {"torch", "transformers", "sentence_transformers", "aiohttp"}
+
+
+def test_all_that_the_bench_beside_peers_runs_has_a_name() -> None:
+    from maxsimd.bench.peers import alone, names
+
+    assert tuple(alone.ALONE) == names.ALONE
+
+
 def test_the_front_door_has_the_engine_and_the_version() -> None:
     import maxsimd
     from maxsimd.engine.engine import Engine
