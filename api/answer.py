@@ -3,16 +3,16 @@
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from maxsimd.api import wire
 from maxsimd.engine import Usage
-from maxsimd.engine.postprocess import aside
 from maxsimd.engine.requests import Timings
+from maxsimd.engine.results.postprocess import aside
 
 # As many characters of a text are as much work as an item of an answer is, a score or a number.
 _CHARACTERS_AN_ITEM = 200
@@ -29,16 +29,18 @@ _ALWAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete HTTP response, but for what every server adds itself (Content-Length, Date, Server)."""
+    """A complete HTTP response, but for what every server adds itself (Content-Length, Date, Server). With
+    `lines` it is not complete yet: these are its body, as they come."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
+    lines: AsyncIterator[bytes] | None = None
 
     def with_headers(self, **headers: str) -> "Answer":
         """The same answer with more headers; each `_` in a name becomes a `-`."""
         added = {name.replace("_", "-"): value for name, value in headers.items()}
-        return Answer(self.status, {**self.headers, **added}, self.body)
+        return replace(self, headers={**self.headers, **added})
 
     def with_timings(self, timings: Timings) -> "Answer":
         """The same answer, saying where its request's time went in the engine."""
@@ -57,7 +59,7 @@ class Answer:
             filter(None, (self.headers.get("server-timing"), f"total;dur={seconds * 1e3:.1f}"))
         )
         own = {"x-request-id": request_id, "server-timing": timing}
-        return Answer(self.status, {**always, **self.headers, **own, **more}, self.body)
+        return replace(self, headers={**always, **self.headers, **own, **more})
 
 
 async def wire_answer(build: Callable[[], Any], items: int, characters: int = 0) -> Answer:

@@ -13,13 +13,14 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.web_protocol import RequestPayloadError
 from aiohttp.web_urldispatcher import UrlMappingMatchInfo
 
+from maxsimd.api.answer import Answer
 from maxsimd.api.body_headers import encoding_of, refusal
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.connections import Connection
 from maxsimd.api.decompression import decompressed
 from maxsimd.api.failures import error_answer, malformed, unreadable_body
 from maxsimd.api.handlers import handle
-from maxsimd.api.responses import as_response
+from maxsimd.api.responses import as_response, as_stream
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine
 
@@ -64,14 +65,37 @@ async def _answer(
             return web.Response()
         connection.begin(request)
     path = request.rel_url.path_safe
-    answer = await handle(state, request.method, path, request.headers, _body(request))
-    response = as_response(answer, request)
+    sink = _ResponseSink(request)
+    answer = await handle(state, request.method, path, request.headers, _body(request), sink)
+    response = sink.response or as_response(answer, request)
     # After a body that cannot be read on there is no telling where the next request would begin, and a client
     # that waits to be asked for its body may not send it any more.
     is_unread = "Expect" in request.headers and not request.content.is_eof()
     if state.draining or is_unread or request.content.exception() is not None:
         response.force_close()
     return response
+
+
+class _ResponseSink:
+    """Sends an answer's parts as they come. `response` is there once it has begun."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response: web.StreamResponse | None = None
+
+    async def begin(self, answer: Answer) -> None:
+        self.response = as_stream(answer)
+        if self._request.app[STATE].draining:
+            self.response.force_close()
+        await self.response.prepare(self._request)
+
+    async def send(self, part: bytes) -> None:
+        assert self.response is not None
+        await self.response.write(part)
+
+    async def end(self) -> None:
+        assert self.response is not None
+        await self.response.write_eof()
 
 
 async def _expect(request: web.Request) -> web.StreamResponse | None:

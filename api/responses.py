@@ -32,6 +32,11 @@ def as_response(answer: Answer, request: web.BaseRequest | None = None) -> web.R
     return web.Response(status=answer.status, headers=headers, body=body)
 
 
+def as_stream(answer: Answer) -> web.StreamResponse:
+    """The beginning of a response whose body is still to be made."""
+    return web.StreamResponse(status=answer.status, headers={**answer.headers, "Server": _SERVER})
+
+
 async def _in_pieces(body: bytes) -> AsyncIterator[bytes]:
     """Behind TLS the event loop notices only between writes that a client does not read."""
     for start in range(0, len(body), PIECE):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from maxsimd.api.wire_explanations import WireExplanation
 from maxsimd.api.wire_texts import Sequences, Texts
 
 # A text, or an object that holds one: {"text": ...}, {"content": ...}, or a record with fields.
@@ -48,6 +49,8 @@ class Scoring(Common, kw_only=True):
     cache: Literal["use", "bypass", "refresh"] | None = None
     on_timeout: Literal["error", "partial"] | None = None
     on_error: Literal["fail", "report"] | None = None
+    explain: bool | None = None
+    stream: bool | None = None
 
 
 class ScoreRequest(Scoring, kw_only=True):
@@ -175,6 +178,7 @@ class Score(msgspec.Struct):
     index: int
     score: float
     object: str = "score"
+    explanation: WireExplanation | msgspec.UnsetType = msgspec.UNSET
 
 
 class DocumentError(msgspec.Struct):
@@ -225,6 +229,7 @@ class Ranked(msgspec.Struct, omit_defaults=True):
     index: int
     relevance_score: float
     document: Document | None = None
+    explanation: WireExplanation | None = None
 
 
 class RerankResponse(Completeness, omit_defaults=True):

@@ -1,36 +1,15 @@
-"""The engine: the public face, from texts to scores.
+"""The engine: the public face, from texts to scores. Each request passes through here once on its way in and
+once on its way out."""
 
-It owns the threads and the actors; each request passes through here once on its way in and once on its way
-out.
-"""
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Unpack, cast
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast
-
-from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.config import EngineConfig, ScoreType
-from maxsimd.engine.device.load import DeviceModel
-from maxsimd.engine.errors import (
-    EngineDeadError,
-    EngineNotReadyError,
-    EngineRunningError,
-    InvalidRequestError,
-)
-from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.postprocess import (
-    aside,
-    bounded_by,
-    classify_result,
-    embed_result,
-    rank,
-    score_result,
-    token_embed_result,
-    work_in,
-)
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.explanations import Explanation
+from maxsimd.engine.life import EngineLife
 from maxsimd.engine.preprocess import Prepared
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     CacheMode,
     ClassifyResult,
@@ -48,31 +27,37 @@ from maxsimd.engine.requests import (
     ScoreRequest,
     ScoreResult,
     TokenEmbedResult,
+    Value,
     Values,
 )
-from maxsimd.engine.runtime import Running, bury, launch
-from maxsimd.engine.stats import EngineStats
-from maxsimd.engine.tenants import Tenant, TenantLimits
+from maxsimd.engine.results.postprocess import (
+    aside,
+    classify_result,
+    embed_result,
+    rank,
+    token_embed_result,
+    work_in,
+)
+from maxsimd.engine.results.scores import ScoredPairs, score_call
+from maxsimd.engine.results.stream import Arrived, ScoreStream
+from maxsimd.engine.runtime import ValuesArrived
 from maxsimd.engine.validation import (
-    as_config,
+    Scored,
     as_inputs,
     as_scored,
     as_texts,
     as_truncation,
     check_dimensions,
+    check_options,
     check_paired,
-    check_scores,
     check_task,
 )
 from maxsimd.pooling.vectors import Embedding
 
-T = TypeVar("T")
-# Texts, or their embeddings.
-Scored = str | Embedding | Sequence[str | Embedding]
 Inputs = str | Sequence[str | Sequence[int]]
 
 
-class Engine:
+class Engine(EngineLife):
     """Scores and embeds texts with one model. Use it as an async context manager, from one event loop.
 
     All methods raise InvalidRequestError for requests that make no sense, RequestTooLargeError for those that
@@ -84,92 +69,6 @@ class Engine:
     how many of a call's values have come and how many there will be (one or more a document, text or pass);
     it must not block, and if it raises, the call fails.
     """
-
-    def __init__(self, config: EngineConfig | str | None = None, **options: Any) -> None:
-        """By a configuration, or by a model's folder or hub id and the options of an `EngineConfig`."""
-        self.config = as_config(config, options)
-        self.metrics = EngineMetrics()
-        self.death: str | None = None
-        # Of a death, why another start in this process would be of no use; None where it may be.
-        self.restart_obstacle: str | None = None
-        self._tenants = TenantLimits()
-        self._running: Running | None = None
-        # Whether a start or a stop is under way.
-        self._changing = False
-        self._dead = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        """Loads the model and starts the actors; also after `stop` and after the engine has died, whose
-        `death` is over once this has succeeded. Raises ModelLoadError, and EngineRunningError for an engine
-        that runs already."""
-        if self._changing or self.is_healthy:
-            raise EngineRunningError(
-                "the engine is running, or is being started or stopped; stop it first and wait for that"
-            )
-        self._changing = True
-        try:
-            await bury(self._let_go())
-            self._running = await launch(self.config, self.metrics, self._died, self._tenants)
-            if self.death is not None:
-                self.death, self.restart_obstacle, self._dead = None, None, asyncio.Event()
-                self.metrics.restarts.inc()
-        finally:
-            self._changing = False
-
-    async def stop(self, grace: float | None = None) -> None:
-        """Takes no more requests, finishes those it has within `grace` seconds and frees everything."""
-        running = self._let_go()
-        if running is None:
-            return
-        self._changing = True
-        try:
-            await running.close(grace)
-        finally:
-            self._changing = False
-            # An event belongs to the event loop on which it was awaited; the next start may be on another.
-            if self.death is None:
-                self._dead = asyncio.Event()
-
-    async def until_dead(self) -> None:
-        """Returns when the engine has died; `death` then says of what."""
-        if self.death is None:
-            await self._dead.wait()
-
-    @property
-    def is_healthy(self) -> bool:
-        return self._running is not None and self.death is None
-
-    def stats(self) -> EngineStats:
-        """What the engine holds at the moment: queue, queries, caches of cut sequences."""
-        return self._require().stats()
-
-    @property
-    def model(self) -> LoadedModel:
-        """The loaded model's description."""
-        return self._require().device_model.model
-
-    @property
-    def device_model(self) -> DeviceModel:
-        """The model as it is run: device, precision, packing."""
-        return self._require().device_model
-
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        return self._require().tokenizer
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest sequence that can be run, special tokens included."""
-        return self._require().max_tokens
 
     async def score(
         self,
@@ -187,6 +86,7 @@ class Engine:
         on_timeout: OnTimeout = "error",
         on_error: OnError = "fail",
         progress: Progress | None = None,
+        explain: bool = False,
     ) -> ScoreResult:
         """Scores documents against queries: one query against one or many documents, or N against N.
 
@@ -203,26 +103,28 @@ class Engine:
         rest `unscored`; its documents are run in their order. With `on_error` "report" a document that cannot
         be read, or on which the model fails, has an error in `errors` and the others their scores. A listwise
         model scores documents by each other and takes neither.
+
+        With `explain` the result has `explanations`: matching tokens for late interaction, the scores of
+        windows, and what was read and what was cached.
         """
-        model = self.model
-        num_labels = len(model.labels) if model.score_task == "classify" else 1
-        check_scores(num_labels, model.score_type is ScoreType.LISTWISE, on_timeout, on_error)
-        bounded = bounded_by(model, self.device_model.calibration) if normalize else None
-        takes_vectors = model.score_type in (ScoreType.LATE_INTERACTION, ScoreType.BI_ENCODER)
-        scored = as_scored(documents, "documents", takes_vectors)
-        request = ScoreRequest(
-            queries=as_scored(queries, "queries", takes_vectors),
-            documents=scored,
-            truncation=as_truncation(truncation),
-            instruction=instruction,
-            cache=cache,
-        )
-        options = RunOptions(priority, tenant, timeout, progress, on_timeout, on_error)
-        prepared, values = await self._pairs(request, options)
-        activation = None
-        if model.score_task == "classify" and (use_activation or normalize):
-            activation = model.probabilities if normalize else model.activation
-        return await aside(lambda: score_result(prepared, values, activation, bounded), len(scored))
+        options: ScoreOptions = {
+            "truncation": truncation,
+            "use_activation": use_activation,
+            "normalize": normalize,
+            "instruction": instruction,
+            "cache": cache,
+            "priority": priority,
+            "tenant": tenant,
+            "timeout": timeout,
+            "on_timeout": on_timeout,
+            "on_error": on_error,
+            "progress": progress,
+            "explain": explain,
+        }
+        scored = await self._scored(queries, documents, options)
+        result = await aside(scored.result, scored.call.num_documents)
+        explanations = await self._why(scored, range(scored.call.num_documents))
+        return replace(result, explanations=explanations)
 
     async def rerank(
         self,
@@ -237,13 +139,31 @@ class Engine:
         with a score below the `score_threshold`. Other options are those of `score`."""
         if top_n is not None and top_n < 0:
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
-        if unknown := options.keys() - ScoreOptions.__annotations__.keys():
-            raise TypeError(f"rerank() has no argument {' or '.join(sorted(unknown))}; it has top_n")
+        check_options("rerank", options)
         given = as_scored(documents, "documents", takes_vectors=True)
-        scored = await self.score(query, given, **options)
-        ranked = await aside(lambda: rank(scored.scores, given, top_n, score_threshold), len(given))
+        scored = await self._scored(query, given, {**_DEFAULTS, **options}, top_n)
+        result = await aside(scored.result, len(given))
+        ranked = await aside(lambda: rank(result.scores, given, top_n, score_threshold), len(given))
+        explanations = await self._why(scored, [one.index for one in ranked])
+        if explanations:
+            ranked = [replace(one, explanation=explanations.get(one.index)) for one in ranked]
         return RerankResult(
-            ranked, scored.usage, scored.truncated, scored.unscored, scored.errors, scored.timings
+            ranked, result.usage, result.truncated, result.unscored, result.errors, result.timings
+        )
+
+    def stream(self, queries: Scored, documents: Scored, **options: Unpack[ScoreOptions]) -> ScoreStream:
+        """Scores documents as `score` does, and gives them as they are ready:
+
+            async with engine.stream(query, documents) as stream:
+                async for new in stream:  # RankedDocuments, by their index
+                    ...
+            stream.result  # what `score` would have returned
+
+        Leaving it early cancels what is left."""
+        check_options("stream", options)
+        complete: ScoreOptions = {**_DEFAULTS, **options}
+        return ScoreStream(
+            lambda arrived: self._scored(queries, documents, complete, arrived=arrived), self._why
         )
 
     async def embed(
@@ -336,38 +256,41 @@ class Engine:
                 truncation=long_inputs,
                 cache="bypass",
             )
+            check_paired(pairs.queries, pairs.documents)
             prepared, values = await self._pairs(pairs, options)
         activation = model.probabilities if use_activation else None
         return await aside(
             lambda: classify_result(prepared, values, activation, model.labels), work_in(values)
         )
 
-    def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
-        """Names the tenants with a weight and limits of their own, in place of those named before. May be
-        called at any time; weights hold for what waits as well."""
-        self._tenants.set(tenants)
-        self.metrics.tenants.set_names(tenants)
-        if self._running is not None:
-            self._running.weigh(self._tenants.weights)
+    async def _scored(
+        self,
+        queries: Scored,
+        documents: Scored,
+        options: ScoreOptions,
+        top_n: int | None = None,
+        arrived: Arrived | None = None,
+    ) -> ScoredPairs:
+        """Runs a score request, of which at most `top_n` documents are to be explained, if any are; `arrived`
+        is told of what there is so far."""
+        call = score_call(self.device_model, queries, documents, options, top_n)
 
-    def check_rate(self, tenant: str) -> None:
-        """Raises QueueFullError for a tenant that has used up a rate: before its request is even read."""
-        self._require().admission.check_rate(tenant)
+        def tell(prepared: Prepared, values: list[Value | None]) -> None:
+            if arrived is not None:
+                arrived(ScoredPairs(call, prepared, Values([*values], {})))
 
-    async def clear_cache(self) -> None:
-        """Forgets all cached embeddings, on disk as well, and all cached scores."""
-        cache = self._require().cache
-        if cache is not None:
-            await self.in_thread(cache.clear, 0)
+        prepared, values = await self._pairs(
+            call.request, call.run_options, None if arrived is None else tell
+        )
+        return ScoredPairs(call, prepared, values)
 
-    async def in_thread(self, function: Callable[[], T], size: int) -> T:
-        """Runs something that blocks in the engine's thread pool, where small work goes before large; `size`
-        is about how many characters it reads or writes."""
-        return await self._require().in_pool(function, size)
-
-    def _let_go(self) -> Running | None:
-        running, self._running = self._running, None
-        return running
+    async def _why(self, scored: ScoredPairs, documents: Sequence[int]) -> Mapping[int, Explanation]:
+        """How documents came to their scores, for a request that asks for that."""
+        if not scored.call.request.explain:
+            return {}
+        texts = scored.call.request.documents
+        size = sum(len(text) for i in documents if isinstance(text := texts[i], str))
+        return await self.in_thread(lambda: scored.explanations(documents), size)
 
     async def _texts(
         self, request: EmbedRequest, dimensions: int | None, options: RunOptions
@@ -378,21 +301,22 @@ class Engine:
         self.metrics.request_documents.observe(len(request.texts))
         return await running.run(lambda ids: running.preprocessor.embed(request, ids), request, options)
 
-    async def _pairs(self, request: ScoreRequest, options: RunOptions) -> tuple[Prepared, Values]:
-        check_paired(request.queries, request.documents)
+    async def _pairs(
+        self, request: ScoreRequest, options: RunOptions, arrived: ValuesArrived | None = None
+    ) -> tuple[Prepared, Values]:
         running = self._require()
         self.metrics.request_documents.observe(len(request.documents))
         return await running.run(
-            lambda ids: running.preprocessor.score(request, ids, options.on_error), request, options
+            lambda ids: running.preprocessor.score(request, ids, options.on_error), request, options, arrived
         )
 
-    def _require(self) -> Running:
-        if self.death is not None:
-            raise EngineDeadError(self.death)
-        if self._running is None:
-            raise EngineNotReadyError("the engine is not running: it is starting, draining or stopped")
-        return self._running
 
-    def _died(self, reason: str, obstacle: str | None) -> None:
-        self.death, self.restart_obstacle = reason, obstacle
-        self._dead.set()
+# What `rerank` has where its caller leaves out an option of `score`.
+_DEFAULTS = cast(
+    "ScoreOptions",
+    {
+        name: parameter.default
+        for name, parameter in inspect.signature(Engine.score).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    },
+)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.explanations import Explanation
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Share, share_of
 
@@ -143,18 +144,20 @@ class ScoreOptions(TypedDict, total=False):
     on_timeout: OnTimeout
     on_error: OnError
     progress: Progress | None
+    explain: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     """Query i is scored against document i; one query is scored against every document. Either may come as
-    its embedding."""
+    its embedding. At most `explain` of the documents will have their scores explained."""
 
     queries: tuple[str | Vectors, ...]
     documents: tuple[str | Vectors, ...]
     truncation: Truncation = REFUSE_LONG
     instruction: str | None = None
     cache: CacheMode = "use"
+    explain: int = 0
 
     @property
     def size(self) -> int:
@@ -223,7 +226,8 @@ class Usage:
 class ScoreResult:
     """One score a document, in input order; higher is more relevant. `truncated` counts the inputs that were
     cut. `unscored` are the documents that there was no time for, and `errors` says of others why they have no
-    score; instead of one these have NaN."""
+    score; instead of one these have NaN. `explanations`, of those that have one, are there where they were
+    asked for."""
 
     scores: list[float]
     usage: Usage
@@ -231,15 +235,18 @@ class ScoreResult:
     unscored: tuple[int, ...] = ()
     errors: Mapping[int, str] = field(default_factory=dict)
     timings: Timings = Timings()
+    explanations: Mapping[int, Explanation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """`document` is a text, or `Vectors` where an embedding was given in its place."""
+    """`document` is a text, or `Vectors` where an embedding was given in its place. The `explanation` is
+    there where it was asked for."""
 
     index: int
     score: float
     document: str | Vectors
+    explanation: Explanation | None = None
 
     @property
     def text(self) -> str | None:

@@ -11,18 +11,21 @@ from tqdm.auto import tqdm
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.engine import Engine, Inputs, Scored
+from maxsimd.engine.engine import Engine, Inputs
 from maxsimd.engine.errors import EngineNotReadyError, EngineRunningError
 from maxsimd.engine.requests import (
     ClassifyResult,
     EmbedResult,
     Progress,
+    RankedDocument,
     RerankResult,
     ScoreResult,
     TokenEmbedResult,
 )
+from maxsimd.engine.results.stream import ScoreStream
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
+from maxsimd.engine.validation import Scored
 from maxsimd.pooling.vectors import Embedding
 
 T = TypeVar("T")
@@ -109,6 +112,10 @@ class SyncEngine:
     ) -> RerankResult:
         return self._run(self._engine.rerank, documents, options, query, documents)
 
+    def stream(self, queries: Scored, documents: Scored, **options: Any) -> "SyncStream":
+        """As `Engine.stream`: `with engine.stream(query, documents) as stream: for new in stream: ...`"""
+        return SyncStream(lambda: self._engine.stream(queries, documents, **options), self._wait)
+
     def embed(self, texts: Inputs, **options: Any) -> EmbedResult:
         return self._run(self._engine.embed, texts, options, texts)
 
@@ -165,6 +172,53 @@ class SyncEngine:
         self._thread.join()
         self._loop.close()
         self._loop = self._thread = None
+
+
+class SyncStream:
+    """As `ScoreStream`, without async."""
+
+    def __init__(
+        self, stream: Callable[[], ScoreStream], wait: Callable[[Coroutine[Any, Any, T]], T]
+    ) -> None:
+        self._make = stream
+        self._wait: Callable[[Coroutine[Any, Any, Any]], Any] = wait
+        self._stream: ScoreStream | None = None
+
+    def __enter__(self) -> Self:
+        async def enter() -> ScoreStream:
+            # An event loop must be running where it is made.
+            return await self._make().__aenter__()
+
+        self._stream = self._wait(enter())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._stream is not None
+        self._wait(self._stream.__aexit__(kind, error, trace))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[RankedDocument]:
+        new: list[RankedDocument] | None = self._wait(self._next())
+        if new is None:
+            raise StopIteration
+        return new
+
+    async def _next(self) -> list[RankedDocument] | None:
+        """None at the end: an error that ends an iteration cannot leave a coroutine."""
+        assert self._stream is not None
+        async for new in self._stream:
+            return new
+        return None
+
+    @property
+    def result(self) -> ScoreResult:
+        """All scores, when the iteration has ended."""
+        assert self._stream is not None
+        return self._stream.result
 
 
 def _showing(bar: "tqdm[Any]", total: int) -> Progress:

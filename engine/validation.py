@@ -1,7 +1,7 @@
 """Checks of what callers pass in; each error names the argument and says what to change."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,9 +15,13 @@ from maxsimd.engine.requests import (
     LongInputPolicy,
     OnError,
     OnTimeout,
+    ScoreOptions,
     Truncation,
 )
-from maxsimd.pooling.vectors import Vectors
+from maxsimd.pooling.vectors import Embedding, Vectors
+
+# Texts, or their embeddings.
+Scored: TypeAlias = str | Embedding | Sequence[str | Embedding]
 
 _POLICIES = {"cut": CUT_LONG, "error": REFUSE_LONG, "window": WINDOW_LONG}
 
@@ -107,6 +111,12 @@ def as_truncation(policy: LongInputPolicy) -> Truncation:
             f"truncation {policy!r} is not known; use cut, error, window or a Truncation", "truncation"
         )
     return found
+
+
+def check_options(method: str, options: Mapping[str, Any]) -> None:
+    """Raises TypeError for an argument that `Engine.score` does not have, where a method passes its on."""
+    if unknown := options.keys() - ScoreOptions.__annotations__.keys():
+        raise TypeError(f"{method}() has no argument {' or '.join(sorted(unknown))}")
 
 
 def check_paired(queries: Sequence[object], documents: Sequence[object]) -> None:

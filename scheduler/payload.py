@@ -112,13 +112,15 @@ class DocumentPayload:
 
     With a `cache_key` its embedding is cached, marked as `truncated` where the text was cut. `window` is None
     for a document that is one sequence. A query that came as its embedding is not run, but is the
-    `given_query`."""
+    `given_query`. A document whose score is to be explained has `explained_rows`: how many vectors there are
+    of each of its windows."""
 
     query_id: int
     cache_key: bytes | None = None
     truncated: bool = False
     window: Window | None = None
     given_query: Any = None
+    explained_rows: tuple[int, ...] | None = None
 
     @property
     def num_windows(self) -> int:

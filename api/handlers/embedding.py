@@ -17,8 +17,8 @@ from maxsimd.api.reading_messages import Chat, inputs_or_chat_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.vectors import encoded, file_of
 from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, TokenEmbedResult
-from maxsimd.engine.postprocess import aside
 from maxsimd.engine.preprocess.chat import chat_text
+from maxsimd.engine.results.postprocess import aside
 
 # What a number of an answer takes as text, and as much again while that is made.
 _BYTES_A_NUMBER = 24

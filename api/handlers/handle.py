@@ -2,10 +2,12 @@
 of errors, timing, a log line and metrics. What a route does is in the files beside this one."""
 
 import logging
+import math
 import re
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.body_headers import refusal
@@ -19,8 +21,9 @@ from maxsimd.api.failures import (
 )
 from maxsimd.api.handlers import infinity, operating
 from maxsimd.api.handlers.route import Body, Work
-from maxsimd.api.handlers.routes import METHODS, OPEN_ROUTES, ROUTES
+from maxsimd.api.handlers.routes import METHODS, OPEN_ROUTES, PAGES, ROUTES
 from maxsimd.api.printable import printable
+from maxsimd.api.sink import LineSender, Sink, WholeAnswer
 from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineDeadError
 
@@ -34,9 +37,15 @@ _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 async def handle(
-    state: ServerState, method: str, path: str, headers: Mapping[str, str], body: Body
+    state: ServerState,
+    method: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: Body,
+    sink: Sink | None = None,
 ) -> Answer:
-    """Answers a request, whatever happens; cancelling it cancels the request's work.
+    """Answers a request, whatever happens; cancelling it cancels the request's work. An answer that is sent
+    while it is made goes to the `sink`, if there is one: then what is returned has been sent already.
 
     `path` is without the query string and percent-decoded, but for %2F. `headers` are looked up by names in
     lower case. `body` is read only by those who need it, and no further than the limit on bodies."""
@@ -46,10 +55,23 @@ async def handle(
     route = route_of(path)
     # A method that the path does not take counts as unknown too.
     label = route if method in ROUTES.get(route, {}) else "unknown"
-    status = 499
+    status, seconds = 499, math.nan
+    cross_origin = state.cross_origin.headers(headers.get("origin"))
+
+    def completed(answer: Answer) -> Answer:
+        so_far = time.perf_counter() - started if math.isnan(seconds) else seconds
+        return answer.completed(request_id, so_far, cross_origin)
+
+    whole = WholeAnswer()
+    sender = LineSender(sink or whole, completed)
     try:
-        answer = await _answer(state, method, path, headers, body, request_id)
+        answer = await _answer(state, _Asked(method, path, headers, body), request_id, sender)
         status = answer.status
+    except ConnectionError:
+        if not sender.has_begun:
+            raise
+        # There is nobody left to read the lines.
+        answer = Answer(status)
     finally:
         # Without an answer the client has gone away, and the adapter has cancelled this.
         seconds = time.perf_counter() - started
@@ -58,7 +80,7 @@ async def handle(
         # Without spaces, it cannot pass for the rest of the line.
         shown = printable(path, _LONGEST_LOGGED_PATH).replace(" ", "%20")
         log.log(level, "%s %s %d %.1f ms id=%s", method, shown, status, seconds * 1e3, request_id)
-    return answer.completed(request_id, seconds, state.cross_origin.headers(headers.get("origin")))
+    return whole.or_else(completed(answer))
 
 
 def route_of(path: str) -> str:
@@ -75,27 +97,49 @@ def route_of(path: str) -> str:
     return next((path for path in behind if path != plain and path in ROUTES), plain)
 
 
-async def _answer(
-    state: ServerState, method: str, path: str, headers: Mapping[str, str], body: Body, request_id: str
-) -> Answer:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request as it came."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: Body
+
+
+async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: LineSender) -> Answer:
+    method, path, headers = asked.method, asked.path, asked.headers
     try:
         async with state.in_flight():
             # Browsers send no key with this question.
             preflight = state.cross_origin.preflight(method, headers, METHODS)
             if preflight is not None:
                 return preflight
-            tenant = "" if route_of(path) in OPEN_ROUTES else _tenant_of(state, headers)
+            tenant = "" if _is_open(method, path) else _tenant_of(state, headers)
             work = _work_of(method, path)
             refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
             if refused is not None:
                 raise refused
-            return await work(state, body, tenant)
+            answer = await work(state, asked.body, tenant)
+            if answer.lines is not None:
+                await sender.send(answer)
+            return answer
     except Exception as error:
+        if sender.has_begun and isinstance(error, ConnectionError):
+            raise
         is_over_soon = isinstance(error, EngineDeadError) and state.comes_back
         failure = restarting() if is_over_soon else as_api_error(error)
         if failure.status == 500:
             log.exception("request %s failed", request_id, exc_info=error)
+        if sender.has_begun:
+            await sender.fail(failure)
         return error_answer(failure)
+
+
+def _is_open(method: str, path: str) -> bool:
+    """Whether anyone may ask this, without a key."""
+    route = route_of(path)
+    return route in OPEN_ROUTES or (route in PAGES and method in ("GET", "HEAD"))
 
 
 def _tenant_of(state: ServerState, headers: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """What all routes that rank have in common, whatever they call it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from maxsimd.api import wire
@@ -8,6 +8,7 @@ from maxsimd.api.answer import Answer
 from maxsimd.api.reading import ToRank, in_its_words, wants_activation, wants_normalized
 from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
+from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.requests import ScoreOptions
 from maxsimd.engine.scoring.scale import score_scale
 
@@ -47,6 +48,7 @@ def score_options(
         "timeout": body.timeout,
         "on_timeout": body.on_timeout or "error",
         "on_error": body.on_error or "fail",
+        "explain": bool(body.explain),
     }
 
 
@@ -82,10 +84,21 @@ def characters_of(result: RerankResult) -> int:
 
 
 def check_all_ranked(body: wire.Scoring) -> None:
-    """Raises InvalidRequestError where the answer may lack documents, for shapes that have no place to say
-    so."""
+    """Raises InvalidRequestError for what shapes have no place for: answers that lack documents, have
+    explanations or come line by line."""
     for option, value in (("on_timeout", body.on_timeout), ("on_error", body.on_error)):
         if value in ("partial", "report"):
             raise InvalidRequestError(
                 f"{option} {value!r} is only for /rerank in Jina's or Cohere's shape; leave it out", option
             )
+    for option, wanted in (("explain", body.explain), ("stream", body.stream)):
+        if wanted:
+            raise InvalidRequestError(
+                f"{option} is only for /score, and for /rerank in Jina's or Cohere's shape; leave it out",
+                option,
+            )
+
+
+def num_matches(explanations: Iterable[Explanation | None]) -> int:
+    """How many lines of an answer its explanations take."""
+    return sum(len(one.matches) + len(one.windows) for one in explanations if one is not None)

@@ -10,6 +10,7 @@ from maxsimd.api.handlers import (
     infinity,
     invocations,
     operating,
+    pages,
     scoring,
     tei,
     tokens,
@@ -25,7 +26,7 @@ async def openapi(state: ServerState) -> Answer:
 
 @functools.cache
 def _description() -> bytes:
-    return described(_ALL, OPEN_ROUTES)
+    return described((*_ALL, *pages.ROUTES), OPEN_ROUTES)
 
 
 def table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
@@ -39,6 +40,9 @@ def table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
 
 # What load balancers ask must be answered without a key. Nothing else is.
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
+# Pages hold nothing of the model's, and ask for the key themselves. What is posted to their paths is not
+# open.
+PAGES = frozenset(route.path for route in pages.ROUTES)
 _ALL = (
     *scoring.ROUTES,
     *embedding.ROUTES,
@@ -51,5 +55,6 @@ _ALL = (
     *operating.ROUTES,
     get("/openapi.json", openapi),
 )
-ROUTES = table(_ALL)
+
+ROUTES = table(_ALL, pages.ROUTES)
 METHODS = frozenset(method for methods in ROUTES.values() for method in methods)

@@ -1,15 +1,19 @@
 """The routes that score and rank: /score, /rerank and their variants."""
 
-import math
-from typing import Any
-
-import msgspec
-
 from maxsimd.api import wire
-from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
-from maxsimd.api.handlers import reranks
-from maxsimd.api.handlers.ranking import characters_of, in_words_of, rank, scale_of, score_options, with_scale
+from maxsimd.api.answer import Answer, warnings_of, wire_answer
+from maxsimd.api.handlers import reranks, streaming
+from maxsimd.api.handlers.ranking import (
+    characters_of,
+    in_words_of,
+    num_matches,
+    rank,
+    scale_of,
+    score_options,
+    with_scale,
+)
 from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.handlers.score_answers import rerank_response, score_response
 from maxsimd.api.reading import (
     Item,
     ToRank,
@@ -20,7 +24,7 @@ from maxsimd.api.reading import (
 )
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire_reranks import TeiRanked, VoyageResponse
-from maxsimd.engine import RankedDocument, RerankResult, ScoreResult
+from maxsimd.engine import RerankResult, ScoreResult
 
 
 async def score(
@@ -28,20 +32,13 @@ async def score(
 ) -> Answer:
     model, scale = state.model_name, scale_of(state, body)
     with in_words_of(names_of(body)):
+        if body.stream:
+            return await streaming.score(state, body, texts, tenant)
         truncation = truncation_of(body, state.config.long_documents)
         result = await state.engine.score(*texts, **score_options(state, body, truncation, tenant))
-    warnings = warnings_of(result.truncated)
-    least = -math.inf if body.score_threshold is None else body.score_threshold
-
-    def build() -> wire.ScoreResponse:
-        data = [wire.Score(i, score) for i, score in enumerate(result.scores) if score >= least]
-        usage, rest = usage_of(result.usage), _completeness(body, result)
-        return wire.ScoreResponse(
-            new_id("score"), now(), model, data, usage, scale, warnings=warnings, **rest
-        )
-
-    answer = with_scale(await wire_answer(build, len(result.scores)), scale)
-    return answer.with_timings(result.timings).with_warnings(warnings)
+    items = len(result.scores) + num_matches(result.explanations.values())
+    answer = await wire_answer(lambda: score_response(body, model, scale, result), items)
+    return _surrounded(answer, scale, result)
 
 
 async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, tenant: str) -> Answer:
@@ -49,57 +46,27 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
         return await reranks.text_embeddings_inference(state, body, texts, tenant)
     if body.top_k is not None or body.truncation is not None:
         return await reranks.voyage(state, body, texts, tenant)
+    if body.stream:
+        with in_words_of(("query", "documents")):
+            return await streaming.rerank(state, body, texts, tenant)
     model, scale = state.model_name, scale_of(state, body)
     truncation = truncation_of(body, state.config.long_documents)
     result = await rank(state, body, texts, truncation, tenant, top_n=body.top_n)
-
     with_text = body.return_documents is not False
+    items = len(result.results) + len(result.unscored)
+    items += num_matches(document.explanation for document in result.results)
+    answer = await wire_answer(
+        lambda: rerank_response(body, model, scale, result, with_text),
+        items,
+        characters_of(result) if with_text else 0,
+    )
+    return _surrounded(answer, scale, result)
+
+
+def _surrounded(answer: Answer, scale: wire.ScoreScale, result: ScoreResult | RerankResult) -> Answer:
+    """The answer with what its headers say beside it."""
     warnings = warnings_of(result.truncated)
-
-    def build() -> wire.RerankResponse:
-        results = [
-            wire.Ranked(ranked.index, ranked.score, _document(ranked) if with_text else None)
-            for ranked in result.results
-        ]
-        return wire.RerankResponse(
-            new_id("rerank"),
-            model,
-            results,
-            usage_of(result.usage),
-            _cohere_meta(result, warnings),
-            scale,
-            warnings=warnings,
-            **_completeness(body, result),
-        )
-
-    characters = characters_of(result) if with_text else 0
-    answer = await wire_answer(build, len(result.results) + len(result.unscored), characters)
     return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
-
-
-def _document(ranked: RankedDocument) -> wire.Document | None:
-    """None for one that came as an embedding."""
-    return None if ranked.text is None else wire.Document(ranked.text)
-
-
-def _cohere_meta(result: RerankResult, warnings: list[str] | msgspec.UnsetType) -> dict[str, Any]:
-    """What Cohere's clients read of an answer beside its results."""
-    return {
-        "api_version": {"version": "2"},
-        "billed_units": {"search_units": 1},
-        "tokens": {"input_tokens": result.usage.prompt_tokens},
-        **({"warnings": warnings} if warnings else {}),
-    }
-
-
-def _completeness(body: wire.Scoring, result: ScoreResult | RerankResult) -> dict[str, Any]:
-    """What a request that asked for it is told of documents without a score."""
-    reported: dict[str, Any] = {}
-    if body.on_timeout == "partial":
-        reported |= {"complete": not result.unscored, "unscored": result.unscored}
-    if body.on_error == "report":
-        reported["errors"] = [wire.DocumentError(i, error) for i, error in sorted(result.errors.items())]
-    return reported
 
 
 # The answers to requests with documents, with texts, and in Voyage's words.

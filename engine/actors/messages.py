@@ -1,13 +1,13 @@
 """The messages between actors. Data only."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from maxsimd.engine.actors.actor import Question
-from maxsimd.engine.requests import RunOptions, Values
+from maxsimd.engine.requests import RunOptions, Value, Values
 from maxsimd.engine.scoring.documents import SkippedSequence
 from maxsimd.engine.scoring.outcome import Releases, RequestFailure, Result, StepOutcome
 from maxsimd.pooling.cursor import PoolingCursor
@@ -18,12 +18,14 @@ from maxsimd.scheduler import CachedBatch, Step, WaitingRequest
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Admit:
     """Engine to scheduler: run a request's sequences, score its cached documents, and resolve `values` with
-    `num_results` values by index, as the options say."""
+    `num_results` values by index, as the options say. `arrived` is called with all that have come whenever
+    some have; it must not change them, and not block."""
 
     request: WaitingRequest
     num_results: int
     options: RunOptions
     values: asyncio.Future[Values]
+    arrived: Callable[[list[Value | None]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class OpenRequest:
         self.request_id = admitted.request.request_id
         self._options = admitted.options
         self._future = admitted.values
+        self._arrived = admitted.arrived
         self._values: list[Value | None] = [None] * admitted.num_results
         self._errors: dict[int, str] = {}
         self._missing = admitted.num_results
@@ -76,7 +77,11 @@ class OpenRequest:
 
     def tell_progress(self) -> BaseException | None:
         """Tells the caller how many values have come; returns what the caller's function raised."""
-        if self._options.progress is None or self._future.done():
+        if self._future.done():
+            return None
+        if self._arrived is not None:
+            self._arrived(self._values)
+        if self._options.progress is None:
             return None
         total = len(self._values)
         try:

@@ -15,12 +15,13 @@ _ENTRY_BYTES = 512
 @dataclass(frozen=True, slots=True)
 class CachedScore:
     """A document's score as the model gives it, before any activation; how many tokens were run and how many
-    inputs cut for it; and whether its query was cut."""
+    inputs cut for it; whether its query was cut; and through how many windows it was read."""
 
     score: float
     tokens: int
     truncated: int
     query_truncated: bool
+    windows: int
 
     @property
     def nbytes(self) -> int:

@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.cache.scores import CachedScore, ScoreCache
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess.combine import Combine, NoScores, Scores
-from maxsimd.engine.preprocess.prepared import PairFacts, Prepared
+from maxsimd.engine.preprocess.explain_pairs import renumbered
+from maxsimd.engine.preprocess.prepared import Explain, PairFacts, Prepared
 from maxsimd.engine.preprocess.readable import only
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.strategy import ScoreStrategy
-from maxsimd.engine.requests import ScoreRequest, Value
+from maxsimd.engine.requests import ScoreRequest, Value, Values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +54,11 @@ class CachedScoresStrategy:
         found: list[CachedScore | None] = [None] * len(keys)
         if request.cache == "use":
             found = self._cache.find(keys)
+        if request.explain:
+            # Of windows only the best score is cached, and of documents that are run together no tokens.
+            found = [
+                None if entry is None or entry.windows > 1 or self._together else entry for entry in found
+            ]
         if self._together and None in found:
             found = [None] * len(keys)
         cached = np.array([math.nan if entry is None else entry.score for entry in found], dtype=np.float32)
@@ -66,6 +73,7 @@ class CachedScoresStrategy:
             cached_documents=len(entries),
             cached_tokens=sum(entry.tokens for entry in entries.values()),
             cache_scores=self._put_into_cache(new, new_keys, prepared.facts),
+            explain=_explained(entries, new, prepared.explain) if request.explain else None,
         )
 
     def shortest_sequences(self) -> dict[str, int]:
@@ -105,13 +113,26 @@ class CachedScoresStrategy:
         def cache_scores(scores: Scores) -> None:
             if facts is None:
                 return
-            of_each = zip(facts.tokens, facts.truncated, facts.query_truncated, strict=True)
+            of_each = zip(facts.tokens, facts.truncated, facts.query_truncated, facts.windows, strict=True)
             there = zip(keys, scores[positions].tolist(), of_each, strict=True)
             self._cache.put(
                 (key, CachedScore(score, *about)) for key, score, about in there if math.isfinite(score)
             )
 
         return cache_scores
+
+
+def _explained(entries: dict[int, CachedScore], new: list[int], explain: Explain | None) -> Explain:
+    """Explains documents whose scores are cached, and those that `explain` knows: the `new` ones."""
+    of_new = None if explain is None else renumbered(explain, new)
+
+    def explained(values: Values, index: int) -> Explanation | None:
+        entry = entries.get(index)
+        if entry is not None:
+            return Explanation(entry.tokens, bool(entry.truncated), cached=True)
+        return None if of_new is None else of_new(values, index)
+
+    return explained
 
 
 def _cut_for(entries: dict[int, CachedScore], request: ScoreRequest, run: set[int]) -> int:

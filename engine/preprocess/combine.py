@@ -35,6 +35,18 @@ class BestWindow:
         return np.asarray(np.maximum.reduceat(one_each(values), self.starts))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FirstNumbers:
+    """Of values that have a score and its matches behind it, `scores` gets the score alone."""
+
+    scores: Combine
+
+    def __call__(self, values: list[Value]) -> Scores:
+        return self.scores(
+            [float(value.flat[0]) if isinstance(value, np.ndarray) else value for value in values]
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class NoScores:
     """No document has a score."""

@@ -17,10 +17,12 @@ from maxsimd.pooling.vectors import Vectors
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentInCache:
     """A document whose embedding is cached, or came in place of its text. `query` is the index of the query
-    that it is scored against."""
+    that it is scored against. Of one that is to be explained there are the `windows` through which it was
+    read."""
 
     query: int
     embedding: CachedEmbedding
+    windows: list[BuiltText]
 
     @property
     def truncated(self) -> bool:
@@ -30,6 +32,23 @@ class DocumentInCache:
     def num_consumers(self) -> int:
         """How often it uses its query's embedding."""
         return 1
+
+    @property
+    def tokens(self) -> int:
+        """How many were run for it when it was cached."""
+        return self.embedding.tokens
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether tokens were run for it."""
+        return self.tokens > 0
+
+    @property
+    def window_rows(self) -> tuple[int, ...]:
+        """How many vectors each of its windows has."""
+        if not self.windows:
+            return (len(self.embedding.rows),)
+        return tuple(window.num_rows for window in self.windows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +68,20 @@ class DocumentToRun:
     def num_consumers(self) -> int:
         """How often it uses its query's embedding: once a window."""
         return len(self.windows)
+
+    @property
+    def tokens(self) -> int:
+        """How many are run for it."""
+        return sum(len(window.tokens) for window in self.windows)
+
+    @property
+    def is_cached(self) -> bool:
+        return False
+
+    @property
+    def window_rows(self) -> tuple[int, ...]:
+        """How many vectors each of its windows has."""
+        return tuple(window.num_rows for window in self.windows)
 
 
 Document: TypeAlias = DocumentInCache | DocumentToRun
@@ -73,7 +106,7 @@ class DocumentReader:
     `lookup` is None where no cache is in use."""
 
     def __init__(self, builder: TextBuilder, lookup: CacheLookup | None, given: GivenVectors) -> None:
-        self._builder = builder
+        self.builder = builder
         self._lookup = lookup
         self._given = given
 
@@ -91,20 +124,24 @@ class DocumentReader:
                 firsts.append(i)
             position_of.append(positions[pair])
         found = self._find({i: request.documents[i] for i in firsts})
+        texts = {i: text for i in firsts if isinstance(text := request.documents[i], str)}
+        # Of what is to be explained tokens are needed even if nothing is run.
         missing = {
             i: text
-            for i in firsts
-            if isinstance(text := request.documents[i], str) and not isinstance(found[i], CachedEmbedding)
+            for i, text in texts.items()
+            if request.explain or not isinstance(found[i], CachedEmbedding)
         }
-        encoded = iter(self._builder.encode_for_windows([*missing.values()], missing))
+        encoded = dict(
+            zip(missing, self.builder.encode_for_windows([*missing.values()], missing), strict=True)
+        )
         different: list[Document] = []
         num_tokens = 0
         for first, entry in found.items():
             query = request.query_of(first)
+            windows = self.builder.windows(encoded.pop(first), first) if first in encoded else []
             if isinstance(entry, CachedEmbedding):
-                different.append(DocumentInCache(query, entry))
+                different.append(DocumentInCache(query, entry, windows))
             else:
-                windows = self._builder.windows(next(encoded), first)
                 num_tokens += sum(len(window.tokens) for window in windows)
                 if len(windows) > 1:
                     # Through windows a document has many times its own tokens.

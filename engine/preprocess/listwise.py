@@ -11,13 +11,14 @@ import numpy as np
 
 from maxsimd.engine.checkpoint import ListwiseRules
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess.combine import BlockCosines
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LengthLimits, LongInputs, Room
 from maxsimd.engine.preprocess.prepared import PairFacts, Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.strategy import SHORTEST_TEXT
 from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut
-from maxsimd.engine.requests import ScoreRequest
+from maxsimd.engine.requests import ScoreRequest, Values
 from maxsimd.scheduler import Sequence as TokenSequence
 from maxsimd.scheduler import Tokens
 from maxsimd.scheduler.payload import TokenIds
@@ -53,10 +54,12 @@ class ListwiseStrategy:
         reader = _TextReader(rules, self._tokenizer, long_inputs)
         blocks: list[TokenIds] = []
         num_blocks = []
+        texts: list[_Text] = []
         truncated = 0
         for ranked in _lists(request):
             query = reader.query(ranked.query, ranked.first)
             documents = [reader.document(text, ranked.first + i) for i, text in enumerate(ranked.documents)]
+            texts += documents
             truncated += sum(text.truncated for text in (query, *documents))
             prompter = _Prompter(query.text, request.instruction, rules, self._tokenizer)
             before, start = len(blocks), 0
@@ -70,10 +73,18 @@ class ListwiseStrategy:
         ]
         none = [0] * (len(request.documents) - 1)
         facts = PairFacts(
-            [sum(map(len, blocks)), *none], [truncated, *none], [False] * len(request.documents)
+            [sum(map(len, blocks)), *none],
+            [truncated, *none],
+            [False] * len(request.documents),
+            [1] * len(request.documents),
         )
         combine = BlockCosines(tuple(num_blocks))
-        return Prepared(sequences, len(sequences), truncated, combine, facts=facts)
+
+        def explain(values: Values, index: int) -> Explanation:
+            return Explanation(texts[index].tokens, texts[index].truncated, cached=False)
+
+        prepared = Prepared(sequences, len(sequences), truncated, combine, facts=facts)
+        return replace(prepared, explain=explain) if request.explain else prepared
 
     def shortest_sequences(self) -> dict[str, int]:
         prompt = listwise_prompt(SHORTEST_TEXT, [SHORTEST_TEXT], self._instruction, self._rules)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from maxsimd.engine.explanations import Span
 from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import JoinedTokens
@@ -31,6 +32,13 @@ class PairJoiner(Protocol):
         self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
     ) -> Iterator[JoinedPair]:
         """The pairs of a request in the order of its documents; `queries` are its queries' tokens."""
+        ...
+
+    def window_spans(
+        self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
+    ) -> list[Span]:
+        """The characters of each window through which document `index` is read, with a query of
+        `query_tokens` tokens."""
         ...
 
     def shortest_pair(self) -> int:

@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from maxsimd.engine.explanations import Span
 from maxsimd.engine.preprocess.combine import best_windows
+from maxsimd.engine.preprocess.explain_pairs import explain_pairs
 from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair, PairJoiner
 from maxsimd.engine.preprocess.prepared import PairFacts, Prepared
@@ -55,8 +57,15 @@ class PairStrategy:
             [sum(map(len, pair.windows)) for pair in pairs],
             [int(pair.truncated) for pair in pairs],
             [queries[request.query_of(i)].truncated for i in range(len(pairs))],
+            [len(pair.windows) for pair in pairs],
         )
-        return Prepared(sequences, len(windows), truncated, combine, facts=facts)
+
+        def windows_of(index: int) -> list[Span]:
+            query_tokens = len(queries[request.query_of(index)].tokens)
+            return self._joiner.window_spans(request, index, query_tokens, long_inputs)
+
+        explain = explain_pairs(facts, windows_of) if request.explain else None
+        return Prepared(sequences, len(windows), truncated, combine, facts=facts, explain=explain)
 
     def shortest_sequences(self) -> dict[str, int]:
         return {"a pair": self._joiner.shortest_pair()}

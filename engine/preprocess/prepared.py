@@ -3,23 +3,30 @@
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess.combine import Combine, NoScores, one_each
-from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Usage
+from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Usage, Values
 from maxsimd.scheduler import CachedBatch, Sequence
+
+# From the values of a request to how a document, by its index, came to its score; None where it has none.
+Explain: TypeAlias = Callable[[Values, int], Explanation | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairFacts:
     """Of each document of a request: how many tokens are run for it with its query, how many inputs were cut
-    for it, and whether its query was. Where documents are run together, the first stands for all."""
+    for it, whether its query was, and through how many windows it is read. Where documents are run together,
+    the first stands for all."""
 
     tokens: ListOf[int]
     truncated: ListOf[int]
     query_truncated: ListOf[bool]
+    windows: ListOf[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +38,7 @@ class Prepared:
     are scored, `query_rows` says of the query of each document how many tokens take part; where pairs are,
     `facts` says what is known of them. There are `cached_documents`, with `cached_tokens`, whose scores were
     cached. `cache_scores` is to be given the scores of all documents, as the model makes them, NaN for
-    none."""
+    none. `explain` tells how documents came to their scores, of a request that asks for that."""
 
     sequences: list[Sequence]
     results: int
@@ -44,6 +51,7 @@ class Prepared:
     cached_documents: int = 0
     cached_tokens: int = 0
     cache_scores: Callable[[NDArray[np.float32]], None] | None = None
+    explain: Explain | None = None
 
     @property
     def num_new_tokens(self) -> int:

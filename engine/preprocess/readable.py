@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.combine import Combine, NoScores, Scores
+from maxsimd.engine.preprocess.explain_pairs import renumbered
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.requests import ScoreRequest, Value
@@ -51,7 +52,15 @@ def prepare_readable(prepare: Prepare, request: ScoreRequest, ids: RequestIds) -
         rows = np.ones(len(request.documents), dtype=np.int64)
         rows[positions] = prepared.query_rows
     cache_scores = prepared.cache_scores and _of_some(prepared.cache_scores, positions)
-    return replace(prepared, combine=combine, errors=errors, query_rows=rows, cache_scores=cache_scores)
+    explain = prepared.explain and renumbered(prepared.explain, positions)
+    return replace(
+        prepared,
+        combine=combine,
+        errors=errors,
+        query_rows=rows,
+        cache_scores=cache_scores,
+        explain=explain,
+    )
 
 
 def _of_some(cache_scores: Callable[[Scores], None], positions: list[int]) -> Callable[[Scores], None]:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.explanations import Span
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room
+from maxsimd.engine.preprocess.origins import extent
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair
 from maxsimd.engine.preprocess.strategy import SHORTEST_TEXT
-from maxsimd.engine.preprocess.tokenization import PART_TEXTS, TextTokenizer
+from maxsimd.engine.preprocess.tokenization import PART_TEXTS, Around, TextTokenizer
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import JoinedTokens
 from maxsimd.scheduler.payload import TokenIds
@@ -154,14 +156,32 @@ class TemplateJoiner:
             fits = pair.around.num_tokens + len(ids) <= limit
             yield ([ids], False) if fits else self._cut(pair, long_inputs)
 
-    def _cut(self, pair: _Pair, long_inputs: LongInputs) -> tuple[list[TokenIds], bool]:
+    def window_spans(
+        self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
+    ) -> list[Span]:
+        query = request.query_of(index)
+        most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
+        (encoded,) = self._tokenizer.encode([request.query_texts[query]], "queries", most, long_inputs.side)
+        around = self._surroundings(request, query, long_inputs.query(encoded), _Heads(self._tokenizer))
+        pair = _Pair(InputName("documents", index), around, request.document_texts[index])
+        tokens, room = self._read_apart(pair, long_inputs)
+        limited = long_inputs.document(tokens.spans - len(around.left))
+        windows = long_inputs.windows(limited.tokens, room, pair.name)
+        return [extent(np.clip(window.tokens, 0, len(pair.document))) or (0, 0) for window in windows]
+
+    def _read_apart(self, pair: _Pair, long_inputs: LongInputs) -> tuple[Around, Room]:
+        """The tokens of a pair's text that are the document's and those around them, and the room there is
+        for the former."""
         most = long_inputs.most_of_document(long_inputs.limit)
         tokens = self._tokenizer.encode_around(
             pair.text, pair.span, "documents", most, long_inputs.side, pair.name
         )
-        limited = long_inputs.document(tokens.inside)
         others = pair.around.num_tokens + len(tokens.before) + len(tokens.after)
-        room = Room(long_inputs.limit - others, others)
+        return tokens, Room(long_inputs.limit - others, others)
+
+    def _cut(self, pair: _Pair, long_inputs: LongInputs) -> tuple[list[TokenIds], bool]:
+        tokens, room = self._read_apart(pair, long_inputs)
+        limited = long_inputs.document(tokens.inside)
         windows = long_inputs.windows(limited.tokens, room, pair.name)
         parts = [np.concatenate([tokens.before, window.tokens, tokens.after]) for window in windows]
         return parts, limited.truncated or any(window.truncated for window in windows)

@@ -1,14 +1,16 @@
 """Single texts to sequences: prompt, template, truncation, query expansion, tokens left out of pooling."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
+from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room, no_room
+from maxsimd.engine.preprocess.origins import Origins, around, behind_prompt
 from maxsimd.engine.preprocess.strategy import SHORTEST_TEXT
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import yield_to_smaller
@@ -25,6 +27,12 @@ class BuiltText:
 
     tokens: Tokens
     truncated: bool
+
+    @property
+    def num_rows(self) -> int:
+        """How many of its tokens are pooled."""
+        positions = self.tokens.pooled_positions
+        return len(self.tokens) if positions is None else len(positions)
 
 
 class TextBuilder:
@@ -58,40 +66,32 @@ class TextBuilder:
     def encode(self, texts: Sequence[str], indices: Iterable[int] | None = None) -> list[TokenIds]:
         """Token ids of each text behind the role's prompt, as many as `build` needs. `indices` say which of
         the field's texts these are, if not all."""
-        most = self._long_inputs.most_of_text(self._room.tokens, self._own_room, self._max_tokens)
-        return self._encode(texts, most, indices)
+        return self._encode(texts, self._most, indices)
 
     def build(self, text: TokenIds, index: int) -> BuiltText:
         """One text's sequence, cut if it must be and may be."""
         name = InputName(self._param, index)
-        fitted = self._long_inputs.fit(text, self._room, name, self._own_room, self._max_tokens)
-        return self._filled(fitted, name)
+        return self._filled(self._one(text, name), name)
 
     def encode_for_windows(
         self, texts: Sequence[str], indices: Iterable[int] | None = None
     ) -> list[TokenIds]:
         """Token ids of each text behind the role's prompt, as many as `windows` needs."""
-        if not self._long_inputs.uses_windows:
-            return self.encode(texts, indices)
-        return self._encode(texts, None if self._max_tokens is None else self._max_tokens + 1, indices)
+        return self._encode(texts, self._most_for_windows, indices)
 
     def windows(self, text: TokenIds, index: int) -> list[BuiltText]:
         """One document's sequences: one, or its windows, each behind the role's prompt."""
-        if not self._long_inputs.uses_windows:
-            return [self.build(text, index)]
         name = InputName(self._param, index)
-        limited = self._long_inputs.within(text, self._max_tokens)
-        room, special_tokens = self._room.tokens, self._room.others
-        if self.own_length is not None:
-            room = min(room, self.own_length - special_tokens)
-        if len(limited.tokens) <= room:
-            return [self._filled(limited, name)]
-        prompt, body = np.split(limited.tokens, [self.prompt_length])
-        beside_prompt = Room(room - len(prompt), special_tokens + len(prompt))
-        return [
-            self._filled(Fitted(np.concatenate([prompt, window.tokens]), limited.truncated), name)
-            for window in self._long_inputs.windows(body, beside_prompt, name)
-        ]
+        return [self._filled(part, name) for part in self._windows(text, name)]
+
+    def origins(self, text: str, index: int) -> Origins:
+        """Which characters the rows of one text's sequence stand for."""
+        return next(self._origins(text, InputName(self._param, index), self._most, self._alone))
+
+    def window_origins(self, text: str, index: int) -> list[Origins]:
+        """Which characters the rows of one document's sequences stand for."""
+        name = InputName(self._param, index)
+        return [*self._origins(text, name, self._most_for_windows, self._windows)]
 
     def build_from_ids(self, token_ids: tuple[int, ...], index: int) -> BuiltText:
         """The sequence of token ids that the caller made, special tokens included."""
@@ -114,6 +114,59 @@ class TextBuilder:
     def _own_room(self) -> int | None:
         """How much of a text the checkpoint reads."""
         return None if self.own_length is None else max(0, self.own_length - self._room.others)
+
+    @property
+    def _most(self) -> int | None:
+        """How many tokens of a text must be read that is one sequence."""
+        return self._long_inputs.most_of_text(self._room.tokens, self._own_room, self._max_tokens)
+
+    @property
+    def _most_for_windows(self) -> int | None:
+        """How many tokens of a document must be read."""
+        if not self._long_inputs.uses_windows:
+            return self._most
+        return None if self._max_tokens is None else self._max_tokens + 1
+
+    def _one(self, text: NDArray[np.int32], name: InputName) -> Fitted[np.int32]:
+        """What one sequence has of a text, its tokens or their spans."""
+        return self._long_inputs.fit(text, self._room, name, self._own_room, self._max_tokens)
+
+    def _alone(self, text: NDArray[np.int32], name: InputName) -> list[Fitted[np.int32]]:
+        return [self._one(text, name)]
+
+    def _windows(self, text: NDArray[np.int32], name: InputName) -> list[Fitted[np.int32]]:
+        """What each sequence of a document has of it, its tokens or their spans."""
+        if not self._long_inputs.uses_windows:
+            return self._alone(text, name)
+        limited = self._long_inputs.within(text, self._max_tokens)
+        room, special_tokens = self._room.tokens, self._room.others
+        if self.own_length is not None:
+            room = min(room, self.own_length - special_tokens)
+        if len(limited.tokens) <= room:
+            return [limited]
+        prompt, body = np.split(limited.tokens, [self.prompt_length])
+        beside_prompt = Room(room - len(prompt), special_tokens + len(prompt))
+        return [
+            Fitted(np.concatenate([prompt, window.tokens]), limited.truncated)
+            for window in self._long_inputs.windows(body, beside_prompt, name)
+        ]
+
+    def _origins(
+        self,
+        text: str,
+        name: InputName,
+        most: int | None,
+        parts: Callable[[NDArray[np.int32], InputName], list[Fitted[np.int32]]],
+    ) -> Iterator[Origins]:
+        """The rows of each sequence that `parts` makes of a text."""
+        prompt, side = self._rules.prompt, self._long_inputs.side
+        ids, spans = self._tokenizer.encode_with_spans(prompt + text, self._param, most, side, name)
+        spans = behind_prompt(spans, len(prompt))
+        for part, part_spans in zip(parts(ids, name), parts(spans, name), strict=True):
+            tokens = self._filled(part, name).tokens
+            placed = around(part_spans.tokens, len(self._template.ids[0]), len(tokens))
+            rows = slice(None) if tokens.pooled_positions is None else tokens.pooled_positions
+            yield Origins(tokens.ids[rows], placed[rows])
 
     def _encode(
         self, texts: Sequence[str], most: int | None, indices: Iterable[int] | None

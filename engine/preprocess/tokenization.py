@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.origins import Spans
 from maxsimd.engine.preprocess.pieces import (
     LONGEST_PIECE,
     PIECE,
@@ -70,11 +71,13 @@ class Template:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Around:
-    """The tokens of a part of a text, and those that stand before and after it."""
+    """The tokens of a part of a text, and those that stand before and after it. `spans` are the characters
+    in the text of the tokens `inside`."""
 
     before: TokenIds
     inside: TokenIds
     after: TokenIds
+    spans: Spans
 
 
 class TextTokenizer:
@@ -141,7 +144,7 @@ class TextTokenizer:
     ) -> Around:
         """The tokens of a text by where they stand: `inside` are those from the first that holds one of the
         characters in `span` to the last, cut like a text by itself if they are more than `most`."""
-        parts: list[tuple[TokenIds, TokenIds, TokenIds]] = []
+        parts: list[tuple[TokenIds, TokenIds, TokenIds, Spans]] = []
         num_inside = 0
         for start, stop in self._cut_up(text, PIECE, side, param, name or param):
             if most is not None and num_inside >= most and span.start < start and stop < span.stop:
@@ -150,10 +153,32 @@ class TextTokenizer:
             (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
             ids = _ids(encoding)
             first, last = _holding(encoding.offsets, span.start - start, span.stop - start)
-            parts.append((ids[:first], ids[first:last], ids[last:]))
+            parts.append((ids[:first], ids[first:last], ids[last:], _spans(encoding, start)[first:last]))
             num_inside += last - first
-        before, inside, after = (list(each) for each in zip(*parts, strict=True))
-        return Around(_joined(before, None, side), _joined(inside, most, side), _joined(after, None, side))
+        before, inside, after, spans = (list(each) for each in zip(*parts, strict=True))
+        return Around(
+            _joined(before, None, side),
+            _joined(inside, most, side),
+            _joined(after, None, side),
+            _joined(spans, most, side),
+        )
+
+    def encode_with_spans(
+        self, text: str, param: str, most: int | None = None, side: Side = "right", name: object = None
+    ) -> tuple[TokenIds, Spans]:
+        """The token ids that `encode` has for a text, and which of its characters each stands for."""
+        ids: list[TokenIds] = []
+        spans: list[Spans] = []
+        num_tokens = 0
+        for start, stop in self._cut_up(text, PIECE, side, param, name or param):
+            yield_to_smaller()
+            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
+            ids.append(_ids(encoding))
+            spans.append(_spans(encoding, start))
+            num_tokens += len(ids[-1])
+            if most is not None and num_tokens >= most:
+                break
+        return _joined(ids, most, side), _joined(spans, most, side)
 
     def read(self, text: str, param: str) -> Iterator[tuple[int, Encoding]]:
         """A text as encoded pieces, without special tokens, each behind the characters before it."""
@@ -229,8 +254,14 @@ def _ids(encoding: Encoding) -> TokenIds:
     return np.array(encoding.ids, dtype=np.int32)
 
 
-def _joined(read: list[TokenIds], most: int | None, side: Side) -> TokenIds:
-    """The tokens of pieces that were read from the other side, cut if they are more than `most`."""
+def _spans(encoding: Encoding, start: int) -> Spans:
+    """The characters of each token, of a text in which the piece that was encoded begins at `start`."""
+    return np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2) + np.int32(start)
+
+
+def _joined(read: list[NDArray[np.int32]], most: int | None, side: Side) -> NDArray[np.int32]:
+    """The tokens, or their spans, of pieces that were read from the other side, cut if they are more than
+    `most`."""
     ids = read[0] if len(read) == 1 else np.concatenate(read if side == "right" else read[::-1])
     return ids if most is None or len(ids) <= most else cut(ids, most, side).copy()
 

@@ -7,7 +7,9 @@ from typing import Literal
 import numpy as np
 
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.explanations import Span
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room, too_long
+from maxsimd.engine.preprocess.origins import extent
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair
 from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
 from maxsimd.engine.requests import ScoreRequest
@@ -44,6 +46,17 @@ class TokenizerJoiner:
             windows, cut_to_fit = self._windows(queries[query].tokens, document.tokens, name, long_inputs)
             yield JoinedPair(windows, prefixes[query], document.truncated or cut_to_fit)
 
+    def window_spans(
+        self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
+    ) -> list[Span]:
+        most = long_inputs.max_document_tokens
+        name = InputName("documents", index)
+        _, spans = self._tokenizer.encode_with_spans(
+            request.document_texts[index], "documents", most, long_inputs.side, name
+        )
+        windows = long_inputs.windows(spans, self._beside(query_tokens, long_inputs), name)
+        return [extent(window.tokens) or (0, 0) for window in windows]
+
     def shortest_pair(self) -> int:
         return self._template.special_tokens + 2
 
@@ -56,14 +69,18 @@ class TokenizerJoiner:
         if len(query) + len(document) <= room:
             return [self._template.join(query, document)], False
         if long_inputs.uses_windows:
-            beside_query = Room(room - len(query), special_tokens + len(query))
-            windows = long_inputs.windows(document, beside_query, name)
+            windows = long_inputs.windows(document, self._beside(len(query), long_inputs), name)
             return [self._template.join(query, window.tokens) for window in windows], False
         if not long_inputs.may_cut:
             raise too_long(name, len(query) + len(document) + special_tokens, long_inputs.limit)
         first, second = self._cut_lengths(len(query), len(document), room, name)
         side = long_inputs.side
         return [self._template.join(cut(query, first, side), cut(document, second, side))], True
+
+    def _beside(self, query: int, long_inputs: LongInputs) -> Room:
+        """The room for a document beside a query of this many tokens."""
+        others = self._template.special_tokens + query
+        return Room(long_inputs.limit - others, others)
 
     def _cut_lengths(self, query: int, document: int, room: int, name: InputName) -> tuple[int, int]:
         """How much of both texts is read within `room` tokens together."""

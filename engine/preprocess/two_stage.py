@@ -13,8 +13,20 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.model import INSTRUCT
 from maxsimd.engine.preprocess.cache_lookup import CacheLookup
-from maxsimd.engine.preprocess.combine import best_windows, shared_scores
-from maxsimd.engine.preprocess.documents import DocumentInCache, DocumentReader, DocumentToRun
+from maxsimd.engine.preprocess.combine import FirstNumbers, best_windows, shared_scores
+from maxsimd.engine.preprocess.documents import (
+    Document,
+    DocumentInCache,
+    DocumentReader,
+    Documents,
+    DocumentToRun,
+)
+from maxsimd.engine.preprocess.explain_encoded import (
+    EncodedExplainer,
+    Side,
+    check_can_be_explained,
+    check_explained,
+)
 from maxsimd.engine.preprocess.given_vectors import GivenVectors
 from maxsimd.engine.preprocess.long_inputs import LengthLimits, LongInputs
 from maxsimd.engine.preprocess.prepared import Prepared
@@ -51,12 +63,17 @@ class TwoStageStrategy:
         self._limits = limits
         self._cache = cache
         self._given = GivenVectors(model)
+        self._similarity = model.similarity
+        self._token_pooling = model.token_pooling
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
+        if request.explain:
+            check_can_be_explained(self._token_pooling)
         long_inputs = self._limits.applied_to(request.truncation, ids)
         rules = _instructed(self._query_rules, request.instruction)
         builder = TextBuilder(self._tokenizer, rules, long_inputs, "queries", long_inputs.max_query_tokens)
-        documents = self._reader(request, long_inputs).read(request, ids)
+        reader = self._reader(request, long_inputs)
+        documents = reader.read(request, ids)
         texts = {i: text for i, text in enumerate(request.queries) if isinstance(text, str)}
         encoded = builder.encode([*texts.values()], texts)
         built = {i: builder.build(text, i) for i, text in zip(texts, encoded, strict=True)}
@@ -81,11 +98,13 @@ class TwoStageStrategy:
         for document, first in zip(documents.different, accumulate(num_values, initial=0), strict=False):
             query = queries[document.query]
             if isinstance(document, DocumentInCache):
-                found = CachedDocument(ids.slot(first), document.embedding)
+                explained_rows = self._explained_rows(request, document)
+                found = CachedDocument(ids.slot(first), document.embedding, explained_rows)
                 # Those that came along may be in other numbers than those that are cached.
                 cached.setdefault((query, document.embedding.rows.dtype), []).append(found)
             elif self._windows_as_one:
-                sequences += self._scored_as_one(document, query, first, ids)
+                rows_to_explain = self._explained_rows(request, document)
+                sequences += self._scored_as_one(document, query, first, ids, rows_to_explain)
             else:
                 sequences += self._scored_apart(document, query, first, ids)
         batches = [
@@ -96,7 +115,36 @@ class TwoStageStrategy:
         truncated = sum(query.truncated for query in built.values()) + documents.truncated
         combine = shared_scores(best_windows(num_values), documents.position_of)
         rows = _query_rows(request, queries) if self._windows_as_one else None
-        return Prepared(sequences, sum(num_values), truncated, combine, batches, query_rows=rows)
+        prepared = Prepared(sequences, sum(num_values), truncated, combine, batches, query_rows=rows)
+        if not request.explain:
+            return prepared
+        sides = Side(request.queries, builder), Side(request.documents, reader.builder)
+        return self._explained(prepared, request, sides, documents, num_values)
+
+    def _explained(
+        self,
+        prepared: Prepared,
+        request: ScoreRequest,
+        sides: tuple[Side, Side],
+        documents: Documents,
+        num_values: Sequence[int],
+    ) -> Prepared:
+        """The same, for a request that asks how documents came to their scores."""
+        if prepared.query_rows is not None:
+            check_explained(request, prepared.query_rows)
+        explainer = EncodedExplainer(
+            request,
+            *sides,
+            documents,
+            self._tokenizer,
+            [*accumulate(num_values, initial=0)],
+            self._similarity == "meanmaxsim",
+        )
+        return replace(prepared, combine=FirstNumbers(prepared.combine), explain=explainer)
+
+    def _explained_rows(self, request: ScoreRequest, document: Document) -> tuple[int, ...] | None:
+        """The rows of a document's windows, if its matches are asked for."""
+        return document.window_rows if request.explain and self._windows_as_one else None
 
     def shortest_sequences(self) -> dict[str, int]:
         return {
@@ -114,12 +162,19 @@ class TwoStageStrategy:
         return DocumentReader(builder, lookup, self._given)
 
     def _scored_as_one(
-        self, document: DocumentToRun, query: "_Query", index: int, ids: RequestIds
+        self,
+        document: DocumentToRun,
+        query: "_Query",
+        index: int,
+        ids: RequestIds,
+        explained_rows: tuple[int, ...] | None,
     ) -> list[TokenSequence]:
         """The sequences of a document of which all windows together have the score `index`."""
         sequence_ids = [ids.next_sequence_id() for _ in document.windows]
         window = Window(sequence_ids[0], len(sequence_ids)) if len(sequence_ids) > 1 else None
-        payload = DocumentPayload(query.id, document.cache_key, document.truncated, window, query.given)
+        payload = DocumentPayload(
+            query.id, document.cache_key, document.truncated, window, query.given, explained_rows
+        )
         return [
             TokenSequence.document(sequence_id, ids.slot(index), self._task, built.tokens, payload)
             for sequence_id, built in zip(sequence_ids, document.windows, strict=True)
@@ -154,10 +209,7 @@ class _Query:
     @property
     def num_rows(self) -> int:
         """How many of its tokens are scored."""
-        if not isinstance(self.built, BuiltText):
-            return len(self.built)
-        positions = self.built.tokens.pooled_positions
-        return len(self.built.tokens) if positions is None else len(positions)
+        return self.built.num_rows if isinstance(self.built, BuiltText) else len(self.built)
 
 
 def in_batches(

@@ -2,7 +2,7 @@
 they are complete, and documents whose embeddings are cached."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
@@ -10,6 +10,7 @@ import torch
 
 from maxsimd.engine.cache import About, Arriving, CachedEmbedding, EmbeddingCache
 from maxsimd.engine.scoring.documents import CacheHit, Duplicate, SkippedSequence
+from maxsimd.engine.scoring.matches import score_with_matches
 from maxsimd.engine.scoring.maxsim import MaxSim, MaxSimApart
 from maxsimd.engine.scoring.outcome import Output, Releases, RequestFailure
 from maxsimd.engine.scoring.query_store import QueryStore
@@ -26,22 +27,25 @@ _NO_QUERY = "the query's embedding is no longer stored"
 @dataclass(frozen=True, slots=True)
 class _Target:
     """The query that a document is scored against, where its score goes, and as how many consumers of the
-    query it counts. A `given_query` came as its embedding, and is not stored."""
+    query it counts. A `given_query` came as its embedding, and is not stored. A score that is to be explained
+    has `explained_rows`, as many as each window has."""
 
     query_id: int
     slot: ResultSlot
     consumers: int = 1
     given_query: torch.Tensor | None = None
+    explained_rows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """The embeddings of queries, the pairs of (query index, document index) to score, and the slot of each
-    pair's score."""
+    """The embeddings of queries, the pairs of (query index, document index) to score, the slot of each pair's
+    score, and the rows of its document's windows if the score is to be explained."""
 
     embeddings: list[torch.Tensor]
     pairs: list[tuple[int, int]]
     slots: list[ResultSlot]
+    explained_rows: list[tuple[int, ...] | None]
 
     @property
     def queries(self) -> Ragged:
@@ -212,7 +216,8 @@ class DocumentScorer:
             return
         made.consumers[batch.waits_for] += len(batch.documents)
         pairs = [(0, i) for i in range(len(batch.documents))]
-        asked = _Asked([query], pairs, [document.slot for document in batch.documents])
+        slots = [document.slot for document in batch.documents]
+        asked = _Asked([query], pairs, slots, [document.explained_rows for document in batch.documents])
         self._score_cached(asked, [document.embedding for document in batch.documents], made)
 
     def _score_cached(self, asked: _Asked, entries: ListOf[CachedEmbedding], made: ScoredDocuments) -> None:
@@ -221,7 +226,8 @@ class DocumentScorer:
         elif asked.pairs:
             documents = [Ragged(entry.rows, (0, len(entry.rows)), entry.scales) for entry in entries]
             scores = self._maxsim_apart(asked.queries.decoded(self._dtype), documents, asked.pairs)
-            made.add(as_named(self._similarity, scores, asked.queries, asked.pairs), asked.slots)
+            scores = as_named(self._similarity, scores, asked.queries, asked.pairs)
+            self._add(scores, asked, lambda i: documents[i].decoded(self._dtype).values, made)
 
     def _end_to_end(self, entries: ListOf[CachedEmbedding]) -> Ragged:
         """Cached embeddings end to end on the device. They travel in the cache's precision."""
@@ -248,7 +254,36 @@ class DocumentScorer:
             return
         if items.scales is None or not self._takes_int8:
             items = items.decoded(self._dtype)
-        made.add(score_pairs(self._similarity, asked.queries, items, asked.pairs, self._maxsim), asked.slots)
+        scores = score_pairs(self._similarity, asked.queries, items, asked.pairs, self._maxsim)
+        self._add(scores, asked, lambda i: items.item(i).decoded(self._dtype).values, made)
+
+    def _add(
+        self,
+        scores: torch.Tensor,
+        asked: _Asked,
+        document: Callable[[int], torch.Tensor],
+        made: ScoredDocuments,
+    ) -> None:
+        """Adds the scores of all pairs, those that are to be explained with their matches; `document` gives
+        the rows of a document that were scored."""
+        explained = {i: rows for i, rows in enumerate(asked.explained_rows) if rows is not None}
+        if not explained:
+            made.add(scores, asked.slots)
+            return
+        with_matches = []
+        for i, rows in explained.items():
+            query, item = asked.pairs[i]
+            embedding = asked.embeddings[query].to(self._dtype)
+            with_matches.append(
+                score_with_matches(
+                    scores[i], embedding, document(item), rows, self._similarity == "meanmaxsim"
+                )
+            )
+        slots = tuple(asked.slots[i] for i in explained)
+        made.outputs.append(Output(slots, Ragged.from_items(with_matches), scalar=False))
+        others = [i for i in range(len(asked.pairs)) if i not in explained]
+        if others:
+            made.add(scores[others], [asked.slots[i] for i in others])
 
     def _find_queries(self, targets: list[_Target], made: ScoredDocuments) -> _Asked:
         """The query of target i for item i; fails the requests whose queries are no longer stored."""
@@ -256,6 +291,7 @@ class DocumentScorer:
         embeddings: list[torch.Tensor] = []
         pairs: list[tuple[int, int]] = []
         slots: list[ResultSlot] = []
+        explained_rows: list[tuple[int, ...] | None] = []
         for i, target in enumerate(targets):
             query_id = target.query_id
             if query_id not in position:
@@ -267,14 +303,16 @@ class DocumentScorer:
                 position[query_id] = len(embeddings) - 1
             pairs.append((position[query_id], i))
             slots.append(target.slot)
+            explained_rows.append(target.explained_rows)
             made.consumers[query_id] += target.consumers
-        return _Asked(embeddings, pairs, slots)
+        return _Asked(embeddings, pairs, slots, explained_rows)
 
 
 def _target(sequence: Sequence) -> _Target:
     document = _document(sequence)
     assert sequence.payload.slot is not None
-    return _Target(document.query_id, sequence.payload.slot, document.num_windows, document.given_query)
+    slot, rows = sequence.payload.slot, document.explained_rows
+    return _Target(document.query_id, slot, document.num_windows, document.given_query, rows)
 
 
 def _document(sequence: Sequence) -> DocumentPayload:

@@ -10,10 +10,12 @@ from maxsimd.scheduler import ResultSlot, Sequence
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedDocument:
     """A document whose embedding was cached when its request came; one of a `CachedBatch`, which names the
-    query."""
+    query. If its score is to be explained, `explained_rows` says how many vectors there are of each of its
+    windows."""
 
     slot: ResultSlot
     embedding: CachedEmbedding
+    explained_rows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -50,6 +50,8 @@ _FIELDS = [
     "timeout",
     "on_timeout",
     "on_error",
+    "explain",
+    "stream",
     "cache",
     "dimensions",
     "encoding_format",

@@ -40,6 +40,7 @@ GOOD: dict[tuple[str, str], Any] = {
     ("POST", "/v1/embed"): {"texts": ["d"]},
     ("POST", "/v2/embed"): {"texts": ["d"]},
     ("POST", "/"): {"inputs": "d"},
+    ("GET", "/"): None,
     ("GET", "/health"): None,
     ("GET", "/ready"): None,
     ("GET", "/ping"): None,

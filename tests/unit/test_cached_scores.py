@@ -137,7 +137,7 @@ def test_a_key_depends_on_each_text_by_itself() -> None:
 
 def test_the_store_holds_no_more_than_its_limit() -> None:
     cache = ScoreCache(10 * 512)
-    cache.put((bytes([i]) * 32, CachedScore(float(i), 1, 0, False)) for i in range(30))
+    cache.put((bytes([i]) * 32, CachedScore(float(i), 1, 0, False, 1)) for i in range(30))
     assert (cache.entries, cache.memory_bytes, cache.evictions) == (10, 5120, 20)
     assert sum(entry is not None for entry in cache.find([bytes([i]) * 32 for i in range(30)])) == 10
     assert (cache.hits, cache.misses) == (10, 20)

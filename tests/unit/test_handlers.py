@@ -74,8 +74,9 @@ async def test_an_unknown_path_is_a_404(caller: Caller, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [
-        *((path, "POST") for path in POSTED),
-        *((path, "GET, HEAD") for method, path in GOOD if method == "GET"),
+        *((path, "POST") for path in POSTED if path != "/"),
+        *((path, "GET, HEAD") for method, path in GOOD if method == "GET" and path != "/"),
+        ("/", "GET, HEAD, POST"),
         ("/cache", "DELETE"),
     ],
 )

@@ -25,6 +25,7 @@ PAIRS = {
     "timeout": None,
     "on_timeout": "error",
     "on_error": "fail",
+    "explain": False,
 }
 RANK = PAIRS | {"top_n": None, "score_threshold": None}
 RAW_RANK = RANK | {"use_activation": False}
@@ -164,6 +165,9 @@ CHANGES: list[Change] = [
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"on_timeout": "error"}, {}),
     ((*SCORES, *JINA_RERANKS), {"on_error": "report"}, {"on_error": "report"}),
     ((*SCORES, *RERANKS, *TEI_RERANKS), {"on_error": "fail"}, {}),
+    ((*SCORES, *JINA_RERANKS), {"explain": True}, {"explain": True}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"explain": False}, {}),
+    ((*SCORES, *RERANKS, *TEI_RERANKS), {"stream": False}, {}),
     ((*JINA_RERANKS, *TEI_RERANKS, *INFINITY_RERANKS), {"top_n": 1}, {"top_n": 1}),
     ((*JINA_RERANKS, *TEI_RERANKS, *INFINITY_RERANKS), {"top_n": 0}, {"top_n": 0}),
     ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": "1"}, {"top_n": 1}),
@@ -339,6 +343,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "cache": ("yes", True),
     "on_timeout": ("stop", True),
     "on_error": ("ignore", True),
+    "explain": ("yes", 2),
+    "stream": ("yes", 2),
     "queries": (7, [7]),
     "documents": (7, ["a", 7]),
     "items": (7, [7]),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError
-from maxsimd.engine.postprocess import bounded_by
+from maxsimd.engine.results.postprocess import bounded_by
 
 QUERIES = ["how is a file opened", "sort"]
 DOCUMENTS = ["Open a file and return a stream.", "Sort a list in place.", "x"] * 2

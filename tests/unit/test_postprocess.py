@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.engine.postprocess import aside, rank, work_in
 from maxsimd.engine.requests import Values
+from maxsimd.engine.results.postprocess import aside, rank, work_in
 
 # Few values, so that there are ties; both zeros are one.
 SCORES = st.lists(

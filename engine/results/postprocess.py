@@ -18,7 +18,6 @@ from maxsimd.engine.requests import (
     ClassifyResult,
     EmbedResult,
     RankedDocument,
-    ScoreResult,
     TokenEmbedResult,
     Value,
     Values,
@@ -50,29 +49,6 @@ def work_in(values: Values) -> int:
     """How much work it is to make a result of values that may be arrays, in values."""
     numbers = sum(value.size if isinstance(value, np.ndarray) else 1 for value in values.values)
     return max(len(values.values), numbers // _NUMBERS_A_VALUE)
-
-
-def score_result(
-    prepared: Prepared, values: Values, activation: Head | None, bounded: Bounded | None = None
-) -> ScoreResult:
-    """One score a document; `activation` is that of a classifier, if it is wanted, and `bounded` maps scores
-    to 0..1, if that is."""
-    scores, errors = document_scores(prepared.combine, values)
-    errors |= prepared.errors
-    if prepared.cache_scores is not None:
-        prepared.cache_scores(scores)
-    if activation is not None:
-        scores = activate(scores[:, None], activation)[:, 0]
-    if bounded is not None:
-        scores = bounded(scores, prepared.query_rows)
-    return ScoreResult(
-        scores.tolist(),
-        usage_of(prepared),
-        prepared.truncated,
-        unscored(scores, errors),
-        errors,
-        values.timings,
-    )
 
 
 def bounded_by(model: LoadedModel, calibration: Calibration | None = None) -> Bounded:

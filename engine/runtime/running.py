@@ -1,16 +1,15 @@
 """Everything that exists only while an engine runs: threads, actors and their supervisor."""
 
 import asyncio
-import gc
 import logging
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from maxsimd.engine.actors.actor import Mailbox
 from maxsimd.engine.actors.messages import Admit, Cancel, EndEarly, SchedulerMessage, SetWeights
@@ -18,10 +17,9 @@ from maxsimd.engine.actors.runner import is_device_error
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
 from maxsimd.engine.admission import Admission, AdmissionLimits
-from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.budget import beside_small_requests, default_budget
-from maxsimd.engine.device.load import DeviceModel, load_device_model
+from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.open_cache import open_score_cache
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread, num_left_behind, stacks
 from maxsimd.engine.device.time_slices import take_short_slices
@@ -30,7 +28,8 @@ from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
-from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Values
+from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
+from maxsimd.engine.runtime.end import STUCK_SECONDS, end_threads
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import TenantLimits
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
@@ -41,52 +40,10 @@ T = TypeVar("T")
 
 # With the work of this many full steps waiting, the device is not idle soon if the next requests come slowly.
 _ENOUGH_STEPS = 2
-# How long each of an engine's threads is waited for where a stuck device may keep it.
-_STUCK_SECONDS = 2.0
-
-# Before another start, what the requests of an engine that died still do has this long to end.
-_DEAD_SECONDS = 1.0
-# How often is looked whether it is gone, before another is loaded beside it.
-_MOST_LOOKS = 5
-
+# Told of the values of a request that have come, None for the others, whenever some have.
+ValuesArrived: TypeAlias = Callable[[Prepared, list[Value | None]], None]
 # Told of an engine's death: the reason, and what stands against another start in this process, if anything.
 Died = Callable[[str, str | None], None]
-
-
-async def launch(
-    config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits
-) -> "Running":
-    """Loads the model on a thread of its own and starts the actors. Raises ModelLoadError."""
-    device = DeviceThread()
-    try:
-        device_model = await device.call(lambda: load_device_model(config))
-        try:
-            return Running(config, metrics, device, device_model, died, tenants)
-        except BaseException:
-            if device_model.cache is not None:
-                device_model.cache.close()
-            raise
-    except asyncio.CancelledError:
-        device.close(0)  # it ends when it has loaded
-        raise
-    except BaseException:
-        device.close()
-        raise
-
-
-async def bury(dead: "Running | None") -> None:
-    """Frees what an engine that died has left, its model above all, before another is loaded. The caller must
-    not hold it any more."""
-    if dead is None:
-        return
-    await dead.close(_DEAD_SECONDS)
-    is_there = weakref.ref(dead)
-    del dead
-    for _ in range(_MOST_LOOKS):
-        gc.collect()
-        if is_there() is None:
-            return
-        await asyncio.sleep(0.01)  # threads and callbacks that are about to end still know it
 
 
 class Running:
@@ -158,17 +115,18 @@ class Running:
         prepare: Callable[[RequestIds], Prepared],
         request: ScoreRequest | EmbedRequest,
         options: RunOptions,
+        arrived: ValuesArrived | None = None,
     ) -> tuple[Prepared, Values]:
         """Prepares a request in the thread pool, queues it and waits for its values.
 
-        `options.progress` is called on this loop whenever some have come. Raises QueueFullError,
-        RequestTooLargeError and RequestTimeoutError; when it is cancelled, so is its work. What is to have a
-        partial result raises no RequestTimeoutError."""
+        `arrived` and `options.progress` are called on this loop whenever some have come. Raises
+        QueueFullError, RequestTooLargeError and RequestTimeoutError; when it is cancelled, so is its work.
+        What is to have a partial result raises no RequestTimeoutError."""
         self._check_caller()
         options = self._tenants.applied(options)
         with self._new_request() as ids:
             try:
-                return await self._run(ids, prepare, request, options)
+                return await self._run(ids, prepare, request, options, arrived)
             except TimeoutError:
                 self._abandon(ids.request_id)
                 if options.on_timeout == "partial":
@@ -246,8 +204,8 @@ class Running:
         self._metrics.watch(None)
         self.admission.close()
         allowed = self._watchdog.allowance
-        seconds = _STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
-        await asyncio.to_thread(_end_threads, self._device, self._pool, self.device_model.cache, seconds)
+        seconds = STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
+        await asyncio.to_thread(end_threads, self._device, self._pool, self.device_model.cache, seconds)
 
     async def _run(
         self,
@@ -255,13 +213,16 @@ class Running:
         prepare: Callable[[RequestIds], Prepared],
         request: ScoreRequest | EmbedRequest,
         options: RunOptions,
+        arrived: ValuesArrived | None,
     ) -> tuple[Prepared, Values]:
         """Raises TimeoutError, where nothing of a partial result is wanted or there is nothing yet."""
         started = time.perf_counter()
         values: asyncio.Future[Values] | None = None
         try:
             async with asyncio.timeout(options.timeout):
-                prepared, values, timings = await self._prepare_and_queue(ids, prepare, request, options)
+                prepared, values, timings = await self._prepare_and_queue(
+                    ids, prepare, request, options, arrived
+                )
                 if options.on_timeout == "error":
                     return prepared, (await values).with_preparation(timings)
             left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
@@ -282,6 +243,7 @@ class Running:
         prepare: Callable[[RequestIds], Prepared],
         request: ScoreRequest | EmbedRequest,
         options: RunOptions,
+        arrived: ValuesArrived | None,
     ) -> tuple[Prepared, asyncio.Future[Values], Timings]:
         """Returns when the request is queued; its values will be in the future."""
         came = time.perf_counter()
@@ -300,15 +262,25 @@ class Running:
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             self._metrics.truncated.inc(prepared.truncated)
             permit.confirm(waiting.work)
-            values = self._queue(waiting, prepared.results, options)
+            values = self._queue(waiting, prepared, options, arrived)
             permit.compare(values)
         self.admission.review()
         return prepared, values, timings
 
-    def _queue(self, request: WaitingRequest, results: int, options: RunOptions) -> asyncio.Future[Values]:
+    def _queue(
+        self, request: WaitingRequest, prepared: Prepared, options: RunOptions, arrived: ValuesArrived | None
+    ) -> asyncio.Future[Values]:
         """Queues a request that is prepared; its values will be in the future."""
         values = self._future()
-        self.scheduler.post(Admit(request=request, num_results=results, options=options, values=values))
+        self.scheduler.post(
+            Admit(
+                request=request,
+                num_results=prepared.results,
+                options=options,
+                values=values,
+                arrived=None if arrived is None else partial(arrived, prepared),
+            )
+        )
         return values
 
     def _abandon(self, request_id: int) -> None:
@@ -366,22 +338,6 @@ class Running:
 
     async def _run_on_device(self, actors: DeviceActors) -> None:
         await asyncio.wrap_future(self._device.run(actors.run()))
-
-
-def _end_threads(
-    device: DeviceThread, pool: WorkerPool, cache: EmbeddingCache | None, seconds: float | None
-) -> None:
-    """Ends all threads and waits for that: briefly, where the device has not ended within `seconds`.
-
-    It knows nothing of the model, so that the thread which calls this does not hold it."""
-    if device.close(seconds):
-        seconds = None
-    else:
-        log.error("the device's thread is stuck; it is left behind, and holds its model until it goes on")
-        seconds = _STUCK_SECONDS
-    pool.close(seconds)
-    if cache is not None:
-        cache.close(seconds)
 
 
 def _admission_limits(config: EngineConfig, sequence_tokens: int, step_tokens: int) -> AdmissionLimits:

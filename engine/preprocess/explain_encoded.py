@@ -1,0 +1,155 @@
+"""Explanations where queries and documents are run apart: which tokens match, and the scores of windows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
+from maxsimd.engine.explanations import Explanation, TokenMatch, WindowScore
+from maxsimd.engine.preprocess.documents import Documents
+from maxsimd.engine.preprocess.origins import Origins
+from maxsimd.engine.preprocess.texts import TextBuilder
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.requests import ScoreRequest, Values
+from maxsimd.engine.scoring.matches import matches_of
+from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
+from maxsimd.pooling.vectors import Vectors
+
+# Matches that one request's explanations may have together (each is a line of an answer), and that may be
+# noted for all of its documents (each takes a few bytes for each of its windows).
+MOST_EXPLAINED, MOST_NOTED = 100_000, 2_000_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """The texts of one field, by what their sequences are built, and their rows as they were looked up."""
+
+    texts: Sequence[str | Vectors]
+    builder: TextBuilder
+    origins: dict[int, list[Origins]] = field(default_factory=dict)
+
+    def text(self, index: int) -> str | None:
+        """None for a text that came as its embedding."""
+        text = self.texts[index]
+        return text if isinstance(text, str) else None
+
+    def rows(self, index: int, as_document: bool) -> list[Origins]:
+        text = self.text(index)
+        if text is None:
+            return []
+        if index not in self.origins:
+            builder = self.builder
+            found = builder.window_origins(text, index) if as_document else [builder.origins(text, index)]
+            self.origins[index] = found
+        return self.origins[index]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedExplainer:
+    """Explains documents of one request. The value of different document i is `first_values[i]`, with matches
+    behind the score; or, for vectors of whole texts, the scores of its windows begin there. With `is_mean`
+    scores are the mean of similarities, not their sum."""
+
+    request: ScoreRequest
+    queries: Side
+    documents: Side
+    read: Documents
+    tokenizer: TextTokenizer
+    first_values: Sequence[int]
+    is_mean: bool
+
+    def __call__(self, values: Values, index: int) -> Explanation | None:
+        """The explanation of document `index` of the request; None where it has no score."""
+        position = self.read.position_of[index]
+        document = self.read.different[position]
+        first = self.first_values[position]
+        value = values.values[first]
+        if isinstance(value, np.ndarray):
+            rows = document.window_rows
+            found = matches_of(value, len(rows))
+            sums = found[:, :, 1].sum(axis=0, dtype=np.float64) / (len(found) if self.is_mean else 1)
+            # A window without a vector has the score of an empty document.
+            scores = np.where(np.array(rows) > 0, sums, EMPTY_DOCUMENT_SCORE).tolist()
+            matches = self._matches(index, _best_of_windows(found))
+        else:
+            scores = values.values[first : first + document.num_consumers]
+            matches = ()
+        if None in scores:
+            return None
+        windows = self._windows(index, scores)
+        return Explanation(document.tokens, document.truncated, document.is_cached, matches, windows)
+
+    def _windows(self, index: int, scores: Sequence[float]) -> tuple[WindowScore, ...]:
+        """None of a document that is one sequence."""
+        if len(scores) < 2:
+            return ()
+        extents = [origins.extent for origins in self.documents.rows(index, as_document=True)]
+        return tuple(
+            WindowScore(extent or (0, 0), score) for extent, score in zip(extents, scores, strict=True)
+        )
+
+    def _matches(self, index: int, best: NDArray[np.float32]) -> tuple[TokenMatch, ...]:
+        """The matches of a document, of which `best` [Lq, 2] has the row of each and its similarity."""
+        if len(best) == 0 or (best[:, 0] < 0).any():
+            return ()
+        asked = self.request.query_of(index)
+        query, document = self.queries.text(asked), self.documents.text(index)
+        query_rows = self.queries.rows(asked, as_document=False)
+        document_rows = self.documents.rows(index, as_document=True)
+        of_query = Origins.join(query_rows) if query_rows else None
+        of_document = Origins.join(document_rows) if document_rows else None
+        total = float(best[:, 1].sum(dtype=np.float64))
+        matches = []
+        for i, (row, similarity) in enumerate(best.tolist()):
+            query_token, query_span = self._token(of_query, i, query)
+            token, span = self._token(of_document, int(row), document)
+            share = similarity / total if total else 0.0
+            matches.append(TokenMatch(query_token, query_span, token, span, int(row), similarity, share))
+        return tuple(matches)
+
+    def _token(
+        self, origins: Origins | None, row: int, text: str | None
+    ) -> tuple[str | None, tuple[int, int] | None]:
+        """A token as it is written in its text, or as the vocabulary has it, and its span."""
+        if origins is None or text is None:
+            return None, None
+        span = origins.span(row, text)
+        if span is None:
+            return self.tokenizer.token(int(origins.ids[row])), None
+        return text[slice(*span)], span
+
+
+def _best_of_windows(found: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Of each query token [Lq, windows, 2] the best window's match, [Lq, 2]."""
+    there = np.where(found[:, :, 0] < 0, -np.inf, found[:, :, 1])
+    best: NDArray[np.float32] = found[np.arange(len(found)), there.argmax(axis=1)]
+    return best
+
+
+def check_explained(request: ScoreRequest, query_rows: NDArray[np.int64]) -> None:
+    """Refuses a request whose explanations would be too much. `query_rows` says how many vectors the query of
+    each document has."""
+    most, noted = int(query_rows.max()), int(query_rows.sum())
+    if request.explain * most > MOST_EXPLAINED:
+        raise RequestTooLargeError(
+            f"explain gives {most} matches for each of {request.explain} results, and at most "
+            f"{MOST_EXPLAINED} are given; set top_n to {max(1, MOST_EXPLAINED // most)} or less, or leave "
+            "explain out"
+        )
+    if noted > MOST_NOTED:
+        raise RequestTooLargeError(
+            f"explain notes {noted} matches for these documents, and at most {MOST_NOTED} are noted; send "
+            "fewer documents, or leave explain out"
+        )
+
+
+def check_can_be_explained(token_pooling: object | None) -> None:
+    """Refuses to explain the scores of a model that merges vectors: they stand for no token."""
+    if token_pooling is not None:
+        raise InvalidRequestError(
+            "explain is not possible: this model's vectors of documents are merged (token pooling) and stand "
+            "for no single token; leave it out",
+            "explain",
+        )

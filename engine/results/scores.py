@@ -1,0 +1,131 @@
+"""One call of `Engine.score`, `rerank` or `stream`: what it asks for, and what is made of its values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.config import ScoreType
+from maxsimd.engine.device.load import DeviceModel
+from maxsimd.engine.explanations import Explanation
+from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.requests import RunOptions, ScoreOptions, ScoreRequest, ScoreResult, Values
+from maxsimd.engine.results.postprocess import Bounded, activate, bounded_by, document_scores, unscored
+from maxsimd.engine.validation import Scored, as_scored, as_truncation, check_paired, check_scores
+from maxsimd.pooling.methods import Head
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreCall:
+    """`activation` is that of a classifier, if it is wanted, and `bounded` maps scores to 0..1, if that
+    is."""
+
+    request: ScoreRequest
+    run_options: RunOptions
+    activation: Head | None = None
+    bounded: Bounded | None = None
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.request.documents)
+
+    def finished(
+        self, scores: NDArray[np.float32], query_rows: NDArray[np.int64] | None
+    ) -> NDArray[np.float32]:
+        """Scores as the model makes them, behind the activation and within bounds."""
+        if self.activation is not None:
+            scores = activate(scores[:, None], self.activation)[:, 0]
+        return scores if self.bounded is None else self.bounded(scores, query_rows)
+
+
+def score_call(
+    loaded: DeviceModel, queries: Scored, documents: Scored, options: ScoreOptions, top_n: int | None = None
+) -> ScoreCall:
+    """A call with all of its options, of which at most `top_n` documents are to be explained, if any are.
+    Raises InvalidRequestError for what the model cannot do."""
+    model = loaded.model
+    _check_possible(model, options)
+    normalize = options["normalize"]
+    bounded = bounded_by(model, loaded.calibration) if normalize else None
+    takes_vectors = model.score_type in (ScoreType.LATE_INTERACTION, ScoreType.BI_ENCODER)
+    given = as_scored(documents, "documents", takes_vectors)
+    request = ScoreRequest(
+        queries=as_scored(queries, "queries", takes_vectors),
+        documents=given,
+        truncation=as_truncation(options["truncation"]),
+        instruction=options["instruction"],
+        cache=options["cache"],
+        explain=min(top_n or len(given), len(given)) if options["explain"] else 0,
+    )
+    check_paired(request.queries, request.documents)
+    run_options = RunOptions(
+        options["priority"],
+        options["tenant"],
+        options["timeout"],
+        options["progress"],
+        options["on_timeout"],
+        options["on_error"],
+    )
+    activation = None
+    if model.score_task == "classify" and (options["use_activation"] or normalize):
+        activation = model.probabilities if normalize else model.activation
+    return ScoreCall(request, run_options, activation, bounded)
+
+
+def _check_possible(model: LoadedModel, options: ScoreOptions) -> None:
+    num_labels = len(model.labels) if model.score_task == "classify" else 1
+    is_listwise = model.score_type is ScoreType.LISTWISE
+    check_scores(num_labels, is_listwise, options["on_timeout"], options["on_error"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredPairs:
+    """A call with its values, or those that have come so far."""
+
+    call: ScoreCall
+    prepared: Prepared
+    values: Values
+
+    def scores(self) -> list[float]:
+        """The score of each document, NaN for those of which values are missing."""
+        scores, _ = document_scores(self.prepared.combine, self.values)
+        finished: list[float] = self.call.finished(scores, self.prepared.query_rows).tolist()
+        return finished
+
+    def result(self) -> ScoreResult:
+        """One score a document; caches those that are to be cached."""
+        scores, errors = document_scores(self.prepared.combine, self.values)
+        errors |= self.prepared.errors
+        if self.prepared.cache_scores is not None:
+            self.prepared.cache_scores(scores)
+        scores = self.call.finished(scores, self.prepared.query_rows)
+        return ScoreResult(
+            scores.tolist(),
+            usage_of(self.prepared),
+            self.prepared.truncated,
+            unscored(scores, errors),
+            errors,
+            self.values.timings,
+        )
+
+    def explanations(self, documents: Sequence[int]) -> dict[int, Explanation]:
+        """How those of the `documents` that have a score came to it, of a request that asks for that. The
+        scores of windows are made as those of documents are."""
+        explained: dict[int, Explanation] = {}
+        for index in documents:
+            explain = self.prepared.explain
+            explanation = None if explain is None else explain(self.values, index)
+            if explanation is not None:
+                explained[index] = self._with_finished_windows(explanation, index)
+        return explained
+
+    def _with_finished_windows(self, explanation: Explanation, index: int) -> Explanation:
+        if not explanation.windows:
+            return explanation
+        raw = np.array([window.score for window in explanation.windows], dtype=np.float32)
+        rows = self.prepared.query_rows
+        scores = self.call.finished(raw, None if rows is None else np.full(len(raw), rows[index]))
+        windows = zip(explanation.windows, scores.tolist(), strict=True)
+        return replace(explanation, windows=tuple(replace(window, score=score) for window, score in windows))

@@ -1,0 +1,51 @@
+"""Starts what exists while an engine runs, and frees what one that died has left."""
+
+import asyncio
+import gc
+import weakref
+
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.load import load_device_model
+from maxsimd.engine.device.thread import DeviceThread
+from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.runtime.running import Died, Running
+from maxsimd.engine.tenants import TenantLimits
+
+# Before another start, what the requests of an engine that died still do has this long to end.
+_DEAD_SECONDS = 1.0
+# How often is looked whether it is gone, before another is loaded beside it.
+_MOST_LOOKS = 5
+
+
+async def launch(config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits) -> Running:
+    """Loads the model on a thread of its own and starts the actors. Raises ModelLoadError."""
+    device = DeviceThread()
+    try:
+        device_model = await device.call(lambda: load_device_model(config))
+        try:
+            return Running(config, metrics, device, device_model, died, tenants)
+        except BaseException:
+            if device_model.cache is not None:
+                device_model.cache.close()
+            raise
+    except asyncio.CancelledError:
+        device.close(0)  # it ends when it has loaded
+        raise
+    except BaseException:
+        device.close()
+        raise
+
+
+async def bury(dead: Running | None) -> None:
+    """Frees what an engine that died has left, its model above all, before another is loaded. The caller must
+    not hold it any more."""
+    if dead is None:
+        return
+    await dead.close(_DEAD_SECONDS)
+    is_there = weakref.ref(dead)
+    del dead
+    for _ in range(_MOST_LOOKS):
+        gc.collect()
+        if is_there() is None:
+            return
+        await asyncio.sleep(0.01)  # threads and callbacks that are about to end still know it

@@ -1,0 +1,310 @@
+"""What the engine says of its scores: beside plain products of the vectors that `embed_tokens` gives, and
+beside the scores of passages by themselves."""
+
+import math
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import (
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    RankedDocument,
+    RequestTooLargeError,
+    Truncation,
+    Vectors,
+)
+from maxsimd.engine.preprocess import explain_encoded
+from tests.checkpoints import cross_encoders, language_models, late_interaction
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import Engines
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+QUERY = "How is a file opened for reading?"
+WINDOWS = Truncation(max_tokens=60, windows=True, window_overlap=7)
+# Other words than the query's, so that a word has one best match: itself.
+WORDS = ("Käse", "東京", "🎉", "e\u0301te\u0301", "naïve", "Straße", "новый", "party")
+DOCUMENT = "Der gute {} ist da."
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(engines: Engines) -> AsyncIterator[Engine]:
+    """The embedded model, as late interaction."""
+    yield await engines(EngineConfig(dtype="float32"))
+
+
+async def _explained(
+    engine: Engine, query: str, documents: list[Any], **options: Any
+) -> list[RankedDocument]:
+    result = await engine.rerank(query, documents, explain=True, **options)
+    assert all(one.explanation is not None for one in result.results)
+    return result.results
+
+
+def _sum(one: RankedDocument) -> float:
+    assert one.explanation is not None
+    return math.fsum(match.similarity for match in one.explanation.matches)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "cache_precision": "int8"}],
+    ids=lambda options: " ".join(options.values()),
+)
+@pytest.mark.parametrize("maxsim", ["auto", "tiled"])
+async def test_the_similarities_add_up_to_the_score_also_from_the_cache(
+    options: dict[str, Any], maxsim: Any, engines: Engines, pairs: list[Pair]
+) -> None:
+    engine = await engines(EngineConfig(**options, maxsim=maxsim, cache_mb=64))
+    await engine.clear_cache()
+    documents = [pair.document for pair in pairs[:40]]
+    plain = (await engine.score(QUERY, documents, cache="bypass")).scores
+    first = await _explained(engine, QUERY, documents)
+    again = await _explained(engine, QUERY, documents)
+    for one in (*first, *again):
+        assert one.explanation is not None
+        assert _sum(one) == pytest.approx(one.score, abs=1e-3)
+        assert math.fsum(match.share for match in one.explanation.matches) == pytest.approx(1)
+    assert [one.explanation and one.explanation.cached for one in (*first, *again)] == [False] * 40 + [
+        True
+    ] * 40
+    for one, other in zip(first, again, strict=True):
+        assert one.explanation is not None
+        assert other.score == pytest.approx(one.score, abs=1e-5)
+        expected = replace(one, score=other.score, explanation=replace(one.explanation, cached=True))
+        assert other == expected
+    if options == {"dtype": "float32"}:
+        assert {one.index: one.score for one in first} == dict(enumerate(plain))
+
+
+@pytest.mark.parametrize("fixture", ["native_multi_vector", "stanford_colbert", None])
+async def test_matches_are_the_largest_products_of_the_vectors(
+    fixture: str | None, engines: Engines, request: pytest.FixtureRequest, pairs: list[Pair]
+) -> None:
+    model = None if fixture is None else request.getfixturevalue(fixture)
+    engine = await engines(EngineConfig(model=model, dtype="float32"))
+    documents = [pair.document for pair in pairs[40:60]]
+    (query,) = (await engine.embed_tokens([QUERY], input_type="query")).embeddings
+    vectors = (await engine.embed_tokens(documents, input_type="document")).embeddings
+    for one in await _explained(engine, QUERY, documents):
+        products = query @ vectors[one.index].T
+        assert one.explanation is not None
+        matches = one.explanation.matches
+        assert len(matches) == len(query)
+        for row, match in zip(products, matches, strict=True):
+            assert match.similarity == pytest.approx(row.max(), abs=1e-5)
+            assert row[match.document_row] == pytest.approx(row.max(), abs=1e-5)
+            assert _says(match.query_token, match.query_span, QUERY)
+            assert _says(match.document_token, match.document_span, documents[one.index])
+
+
+def _says(token: str | None, span: tuple[int, int] | None, text: str) -> bool:
+    """Whether a token is what stands in the text at its span, or one that stands for nothing there: a marker,
+    expansion, the prompt."""
+    if span is None:
+        return (
+            token is not None
+            and re.fullmatch(r"\[[A-Za-z0-9]+\]|search|query|document|_|:", token) is not None
+        )
+    return token == text[slice(*span)]
+
+
+@pytest.mark.parametrize("word", WORDS)
+async def test_a_word_matches_itself_wherever_it_stands(word: str, engine: Engine) -> None:
+    document = DOCUMENT.format(word)
+    (one,) = await _explained(engine, word, [document])
+    assert one.explanation is not None
+    inside = [match for match in one.explanation.matches if match.query_span is not None]
+    assert inside
+    found = set()
+    for match in inside:
+        assert match.query_span is not None
+        assert match.document_span is not None
+        assert match.document_token == match.query_token
+        start = document.index(word)
+        assert match.document_span == tuple(start + end for end in match.query_span)
+        found |= set(range(*match.query_span))
+    assert found == set(range(len(word))), "the tokens' spans are the whole word's"
+
+
+async def test_repeated_documents_and_queries_of_their_own(engine: Engine) -> None:
+    queries = ["cheese", "party time", "cheese"]
+    documents = ["a piece of cheese", "the party", "a piece of cheese"]
+    result = await engine.score(queries, documents, explain=True)
+    assert list(result.explanations) == [0, 1, 2]
+    assert result.explanations[0] == result.explanations[2]
+    alone = await engine.score("party time", "the party", explain=True, cache="bypass")
+    (matches,) = [one.matches for one in alone.explanations.values()]
+    for ours, match in zip(result.explanations[1].matches, matches, strict=True):
+        assert replace(ours, similarity=0, share=0) == replace(match, similarity=0, share=0)
+        assert ours.similarity == pytest.approx(match.similarity, abs=1e-5)
+
+
+async def test_texts_that_came_as_vectors_have_rows_in_place_of_words(engine: Engine) -> None:
+    (query,) = (await engine.embed_tokens([QUERY], input_type="query")).embeddings
+    (document,) = (await engine.embed_tokens(["Open a file."], input_type="document")).embeddings
+    result = await engine.score(query, [Vectors(document), "Open a file."], explain=True)
+    given, read = (result.explanations[i] for i in range(2))
+    assert (given.tokens, given.cached, given.truncated) == (0, False, False)
+    assert read.tokens == len(document)
+    for ours, match in zip(given.matches, read.matches, strict=True):
+        assert (ours.query_token, ours.query_span, ours.document_token, ours.document_span) == (None,) * 4
+        assert ours.document_row == match.document_row
+        assert match.document_token is not None
+        assert ours.similarity == pytest.approx(match.similarity, abs=1e-5)
+
+
+async def test_only_what_is_ranked_is_explained(engine: Engine, pairs: list[Pair]) -> None:
+    documents = [pair.document for pair in pairs[:30]]
+    result = await engine.rerank(QUERY, documents, top_n=3, explain=True)
+    assert [one.explanation is not None for one in result.results] == [True] * 3
+    plain = await engine.rerank(QUERY, documents, top_n=3)
+    assert [one.explanation for one in plain.results] == [None] * 3
+    assert [(one.index, one.score) for one in plain.results] == [
+        (one.index, one.score) for one in result.results
+    ]
+    assert not (await engine.score(QUERY, documents[:2])).explanations
+
+
+async def test_documents_without_a_score_have_no_explanation(engine: Engine) -> None:
+    result = await engine.score(QUERY, ["a file", "\ud800", "a list"], explain=True, on_error="report")
+    assert list(result.explanations) == [0, 2]
+    assert result.explanations[2].matches[1].query_token == "How"
+    ranked = await engine.rerank(QUERY, ["a file", "\ud800", "a list"], explain=True, on_error="report")
+    for one in ranked.results:
+        assert one.explanation == result.explanations[one.index] or _sum(one) == pytest.approx(
+            one.score, abs=1e-3
+        )
+
+
+async def test_explanations_that_would_be_too_much_are_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = len((await engine.embed_tokens([QUERY], input_type="query")).embeddings[0])
+    monkeypatch.setattr(explain_encoded, "MOST_EXPLAINED", 3 * tokens)
+    await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True, top_n=3)
+    with pytest.raises(RequestTooLargeError, match="set top_n to 3 or less"):
+        await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True)
+    monkeypatch.setattr(explain_encoded, "MOST_NOTED", 3 * tokens)
+    with pytest.raises(RequestTooLargeError, match="send fewer documents"):
+        await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True, top_n=1)
+
+
+async def test_merged_vectors_are_not_explained(checkpoints: SharedCheckpoints) -> None:
+    async with Engine(EngineConfig(model=checkpoints(late_interaction.pooled))) as engine:
+        with pytest.raises(InvalidRequestError, match="token pooling"):
+            await engine.score(QUERY, ["a file"], explain=True)
+        assert not (await engine.score(QUERY, ["a file"])).explanations
+
+
+def _long(pairs: list[Pair]) -> str:
+    return " ".join(pair.document for pair in pairs[:4])
+
+
+def _starts_a_word(text: str, start: int) -> bool:
+    return start == 0 or text[start - 1].isspace()
+
+
+def _ends_a_word(text: str, stop: int) -> bool:
+    return stop == len(text) or text[stop].isspace()
+
+
+@pytest.mark.parametrize("score_type", ["late-interaction", "bi-encoder"])
+async def test_a_window_has_the_score_of_its_passage(
+    score_type: Any, engines: Engines, pairs: list[Pair]
+) -> None:
+    engine = await engines(EngineConfig(score_type=score_type, dtype="float32"))
+    await engine.clear_cache()
+    document = _long(pairs)
+    for cached in (False, True):
+        result = await engine.score(QUERY, [document], explain=True, truncation=WINDOWS)
+        explanation = result.explanations[0]
+        assert explanation.cached is (cached and score_type == "late-interaction")
+        await _compare_windows(engine, document, explanation, 2)
+        best = max(window.score for window in explanation.windows)
+        assert explanation.passage is not None
+        assert explanation.passage.score == best
+        if score_type == "bi-encoder":
+            assert result.scores == [best]
+            assert not explanation.matches
+        else:
+            assert result.scores[0] >= best
+            assert math.fsum(match.similarity for match in explanation.matches) == pytest.approx(
+                result.scores[0], abs=1e-3
+            )
+            for match in explanation.matches:
+                assert _says(match.document_token, match.document_span, document)
+
+
+async def _compare_windows(engine: Engine, document: str, explanation: Any, least: int) -> None:
+    """Windows follow each other through the whole document, and those that begin and end with a word have the
+    score of their passage alone."""
+    spans = [window.span for window in explanation.windows]
+    assert len(spans) > 3
+    assert (spans[0][0], spans[-1][1]) == (0, len(document))
+    assert all(next_one[0] < span[1] <= next_one[1] for span, next_one in pairwise(spans))
+    whole = [
+        window
+        for window in explanation.windows
+        if _starts_a_word(document, window.span[0]) and _ends_a_word(document, window.span[1])
+    ]
+    assert len(whole) >= least
+    alone = await engine.score(QUERY, [document[slice(*window.span)] for window in whole], cache="bypass")
+    np.testing.assert_allclose([window.score for window in whole], alone.scores, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "build", [cross_encoders.bert, cross_encoders.modernbert, language_models.qwen3_reranker]
+)
+async def test_windows_of_a_cross_encoder_have_the_scores_of_their_passages(
+    build: Any, checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
+) -> None:
+    engine = await engines(EngineConfig(model=checkpoints(build), dtype="float32"))
+    document = _long(pairs)
+    room = 250 if build is language_models.qwen3_reranker else 90
+    truncation = Truncation(max_tokens=room, windows=True, window_overlap=9)
+    # The second document fits.
+    documents = [document, "Open a file."]
+    result = await engine.score(QUERY, documents, explain=True, truncation=truncation)
+    explanation, short = (result.explanations[i] for i in range(2))
+    assert result.scores[0] == max(window.score for window in explanation.windows)
+    assert explanation.tokens + short.tokens == result.usage.prompt_tokens
+    assert (short.windows, short.passage, short.matches) == ((), None, ())
+    if build is not language_models.qwen3_reranker:  # whose tokens at a space are the next word's
+        await _compare_windows(engine, document, explanation, 1)
+    again = await engine.score(QUERY, documents, explain=True, truncation=truncation)
+    assert again.explanations[0] == explanation, "of the score in the cache there are no windows"
+    assert again.explanations[1] == replace(short, cached=True)
+
+
+async def test_a_listwise_model_says_what_it_read(checkpoints: SharedCheckpoints) -> None:
+    async with Engine(EngineConfig(model=checkpoints(language_models.jina_reranker_v3))) as engine:
+        documents = ["Open a file.", "a"]
+        for _ in range(2):
+            result = await engine.score(QUERY, documents, explain=True)
+            lengths = [len(ids) for ids in engine.tokenizer.encode(documents, "documents")]
+            assert [result.explanations[i].tokens for i in range(2)] == lengths
+            assert not any(one.cached or one.truncated for one in result.explanations.values())
+
+
+async def test_what_was_cut_is_told(engine: Engine, pairs: list[Pair]) -> None:
+    result = await engine.score(
+        QUERY, [_long(pairs), "short"], explain=True, truncation=Truncation(max_tokens=20)
+    )
+    assert [result.explanations[i].truncated for i in range(2)] == [True, False]
+    assert result.explanations[0].tokens == 20
+    end = max(match.document_span[1] for match in result.explanations[0].matches if match.document_span)
+    left = await engine.score(
+        QUERY, [_long(pairs)], explain=True, truncation=Truncation(max_tokens=20, side="left")
+    )
+    begin = min(match.document_span[0] for match in left.explanations[0].matches if match.document_span)
+    assert end < len(_long(pairs)) / 2 < begin, "each end was cut once"
