@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-gpu test-clients soak lint wheel-test mutants bench bench-gpu clean
+.PHONY: serve test test-fast test-all test-gpu test-clients screenshots soak lint wheel-test mutants bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -35,6 +35,10 @@ test-gpu:
 # Other people's clients against real servers, each in an environment of its own; CLIENT=with_cohere for one of them.
 test-clients: $(VENV)/.dev
 	$(BIN)/python -m tests.clients $(CLIENT)
+
+# The pictures of the playground in docs/, in light, in dark and on a phone; needs Chromium.
+screenshots: $(VENV)/.dev
+	MAXSIMD_NEEDS_BROWSER=1 MAXSIMD_SCREENSHOTS=docs/images $(BIN)/python -m pytest -q -k people_who tests/server/test_playground.py
 
 # Half an hour of mixed traffic while one thing after another goes wrong; SOAK_SECONDS=60 for less.
 SOAK_SECONDS ?= 1800

@@ -146,6 +146,13 @@ def check_ranking(address: str) -> None:
     require(ranking == RANKING, f"the ranking is {ranking}, not {RANKING}")
 
 
+def check_page(address: str) -> None:
+    with urllib.request.urlopen(address + "/", timeout=30) as answer:
+        page = answer.read().decode("utf-8")
+    require("<title>maxsimd playground</title>" in page, f"/ is not the playground: {page[:200]!r}")
+    require("/*{{" not in page, "the playground lacks its style or script")
+
+
 def main() -> None:
     begun = time.monotonic()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -161,6 +168,7 @@ def main() -> None:
         check_import(binaries, outside, environment)
         with server(binaries, outside, environment) as address:
             check_ranking(address)
+            check_page(address)
         print(
             f"{wheel.name} works: built in {built - begun:.0f} s, tried in {time.monotonic() - built:.0f} s"
         )

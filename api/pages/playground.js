@@ -170,7 +170,7 @@ async function ask() {
     show(found, asked);
     const cached = found.usage.prompt_tokens_details?.cached_tokens ?? 0;
     say(
-      `${asked.documents.length} ranked in ${Math.round(server ?? took)} ms (${Math.round(took)} ms with the way), ` +
+      `${asked.documents.length} ranked in ${Math.round(server ?? took)} ms (${Math.round(took)} ms until it was here), ` +
         `${found.usage.prompt_tokens} tokens${cached ? `, ${cached} of them cached` : ""}` +
         `${found.warnings ? `. ${found.warnings.join(" ")}` : ""}`,
     );
@@ -344,7 +344,7 @@ function coloured(result, word) {
     const piece = element("span", {}, characters.slice(start, c).join(""));
     if (weight[start] > 0) {
       const strength = Math.min(1, weight[start] / most);
-      piece.style.backgroundColor = `rgb(var(--heat) / ${(0.1 + 0.45 * strength).toFixed(3)})`;
+      piece.style.setProperty("--strength", strength.toFixed(3));
       piece.dataset.heat = weight[start].toFixed(4);
       piece.title = `answers ${[...answers[start]].join(" ")}`;
     }

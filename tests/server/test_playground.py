@@ -1,0 +1,274 @@
+"""The page at /, in a real browser before a real server."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.server.browser import VIEWS, chromium, opened
+from tests.server.conftest import Server, StartServer
+
+QUERY = "Wo gibt es Käse 🎉 in 東京?"
+DOCUMENTS = [
+    "Der gute Käse ist da 🎉🎉.",
+    "In 東京 fährt ein Zug.",
+    "e\u0301te\u0301 naïve 👨\u200d👩 party",
+    "Nothing of this.",
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    yield from chromium()
+
+
+def _fill(page: Page, query: str, documents: list[str]) -> None:
+    page.fill("#query", query)
+    with page.expect_response(lambda answer: _is_about(answer, query, documents)):
+        page.fill("#documents", "\n".join(documents))
+    expect(page.locator("#results li")).to_have_count(len(documents))
+
+
+def _is_about(answer: Any, query: str, documents: list[str]) -> bool:
+    if not answer.url.endswith("/rerank"):
+        return False
+    asked = answer.request.post_data_json
+    return bool(asked["query"] == query and asked["documents"] == documents)
+
+
+def _explained(server: Server, query: str, documents: list[str], **options: Any) -> list[Any]:
+    asked = {"query": query, "documents": documents, "explain": True} | options
+    results: list[Any] = httpx.post(server.url + "/rerank", json=asked).raise_for_status().json()["results"]
+    return results
+
+
+def _shown(page: Page) -> list[Any]:
+    """What stands under each result: its pieces of text with their heat."""
+    return page.eval_on_selector_all(
+        "#results .text",
+        "texts => texts.map(t => [...t.children].map(p => [p.textContent, Number(p.dataset.heat ?? 0)]))",
+    )
+
+
+def _by_character(pieces: list[Any]) -> list[tuple[str, float]]:
+    return [(character, heat) for text, heat in pieces for character in text]
+
+
+def _expected(result: Any, text: str, query: str, word: str) -> list[tuple[str, float]]:
+    """How much each character answers a word of the query, by what `explain` says."""
+    start = query.index(word)
+    heat = [0.0] * len(text)
+    for match in result["explanation"]["matches"]:
+        asked, found = match["query_span"], match["document_span"]
+        if asked and found and start <= asked[0] and asked[1] <= start + len(word):
+            for i in range(*found):
+                heat[i] = max(heat[i], match["similarity"])
+    return [*zip(text, heat, strict=True)]
+
+
+@pytest.mark.parametrize("word", ["Käse", "🎉", "東"])
+def test_pointing_at_a_word_shows_what_explain_says(browser: Browser, server: Server, word: str) -> None:
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        _fill(page, QUERY, DOCUMENTS)
+        results = _explained(server, QUERY, DOCUMENTS)
+        button = page.get_by_role("button", name=word, exact=True)
+        button.hover()
+        for pieces, result in zip(_shown(page), results, strict=True):
+            text = DOCUMENTS[result["index"]]
+            found = _by_character(pieces)
+            assert [character for character, _ in found] == [*text]
+            expected = _expected(result, text, QUERY, word)
+            assert [heat for _, heat in found] == pytest.approx([heat for _, heat in expected], abs=1e-3)
+        first = results[0]["explanation"]["matches"]
+        start = QUERY.index(word)
+        share = sum(
+            match["share"]
+            for match in first
+            if match["query_span"] and start <= match["query_span"][0] < start + len(word)
+        )
+        title = button.get_attribute("title")
+        assert title is not None
+        assert float(title.split(" %")[0]) == pytest.approx(share * 100, abs=0.06)
+        scores = [float(score) for score in page.locator("#results strong").all_text_contents()]
+        assert scores == pytest.approx([result["relevance_score"] for result in results], abs=1e-3)
+        watched.check(server.url)
+
+
+def test_without_pointing_all_matches_are_coloured_and_listed(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        _fill(page, QUERY, DOCUMENTS)
+        for pieces in _shown(page):
+            assert any(heat > 0 for _, heat in pieces)
+        page.get_by_text("Why: each word's share").first.click()
+        shares = page.locator("#results li:first-child td.number:nth-of-type(2)").all_text_contents()
+        assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=1)
+        watched.check(server.url)
+
+
+def test_by_keyboard_alone(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        _fill(page, QUERY, DOCUMENTS)
+        plain = _shown(page)
+        page.get_by_role("button", name="Käse", exact=True).focus()
+        focused = _shown(page)
+        assert focused != plain
+        page.keyboard.press("Enter")
+        assert page.get_by_role("button", name="Käse", exact=True).get_attribute("aria-pressed") == "true"
+        page.locator("#query").focus()
+        assert _shown(page) == focused, "a word that was chosen stays so"
+        page.get_by_role("tab", name="Rank").focus()
+        page.keyboard.press("ArrowRight")
+        assert page.get_by_role("tabpanel", name="Live figures").is_visible()
+        page.keyboard.press("ArrowLeft")
+        assert page.get_by_role("tabpanel", name="Rank").is_visible()
+        watched.check(server.url)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_people_who_cannot_see_or_point_can_use_it(browser: Browser, server: Server, view: str) -> None:
+    with opened(browser, server.url + "/", **VIEWS[view]) as watched:
+        page = watched.page
+        page.wait_for_selector("#results li")
+        assert not watched.serious_findings()
+        page.locator("#words button").nth(5).focus()
+        page.get_by_text("Why: each word's share").first.click()
+        assert not watched.serious_findings()
+        width = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert width <= 0, "nothing stands outside"
+        if folder := os.environ.get("MAXSIMD_SCREENSHOTS"):
+            page.get_by_text("Why: each word's share").first.click()
+            page.locator("#words button").nth(5).focus()
+            page.wait_for_timeout(300)
+            page.screenshot(path=Path(folder) / f"playground-{view}.png")
+        page.get_by_role("tab", name="Live figures").click()
+        page.wait_for_selector(".figure")
+        assert not watched.serious_findings()
+        watched.check(server.url)
+
+
+def test_live_figures_are_those_of_the_metrics(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        page.get_by_role("tab", name="Live figures").click()
+        page.wait_for_selector(".figure")
+        memory = page.locator(".figure", has_text="Memory, MiB").locator("p").text_content()
+        assert memory is not None
+        there = server.metric("process_resident_memory_bytes") / 2**20
+        assert float(memory.replace(",", "")) == pytest.approx(there, rel=0.2)
+        for _ in range(3):
+            httpx.post(server.url + "/score", json={"queries": "q", "documents": ["a new document"]})
+        figure = page.locator(".figure", has_text="Requests a second").locator("p")
+        expect(figure).to_have_text(re.compile(r"^[1-9]"), timeout=30_000)
+        watched.check(server.url)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("a.txt", "one\n\n two \n", ["one", "two"]),
+        ("a.jsonl", '"one"\n{"id": 7, "text": "two"}\n{"a": 1}\n', ["one", "two", '{"a":1}']),
+        ("a.json", '[{"content": "one"}, "two"]', ["one", "two"]),
+        ("a.csv", 'id,text\r\n1,"one, ""two"""\r\n2,three\r\n', ['one, "two"', "three"]),
+        ("b.csv", "1,a longer text\n2,another text\n", ["a longer text", "another text"]),
+        ("a.tsv", "title\tx\none\t1\n", ["one"]),
+        ("lines.csv", 'text\n"one\ntwo"\nthree\n', ["one\ntwo", "three"]),
+    ],
+)
+def test_files_are_read(
+    browser: Browser, server: Server, tmp_path: Path, name: str, content: str, texts: list[str]
+) -> None:
+    file = tmp_path / name
+    file.write_text(content, encoding="utf-8", newline="")
+    with opened(browser, server.url + "/") as watched:
+        with watched.page.expect_request(
+            lambda asked: asked.url.endswith("/rerank") and asked.post_data_json["documents"] == texts
+        ):
+            watched.page.set_input_files("#file", file)
+        expect(watched.page.locator("#results li")).to_have_count(len(texts))
+        watched.check(server.url)
+
+
+def test_what_is_wrong_is_said(browser: Browser, server: Server, tmp_path: Path) -> None:
+    bad = tmp_path / "a.json"
+    bad.write_text("{", encoding="utf-8")
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        page.set_input_files("#file", bad)
+        page.get_by_text("a.json cannot be read").wait_for()
+        page.fill("#documents", "")
+        page.get_by_text("Type a query and some documents").wait_for()
+        page.fill("#documents", "\n".join(["d"] * 501))
+        page.click("#go")
+        page.get_by_text(re.compile("at most 500")).wait_for()
+
+
+def test_it_can_be_taken_to_a_shell_and_to_python(browser: Browser, server: Server, tmp_path: Path) -> None:
+    documents = ['it\'s a "test" of quotes', "Käse 🎉", "nothing $HOME `date` \\n"]
+    origin = server.url
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=origin)
+        _fill(page, "it's", documents)
+        expected = [result["index"] for result in _explained(server, "it's", documents)]
+        page.click("#curl")
+        page.get_by_text("Copied as curl").wait_for()
+        shell = page.evaluate("navigator.clipboard.readText()")
+        ran = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, timeout=60)
+        assert [result["index"] for result in json.loads(ran.stdout)["results"]] == expected
+        page.click("#python")
+        page.get_by_text("Copied as Python").wait_for()
+        code = page.evaluate("navigator.clipboard.readText()")
+        ran = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert [line.split(" ", 1)[1] for line in ran.stdout.splitlines()] == [documents[i] for i in expected]
+        watched.check(server.url)
+
+
+def test_a_server_with_keys_asks_for_one(browser: Browser, start_server: StartServer) -> None:
+    server = start_server("--dtype", "float32", "--api-key", "secret")
+    assert httpx.get(server.url + "/").status_code == 200
+    assert httpx.post(server.url + "/", json={"inputs": "a"}).status_code == 401
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        page.get_by_text("this server asks for an API key").wait_for()
+        page.fill("#key", "secret")
+        page.locator("#key").blur()
+        page.wait_for_selector("#results li")
+        assert page.locator("#results li").count() == 6
+        page.click("#curl")
+        watched.page.get_by_role("tab", name="Live figures").click()
+        page.wait_for_selector(".figure")
+
+
+def test_a_cross_encoder_shows_its_best_passage(browser: Browser, cross_encoder_server: Server) -> None:
+    server = cross_encoder_server
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        page.wait_for_selector("#results li")
+        assert page.locator("#words button").count() == 0
+        facts = page.locator("#results .quiet").first.text_content()
+        assert facts is not None
+        assert "tokens" in facts
+        watched.check(server.url)
+
+
+def test_the_page_may_load_and_send_nothing_elsewhere(server: Server) -> None:
+    answer = httpx.get(server.url + "/")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", answer.text)
+    assert httpx.head(server.url + "/").status_code == 200
+    assert httpx.post(server.url + "/", json={"inputs": "a"}).status_code == 200, "still a route of TEI's"
