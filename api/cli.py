@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+from maxsimd.api.commands.evaluation import evaluate
+from maxsimd.api.commands.ranking import rerank, score
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.flags import in_flags
 from maxsimd.api.interpreter import waiting_threads_sleep
@@ -116,6 +118,10 @@ def serve(**values: Any) -> None:
         from maxsimd.api.serve import serve as run
 
         sys.exit(run(engine_config, server_config, _STARTED))
+
+
+for command in (rerank, score, evaluate):
+    main.add_command(command)
 
 
 def _keys_of_environment() -> tuple[str, ...]:

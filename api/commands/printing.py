@@ -1,0 +1,84 @@
+"""Scores on standard output or in a file: a table for people, JSON lines for programs."""
+
+import json
+import shutil
+import sys
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from maxsimd.api.commands.records import Record
+
+_LEAST_TEXT = 20
+
+
+def write(
+    ranked: Sequence[int],
+    scores: Mapping[int, float],
+    errors: Mapping[int, str],
+    records: Sequence[Record],
+    form: str | None,
+    out: str | None,
+) -> None:
+    """Writes documents by their indexes in this order. `form` is table or jsonl; by default a table in a
+    terminal. A file is replaced as a whole."""
+    if form is None:
+        form = "table" if out is None and sys.stdout.isatty() else "jsonl"
+    lines = (_table if form == "table" else _json_lines)(ranked, scores, errors, records)
+    if out is None:
+        for line in lines:
+            click.echo(line)
+        return
+    beside = Path(f"{out}.new")
+    beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    beside.replace(out)
+
+
+def _json_lines(
+    ranked: Sequence[int], scores: Mapping[int, float], errors: Mapping[int, str], records: Sequence[Record]
+) -> Iterator[str]:
+    for index in ranked:
+        record = records[index]
+        line: dict[str, object] = {"index": index}
+        if record.id is not None:
+            line["id"] = record.id
+        if index in errors:
+            line["error"] = errors[index]
+        else:
+            line["score"] = scores[index]
+        yield json.dumps({**line, "text": record.text}, ensure_ascii=False)
+
+
+def _table(
+    ranked: Sequence[int], scores: Mapping[int, float], errors: Mapping[int, str], records: Sequence[Record]
+) -> Iterator[str]:
+    ids = [records[index].id or str(index) for index in ranked]
+    width = max([len("document"), *map(_width, ids)])
+    rest = max(_LEAST_TEXT, shutil.get_terminal_size((100, 24)).columns - width - 20)
+    yield f"{'rank':>4}  {'score':>10}  {_filled('document', width)}  text"
+    for rank, (index, id_) in enumerate(zip(ranked, ids, strict=True), 1):
+        score = "failed" if index in errors else f"{scores[index]:.4f}"
+        text = " ".join((errors.get(index) or records[index].text).split())
+        yield f"{rank:>4}  {score:>10}  {_filled(id_, width)}  {_cut(text, rest)}"
+
+
+def _width(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return sum(
+        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
+        for each in text
+    )
+
+
+def _filled(text: str, width: int) -> str:
+    return text + " " * (width - _width(text))
+
+
+def _cut(text: str, most: int) -> str:
+    if _width(text) <= most:
+        return text
+    while _width(text) > most - 3:
+        text = text[: -max(1, (_width(text) - most + 3) // 2)]
+    return text + "..."

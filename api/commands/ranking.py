@@ -1,0 +1,110 @@
+"""`maxsimd rerank` and `maxsimd score`: the documents of a file by a query, best first or in their order."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from maxsimd.api.commands.printing import write
+from maxsimd.api.commands.progress import Progress
+from maxsimd.api.commands.records import KINDS, read_records
+from maxsimd.api.options import config_from, options_from
+from maxsimd.engine.config import EngineConfig
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What a program returns that was ended by Ctrl-C.
+_INTERRUPTED = 130
+
+
+def _options(command: F) -> F:
+    """What both take."""
+    for decorate in reversed(
+        (
+            click.argument("model", required=False),
+            click.option("--query", required=True, help="What is looked for."),
+            click.option(
+                "--documents",
+                type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+                required=True,
+                help="File with the documents: lines, JSONL, CSV, TSV or Parquet; - for standard input.",
+            ),
+            click.option(
+                "--input-format",
+                type=click.Choice(KINDS),
+                help="How to read the documents; by default the file's ending says it.",
+            ),
+            click.option(
+                "--field", multiple=True, help="Field or column with the text; repeatable, joined by a space."
+            ),
+            click.option("--out", type=click.Path(dir_okay=False), help="File to write instead of printing."),
+            click.option("--format", "form", type=click.Choice(["table", "jsonl"]), help="How to print."),
+            click.option(
+                "--resume", is_flag=True, help="Go on with a run that was interrupted, with the same --out."
+            ),
+            click.option("--normalize", is_flag=True, help="Give scores from 0 to 1."),
+            click.option(
+                "--long-documents",
+                type=click.Choice(["cut", "window", "error"]),
+                default="cut",
+                show_default=True,
+                help="What is done with documents that are longer than the model reads.",
+            ),
+            options_from(EngineConfig, exclude=frozenset({"model"})),
+        )
+    ):
+        command = decorate(command)
+    return command
+
+
+@click.command()
+@_options
+@click.option("--top-n", type=click.IntRange(min=1), help="Print no more documents than this.")
+def rerank(top_n: int | None, **values: Any) -> None:
+    """Ranks the documents of a file for a query: a table in a terminal, JSON lines elsewhere.
+
+    Ctrl-C prints what is scored by then. With --out, --resume goes on from there."""
+    _run(values, lambda scores: sorted(scores, key=lambda i: (-scores[i], i))[:top_n])
+
+
+@click.command()
+@_options
+def score(**values: Any) -> None:
+    """Scores the documents of a file for a query, in their order.
+
+    Ctrl-C prints what is scored by then. With --out, --resume goes on from there."""
+    _run(values, None)
+
+
+def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] | None) -> None:
+    config = config_from(EngineConfig, values)
+    out, form, resume = values["out"], values["form"], values["resume"]
+    if resume and out is None:
+        raise click.UsageError("--resume needs --out: what was scored before stands beside that file")
+    progress = Progress(0, "documents")
+    progress.note(f"reading {values['documents']}")
+    records = read_records(values["documents"], values["input_format"], values["field"])
+    progress.total = len(records)
+    progress.note(f"{len(records):,} documents; loading {config.model or 'the embedded model'}")
+    from maxsimd.api.commands.running import run
+    from maxsimd.api.commands.scoring import score_records
+
+    options = {"normalize": values["normalize"], "truncation": values["long_documents"]}
+    journal = None if out is None else Path(f"{out}.part")
+    found = run(score_records(config, values["query"], records, options, journal, resume, progress))
+    progress.end()
+    ranked = sorted({*found.scores, *found.errors}) if order is None else order(found.scores)
+    if found.is_complete or out is None:
+        write(ranked, found.scores, found.errors, records, form, out)
+    for index, reason in list(found.errors.items())[:5]:
+        click.echo(f"document {index} has no score: {reason}", err=True)
+    if found.is_complete:
+        if journal is not None:
+            journal.unlink()
+        return
+    missing = len(records) - len(found.scores) - len(found.errors)
+    hint = "" if journal is None else f"; {journal} has the rest, --resume goes on"
+    click.echo(f"interrupted with {missing:,} documents left{hint}", err=True)
+    sys.exit(_INTERRUPTED)
