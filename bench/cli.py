@@ -297,6 +297,18 @@ def bench_vectors(documents: int, tokens: int, rounds: int, json_file: str | Non
     publish({"rounds": rounds}, run_and_clean_up(measure_vectors(documents, tokens, rounds)), json_file)
 
 
+@bench.command("files")
+@click.option("--documents", type=int, default=10_000, show_default=True, help="Lines of the file.")
+@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
+    """`maxsimd rerank` on a file beside the engine alone."""
+    from maxsimd.bench.files import measure_files
+
+    settings = {"documents": documents, "rounds": rounds}
+    publish(settings, run_and_clean_up(measure_files(documents, rounds)), json_file)
+
+
 @bench.command("plots")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def bench_plots(folder: str) -> None:

@@ -33,7 +33,8 @@ class Progress:
         while len(self._marks) > 2 and now - self._marks[0][0] > _WINDOW:
             del self._marks[0]
         pause = _IN_TERMINAL if self._is_terminal else _ELSEWHERE
-        if is_last or self._last == 0.0 or now - self._last >= pause:
+        # How it begins, and that something has come, is said at once.
+        if is_last or len(self._marks) <= 2 or now - self._last >= pause:
             self._last = now
             self._write(self._line(done))
 

@@ -89,11 +89,12 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
     progress.total = len(records)
     progress.note(f"{len(records):,} documents; loading {config.model or 'the embedded model'}")
     from maxsimd.api.commands.running import run
-    from maxsimd.api.commands.scoring import score_records
+    from maxsimd.api.commands.scoring import Work, score_records
 
     options = {"normalize": values["normalize"], "truncation": values["long_documents"]}
     journal = None if out is None else Path(f"{out}.part")
-    found = run(score_records(config, values["query"], records, options, journal, resume, progress))
+    work = Work(values["query"], records, options)
+    found = run(score_records(config, work, journal, resume, progress))
     progress.end()
     ranked = sorted({*found.scores, *found.errors}) if order is None else order(found.scores)
     if found.is_complete or out is None:

@@ -15,8 +15,8 @@ from maxsimd.engine import Engine, EngineConfig, MaxsimdError
 
 T = TypeVar("T")
 
-# A part of the texts is one request, of at most so many texts and characters. With some of them at a time the
-# engine always has enough to do.
+# A part of the texts is one request, of at most this many texts and characters. With some of them at a time
+# the engine always has enough to do.
 _PART_TEXTS, _PART_CHARACTERS, _PARTS_AT_A_TIME = 256, 262_144, 4
 # While a model is loaded, a line says so this often, in seconds.
 _LOADING_SECONDS = 3

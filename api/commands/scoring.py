@@ -22,18 +22,25 @@ class FileScores:
     is_complete: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be scored for which query, and the options of `Engine.score`."""
+
+    query: str
+    records: Sequence[Record]
+    options: dict[str, Any]
+
+    def digest(self, config: EngineConfig) -> str:
+        parts = [repr(config), self.query, repr(sorted(self.options.items()))]
+        return digest_of([*parts, *(each.text for each in self.records)])
+
+
 async def score_records(
-    config: EngineConfig,
-    query: str,
-    records: Sequence[Record],
-    options: dict[str, Any],
-    journal_path: Path | None,
-    resume: bool,
-    progress: Progress,
+    config: EngineConfig, work: Work, journal_path: Path | None, resume: bool, progress: Progress
 ) -> FileScores:
     """Raises click.ClickException for a journal of another run, and MaxsimdError."""
-    digest = digest_of([repr(config), query, repr(sorted(options.items())), *(each.text for each in records)])
-    journal = Journal(journal_path, digest, resume)
+    query, records, options = work.query, work.records, work.options
+    journal = Journal(journal_path, work.digest(config), resume)
     if journal.done == len(records):
         return FileScores(journal.scores, journal.errors, True)
     async with started(config, progress) as engine:

@@ -17,9 +17,9 @@ from typing import Any
 
 from maxsimd.api.cli import main
 from maxsimd.engine import ModelLoadError
-from maxsimd.engine import runtime as runtime_module
 from maxsimd.engine.actors import runner as runner_module
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.runtime import launching as launch_module
 from maxsimd.scheduler import Step
 
 
@@ -84,5 +84,5 @@ def _fail(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    runtime_module.load_device_model = _patched(runtime_module.load_device_model)
+    launch_module.load_device_model = _patched(launch_module.load_device_model)
     main()

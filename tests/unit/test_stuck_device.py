@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from maxsimd.engine import Engine, EngineConfig, EngineDeadError
-from maxsimd.engine import runtime as runtime_module
 from maxsimd.engine.actors import scoring as scoring_module
 from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.cache import tables
 from maxsimd.engine.device.thread import num_left_behind
+from maxsimd.engine.runtime import launching as launch_module
+from maxsimd.engine.runtime import running as running_module
 from maxsimd.scheduler import Step
 from tests.waiting import until, wait_for
 
@@ -172,20 +173,20 @@ async def test_of_what_died_nothing_is_in_memory_when_the_next_is_loaded(
         raise RuntimeError("beyond repair")
 
     # pytest keeps what is logged, and with it the frames of the error.
-    monkeypatch.setattr(runtime_module.log, "critical", lambda *_, **__: None)
+    monkeypatch.setattr(running_module.log, "critical", lambda *_, **__: None)
     async with Engine(_config()) as engine:
         old = weakref.ref(engine.device_model.model.backbone)
         with monkeypatch.context() as broken:
             broken.setattr(RunnerActor, "_finish", die)
             with pytest.raises(EngineDeadError):
                 await _score(engine)
-        load, found = runtime_module.load_device_model, []
+        load, found = launch_module.load_device_model, []
 
         def noting(config: EngineConfig) -> Any:
             found.append(old())
             return load(config)
 
-        monkeypatch.setattr(runtime_module, "load_device_model", noting)
+        monkeypatch.setattr(launch_module, "load_device_model", noting)
         await engine.start()
         assert found == [None]
         assert await _score(engine)
@@ -209,7 +210,7 @@ async def test_a_start_that_fails_leaves_the_engine_dead_and_the_next_one_counts
             with pytest.raises(EngineDeadError):
                 await _score(engine)
         with monkeypatch.context() as broken:
-            broken.setattr(runtime_module, "load_device_model", fail)
+            broken.setattr(launch_module, "load_device_model", fail)
             with pytest.raises(OSError, match="the disk is gone"):
                 await engine.start()
         assert not engine.is_healthy
@@ -226,7 +227,7 @@ async def test_a_start_that_is_stuck_can_be_given_up(
 ) -> None:
     engine = Engine(_config())
     with monkeypatch.context() as stuck:
-        stuck.setattr(runtime_module, "load_device_model", sticking.keep_here)
+        stuck.setattr(launch_module, "load_device_model", sticking.keep_here)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.start(), 0.2)
         assert num_left_behind() == 1
