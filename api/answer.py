@@ -30,12 +30,16 @@ _ALWAYS = {
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A complete HTTP response, but for what every server adds itself (Content-Length, Date, Server). With
-    `lines` it is not complete yet: these are its body, as they come."""
+    `lines` it is not complete yet: these are its body, as they come. `reason` is what the log says of an
+    answer that refuses something; it holds no text of a client's. `timings` say
+    where its request's time went in the engine."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     lines: AsyncIterator[bytes] | None = None
+    reason: str = ""
+    timings: Timings | None = None
 
     def with_headers(self, **headers: str) -> "Answer":
         """The same answer with more headers; each `_` in a name becomes a `-`."""
@@ -45,7 +49,8 @@ class Answer:
     def with_timings(self, timings: Timings) -> "Answer":
         """The same answer, saying where its request's time went in the engine."""
         parts = ((name, getattr(timings, name) * 1e3) for name in ("queue", "tokenise", "model", "score"))
-        return self.with_headers(server_timing=", ".join(f"{name};dur={ms:.1f}" for name, ms in parts))
+        header = ", ".join(f"{name};dur={ms:.1f}" for name, ms in parts)
+        return replace(self.with_headers(server_timing=header), timings=timings)
 
     def with_warnings(self, warnings: Sequence[str] | msgspec.UnsetType) -> "Answer":
         """The same answer with its warnings, if it has any, in a header too: not every shape has a place."""

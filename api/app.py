@@ -33,6 +33,7 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     app._router = _OneRoute()
     app[STATE] = ServerState(engine, config)
     app.cleanup_ctx.append(_watch_lag)
+    app.cleanup_ctx.append(_send_traces)
     return app
 
 
@@ -137,6 +138,13 @@ async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
             yield chunk
     except RequestPayloadError as error:
         raise unreadable_body() from error
+
+
+async def _send_traces(app: web.Application) -> AsyncIterator[None]:
+    yield
+    tracing = app[STATE].tracing
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
 
 
 async def _watch_lag(app: web.Application) -> AsyncIterator[None]:

@@ -9,13 +9,16 @@ import os
 import re
 import sys
 from importlib.metadata import entry_points
+from importlib.metadata import version as installed_version
 from typing import Any
 
 import click
 
+from maxsimd.api.commands.embedding import embed
 from maxsimd.api.commands.evaluation import evaluate
 from maxsimd.api.commands.ranking import rerank, score
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.config_file import config_file_option, shown
 from maxsimd.api.flags import in_flags
 from maxsimd.api.interpreter import waiting_threads_sleep
 from maxsimd.api.options import config_from, options_from
@@ -52,7 +55,16 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("model", required=False)
+def version() -> None:
+    """Says which versions of maxsimd, Python and its libraries are installed."""
+    for name in ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "aiohttp"):
+        click.echo(f"{name:<22} {installed_version(name)}")
+    click.echo(f"{'python':<22} {sys.version.split()[0]}")
+
+
+@main.command()
+@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+@config_file_option
 @options_from(EngineConfig, exclude=frozenset({"model"}))
 @click.option("--check", is_flag=True, help="Say what was compared at load, and how far it was off.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -70,7 +82,8 @@ def inspect(check: bool, as_json: bool, **values: Any) -> None:
 
 
 @main.command()
-@click.argument("model", required=False)
+@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+@config_file_option
 @options_from(EngineConfig, exclude=frozenset({"model", "calibration"}))
 @click.option("--queries", type=_FILE, required=True, help='A query a line: {"_id": ..., "text": ...}.')
 @click.option(
@@ -103,14 +116,19 @@ def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, *
 
 
 @main.command()
-@click.argument("model", required=False)
+@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+@config_file_option
 @options_from(EngineConfig, exclude=frozenset({"model"}))
 @options_from(ServerConfig)
-def serve(**values: Any) -> None:
+@click.option("--print-config", is_flag=True, help="Print all options as YAML (for --config) and end.")
+def serve(print_config: bool, **values: Any) -> None:
     """Serves MODEL, a folder or a hub id, over HTTP; without one, the embedded all-MiniLM-L6-v2."""
     engine_config = config_from(EngineConfig, values)
     values["api_key"] += _keys_of_environment()
     server_config = config_from(ServerConfig, values)
+    if print_config:
+        click.echo(shown(engine_config, server_config), nl=False)
+        return
     from maxsimd.api.logs import set_up_logging
 
     set_up_logging(server_config.log_level, server_config.log_format)
@@ -120,7 +138,7 @@ def serve(**values: Any) -> None:
         sys.exit(run(engine_config, server_config, _STARTED))
 
 
-for command in (rerank, score, evaluate):
+for command in (rerank, score, embed, evaluate):
     main.add_command(command)
 
 

@@ -78,7 +78,8 @@ def error_answer(error: ApiError) -> Answer:
         headers["Accept-Encoding"] = TAKEN_ENCODINGS
     param = None if error.param is None else printable(error.param, _LONGEST_PARAM)
     body = ErrorResponse(ErrorBody(printable(str(error), _LONGEST_MESSAGE), error.kind, param, error.status))
-    return Answer(error.status, headers, msgspec.json.encode(body))
+    reason = error.kind if param is None else f"{error.kind}:{param}"
+    return Answer(error.status, headers, msgspec.json.encode(body), reason=reason)
 
 
 def restarting() -> ApiError:

@@ -20,6 +20,8 @@ log = logging.getLogger("maxsimd.serve")
 _MOST_DEATHS, _WITHIN_SECONDS = 5, 600.0
 # What takes longer than this, and this many times as long as the first load did, will never be loaded again.
 _LEAST_LOAD_SECONDS, _BEYOND_FIRST_LOAD = 60.0, 10.0
+# While a model is loaded, the log says so this often, in seconds.
+_TOLD_EVERY = 5.0
 # The loop counts the seconds of a load itself: time in which the process did not run is none.
 _TICK_SECONDS = 1.0
 
@@ -93,6 +95,8 @@ class Loading:
         while not start.done() and not asked.done() and (allowed is None or seconds < allowed):
             await asyncio.wait({start, asked}, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             seconds += _TICK_SECONDS
+            if not start.done() and seconds % _TOLD_EVERY == 0:
+                log.info("loading the model, %.0f s so far", seconds)
         asked.cancel()
         return start
 

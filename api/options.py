@@ -11,13 +11,19 @@ import click
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Options whose variable is read elsewhere: it may hold several values.
+_OWN_VARIABLES = {"api_key"}
+
 
 def options_from(config: type, exclude: frozenset[str] = frozenset()) -> Callable[[F], F]:
     """A decorator that gives a click command one option a field of a configuration dataclass."""
 
     def decorate(command: F) -> F:
         for field in reversed(_fields(config, exclude)):
-            command = click.option(flag(field.name), **_click_arguments(config, field))(command)
+            arguments = _click_arguments(config, field)
+            if field.name not in _OWN_VARIABLES:
+                arguments["envvar"] = variable(field.name)
+            command = click.option(flag(field.name), **arguments)(command)
         return command
 
     return decorate
@@ -44,6 +50,11 @@ def markdown_table(*configs: type) -> str:
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment's variable for an option."""
+    return "MAXSIMD_" + name.upper()
 
 
 def _shown(default: Any) -> str:

@@ -11,6 +11,7 @@ from maxsimd.api.failures import no_such_model
 from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.metrics import ServerMetrics
+from maxsimd.api.tracing import tracing_of_environment
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
 
 # What Infinity's client sends where it is to name no model.
@@ -22,7 +23,7 @@ Phase = Literal["starting", "ok", "restarting", "draining", "dead"]
 class ServerState:
     """Lives as long as the server, which may start before its engine does. `draining` refuses new work while
     work in flight is finished; `comes_back` says that an engine that dies is started again. Raises SetupError
-    where the configuration's file of keys does not serve."""
+    where the configuration's file of keys does not serve, or traces are to be sent and cannot be."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.engine = engine
@@ -31,6 +32,7 @@ class ServerState:
         self.cross_origin = CrossOrigin(config.cors_origin)
         self.metrics = ServerMetrics(engine.metrics.registry)
         self.max_body_bytes = config.max_body_mb * 1024 * 1024
+        self.tracing = tracing_of_environment()
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.draining = False
         self.comes_back = config.restart_on_failure

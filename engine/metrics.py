@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from maxsimd.engine.cache import EmbeddingCache, ScoreCache
+from maxsimd.engine.requests import Timings
 from maxsimd.engine.tenants import TenantMetrics
 
 disable_created_metrics()
@@ -32,17 +33,18 @@ class EngineMetrics:
         self.step_sequences = Histogram(
             "maxsimd_step_sequences", "Sequences in a step", buckets=_SEQUENCES, registry=self.registry
         )
-        self.step_seconds = Histogram(
-            "maxsimd_step_seconds",
-            "Seconds from the start of a step to its results",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.step_seconds = self._seconds(
+            "maxsimd_step_seconds", "Seconds from the start of a step to its results"
         )
-        self.preprocess_seconds = Histogram(
-            "maxsimd_preprocess_seconds",
-            "Seconds that tokenising and preparing a request took",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.preprocess_seconds = self._seconds(
+            "maxsimd_preprocess_seconds", "Seconds that tokenising and preparing a request took"
+        )
+        self._request_seconds = self._seconds(
+            "maxsimd_request_seconds",
+            "Seconds of a request in the engine: until it was prepared and until its first step (queue), in "
+            "tokenising and preparing it (tokenise), in steps (model), of these in scoring (score), and in "
+            "all (total)",
+            "part",
         )
         self.preparing_requests = self._gauge("maxsimd_preparing_requests", "Requests being prepared")
         self.preparing_tokens = self._gauge("maxsimd_preparing_tokens", "Tokens that they have, by estimate")
@@ -72,8 +74,17 @@ class EngineMetrics:
         self.tenants = TenantMetrics(self.registry)
         self.restarts = self._counter("maxsimd_engine_restarts", "Starts of the engine after it had died")
 
+    def note_request(self, timings: Timings, total: float) -> None:
+        """Notes where the seconds of a request went that has its values."""
+        for part in ("queue", "tokenise", "model", "score"):
+            self._request_seconds.labels(part).observe(getattr(timings, part))
+        self._request_seconds.labels("total").observe(total)
+
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(name, help, registry=self.registry)
+
+    def _seconds(self, name: str, help: str, *labels: str) -> Histogram:
+        return Histogram(name, help, labels, buckets=_SECONDS, registry=self.registry)
 
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(name, help, registry=self.registry)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from maxsimd.api.commands.progress import Progress
+from maxsimd.api.config_file import config_file_option
 from maxsimd.api.judgements import Grades, read_candidates, read_grades, read_texts
 from maxsimd.api.options import config_from, options_from
 from maxsimd.engine.config import EngineConfig
@@ -22,7 +23,8 @@ Run = dict[str, dict[str, float]]
 
 
 @click.command("eval")
-@click.argument("model", required=False)
+@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+@config_file_option
 @click.option(
     "--queries", type=_FILE, required=True, help='{"_id": ..., "text": ...} a line, or id and text.'
 )

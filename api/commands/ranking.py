@@ -10,6 +10,7 @@ import click
 from maxsimd.api.commands.printing import write
 from maxsimd.api.commands.progress import Progress
 from maxsimd.api.commands.records import KINDS, read_records
+from maxsimd.api.config_file import config_file_option
 from maxsimd.api.options import config_from, options_from
 from maxsimd.engine.config import EngineConfig
 
@@ -23,7 +24,8 @@ def _options(command: F) -> F:
     """What both take."""
     for decorate in reversed(
         (
-            click.argument("model", required=False),
+            click.argument("model", required=False, envvar="MAXSIMD_MODEL"),
+            config_file_option,
             click.option("--query", required=True, help="What is looked for."),
             click.option(
                 "--documents",

@@ -25,6 +25,7 @@ from maxsimd.api.handlers.routes import METHODS, OPEN_ROUTES, PAGES, ROUTES
 from maxsimd.api.printable import printable
 from maxsimd.api.sink import LineSender, Sink, WholeAnswer
 from maxsimd.api.state import ServerState
+from maxsimd.api.tracing import Traced
 from maxsimd.engine import EngineDeadError
 
 log = logging.getLogger("maxsimd.http")
@@ -55,7 +56,7 @@ async def handle(
     route = route_of(path)
     # A method that the path does not take counts as unknown too.
     label = route if method in ROUTES.get(route, {}) else "unknown"
-    status, seconds = 499, math.nan
+    status, seconds, reason, timings = 499, math.nan, "", None
     cross_origin = state.cross_origin.headers(headers.get("origin"))
 
     def completed(answer: Answer) -> Answer:
@@ -66,7 +67,7 @@ async def handle(
     sender = LineSender(sink or whole, completed)
     try:
         answer = await _answer(state, _Asked(method, path, headers, body), request_id, sender)
-        status = answer.status
+        status, reason, timings = answer.status, answer.reason, answer.timings
     except ConnectionError:
         if not sender.has_begun:
             raise
@@ -76,10 +77,13 @@ async def handle(
         # Without an answer the client has gone away, and the adapter has cancelled this.
         seconds = time.perf_counter() - started
         state.metrics.note_request(label, status, seconds)
+        if state.tracing is not None:
+            state.tracing.note(Traced(method, label, status, seconds, request_id, timings), headers)
         level = logging.DEBUG if method == "GET" else logging.INFO
         # Without spaces, it cannot pass for the rest of the line.
         shown = printable(path, _LONGEST_LOGGED_PATH).replace(" ", "%20")
-        log.log(level, "%s %s %d %.1f ms id=%s", method, shown, status, seconds * 1e3, request_id)
+        why = f" why={reason}" if reason else ""
+        log.log(level, "%s %s %d %.1f ms id=%s%s", method, shown, status, seconds * 1e3, request_id, why)
     return whole.or_else(completed(answer))
 
 

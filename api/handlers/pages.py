@@ -2,12 +2,16 @@
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.handlers.route import get
-from maxsimd.api.pages import Page, playground
+from maxsimd.api.pages import Page, playground, reference
 from maxsimd.api.state import ServerState
 
 
 async def playground_page(state: ServerState) -> Answer:
     return _answer(playground())
+
+
+async def reference_page(state: ServerState) -> Answer:
+    return _answer(reference())
 
 
 def _answer(page: Page) -> Answer:
@@ -20,4 +24,4 @@ def _answer(page: Page) -> Answer:
     return Answer(200, headers, page.html)
 
 
-ROUTES = (get("/", playground_page, "text/html"),)
+ROUTES = (get("/", playground_page, "text/html"), get("/docs", reference_page, "text/html"))

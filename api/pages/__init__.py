@@ -1,5 +1,5 @@
 """The pages that people open in a browser: static, each in one piece, with nothing from anywhere else."""
 
-from maxsimd.api.pages.page import Page, playground
+from maxsimd.api.pages.page import Page, playground, reference
 
-__all__ = ["Page", "playground"]
+__all__ = ["Page", "playground", "reference"]

@@ -21,6 +21,12 @@ def playground() -> Page:
     return _page("playground")
 
 
+@cache
+def reference() -> Page:
+    """The routes with their fields, drawn from /openapi.json."""
+    return _page("reference")
+
+
 def _page(name: str) -> Page:
     folder = files("maxsimd.api.pages")
     html, style, script = (

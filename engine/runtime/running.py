@@ -224,7 +224,7 @@ class Running:
                     ids, prepare, request, options, arrived
                 )
                 if options.on_timeout == "error":
-                    return prepared, (await values).with_preparation(timings)
+                    return prepared, self._noted((await values).with_preparation(timings), started)
             left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
             try:
                 await asyncio.wait({values}, timeout=left)
@@ -233,9 +233,14 @@ class Running:
                 raise
             if not values.done():
                 self.scheduler.mailbox.post(EndEarly(ids.request_id))
-            return prepared, (await values).with_preparation(timings)
+            return prepared, self._noted((await values).with_preparation(timings), started)
         finally:
             values = None  # it holds the error, which holds this frame
+
+    def _noted(self, values: Values, started: float) -> Values:
+        """The same, once it is noted where the request's time went."""
+        self._metrics.note_request(values.timings, time.perf_counter() - started)
+        return values
 
     async def _prepare_and_queue(
         self,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ir_measures
+import numpy as np
 import pytest
 
 from maxsimd.bench.datasets import docstring_pairs, numbered_documents
@@ -191,6 +192,26 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, tmp_p
     assert message in ran.stderr
     assert "Traceback" not in ran.stderr
     assert len([line for line in ran.stderr.splitlines() if line.startswith("Error")]) == 1
+
+
+def test_texts_are_embedded(tmp_path: Path) -> None:
+    file, out = tmp_path / "texts.jsonl", tmp_path / "vectors.npy"
+    file.write_text("\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)), "utf-8")
+    with SyncEngine(EngineConfig(dtype="float32"), progress=False) as engine:
+        one = engine.embed(TEXTS, input_type="document").embeddings
+        each = engine.embed_tokens(TEXTS).embeddings
+    options = ("--texts", str(file), *FLOAT32)
+    _run("embed", *options, "--input-type", "document", "--out", str(out))
+    np.testing.assert_allclose(np.load(out), one, atol=1e-6)
+    tokens = tmp_path / "tokens.npz"
+    _run("embed", *options, "--tokens", "--out", str(tokens))
+    with np.load(tokens) as found:
+        assert found["offsets"].tolist() == [0, *np.cumsum([len(rows) for rows in each])]
+        np.testing.assert_allclose(found["embeddings"], np.concatenate(each), atol=1e-6)
+    lines = _lines(_run("embed", *options).stdout)
+    assert [line["id"] for line in lines] == ["0", "1", "2", "3"]
+    np.testing.assert_allclose([line["embedding"] for line in lines], one, atol=1e-6)
+    assert "--out must end in .npy" in _run("embed", *options, "--out", str(tokens), status=2).stderr
 
 
 @pytest.fixture(scope="module")

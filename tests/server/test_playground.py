@@ -272,3 +272,20 @@ def test_the_page_may_load_and_send_nothing_elsewhere(server: Server) -> None:
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", answer.text)
     assert httpx.head(server.url + "/").status_code == 200
     assert httpx.post(server.url + "/", json={"inputs": "a"}).status_code == 200, "still a route of TEI's"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_reference_has_every_route(browser: Browser, server: Server, view: str) -> None:
+    paths = httpx.get(server.url + "/openapi.json").json()["paths"]
+    with opened(browser, server.url + "/docs", **VIEWS[view]) as watched:
+        page = watched.page
+        expect(page.locator("#routes details")).to_have_count(sum(map(len, paths.values())))
+        assert not watched.serious_findings()
+        page.fill("#find", "post /v2/rerank")
+        expect(page.locator("#routes details:visible")).to_have_count(1)
+        page.locator("#routes summary:visible").click()
+        opened_route = page.locator("#routes details:visible")
+        opened_route.get_by_text("max_tokens_per_doc").wait_for()
+        opened_route.get_by_text("Gives").first.wait_for()
+        assert not watched.serious_findings()
+        watched.check(server.url)

@@ -41,6 +41,7 @@ GOOD: dict[tuple[str, str], Any] = {
     ("POST", "/v2/embed"): {"texts": ["d"]},
     ("POST", "/"): {"inputs": "d"},
     ("GET", "/"): None,
+    ("GET", "/docs"): None,
     ("GET", "/health"): None,
     ("GET", "/ready"): None,
     ("GET", "/ping"): None,

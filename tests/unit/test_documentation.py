@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.handlers.routes import OPEN_ROUTES
+from maxsimd.api.handlers.routes import OPEN_ROUTES, PAGES
 from maxsimd.api.key_file import ATTRIBUTES, read_keys
 from maxsimd.api.options import flag, markdown_table
 from maxsimd.engine import EngineConfig
@@ -60,7 +60,7 @@ def test_the_page_on_security_names_the_options_that_there_are() -> None:
 
 def test_the_page_on_security_names_the_routes_that_ask_for_no_key() -> None:
     section = SECURITY.split("## Open routes")[1].split("##")[0]
-    assert set(re.findall(r"`(/\w+)`", section)) == OPEN_ROUTES
+    assert set(re.findall(r"`(/\w+)`", section)) == OPEN_ROUTES | (PAGES - {"/"})
 
 
 def test_the_page_on_security_names_every_reason_for_cutting_a_connection() -> None:

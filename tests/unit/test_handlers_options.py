@@ -182,7 +182,9 @@ def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("maxsimd.api.cli.entry_points", lambda *, group: points[group])
     runner = CliRunner()
     listed = runner.invoke(main, ["--help"]).output.partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in listed] == ["calibrate", "inspect", "measure", "serve"]
+    assert [line.split()[0] for line in listed] == [
+        *("calibrate", "embed", "eval", "inspect", "measure", "rerank", "score", "serve", "version")
+    ]
     assert runner.invoke(main, ["measure"]).output == "measured\n"
     assert runner.invoke(main, ["inspect", "--help"]).exit_code == 0
     assert "No such command 'weigh'" in runner.invoke(main, ["weigh"]).output

@@ -1,0 +1,66 @@
+"""Options from a YAML file, and as one: the same as the command line's flags and MAXSIMD_ variables."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import yaml
+
+from maxsimd.api.config import ServerConfig
+from maxsimd.engine.config import EngineConfig
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Whoever may read a configuration need not know the keys.
+_SECRET = {"api_key"}
+
+
+def config_file_option(command: F) -> F:
+    """`--config FILE`: flags go before variables, variables before the file, the file before defaults."""
+    return click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False),
+        is_eager=True,
+        expose_value=False,
+        callback=_use,
+        envvar="MAXSIMD_CONFIG",
+        help="YAML file with options by their names, for those that are not given otherwise.",
+    )(command)
+
+
+def shown(*configs: Any) -> str:
+    """Configurations as the YAML that gives them, without keys."""
+    values: dict[str, Any] = {}
+    for config in configs:
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if field.name not in _SECRET:
+                values[field.name] = list(value) if isinstance(value, tuple) else value
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def _use(context: click.Context, parameter: click.Parameter, path: str | None) -> None:
+    if path is not None:
+        names = {each.name for each in context.command.params}
+        given = {name: value for name, value in _read(path).items() if name in names}
+        context.default_map = {**(context.default_map or {}), **given}
+
+
+def _read(path: str) -> dict[str, Any]:
+    """The options in a file by their names in Python. Raises click.BadParameter for what is none."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise click.BadParameter(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise click.BadParameter(f"{path} holds no options but {type(values).__name__}; write name: value")
+    options = {str(name).replace("-", "_"): value for name, value in values.items()}
+    there = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
+    unknown = sorted(options.keys() - there)
+    if unknown:
+        raise click.BadParameter(f"{path}: there is no option {', '.join(unknown)}")
+    # Those that are null are left open.
+    return {name: value for name, value in options.items() if value is not None}
