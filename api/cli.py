@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from maxsimd.api.commands.download import download
 from maxsimd.api.commands.embedding import embed
 from maxsimd.api.commands.evaluation import evaluate
 from maxsimd.api.commands.ranking import rerank, score
@@ -52,6 +53,7 @@ def _registered() -> Any:
 def main() -> None:
     """Scores documents against queries: late interaction, cross-encoders and bi-encoders."""
     waiting_threads_sleep()
+    _ignore_service_links()
 
 
 @main.command()
@@ -138,8 +140,16 @@ def serve(print_config: bool, **values: Any) -> None:
         sys.exit(run(engine_config, server_config, _STARTED))
 
 
-for command in (rerank, score, embed, evaluate):
+for command in (rerank, score, embed, evaluate, download):
     main.add_command(command)
+
+
+def _ignore_service_links() -> None:
+    """Kubernetes tells each container of the services beside it: of one that is named maxsimd as
+    MAXSIMD_PORT, which is no port but an address."""
+    for name, value in list(os.environ.items()):
+        if name.startswith("MAXSIMD_") and re.match(r"(tcp|udp|sctp)://", value):
+            del os.environ[name]
 
 
 def _keys_of_environment() -> tuple[str, ...]:

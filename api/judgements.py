@@ -69,5 +69,5 @@ def read_candidates(path: str) -> dict[str, list[str]]:
 
 
 def _lines(path: str) -> list[tuple[int, str]]:
-    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -29,7 +29,7 @@ def tracing_of_environment() -> "Tracing | None":
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a span says of a request: nothing that a client has written but its method."""
+    """What a span says of a request: of what a client has written, its method and the id that it gave."""
 
     method: str
     route: str

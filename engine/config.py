@@ -32,6 +32,11 @@ class EngineConfig:
         None, "Folder or hub id of the checkpoint. Without one: the embedded all-MiniLM-L6-v2."
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub checkpoint.")
+    offline: bool = option(
+        False,
+        "Ask no hub for anything, and before a folder is loaded that `maxsimd download` has made, compare "
+        "its files with their digests.",
+    )
     score_type: Literal["auto", "late-interaction", "cross-encoder", "bi-encoder"] = option(
         "auto", "How to score; auto takes what the checkpoint says of itself."
     )

@@ -1,12 +1,13 @@
 """The engine: the public face, from texts to scores. Each request passes through here once on its way in and
 once on its way out."""
 
+import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack, cast
 
-from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.life import EngineLife
 from maxsimd.engine.preprocess import Prepared
@@ -277,11 +278,11 @@ class Engine(EngineLife):
 
         def tell(prepared: Prepared, values: list[Value | None]) -> None:
             if arrived is not None:
-                arrived(ScoredPairs(call, prepared, Values([*values], {})))
+                arrived(ScoredPairs(call, prepared, Values(values, {})))
 
-        prepared, values = await self._pairs(
-            call.request, call.run_options, None if arrived is None else tell
-        )
+        # A listwise model scores documents by each other: before all are there, none is.
+        tells = arrived is not None and self.model.listwise is None
+        prepared, values = await self._pairs(call.request, call.run_options, tell if tells else None)
         return ScoredPairs(call, prepared, values)
 
     async def _why(self, scored: ScoredPairs, documents: Sequence[int]) -> Mapping[int, Explanation]:
@@ -290,7 +291,11 @@ class Engine(EngineLife):
             return {}
         texts = scored.call.request.documents
         size = sum(len(text) for i in documents if isinstance(text := texts[i], str))
-        return await self.in_thread(lambda: scored.explanations(documents), size)
+        try:
+            return await self.in_thread(lambda: scored.explanations(documents), size)
+        except (EngineNotReadyError, EngineDeadError):
+            # It has stopped meanwhile, and is not needed any more.
+            return await asyncio.to_thread(scored.explanations, documents)
 
     async def _texts(
         self, request: EmbedRequest, dimensions: int | None, options: RunOptions

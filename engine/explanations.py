@@ -14,8 +14,9 @@ class TokenMatch:
     """A token of the query and the token of the document that is most like it, by the dot product of their
     vectors; `share` is its part of the sum of these over the query's tokens.
 
-    Tokens that stand for no characters, markers and expansion, have no span. Of a text that came as its
-    embedding neither token nor span is there, but `document_row` says which vector of the document it is."""
+    Of a token at most 100 characters are here; its span has all. Tokens that stand for no characters, markers
+    and expansion, have no span. Of a text that came as its embedding neither token nor span is there, but
+    `document_row` says which vector of the document it is."""
 
     query_token: str | None
     query_span: Span | None

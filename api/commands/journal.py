@@ -38,13 +38,14 @@ class Journal:
                 raise click.ClickException(
                     f"{path} holds the scores of an interrupted run; go on with --resume, or remove it"
                 )
-            self._read(path)
-            self._is_new = False
+            self._is_new = not self._read(path)
 
     def __enter__(self) -> Self:
         self._file = None if self._path is None else self._path.open("a", encoding="utf-8")
         if self._is_new:
             self._write({"maxsimd": _VERSION, "digest": self._digest})
+            if self._file is not None:
+                self._file.flush()
         return self
 
     def __exit__(
@@ -72,10 +73,17 @@ class Journal:
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
 
-    def _read(self, path: Path) -> None:
-        whole, _, broken = path.read_text(encoding="utf-8").rpartition("\n")
-        lines = [json.loads(line) for line in whole.splitlines()]
-        if not lines or lines[0] != {"maxsimd": _VERSION, "digest": self._digest}:
+    def _read(self, path: Path) -> bool:
+        """Reads what there is; False where that is nothing."""
+        try:
+            whole, _, broken = path.read_text(encoding="utf-8").rpartition("\n")
+            lines = [json.loads(line) for line in whole.split("\n") if line]
+        except ValueError as error:
+            raise click.ClickException(f"{path} is no file of scores; remove it ({error})") from error
+        if not lines:
+            path.write_text("", encoding="utf-8")
+            return False
+        if lines[0] != {"maxsimd": _VERSION, "digest": self._digest}:
             raise click.ClickException(
                 f"{path} is of another run: of another model, query, documents or options; remove it, or "
                 "write to another file"
@@ -87,3 +95,4 @@ class Journal:
                 self.scores[index] = score
         if broken:  # the process ended while it wrote
             path.write_text(whole + "\n", encoding="utf-8")
+        return True

@@ -48,20 +48,30 @@ def _json_lines(
             line["error"] = errors[index]
         else:
             line["score"] = scores[index]
-        yield json.dumps({**line, "text": record.text}, ensure_ascii=False)
+        yield _writable(json.dumps({**line, "text": record.text}, ensure_ascii=False))
 
 
 def _table(
     ranked: Sequence[int], scores: Mapping[int, float], errors: Mapping[int, str], records: Sequence[Record]
 ) -> Iterator[str]:
-    ids = [records[index].id or str(index) for index in ranked]
+    ids = [_printable(records[index].id or str(index)) for index in ranked]
     width = max([len("document"), *map(_width, ids)])
     rest = max(_LEAST_TEXT, shutil.get_terminal_size((100, 24)).columns - width - 20)
     yield f"{'rank':>4}  {'score':>10}  {_filled('document', width)}  text"
     for rank, (index, id_) in enumerate(zip(ranked, ids, strict=True), 1):
         score = "failed" if index in errors else f"{scores[index]:.4f}"
-        text = " ".join((errors.get(index) or records[index].text).split())
-        yield f"{rank:>4}  {score:>10}  {_filled(id_, width)}  {_cut(text, rest)}"
+        shown = _printable(" ".join((errors.get(index) or records[index].text)[: 4 * rest].split()))
+        yield f"{rank:>4}  {score:>10}  {_filled(id_, width)}  {_cut(shown, rest)}"
+
+
+def _writable(text: str) -> str:
+    """The text as UTF-8 can have it."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _printable(text: str) -> str:
+    """The text without what would move a terminal's cursor."""
+    return "".join(each for each in _writable(text) if unicodedata.category(each) != "Cc")
 
 
 def _width(text: str) -> int:

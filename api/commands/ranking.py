@@ -18,6 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # What a program returns that was ended by Ctrl-C.
 _INTERRUPTED = 130
+# What the engine calls what is done with long documents.
+_TRUNCATION = {"truncate": "cut", "window": "window", "error": "error"}
 
 
 def _options(command: F) -> F:
@@ -49,8 +51,8 @@ def _options(command: F) -> F:
             click.option("--normalize", is_flag=True, help="Give scores from 0 to 1."),
             click.option(
                 "--long-documents",
-                type=click.Choice(["cut", "window", "error"]),
-                default="cut",
+                type=click.Choice(["truncate", "window", "error"]),
+                default="truncate",
                 show_default=True,
                 help="What is done with documents that are longer than the model reads.",
             ),
@@ -93,7 +95,7 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
     from maxsimd.api.commands.running import run
     from maxsimd.api.commands.scoring import Work, score_records
 
-    options = {"normalize": values["normalize"], "truncation": values["long_documents"]}
+    options = {"normalize": values["normalize"], "truncation": _TRUNCATION[values["long_documents"]]}
     journal = None if out is None else Path(f"{out}.part")
     work = Work(values["query"], records, options)
     found = run(score_records(config, work, journal, resume, progress))

@@ -41,7 +41,7 @@ def read_records(path: str, kind: str | None, fields: Sequence[str]) -> list[Rec
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         kind = kind or _ENDINGS.get(Path(path).suffix.lower()) or _guess(data)
         records = [*_READERS[kind](data, fields)]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise click.ClickException(f"{path} cannot be read: {error}") from error
     if not records:
         raise click.ClickException(f"there is no text in {path}")
@@ -54,7 +54,7 @@ def _guess(data: bytes) -> str:
 
 
 def _lines(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
-    for line in _text(data).splitlines():
+    for line in _text(data).split("\n"):
         if line.strip():
             yield Record(line.strip())
 
@@ -66,7 +66,7 @@ def _json(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
         for number, value in enumerate(json.loads(text), 1):
             yield _record(value, fields, f"entry {number}")
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 value = json.loads(line)

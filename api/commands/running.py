@@ -87,7 +87,7 @@ async def each_part(
                 await asyncio.wait({*asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in asked if task.done()]:
                     done(asked.pop(task), task.result())
-                if stop.is_set():
+                if stop.is_set() and (asked or next(parts, None) is not None):
                     raise Interrupted
         finally:
             for task in (*asked, stopped):

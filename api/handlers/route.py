@@ -4,8 +4,9 @@ What takes time with the size of a body is done in the thread pool for large one
 """
 
 import codecs
-from collections.abc import AsyncIterable, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -100,14 +101,38 @@ def _with_body(
 ) -> Work:
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
         state.check_ready()
-        with state.bodies.hold() as held:
+        with ExitStack() as until_answered:
+            held = until_answered.enter_context(state.bodies.hold())
             whole = await _read(state, body, held)
             request, found = await _parse(state, whole, held, kind, read)
             del whole
             state.check_model(getattr(request, "model", None))
-            return await handler(state, request, found, tenant)
+            answer = await handler(state, request, found, tenant)
+            if answer.lines is None:
+                return answer
+            return replace(answer, lines=_Lines(answer.lines, until_answered.pop_all()))
 
     return work
+
+
+class _Lines:
+    """Lines for which something is held until there are no more of them."""
+
+    def __init__(self, lines: AsyncIterator[bytes], held: ExitStack) -> None:
+        self._lines = lines
+        self._held = held
+
+    def __aiter__(self) -> "_Lines":
+        return self
+
+    async def __anext__(self) -> bytes:
+        return await anext(self._lines)
+
+    async def aclose(self) -> None:
+        with self._held:
+            close = getattr(self._lines, "aclose", None)
+            if close is not None:
+                await close()
 
 
 def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:

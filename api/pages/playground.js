@@ -115,6 +115,7 @@ async function take(file) {
 // ---- asking the server
 
 let card = null; // of the model
+let explains = true;
 let pending = null;
 let timer = 0;
 
@@ -161,9 +162,14 @@ async function ask() {
       method: "POST",
       headers: headers(),
       signal: mine.signal,
-      body: JSON.stringify({ ...asked, explain: true, return_documents: false }),
+      body: JSON.stringify({ ...asked, explain: explains, return_documents: false }),
     });
     const found = await answer.json();
+    if (answer.status === 400 && found.error?.param === "explain" && explains) {
+      explains = false; // not with this model
+      ask();
+      return;
+    }
     if (!answer.ok) throw new Error(found.error?.message ?? `status ${answer.status}`);
     const took = performance.now() - started;
     const server = /total;dur=([\d.]+)/.exec(answer.headers.get("server-timing") ?? "")?.[1];
@@ -334,7 +340,7 @@ function coloured(result, word) {
       (answers[c] ??= new Set()).add(match.query_token);
     }
   });
-  const most = word ? 1 : Math.max(...weight, 1e-9);
+  const most = word ? 1 : weight.reduce((largest, each) => Math.max(largest, each), 1e-9);
   const passage = result.explanation?.passage?.span;
   const pieces = [];
   let start = 0;

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from maxsimd.engine.checkpoint.detect import (
     is_language_model,
     is_late_interaction,
 )
+from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files, refuse_missing_tokenizer
 from maxsimd.engine.checkpoint.fit import refusing_misfits
@@ -55,6 +57,9 @@ def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
 
 def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
     path = config.model if config.model is not None else embedded_model_path()
+    if config.offline:
+        stay_offline()
+        check_digests(Path(path))
     files = read_files(path, config.revision)
     score_type = _score_type(config, files)
     refuse_unsupported(path, files, score_type, config.trust_remote_code)

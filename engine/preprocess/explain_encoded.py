@@ -6,29 +6,30 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
+from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation, TokenMatch, WindowScore
 from maxsimd.engine.preprocess.documents import Documents
+from maxsimd.engine.preprocess.explain_limits import check_lines, check_noted
 from maxsimd.engine.preprocess.origins import Origins
 from maxsimd.engine.preprocess.texts import TextBuilder
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.requests import ScoreRequest, Values
 from maxsimd.engine.scoring.matches import matches_of
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.vectors import Vectors
 
-# Matches that one request's explanations may have together (each is a line of an answer), and that may be
-# noted for all of its documents (each takes a few bytes for each of its windows).
-MOST_EXPLAINED, MOST_NOTED = 100_000, 2_000_000
+# No more characters of a token are shown: some tokenisers make one of any long word. Its span has all.
+_MOST_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """The texts of one field, by what their sequences are built, and their rows as they were looked up."""
+    """The texts of one field, by what their sequences are built, and the rows that were looked up last."""
 
     texts: Sequence[str | Vectors]
     builder: TextBuilder
-    origins: dict[int, list[Origins]] = field(default_factory=dict)
+    last: dict[int, list[Origins]] = field(default_factory=dict)
 
     def text(self, index: int) -> str | None:
         """None for a text that came as its embedding."""
@@ -39,11 +40,13 @@ class Side:
         text = self.text(index)
         if text is None:
             return []
-        if index not in self.origins:
+        if index not in self.last:
+            yield_to_smaller()
             builder = self.builder
             found = builder.window_origins(text, index) if as_document else [builder.origins(text, index)]
-            self.origins[index] = found
-        return self.origins[index]
+            self.last.clear()
+            self.last[index] = found
+        return self.last[index]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,10 +62,20 @@ class EncodedExplainer:
     tokenizer: TextTokenizer
     first_values: Sequence[int]
     is_mean: bool
+    # By their positions: equal documents share one.
+    explained: dict[int, Explanation] = field(default_factory=dict)
 
     def __call__(self, values: Values, index: int) -> Explanation | None:
         """The explanation of document `index` of the request; None where it has no score."""
         position = self.read.position_of[index]
+        if position not in self.explained:
+            made = self._explain(values, index, position)
+            if made is None:
+                return None
+            self.explained[position] = made
+        return self.explained[position]
+
+    def _explain(self, values: Values, index: int, position: int) -> Explanation | None:
         document = self.read.different[position]
         first = self.first_values[position]
         value = values.values[first]
@@ -118,7 +131,8 @@ class EncodedExplainer:
         span = origins.span(row, text)
         if span is None:
             return self.tokenizer.token(int(origins.ids[row])), None
-        return text[slice(*span)], span
+        start, stop = span
+        return text[start : min(stop, start + _MOST_SHOWN)], span
 
 
 def _best_of_windows(found: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -128,21 +142,19 @@ def _best_of_windows(found: NDArray[np.float32]) -> NDArray[np.float32]:
     return best
 
 
-def check_explained(request: ScoreRequest, query_rows: NDArray[np.int64]) -> None:
+def check_explained(request: ScoreRequest, read: Documents, query_rows: NDArray[np.int64] | None) -> None:
     """Refuses a request whose explanations would be too much. `query_rows` says how many vectors the query of
-    each document has."""
-    most, noted = int(query_rows.max()), int(query_rows.sum())
-    if request.explain * most > MOST_EXPLAINED:
-        raise RequestTooLargeError(
-            f"explain gives {most} matches for each of {request.explain} results, and at most "
-            f"{MOST_EXPLAINED} are given; set top_n to {max(1, MOST_EXPLAINED // most)} or less, or leave "
-            "explain out"
-        )
-    if noted > MOST_NOTED:
-        raise RequestTooLargeError(
-            f"explain notes {noted} matches for these documents, and at most {MOST_NOTED} are noted; send "
-            "fewer documents, or leave explain out"
-        )
+    each document has, where they are matched."""
+    windows = [len(each.window_rows) for each in read.different]
+    of_each = [windows[position] for position in read.position_of]
+    rows = [0] * len(of_each) if query_rows is None else query_rows.tolist()
+    check_lines(
+        request.explain, (row + (count if count > 1 else 0) for row, count in zip(rows, of_each, strict=True))
+    )
+    if query_rows is not None:
+        # Of equal documents, which have one position, the query is the same.
+        rows_of = dict(zip(read.position_of, rows, strict=True))
+        check_noted([rows_of[position] for position in range(len(windows))], windows)
 
 
 def check_can_be_explained(token_pooling: object | None) -> None:

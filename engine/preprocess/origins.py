@@ -14,6 +14,8 @@ from maxsimd.scheduler.payload import TokenIds
 Spans = NDArray[np.int32]
 # In place of the span of a token that stands for no characters.
 _NONE = -1
+# What a reader sees as one character has hardly more than this many.
+_LONGEST_CLUSTER = 16
 _JOINER = "\u200d"
 # Of Korean: all letters, and those that do not begin a syllable.
 _JAMO, _VOWELS_AND_ENDS = ("\u1100", "\u11ff"), ("\u1160", "\u11ff")
@@ -51,10 +53,11 @@ class Origins:
         if inside:
             start += len(found) - len(found.lstrip())
             stop = start + len(inside)
-        while 0 < start < len(text) and _belong_together(text[start - 1], text[start]):
-            start -= 1
-        while 0 < stop < len(text) and _belong_together(text[stop - 1], text[stop]):
-            stop += 1
+        for _ in range(_LONGEST_CLUSTER):
+            if 0 < start < len(text) and _belong_together(text[start - 1], text[start]):
+                start -= 1
+            if 0 < stop < len(text) and _belong_together(text[stop - 1], text[stop]):
+                stop += 1
         return start, stop
 
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.preprocess.combine import best_windows
+from maxsimd.engine.preprocess.explain_limits import check_lines
 from maxsimd.engine.preprocess.explain_pairs import explain_pairs
 from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair, PairJoiner
@@ -64,7 +65,10 @@ class PairStrategy:
             query_tokens = len(queries[request.query_of(index)].tokens)
             return self._joiner.window_spans(request, index, query_tokens, long_inputs)
 
-        explain = explain_pairs(facts, windows_of) if request.explain else None
+        explain = None
+        if request.explain:
+            check_lines(request.explain, facts.windows)
+            explain = explain_pairs(facts, windows_of)
         return Prepared(sequences, len(windows), truncated, combine, facts=facts, explain=explain)
 
     def shortest_sequences(self) -> dict[str, int]:

@@ -130,8 +130,7 @@ class TwoStageStrategy:
         num_values: Sequence[int],
     ) -> Prepared:
         """The same, for a request that asks how documents came to their scores."""
-        if prepared.query_rows is not None:
-            check_explained(request, prepared.query_rows)
+        check_explained(request, documents, prepared.query_rows)
         explainer = EncodedExplainer(
             request,
             *sides,

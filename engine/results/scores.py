@@ -88,6 +88,11 @@ class ScoredPairs:
     prepared: Prepared
     values: Values
 
+    @property
+    def work(self) -> int:
+        """How much work it is to make scores of the values."""
+        return max(self.call.num_documents, len(self.values.values))
+
     def scores(self) -> list[float]:
         """The score of each document, NaN for those of which values are missing."""
         scores, _ = document_scores(self.prepared.combine, self.values)

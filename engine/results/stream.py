@@ -55,7 +55,8 @@ class ScoreStream:
         assert self._task is not None
         if not self._task.done():
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
+            # What it fails with after that concerns nobody.
+            with suppress(asyncio.CancelledError, Exception):
                 await self._task
         elif not self._task.cancelled():
             self._task.exception()  # it has been raised, or nobody asked
@@ -75,9 +76,10 @@ class ScoreStream:
             self._looked = time.monotonic()
             if self._task.done():
                 self._latest = self._task.result()
-                self._result = await aside(self._latest.result, self._latest.call.num_documents)
+                self._result = await aside(self._latest.result, self._latest.work)
             if documents := await self._new_documents():
                 return documents
+        self._latest = None  # it holds all that was prepared
         raise StopAsyncIteration
 
     def _arrived(self, scored: ScoredPairs) -> None:
@@ -88,7 +90,7 @@ class ScoreStream:
         scored = self._latest
         if scored is None:
             return []
-        scores = await aside(scored.scores, scored.call.num_documents)
+        scores = await aside(scored.scores, scored.work)
         new = [i for i, score in enumerate(scores) if not math.isnan(score) and i not in self._given]
         self._given.update(new)
         why = await self._why(scored, new)

@@ -1,6 +1,7 @@
 """What the engine says of its scores: beside plain products of the vectors that `embed_tokens` gives, and
 beside the scores of passages by themselves."""
 
+import asyncio
 import math
 import re
 from collections.abc import AsyncIterator
@@ -22,10 +23,11 @@ from maxsimd.engine import (
     Truncation,
     Vectors,
 )
-from maxsimd.engine.preprocess import explain_encoded
+from maxsimd.engine.preprocess import explain_encoded, explain_limits
 from tests.checkpoints import cross_encoders, language_models, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -190,11 +192,11 @@ async def test_explanations_that_would_be_too_much_are_refused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = len((await engine.embed_tokens([QUERY], input_type="query")).embeddings[0])
-    monkeypatch.setattr(explain_encoded, "MOST_EXPLAINED", 3 * tokens)
+    monkeypatch.setattr(explain_limits, "MOST_EXPLAINED", 3 * tokens)
     await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True, top_n=3)
-    with pytest.raises(RequestTooLargeError, match="set top_n to 3 or less"):
+    with pytest.raises(RequestTooLargeError, match=f"up to {4 * tokens} matches and windows for 4 results"):
         await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True)
-    monkeypatch.setattr(explain_encoded, "MOST_NOTED", 3 * tokens)
+    monkeypatch.setattr(explain_limits, "MOST_NOTED", 3 * tokens)
     with pytest.raises(RequestTooLargeError, match="send fewer documents"):
         await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True, top_n=1)
 
@@ -308,3 +310,56 @@ async def test_what_was_cut_is_told(engine: Engine, pairs: list[Pair]) -> None:
     )
     begin = min(match.document_span[0] for match in left.explanations[0].matches if match.document_span)
     assert end < len(_long(pairs)) / 2 < begin, "each end was cut once"
+
+
+async def test_a_long_word_is_shown_in_part_and_its_span_is_whole(engine: Engine) -> None:
+    word = "x" * 5000  # one unknown token
+    (one,) = await _explained(engine, word, [f"a {word}"])
+    assert one.explanation is not None
+    match = next(match for match in one.explanation.matches if match.query_span is not None)
+    assert (match.query_token, match.query_span) == ("x" * 100, (0, 5000))
+    marks = "e" + "\u0301" * 5000
+    (one,) = await _explained(engine, marks, [marks])
+    assert one.explanation is not None
+    assert all(len(match.query_token or "") <= 100 for match in one.explanation.matches)
+
+
+@pytest.mark.parametrize("kind", ["late-interaction", "bi-encoder", "cross-encoder"])
+async def test_many_windows_are_refused_before_they_are_run(
+    kind: Any, engines: Engines, bert_cross_encoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = (
+        {"model": bert_cross_encoder} if kind == "cross-encoder" else {"score_type": kind}
+    )
+    engine = await engines(EngineConfig(**options, dtype="float32"))
+    monkeypatch.setattr(explain_limits, "MOST_EXPLAINED", 40)
+    truncation = Truncation(max_tokens=20, windows=True, window_overlap=0)
+    document = "word " * 300
+    for documents in ([document, document, document], ["a", document * 3]):
+        with pytest.raises(RequestTooLargeError, match="matches and windows"):
+            await engine.score("q", documents, explain=True, truncation=truncation)
+    result = await engine.rerank("q", [document, "a"], explain=True, truncation=truncation, top_n=1)
+    assert result.results[0].explanation is not None
+
+
+async def test_equal_documents_are_explained_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = []
+    original = explain_encoded.TextBuilder.window_origins
+
+    def noting(self: Any, text: str, index: int) -> Any:
+        looked_up.append(index)
+        return original(self, text, index)
+
+    monkeypatch.setattr(explain_encoded.TextBuilder, "window_origins", noting)
+    result = await engine.score(QUERY, ["a", "b"] * 20, explain=True)
+    assert looked_up == [0, 1]
+    assert len(result.explanations) == 40
+
+
+async def test_an_engine_that_stops_still_explains_what_it_has_scored() -> None:
+    engine = Engine(EngineConfig(dtype="float32", max_batch_tokens=256, cache_mb=0))
+    await engine.start()
+    asked = asyncio.create_task(engine.score(QUERY, [f"a file {i}" for i in range(200)], explain=True))
+    await until(lambda: engine.stats().open_requests == 1)
+    await engine.stop(30)
+    assert len((await asked).explanations) == 200

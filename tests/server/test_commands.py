@@ -159,10 +159,12 @@ def test_ctrl_c_without_a_file_prints_what_there_is(tmp_path: Path) -> None:
 
 def test_a_document_that_cannot_be_read_is_told_and_the_others_are_scored(tmp_path: Path) -> None:
     file = tmp_path / "documents.txt"
-    file.write_text("short\n" + "word " * 1000 + "\nlast", encoding="utf-8")
-    ran = _run(*("score", "--query", QUERY, "--documents", str(file), *FLOAT32, "--long-documents", "error"))
+    texts = ["short", "word " * 1000, "last", "bad \ud83d"]
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    options = ("--query", QUERY, "--documents", str(file), "--input-format", "jsonl", *FLOAT32)
+    ran = _run("score", *options, "--long-documents", "error")
     lines = _lines(ran.stdout)
-    assert ["error" in each for each in lines] == [False, True, False]
+    assert ["error" in each for each in lines] == [False, True, False, True]
     assert "document 1 has no score" in ran.stderr
 
 

@@ -224,6 +224,7 @@ OF_NO_CONCERN: dict[str, Any] = {
     "cache_disk_mb": 99,
     "allow_pickle": True,
     "trust_remote_code": True,
+    "offline": True,
 }
 # Options whose effect shows in the loaded model, and those that only models without cached documents take.
 SEEN_IN_THE_MODEL = {"model", "revision", "score_type", "device", "instruction", "score_template"}

@@ -60,6 +60,16 @@ def test_standard_input_is_read_as_what_it_looks_like(monkeypatch: pytest.Monkey
         assert read_records("-", None, ()) == expected
 
 
+def test_lines_end_where_lines_end(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "c\x85d", "e\x0bf"]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), "utf-8")
+    assert [record.text for record in read_records(str(file), None, ())] == texts
+    lines = tmp_path / "a.txt"
+    lines.write_text("\r\n".join(texts), "utf-8")
+    assert [record.text for record in read_records(str(lines), None, ())] == texts
+
+
 def test_named_fields_are_joined(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"title": "T", "text": "x", "n": 1}', encoding="utf-8")
@@ -76,6 +86,7 @@ def test_named_fields_are_joined(tmp_path: Path) -> None:
         ("a.jsonl", b"7", "line 1 is no object with a text but int"),
         ("a.csv", b"x,y\n1,2\n", "row 2 has no text"),
         ("a.txt", b"\xff\xfe", "is not UTF-8"),
+        ("a.csv", b'text\n"a"\rb\n', "cannot be read"),
         ("a.txt", b" \n", "there is no text in"),
         ("a.parquet", b"PAR1", "cannot be read"),
         ("b.txt", None, "No such file"),

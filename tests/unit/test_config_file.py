@@ -53,6 +53,10 @@ def test_flags_go_before_variables_before_the_file_before_defaults(tmp_path: Pat
     assert _config(MAXSIMD_RESTART_ON_FAILURE="1")["restart_on_failure"] is True
 
 
+def test_an_address_of_kubernetes_is_no_port() -> None:
+    assert _config(MAXSIMD_PORT="tcp://10.0.0.1:80", MAXSIMD_SERVICE_HOST="10.0.0.1")["port"] == 8000
+
+
 def test_what_is_printed_gives_the_same_again(tmp_path: Path) -> None:
     arguments = (
         "m",
@@ -86,6 +90,12 @@ def test_what_is_wrong_in_a_file_is_told_in_one_line(text: str, message: str, tm
     assert found.exit_code == 2
     assert message in found.output
     assert len([line for line in found.output.splitlines() if line.startswith("Error")]) == 1
+
+
+def test_what_serve_prints_suits_the_other_commands(tmp_path: Path) -> None:
+    path = _file(tmp_path, _asked().output)
+    found = CliRunner().invoke(main, ["rerank", "--query", "q", "--documents", "/none", "--config", path])
+    assert "'/none' does not exist" in found.output
 
 
 def test_other_commands_take_the_same_file(tmp_path: Path) -> None:

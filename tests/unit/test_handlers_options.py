@@ -183,7 +183,18 @@ def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -
     runner = CliRunner()
     listed = runner.invoke(main, ["--help"]).output.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in listed] == [
-        *("calibrate", "embed", "eval", "inspect", "measure", "rerank", "score", "serve", "version")
+        *(
+            "calibrate",
+            "download",
+            "embed",
+            "eval",
+            "inspect",
+            "measure",
+            "rerank",
+            "score",
+            "serve",
+            "version",
+        )
     ]
     assert runner.invoke(main, ["measure"]).output == "measured\n"
     assert runner.invoke(main, ["inspect", "--help"]).exit_code == 0

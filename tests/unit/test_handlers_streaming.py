@@ -183,3 +183,19 @@ async def test_what_goes_wrong_later_is_the_last_line(
     last = json.loads(sink.parts[-1])
     assert last["error"]["message"] == "the model failed on it"
     assert json.loads(sink.parts[0].splitlines()[0])["document"]
+
+
+async def test_a_streamed_request_holds_its_body_until_its_last_line(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    held = []
+
+    class Noting(_Sink):
+        async def send(self, part: bytes) -> None:
+            held.append(caller.state.bodies.bytes)
+            await super().send(part)
+
+    for sink in (Noting(), Noting(most=1)):
+        await _ask(caller, sink, RERANK)
+        assert held
+        assert min(held) > 0
+        assert caller.state.bodies.bytes == 0

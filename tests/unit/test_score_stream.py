@@ -129,8 +129,14 @@ async def test_documents_without_a_score_are_left_out(engine: Engine) -> None:
 
 async def test_a_listwise_model_gives_all_at_once(checkpoints: SharedCheckpoints) -> None:
     async with Engine(EngineConfig(model=checkpoints(language_models.jina_reranker_v3))) as engine:
-        parts, result = await _streamed(engine, QUERY, DOCUMENTS[:5])
-        assert [one.score for one in parts[-1]] == result.scores
+        for queries, documents in (
+            (QUERY, DOCUMENTS[:5]),
+            (QUERY, DOCUMENTS * 3),
+            ([QUERY] * 9, DOCUMENTS[:9]),
+        ):
+            parts, result = await _streamed(engine, queries, documents)
+            assert len(parts) == 1, "before all are scored none is"
+            assert [one.score for one in parts[-1]] == result.scores
 
 
 async def test_a_blocking_caller_gets_the_same() -> None:

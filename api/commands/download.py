@@ -1,0 +1,72 @@
+"""`maxsimd download`: a hub's checkpoint into a folder, with digests, for machines that reach no hub."""
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+import click
+
+from maxsimd.api.commands.progress import Progress
+
+# Other frameworks' weights, and pictures.
+_OTHERS = ("onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.gguf", "*.ot", "*.png", "*.jpg", "*.gif")
+
+
+@click.command()
+@click.argument("model")
+@click.option("--to", "folder", type=click.Path(file_okay=False), required=True, help="Folder to write into.")
+@click.option("--revision", help="Branch, tag or commit.")
+@click.option("--check", is_flag=True, help="Only compare what is in the folder with its digests.")
+def download(model: str, folder: str, revision: str | None, check: bool) -> None:
+    """Downloads MODEL from the hub into a folder, and writes the digests of its files (SHA256SUMS).
+
+    `maxsimd serve FOLDER --offline` checks them and asks no hub for anything. What is there already is not
+    downloaded again."""
+    from maxsimd.engine.checkpoint.digests import NAME, check_digests, write_digests
+    from maxsimd.engine.errors import ModelLoadError
+
+    target = Path(folder)
+    try:
+        if check:
+            compared = check_digests(target)
+            if compared is None:
+                raise click.ClickException(f"there is no {NAME} in {folder}; download the checkpoint first")
+            click.echo(f"{compared} files are what {NAME} says")
+            return
+        _download(model, revision, target)
+        count = write_digests(target)
+    except ModelLoadError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{count} files in {folder}; serve with: maxsimd serve {folder} --offline")
+
+
+def wanted(names: list[str]) -> list[str]:
+    """Which of a repository's files are downloaded: no weights of other frameworks, and pickles only where
+    there is no safetensors file."""
+    others = (*_OTHERS, ".gitattributes")
+    mine = [name for name in names if not any(fnmatch(name, each) for each in others)]
+    if any(name.endswith(".safetensors") for name in mine):
+        mine = [name for name in mine if not fnmatch(name, "*pytorch_model*.bin*")]
+    return mine
+
+
+def _download(model: str, revision: str | None, target: Path) -> None:
+    """Raises click.ClickException where the hub has no such model, or cannot be reached."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    progress = Progress(0, "files")
+    progress.note(f"asking the hub for {model}")
+    try:
+        info = HfApi().model_info(model, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        names = wanted(sorted(sizes))
+        for number, name in enumerate(names, 1):
+            progress.note(f"file {number} of {len(names)}: {name}, {sizes[name] / 1e6:,.1f} MB")
+            hf_hub_download(model, name, revision=info.sha, local_dir=target)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise click.ClickException(f"{model} cannot be downloaded: {reason}") from error
+    finally:
+        progress.end()

@@ -1,0 +1,163 @@
+"""Checkpoints from a hub into a folder, and servers that reach no hub. The hub is a stand-in that speaks the
+real one's API; the client is huggingface_hub."""
+
+import hashlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from maxsimd.api.commands.download import wanted
+from tests.server.conftest import StartServer, installed_command
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODEL = "somebody/a-reranker"
+NO_HUB = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+
+
+@dataclass
+class Hub:
+    """One repository."""
+
+    url: str = ""
+    asked: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def hub(bert_cross_encoder: str) -> Iterator[Hub]:
+    folder = Path(bert_cross_encoder)
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    made = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def _answer(self, with_body: bool) -> None:
+            made.asked.append(self.path)
+            path = self.path.partition("?")[0]
+            if path in (f"/api/models/{MODEL}", f"/api/models/{MODEL}/revision/main"):
+                siblings = [{"rfilename": name, "size": file.stat().st_size} for name, file in files.items()]
+                siblings.append({"rfilename": "model.onnx", "size": 10**12})
+                self._send(json.dumps({"id": MODEL, "sha": COMMIT, "siblings": siblings}).encode(), with_body)
+                return
+            name = path.removeprefix(f"/{MODEL}/resolve/{COMMIT}/")
+            if name not in files:
+                self.send_response(404)
+                self.send_header("X-Error-Code", "RepoNotFound" if MODEL not in path else "EntryNotFound")
+                self.send_header("content-length", "0")
+                self.end_headers()
+                return
+            self._send(files[name].read_bytes(), with_body)
+
+        def _send(self, body: bytes, with_body: bool) -> None:
+            self.send_response(200)
+            self.send_header("etag", f'"{hashlib.sha256(body).hexdigest()}"')
+            self.send_header("x-repo-commit", COMMIT)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            if with_body:
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield made
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def _download(url: str, home: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    ran = subprocess.run(
+        [installed_command(), "download", *arguments],
+        env=environment | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    return ran
+
+
+def test_a_downloaded_checkpoint_is_served_where_there_is_no_hub(
+    hub: Hub, tmp_path: Path, bert_cross_encoder: str, start_server: StartServer
+) -> None:
+    folder = tmp_path / "model"
+    ran = _download(hub.url, tmp_path / "home", MODEL, "--to", str(folder))
+    assert "file 1 of" in ran.stderr
+    assert not any("onnx" in path for path in hub.asked)
+    for path in Path(bert_cross_encoder).iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
+    checked = _download("http://127.0.0.1:9", tmp_path / "home", MODEL, "--to", str(folder), "--check")
+    assert "files are what SHA256SUMS says" in checked.stdout
+
+    server = start_server(str(folder), "--offline", "--dtype", "float32", environment=NO_HUB)
+    ours = httpx.post(server.url + "/score", json={"queries": "q", "documents": ["a", "b"]}).json()
+    plain = start_server(bert_cross_encoder, "--dtype", "float32")
+    theirs = httpx.post(plain.url + "/score", json={"queries": "q", "documents": ["a", "b"]}).json()
+    assert [each["score"] for each in ours["data"]] == [each["score"] for each in theirs["data"]]
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_file_that_is_not_as_it_was_downloaded_is_named(
+    damage: str, hub: Hub, tmp_path: Path, start_server: StartServer
+) -> None:
+    folder = tmp_path / "model"
+    _download(hub.url, tmp_path / "home", MODEL, "--to", str(folder))
+    weights = folder / "model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    else:
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    server = start_server(str(folder), "--offline", ready=False, environment=NO_HUB)
+    assert server.process.wait(timeout=120) == 1
+    assert f"{weights} is" in server.log
+    assert "download the checkpoint again" in server.log
+    assert "Traceback" not in server.log
+    checked = _download(hub.url, tmp_path / "home", MODEL, "--to", str(folder), "--check", status=1)
+    assert f"{weights} is" in checked.stderr
+
+
+def test_what_the_hub_does_not_have_is_told_in_one_line(hub: Hub, tmp_path: Path) -> None:
+    home, folder = tmp_path / "home", str(tmp_path / "model")
+    for url, model in ((hub.url, "somebody/else"), ("http://127.0.0.1:9", MODEL)):
+        ran = _download(url, home, model, "--to", folder, status=1)
+        assert f"Error: {model} cannot be downloaded" in ran.stderr
+        assert "Traceback" not in ran.stderr
+    assert (
+        "there is no SHA256SUMS"
+        in _download(hub.url, home, MODEL, "--to", folder, "--check", status=1).stderr
+    )
+
+
+def test_weights_of_other_frameworks_are_left_out() -> None:
+    names = [
+        "config.json",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "onnx/model.onnx",
+        "tf_model.h5",
+        "1/config.json",
+    ]
+    assert wanted(names) == ["config.json", "model.safetensors", "1/config.json"]
+    assert wanted(["config.json", "pytorch_model.bin"]) == ["config.json", "pytorch_model.bin"]
