@@ -52,7 +52,6 @@ def wanted(names: list[str]) -> list[str]:
 def _download(model: str, revision: str | None, target: Path) -> None:
     """Raises click.ClickException where the hub has no such model, or cannot be reached."""
     from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
@@ -65,7 +64,8 @@ def _download(model: str, revision: str | None, target: Path) -> None:
         for number, name in enumerate(names, 1):
             progress.note(f"file {number} of {len(names)}: {name}, {sizes[name] / 1e6:,.1f} MB")
             hf_hub_download(model, name, revision=info.sha, local_dir=target)
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:
+        # The client passes on what its HTTP library raises, which changes from version to version.
         reason = " ".join(str(error).split())
         raise click.ClickException(f"{model} cannot be downloaded: {reason}") from error
     finally:

@@ -105,7 +105,7 @@ def test_a_terminal_shows_a_table_and_one_line_of_progress(tmp_path: Path) -> No
 
 def test_a_run_that_was_interrupted_goes_on_as_if_it_were_one(tmp_path: Path) -> None:
     file, out, whole = (tmp_path / name for name in ("documents.txt", "out.jsonl", "whole.jsonl"))
-    texts = [" ".join(text.split()) for text in numbered_documents(1500)]
+    texts = [" ".join(text.split()) for text in numbered_documents(900)]
     file.write_text("\n".join(texts), encoding="utf-8")
     options = ["rerank", "--query", QUERY, "--documents", str(file), *FLOAT32]
     _run(*options, "--out", str(whole))
@@ -122,7 +122,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_were_one(tmp_path: Path) ->
     assert "--resume goes on" in said.decode()
     assert not out.exists()
     done = journal.read_bytes().count(b"\n") - 1
-    assert 0 < done < 1500
+    assert 0 < done < 900
 
     again = _run(*options, "--out", str(out), status=1)
     assert "go on with --resume, or remove it" in again.stderr
@@ -132,7 +132,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_were_one(tmp_path: Path) ->
     with journal.open("ab") as half:
         half.write(b"[7, 0.")  # as if the process had ended while it wrote
     resumed = _run(*options, "--out", str(out), "--resume")
-    assert f"{done:,} of 1,500 documents" in resumed.stderr
+    assert f"{done:,} of 900 documents" in resumed.stderr
     assert not journal.exists()
     ours, expected = _lines(out.read_text("utf-8")), _lines(whole.read_text("utf-8"))
     assert [each["index"] for each in ours] == [each["index"] for each in expected]
@@ -141,19 +141,19 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_were_one(tmp_path: Path) ->
 
 def test_ctrl_c_without_a_file_prints_what_there_is(tmp_path: Path) -> None:
     file = tmp_path / "documents.txt"
-    file.write_text("\n".join(" ".join(text.split()) for text in numbered_documents(5000)), encoding="utf-8")
+    file.write_text("\n".join(" ".join(text.split()) for text in numbered_documents(2500)), encoding="utf-8")
     command = [installed_command(), "score", "--query", QUERY, "--documents", str(file), *FLOAT32]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stderr is not None
     for line in process.stderr:
-        if re.match(rb"[1-9][\d,]* of 5,000", line):
+        if re.match(rb"[1-9][\d,]* of 2,500", line):
             break
     process.send_signal(signal.SIGINT)
     output, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"documents left" in said
     found = _lines(output.decode())
-    assert 0 < len(found) < 5000
+    assert 0 < len(found) < 2500
     assert [each["index"] for each in found] == sorted(each["index"] for each in found)
 
 

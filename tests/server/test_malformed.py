@@ -148,8 +148,8 @@ def test_a_path_forges_no_line_of_the_log(strict_server: Server, path: str) -> N
     assert line[8:].startswith(" INFO    POST /")
     assert line.isprintable()
     assert len(line) < 700
-    # Time, level, method, path, status, milliseconds, "ms", id.
-    assert len(line.split()) == 8
+    # Time, level, method, path, status, milliseconds, "ms", id, why.
+    assert len(line.split()) == 9
 
 
 def test_only_a_little_of_what_was_sent_is_repeated(strict_server: Server) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.conftest import Server, StartServer
 
-DOCUMENTS = [f"{i} open the file, read it and close it again " * 22 for i in range(400)]
+DOCUMENTS = [f"{i} open the file, read it and close it again " * 22 for i in range(150)]
 BODY = {"query": "how is a file opened", "documents": DOCUMENTS, "stream": True, "cache": "bypass"}
 
 
@@ -37,7 +37,7 @@ def test_the_first_line_comes_before_the_last_document_is_scored(small_steps: Se
     assert waiting > 0, "the last document was not scored when the first line came"
     assert 0 < so_far < steps / 2, (so_far, steps)
     *others, last = rest
-    assert sorted(one["index"] for one in (first, *others)) == list(range(400))
+    assert sorted(one["index"] for one in (first, *others)) == list(range(150))
     plain = httpx.post(small_steps.url + "/rerank", json=BODY | {"stream": False}, timeout=120).json()
     assert [one["index"] for one in last["results"]] == [one["index"] for one in plain["results"]]
     assert last["usage"] == plain["usage"]
@@ -62,7 +62,7 @@ def test_errors_have_a_status_while_nothing_is_sent(small_steps: Server) -> None
 
 
 def _score(**changes: object) -> dict[str, object]:
-    return {"queries": "q", "documents": DOCUMENTS[:200], "stream": True, "cache": "bypass"} | changes
+    return {"queries": "q", "documents": DOCUMENTS[:100], "stream": True, "cache": "bypass"} | changes
 
 
 def test_a_server_that_is_told_to_stop_finishes_its_lines(start_server: StartServer, tmp_path: Path) -> None:
@@ -82,5 +82,5 @@ def test_a_server_that_is_told_to_stop_finishes_its_lines(start_server: StartSer
     server.process.send_signal(signal.SIGTERM)
     reader.join()
     assert server.process.wait(timeout=60) == 0
-    assert len(lines) == 401
+    assert len(lines) == 151
     assert json.loads(lines[-1])["usage"]
