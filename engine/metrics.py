@@ -14,6 +14,7 @@ disable_created_metrics()
 
 _TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_PARTS = ("queue", "tokenise", "model", "score", "total")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
@@ -46,6 +47,7 @@ class EngineMetrics:
             "all (total)",
             "part",
         )
+        self._seconds_of = {part: self._request_seconds.labels(part) for part in _PARTS}
         self.preparing_requests = self._gauge("maxsimd_preparing_requests", "Requests being prepared")
         self.preparing_tokens = self._gauge("maxsimd_preparing_tokens", "Tokens that they have, by estimate")
         self.wait_seconds = self._gauge(
@@ -76,9 +78,14 @@ class EngineMetrics:
 
     def note_request(self, timings: Timings, total: float) -> None:
         """Notes where the seconds of a request went that has its values."""
-        for part in ("queue", "tokenise", "model", "score"):
-            self._request_seconds.labels(part).observe(getattr(timings, part))
-        self._request_seconds.labels("total").observe(total)
+        for part, seconds in (
+            ("queue", timings.queue),
+            ("tokenise", timings.tokenise),
+            ("model", timings.model),
+            ("score", timings.score),
+            ("total", total),
+        ):
+            self._seconds_of[part].observe(seconds)
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(name, help, registry=self.registry)

@@ -69,12 +69,12 @@ def _surrounded(answer: Answer, scale: wire.ScoreScale, result: ScoreResult | Re
     return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
 
 
-# The answers to requests with documents, with texts, and in Voyage's words.
-RANKINGS = (wire.RerankResponse, list[TeiRanked], VoyageResponse)
+# The answers to requests with documents, with texts, in Voyage's words, and line by line.
+RANKINGS = (wire.RerankResponse, list[TeiRanked], VoyageResponse, streaming.MEDIA_TYPE)
 
 ROUTES = (
     *(
-        post_texts(path, wire.ScoreRequest, texts_to_score, score, wire.ScoreResponse)
+        post_texts(path, wire.ScoreRequest, texts_to_score, score, wire.ScoreResponse, streaming.MEDIA_TYPE)
         for path in ("/score", "/v1/score")
     ),
     *(

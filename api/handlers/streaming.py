@@ -17,7 +17,8 @@ from maxsimd.engine import RankedDocument, RerankResult, ScoreResult
 from maxsimd.engine.results.postprocess import aside, rank
 from maxsimd.engine.results.stream import ScoreStream
 
-_HEADERS = {"Content-Type": "application/x-ndjson"}
+MEDIA_TYPE = "application/x-ndjson"
+_HEADERS = {"Content-Type": MEDIA_TYPE}
 
 
 async def score(
