@@ -50,6 +50,8 @@ struct EndToEnd {
     const Unit* rows(int64_t document, std::vector<Unit>&) const { return values + offsets[document] * units; }
 };
 
+constexpr int64_t AHEAD = 4096;  // bytes
+
 // Kinds of numbers that documents come in, as the callers count them.
 enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, FLOAT16 };
 
@@ -67,16 +69,24 @@ inline __m512 load(Kind kind, const void* row, int64_t first, __mmask16 mask) {
 }
 
 template <Kind KIND, class Value>
+inline void convert_some(const char* row, __m512 scale, int64_t first, __mmask16 mask, Value* to) {
+    __m512 numbers = load(KIND, row, first, mask);
+    if constexpr (KIND == INT8) numbers = _mm512_mul_ps(numbers, scale);
+    store(to + first, mask, numbers);
+}
+
+template <Kind KIND, class Value>
 void convert(const void* values, const float* scales, int64_t tokens, int64_t dim, Value* to) {
     constexpr int64_t size = KIND == FLOAT32 ? 4 : KIND == INT8 ? 1 : 2;
-    for (int64_t token = 0; token < tokens; token++) {
+    const int64_t whole = dim / LANES * LANES;
+    for (int64_t token = 0; token < tokens; token++, to += dim) {
         const char* row = (const char*)values + token * dim * size;
-        for (int64_t first = 0; first < dim; first += LANES) {
-            const __mmask16 mask = first_lanes(dim - first);
-            __m512 numbers = load(KIND, row, first, mask);
-            if constexpr (KIND == INT8) numbers = _mm512_mul_ps(numbers, _mm512_set1_ps(scales[token]));
-            store(to + token * dim + first, mask, numbers);
-        }
+        const __m512 scale = _mm512_set1_ps(KIND == INT8 ? scales[token] : 1);
+        // Documents lie anywhere: what is read is fetched before it is needed, as far ahead as memory is slow.
+        for (int64_t byte = 0; byte < dim * size; byte += 64) _mm_prefetch(row + AHEAD + byte, _MM_HINT_T0);
+        // The mask of whole vectors is a constant, which leaves no masked instructions.
+        for (int64_t first = 0; first < whole; first += LANES) convert_some<KIND>(row, scale, first, 0xffff, to);
+        if (whole < dim) convert_some<KIND>(row, scale, whole, first_lanes(dim - whole), to);
     }
 }
 
