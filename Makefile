@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-gpu test-clients screenshots soak lint wheel-test mutants bench bench-gpu clean
+.PHONY: serve test test-fast test-all test-gpu test-clients screenshots docs soak lint wheel-test quickstart-test mutants bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -40,6 +40,11 @@ test-clients: $(VENV)/.dev
 screenshots: $(VENV)/.dev
 	MAXSIMD_NEEDS_BROWSER=1 MAXSIMD_SCREENSHOTS=docs/images $(BIN)/python -m pytest -q -k people_who tests/server/test_playground.py
 
+# The documentation, drawn into build/docs.
+docs: $(VENV)/.dev
+	$(BIN)/sphinx-build --quiet --fail-on-warning docs build/docs
+	@echo "build/docs/index.html"
+
 # Half an hour of mixed traffic while one thing after another goes wrong; SOAK_SECONDS=60 for less.
 SOAK_SECONDS ?= 1800
 soak: $(VENV)/.dev
@@ -55,6 +60,10 @@ lint: $(VENV)/.dev
 # Builds the wheel, installs it into an environment of its own and serves from it.
 wheel-test: $(VENV)/.dev
 	$(BIN)/python .ci/wheel.py
+
+# Follows docs/quickstart.md in a copy of the checkout, with an environment of its own; needs port 8000.
+quickstart-test:
+	$(PYTHON) .ci/quickstart.py
 
 # Makes small faults in the source and counts those that the tests meant for it notice; PART=scheduler for one part.
 mutants: $(VENV)/.dev

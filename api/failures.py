@@ -88,7 +88,7 @@ def restarting() -> ApiError:
 
 
 def no_such_route() -> ApiError:
-    return ApiError(404, "NotFoundError", "there is no such route; see README for those there are")
+    return ApiError(404, "NotFoundError", "there is no such route; GET /docs has those there are")
 
 
 def wrong_method(allowed: Iterable[str]) -> ApiError:

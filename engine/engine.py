@@ -153,7 +153,7 @@ class Engine(EngineLife):
         )
 
     def stream(self, queries: Scored, documents: Scored, **options: Unpack[ScoreOptions]) -> ScoreStream:
-        """Scores documents as `score` does, and gives them as they are ready:
+        """Scores documents as `score` does, and gives them as they are ready::
 
             async with engine.stream(query, documents) as stream:
                 async for new in stream:  # RankedDocuments, by their index

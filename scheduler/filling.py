@@ -9,24 +9,34 @@ from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 
 
 @dataclass(frozen=True, slots=True)
+class BesideSmall:
+    """How many tokens of larger requests a step may have while small requests come, which have at most
+    `without` tokens: `with_one` where the step has one of them, whose answer is waited for, and `without`
+    where it has none, so that those that come meanwhile wait for short steps."""
+
+    with_one: int
+    without: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepLimits:
     """What one step may hold: `tokens` in all, cached batches counted at their price, and `sequences` in
-    number, cached batches not counted; `chunked` allows to cut a sequence. While requests come that have no
-    more than `beside_small` tokens, a step has no more of others' work, so that those wait for short steps;
-    None for no such limit.
+    number, cached batches not counted; `chunked` allows to cut a sequence. While small requests come, a step
+    has less of the others' work, `beside_small`; None for no such limit.
 
     Raises ValueError for a step that could hold nothing."""
 
     tokens: int
     sequences: int
     chunked: bool
-    beside_small: int | None = None
+    beside_small: BesideSmall | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.sequences < 1:
             raise ValueError("a step must hold at least one token and one sequence")
-        if self.beside_small is not None and not 1 <= self.beside_small <= self.tokens:
-            raise ValueError(f"beside_small must be from 1 to {self.tokens}, not {self.beside_small}")
+        small = self.beside_small
+        if small is not None and not 1 <= small.with_one <= small.without <= self.tokens:
+            raise ValueError(f"beside_small must be from 1 to {self.tokens} and not fall, not {small}")
 
 
 class Filling:

@@ -45,8 +45,8 @@ class Scheduler:
        more is cut to fill the step. At most one sequence is mid-prefill at a time.
     4. What room is left goes to the sequence that is mid-prefill.
 
-    While small requests come (`StepLimits.beside_small`), these passes have a smaller budget; only small
-    requests use what is left of the whole one.
+    While small requests come (`StepLimits.beside_small`), these passes have a smaller budget, and a still
+    smaller one where a small request is first; only small requests use what is left of the whole one.
 
     Cached batches are scheduled like sequences and cost their price. What is larger than the whole budget and
     cannot be cut makes up a step alone, when its request's turn comes and the step is still empty.
@@ -242,14 +242,17 @@ class Scheduler:
             self._steps_beside_small = _STEPS_BESIDE_SMALL
 
     def _is_small(self, request: WaitingRequest) -> bool:
-        return self.limits.beside_small is not None and request.work <= self.limits.beside_small
+        return self.limits.beside_small is not None and request.work <= self.limits.beside_small.without
 
     def _most_beside_small(self, budget: int) -> int:
         """How much of a step's budget larger requests may use."""
         if self.limits.beside_small is None or not self._steps_beside_small:
             return budget
         self._steps_beside_small -= 1
-        return min(budget, self.limits.beside_small)
+        first = self._shares.first()
+        has_small = first is not None and self._is_small(first)
+        small = self.limits.beside_small
+        return min(budget, small.with_one if has_small else small.without)
 
     def _next_budget(self) -> int:
         if self._reduced_steps == 0:

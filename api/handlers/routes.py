@@ -21,11 +21,12 @@ from maxsimd.api.state import ServerState
 
 
 async def openapi(state: ServerState) -> Answer:
-    return Answer(200, {"Content-Type": "application/json"}, _description())
+    return Answer(200, {"Content-Type": "application/json"}, description())
 
 
 @functools.cache
-def _description() -> bytes:
+def description() -> bytes:
+    """What /openapi.json answers."""
     return described((*_ALL, *pages.ROUTES), OPEN_ROUTES)
 
 

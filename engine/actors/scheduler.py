@@ -73,7 +73,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._last_report = 0.0
         # What was worked out since something changed, by share and class of size.
         self._ahead: dict[tuple[Share, int], int] = {}
-        self.rate = ServiceRate(scheduler.limits.beside_small or scheduler.limits.tokens)
+        small = scheduler.limits.beside_small
+        # While small requests come, steps that have as much as is allowed beside one tell the speed as well.
+        self.rate = ServiceRate(scheduler.limits.tokens if small is None else 2 * small.with_one)
         self.step_times = StepTimes()
         self.num_signs = 0
 

@@ -1,4 +1,5 @@
-"""`python -m tests.clients [NAME ...]`: starts servers, has clients ask them and prints a table."""
+"""`python -m tests.clients [NAME ...]`: starts servers, has clients ask them and prints a table. A client
+runs its checks, and its examples of docs/clients.md."""
 
 import argparse
 import json
@@ -7,10 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.clients import environments, servers
+from tests.clients import environments, page, servers
 from tests.clients.catalogue import CLIENTS, Client
 
 _SECONDS = 600
@@ -41,7 +43,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     with servers.running() as urls:
         for client, command in zip(chosen, commands, strict=True):
-            for outcome in _outcomes(client, command, urls):
+            for outcome in (*_checks(client, command, urls), *_examples(client, urls[page.SERVER])):
                 print(_row(outcome), flush=True)
                 outcomes.append(outcome)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
@@ -51,13 +53,11 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _outcomes(client: Client, command: list[str], urls: dict[str, str]) -> list[Outcome]:
+def _checks(client: Client, command: list[str], urls: dict[str, str]) -> list[Outcome]:
     """Runs a client's checks, which write a line of JSON each into a file."""
-    environment = {name: value for name, value in os.environ.items() if name not in _OURS}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
-        # Nothing that a client keeps at home takes part.
-        environment |= urls | {"CHECK_RESULTS": str(results), "HOME": folder}
+        environment = _environment(folder) | urls | {"CHECK_RESULTS": str(results)}
         try:
             ran = subprocess.run(
                 command,
@@ -76,6 +76,24 @@ def _outcomes(client: Client, command: list[str], urls: dict[str, str]) -> list[
     if status != 0 or not outcomes:
         outcomes.append(Outcome(client.name, "all of it", f"exit status {status}\n{said[-3000:]}"))
     return outcomes
+
+
+def _examples(client: Client, url: str) -> Iterator[Outcome]:
+    """Runs a client's examples of docs/clients.md."""
+    interpreter = environments.interpreter(client.environment)
+    for example in page.examples(client.name):
+        error = None
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                page.printed(example, interpreter, url, _environment(folder), Path(folder))
+            except page.ExampleFailed as failure:
+                error = str(failure)
+        yield Outcome(client.name, f"its example in docs/clients.md, line {example.line}", error)
+
+
+def _environment(home: str) -> dict[str, str]:
+    """Nothing that is ours takes part, nor anything that a client keeps at home."""
+    return {name: value for name, value in os.environ.items() if name not in _OURS} | {"HOME": home}
 
 
 def _row(outcome: Outcome) -> str:

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".venv-clients"
 _HERE = Path(__file__).parent
 _NODE = _HERE / "node"
+NODE_MODULES = _NODE / "node_modules"
 # torch's own index has the CPU build, where the configured ones do not carry it.
 _TORCH_INDEX = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
 # The one where maxsimd runs too: in the process of a framework.
@@ -22,9 +23,13 @@ def command(name: str, script: Path) -> list[str]:
     if name == "node":
         locked = _NODE / "package-lock.json"
     _fill(name, locked)
-    if name == "node":
-        return [_node_tool("node"), str(_NODE / "run.mjs"), str(script)]
-    return [str(_python(name)), str(_HERE / "checks" / "run.py"), str(script)]
+    runner = _NODE / "run.mjs" if name == "node" else _HERE / "checks" / "run.py"
+    return [interpreter(name), str(runner), str(script)]
+
+
+def interpreter(name: str) -> str:
+    """What runs scripts in an environment."""
+    return _node_tool("node") if name == "node" else str(_python(name))
 
 
 def _fill(name: str, locked: Path) -> None:

@@ -199,6 +199,36 @@ def test_files_are_read(
         watched.check(server.url)
 
 
+@pytest.mark.parametrize(
+    "brought",
+    [
+        'new File([\'{"text": "one"}\\n{"text": "two"}\\n\'], \'a.jsonl\')',
+        "'one\\n two\\n'",
+    ],
+)
+def test_files_and_texts_can_be_dropped(browser: Browser, server: Server, brought: str) -> None:
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        carried = page.evaluate_handle(
+            f"""() => {{
+                const carried = new DataTransfer(), brought = {brought};
+                if (typeof brought === "string") carried.setData("text/plain", brought);
+                else carried.items.add(brought);
+                return carried;
+            }}"""
+        )
+        page.dispatch_event("#documents", "dragover", {"dataTransfer": carried})
+        expect(page.locator("#documents")).to_have_class(re.compile("over"))
+        with page.expect_request(
+            lambda asked: (
+                asked.url.endswith("/rerank") and asked.post_data_json["documents"] == ["one", "two"]
+            )
+        ):
+            page.dispatch_event("#documents", "drop", {"dataTransfer": carried})
+        expect(page.locator("#results li")).to_have_count(2)
+        watched.check(server.url)
+
+
 def test_what_is_wrong_is_said(browser: Browser, server: Server, tmp_path: Path) -> None:
     bad = tmp_path / "a.json"
     bad.write_text("{", encoding="utf-8")

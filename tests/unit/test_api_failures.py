@@ -116,7 +116,7 @@ def test_what_is_refused_before_a_handler_says_what_to_do() -> None:
             failures.no_such_route(),
             404,
             "NotFoundError",
-            "there is no such route; see README for those there are",
+            "there is no such route; GET /docs has those there are",
         ),
         (
             failures.wrong_method(["POST", "GET"]),

@@ -1,8 +1,10 @@
-"""The README says what is so."""
+"""The README and the pages in docs/ say what is so."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
@@ -16,29 +18,49 @@ from maxsimd.engine.tenants import TenantMetrics
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+# The pages about maxsimd alone, which name no other programs' options.
+_OF_OTHERS = {"comparison", "promises", "clients"}
+_DOCS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+_COMMANDS = re.compile(r"(?:`|```sh\n)(?:\.venv/bin/)?maxsimd ((?:bench )?[a-z][a-z-]*)")
 
 
-def test_the_table_of_options_is_the_generated_one() -> None:
-    table = markdown_table(EngineConfig, ServerConfig)
-    assert table in README, f"put this into README.md:\n{table}"
-
-
-def test_the_command_line_knows_every_option_of_the_table() -> None:
+def test_the_generated_table_has_the_options_of_the_command_line() -> None:
     shown = CliRunner().invoke(main, ["serve", "--help"]).output
-    names = re.findall(r"^\| `(--[\w-]+)`", README, flags=re.MULTILINE)
+    names = re.findall(r"^\| `(--[\w-]+)`", markdown_table(EngineConfig, ServerConfig), flags=re.MULTILINE)
     assert len(names) > 30
     for name in names:
         assert name in shown
     assert flag("max_batch_tokens") == "--max-batch-tokens"
 
 
-def test_every_command_of_the_readme_exists() -> None:
-    runner = CliRunner()
-    commands = set(re.findall(r"(?<!from )maxsimd ((?:bench )?[a-z][a-z-]*)", README))
-    assert {"serve", "bench engine"} <= commands
+def test_every_command_that_is_named_exists() -> None:
+    commands = {command for page in (README, *_DOCS.values()) for command in _COMMANDS.findall(page)}
+    assert {"serve", "rerank", "bench engine", "bench peers"} <= commands
     for command in sorted(commands):
-        result = runner.invoke(main, [*command.split(), "--help"])
+        result = CliRunner().invoke(main, [*command.split(), "--help"])
         assert result.exit_code == 0, command
+
+
+def test_every_option_that_is_named_exists() -> None:
+    named = {
+        option
+        for name, page in _DOCS.items()
+        if name not in _OF_OTHERS
+        for option in re.findall(r"`(--[a-z][\w-]+)", page)
+    }
+    helps = "".join(_helps(main, []))
+    assert len(named) > 40
+    assert not {option for option in named if not re.search(rf"{option}[ ,\n]", helps)}
+
+
+def _helps(command: click.Command, names: list[str]) -> Iterator[str]:
+    """What `--help` says of a command and of those in it."""
+    yield CliRunner().invoke(main, [*names, "--help"]).output
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            found = command.get_command(click.Context(command), name)
+            assert found is not None
+            yield from _helps(found, [*names, name])
 
 
 def test_the_change_log_has_the_version_of_the_package() -> None:

@@ -64,7 +64,7 @@ async def test_an_unknown_path_is_a_404(caller: Caller, path: str) -> None:
     answer = await caller.post(path, RERANK)
     assert answer.status == 404
     assert error_of(answer) == {
-        "message": "there is no such route; see README for those there are",
+        "message": "there is no such route; GET /docs has those there are",
         "type": "NotFoundError",
         "param": None,
         "code": 404,

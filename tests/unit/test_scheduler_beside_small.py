@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.scheduler import Scheduler, Step, StepLimits
+from maxsimd.scheduler import BesideSmall, Scheduler, Step, StepLimits
 from maxsimd.scheduler.policy import _STEPS_BESIDE_SMALL
 from tests.unit.scheduled_requests import run_dry, texts, tokens_by_request
 
@@ -26,7 +26,7 @@ def total(steps: list[Step]) -> dict[int, int]:
 
 
 def beside_small(chunked: bool = False) -> Scheduler:
-    return Scheduler(StepLimits(100, 1000, chunked, beside_small=25), oldest_share=0.125)
+    return Scheduler(StepLimits(100, 1000, chunked, beside_small=BesideSmall(25, 40)), oldest_share=0.125)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -37,9 +37,9 @@ def test_while_small_requests_come_large_ones_have_a_part_of_each_step(chunked: 
     scheduler.admit(1, texts(1, [15]))
     assert tokens_by_request(scheduled(scheduler)) == {0: 10, 1: 15}
     for _ in range(_STEPS_BESIDE_SMALL - 1):
-        assert scheduled(scheduler).num_tokens == 25
+        assert scheduled(scheduler).num_tokens == 40
     assert scheduled(scheduler).num_tokens == 100, "none has come for a while"
-    scheduler.admit(2, texts(2, [30]))
+    scheduler.admit(2, texts(2, [45]))
     assert scheduled(scheduler).num_tokens == 100, "it is not small"
 
 
@@ -61,32 +61,32 @@ def test_small_requests_use_what_large_ones_may_not() -> None:
 
 
 def test_what_is_longer_than_the_part_of_large_requests_is_run_alone_or_cut() -> None:
-    for chunked, expected in ((False, [10, 90]), (True, [25, 25, 50])):
+    for chunked, expected in ((False, [10, 90]), (True, [40, 60])):
         scheduler = beside_small(chunked)
         scheduler.admit(0, texts(0, [90, 10]))
-        scheduler.admit(1, texts(1, [25]))
+        scheduler.admit(1, texts(1, [40]))
         scheduler.cancel(1)
         steps = run_dry(scheduler)
         assert [step.num_tokens for step in steps] == expected
         assert total(steps) == {0: 100}
 
 
-@pytest.mark.parametrize("part", [0, 101])
-def test_the_part_beside_small_requests_is_a_part_of_a_step(part: int) -> None:
-    with pytest.raises(ValueError, match=f"beside_small must be from 1 to 100, not {part}"):
-        StepLimits(100, 10, chunked=False, beside_small=part)
+@pytest.mark.parametrize(("with_one", "without"), [(0, 10), (10, 101), (20, 10)])
+def test_the_parts_beside_small_requests_are_parts_of_a_step(with_one: int, without: int) -> None:
+    with pytest.raises(ValueError, match="beside_small must be from 1 to 100 and not fall, not"):
+        StepLimits(100, 10, chunked=False, beside_small=BesideSmall(with_one, without))
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 120), min_size=1, max_size=30), min_size=1, max_size=12),
     st.booleans(),
-    st.integers(1, 100),
+    st.lists(st.integers(1, 100), min_size=2, max_size=2).map(sorted),
 )
 def test_nothing_is_lost_or_doubled_beside_small_requests(
-    requests: list[list[int]], chunked: bool, part: int
+    requests: list[list[int]], chunked: bool, parts: list[int]
 ) -> None:
-    scheduler = Scheduler(StepLimits(100, 50, chunked, beside_small=part))
+    scheduler = Scheduler(StepLimits(100, 50, chunked, beside_small=BesideSmall(*parts)))
     expected: dict[int, int] = {}
     steps = []
     for request_id, lengths in enumerate(requests):

@@ -1,0 +1,73 @@
+"""The examples of docs/clients.md: each is run as it stands there, by its client's interpreter."""
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.clients import environments
+
+PAGE = environments.ROOT / "docs" / "clients.md"
+# The server of the page: what its examples call it, and which of ours stands for it.
+URL = "http://127.0.0.1:8000"
+SERVER = "LATE_INTERACTION_URL"
+# The client that is in no catalogue, as it needs no environment.
+CURL = "curl"
+
+_SECONDS = 120
+_SUFFIXES = {"python": ".py", "js": ".mjs", "sh": ".sh"}
+# A comment names the client, and the block of code is on the lines below.
+_EXAMPLE = re.compile(r"^<!-- client: (\w+) -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A block of code: its client by name, its language as the page has it, and the line it begins on."""
+
+    client: str
+    language: str
+    code: str
+    line: int
+
+
+def examples(client: str | None = None) -> list[Example]:
+    """Those of one client, or of all for None, in the page's order."""
+    page = PAGE.read_text(encoding="utf-8")
+    found = [
+        Example(match[1], match[2], match[3], page.count("\n", 0, match.start(3)) + 1)
+        for match in _EXAMPLE.finditer(page)
+    ]
+    return [example for example in found if client in (None, example.client)]
+
+
+class ExampleFailed(Exception):
+    """An example did not end well, or printed nothing."""
+
+
+def printed(
+    example: Example, interpreter: str, url: str, environment: Mapping[str, str], folder: Path
+) -> str:
+    """What an example prints that asks the server at `url`. It runs in the `folder`."""
+    script = folder / f"example{_SUFFIXES[example.language]}"
+    script.write_text(example.code.replace(URL, url), encoding="utf-8")
+    if example.language == "js":
+        # Modules are looked for beside the script.
+        (folder / "node_modules").symlink_to(environments.NODE_MODULES)
+    try:
+        ran = subprocess.run(
+            [interpreter, str(script)],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ExampleFailed(str(error)) from error
+    if ran.returncode != 0:
+        raise ExampleFailed(f"exit status {ran.returncode}\n{(ran.stdout + ran.stderr)[-3000:]}")
+    if not ran.stdout.strip():
+        raise ExampleFailed(f"it printed nothing\n{ran.stderr[-3000:]}")
+    return ran.stdout

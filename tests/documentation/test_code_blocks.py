@@ -1,0 +1,110 @@
+"""What the documentation shows can be done as it stands there.
+
+The blocks of docs/clients.md are run by the clients themselves (`make test-clients`), those of
+docs/quickstart.md by `.ci/quickstart.py`."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from maxsimd.api.cli import main
+from tests.documentation.pages import PAGES, ROOT, Block, all_blocks
+from tests.server.conftest import Server
+
+_BLOCKS = all_blocks()
+_OF_CLIENTS = ROOT / "docs" / "clients.md"
+_QUICKSTART = ROOT / "docs" / "quickstart.md"
+# Languages whose blocks are looked at here; those that Sphinx reads itself stand in braces. What has no
+# language is output, or a file of another program.
+_LANGUAGES = {"", "sh", "python", "json", "nginx", "{toctree}", "{eval-rst}"}
+_MAKE_TARGETS = set(
+    re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+)
+
+
+def _of(language: str) -> list[Any]:
+    found = [block for block in _BLOCKS if block.language == language and block.page != _OF_CLIENTS]
+    return [pytest.param(block, id=str(block)) for block in found]
+
+
+def _commands(program: str) -> list[Any]:
+    """All lines of shell blocks that call a program, without what follows a pipe."""
+    lines = []
+    for block in _BLOCKS:
+        if block.language == "sh":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                if re.match(rf"(\.venv/bin/)?{program}\b", line):
+                    lines.append(pytest.param(line, id=f"{block}: {line[:60]}"))
+    return lines
+
+
+def test_every_block_is_of_a_language_that_is_tested() -> None:
+    assert len(PAGES) > 20
+    assert len(_BLOCKS) > 40
+    others = {str(block): block.language for block in _BLOCKS if block.language not in _LANGUAGES}
+    assert not {where: of for where, of in others.items() if not where.startswith("docs/clients.md")}
+
+
+@pytest.mark.parametrize("block", _of("python"))
+def test_python_runs_as_it_stands(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(block.text, encoding="utf-8")
+    subprocess.run(
+        [sys.executable, "shown.py"],
+        cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        check=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("block", _of("json"))
+def test_json_can_be_read(block: Block) -> None:
+    assert json.loads(block.text)
+
+
+@pytest.mark.parametrize("block", [each for each in _of("sh") if each.values[0].text.startswith("curl")])
+def test_a_request_with_curl_is_answered(block: Block, server: Server) -> None:
+    script = block.text.replace("http://127.0.0.1:8000", server.url)
+    run = subprocess.run(["sh", "-c", script], capture_output=True, check=True, timeout=60)
+    answer = json.loads(run.stdout)
+    assert "error" not in answer, answer
+
+
+@pytest.mark.parametrize("line", _commands("maxsimd"))
+def test_a_command_has_the_options_that_are_shown(line: str) -> None:
+    """Files and models that are named need not be there."""
+    words = shlex.split(line, comments=True)[1:]
+    command: click.Command = main
+    context = click.Context(main, info_name="maxsimd")
+    while isinstance(command, click.Group):
+        name = words.pop(0)
+        found = command.get_command(context, name)
+        assert found is not None, f"there is no command {name}"
+        command, context = found, click.Context(found, info_name=name, parent=context)
+    try:
+        command.make_context(command.name, words, parent=context.parent)
+    except click.BadParameter as error:
+        if "does not exist" not in str(error):
+            raise
+
+
+@pytest.mark.parametrize("line", _commands("make"))
+def test_a_target_of_make_is_there(line: str) -> None:
+    words = [word for word in shlex.split(line, comments=True)[1:] if "=" not in word]
+    assert words
+    assert set(words) <= _MAKE_TARGETS
+
+
+def test_the_quickstart_says_in_which_terminal_each_block_is_run() -> None:
+    marks = [block.mark for block in _BLOCKS if block.page == _QUICKSTART]
+    assert marks[0] == "first terminal"
+    assert len(marks) > 3
+    assert set(marks[1:]) == {"second terminal"}

@@ -1,0 +1,116 @@
+"""The documentation as Sphinx draws it: its links lead somewhere, it loads nothing from elsewhere, and people
+who cannot see it or use no mouse can read it."""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.handlers.routes import description
+from maxsimd.api.options import flag
+from maxsimd.engine import Engine, EngineConfig, SyncEngine
+from tests.documentation.pages import PAGES, ROOT
+from tests.server.browser import VIEWS, chromium, opened
+
+_BESIDE_DOCS = [path for path in PAGES if path.parent == ROOT]
+_IN_DOCS = [path.relative_to(ROOT / "docs") for path in PAGES if path not in _BESIDE_DOCS]
+_NAMES = sorted(path.with_suffix("").as_posix() for path in _IN_DOCS)
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built so that a page or heading that a link leads to and that is not there is an error."""
+    built = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(ROOT / "docs"), str(built)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(folder: Path) -> Iterator[str]:
+    """The site's address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    yield from chromium()
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_page_loads_nothing_from_elsewhere_and_can_be_read_by_all(
+    browser: Browser, site: str, name: str
+) -> None:
+    with opened(browser, f"{site}/{name}.html") as watched:
+        expect(watched.page.locator("h1")).to_have_count(1)
+        assert not watched.serious_findings()
+        watched.check(site)
+
+
+@pytest.mark.parametrize("view", ["dark", "phone"])
+@pytest.mark.parametrize("name", ["index", "clients", "reference/http"])
+def test_pages_can_be_read_in_the_dark_and_on_a_phone(
+    browser: Browser, site: str, name: str, view: str
+) -> None:
+    with opened(browser, f"{site}/{name}.html", **VIEWS[view]) as watched:
+        assert not watched.serious_findings()
+        watched.check(site)
+
+
+def test_what_is_looked_for_is_found(browser: Browser, site: str) -> None:
+    with opened(browser, f"{site}/search.html?q=calibration") as watched:
+        expect(watched.page.locator("ul.search li").first).to_be_visible()
+        watched.check(site)
+
+
+def test_the_reference_has_every_route_option_and_method(folder: Path) -> None:
+    http = (folder / "reference" / "http.html").read_text(encoding="utf-8")
+    for path, methods in json.loads(description())["paths"].items():
+        for method in methods:
+            assert f"<h2>{method.upper()} {path}<" in http
+    assert "return_documents" in http
+    options = (folder / "reference" / "options.html").read_text(encoding="utf-8")
+    for field in (*fields(EngineConfig), *fields(ServerConfig)):
+        if field.name not in ("model", "max_output_mb"):
+            assert flag(field.name) in options
+    python = (folder / "reference" / "python.html").read_text(encoding="utf-8")
+    for of in (Engine, SyncEngine):
+        for name in dir(of):
+            if not name.startswith("_"):
+                assert re.search(rf'id="maxsimd\.engine\.[\w.]*{name}"', python), f"{of.__name__}.{name}"
+
+
+@pytest.mark.parametrize("page", _BESIDE_DOCS, ids=lambda path: path.name)
+def test_links_of_pages_beside_docs_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)(?:#([^)]+))?\)", page.read_text(encoding="utf-8"))
+    assert links
+    for path, heading in links:
+        target = page.parent / path
+        assert target.exists(), path
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}, (
+                heading
+            )

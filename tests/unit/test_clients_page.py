@@ -1,0 +1,99 @@
+"""docs/clients.md has an example of each client, and its table says what the examples do."""
+
+import ast
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from tests.clients.catalogue import CLIENTS
+from tests.clients.page import CURL, PAGE, URL, Example, examples
+from tests.clients.servers import MODELS
+
+TEXT = PAGE.read_text(encoding="utf-8")
+EXAMPLES = examples()
+SHOWN = {client.name for client in CLIENTS} - {"with_schemathesis"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table: the anchor it links to, and the base URL, or None for a client without one."""
+
+    anchor: str
+    url: str | None
+
+
+def _rows() -> list[Row]:
+    table = TEXT.split("\n## Base URLs\n")[1].split("\n## ")[0]
+    lines = re.findall(r"^\| \[.+?\]\(#([\w-]+)\).*?\| .*? \| .*? \| (.+?) \| .+ \|$", table, re.MULTILINE)
+    return [Row(anchor, None if url == "none" else url.strip("`")) for anchor, url in lines]
+
+
+def _sections() -> dict[str, str]:
+    """What stands below each heading, by the anchor that the heading has."""
+    parts = re.split(r"^#{2,3} (.+)$", TEXT, flags=re.MULTILINE)
+    anchors = [re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in parts[1::2]]
+    assert len(set(anchors)) == len(anchors)
+    return dict(zip(anchors, parts[2::2], strict=True))
+
+
+def _examples_of(section: str) -> list[Example]:
+    return [example for example in EXAMPLES if example.code in section]
+
+
+def test_each_client_has_an_example_and_each_example_a_client() -> None:
+    assert {example.client for example in EXAMPLES} == SHOWN | {CURL}
+
+
+def test_each_block_of_code_is_an_example_but_the_command_that_starts_the_server() -> None:
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    assert blocks == ["maxsimd serve\n", *(example.code for example in EXAMPLES)]
+
+
+def test_each_example_is_in_its_clients_language() -> None:
+    environments = {client.name: client.environment for client in CLIENTS}
+    for example in EXAMPLES:
+        node = environments.get(example.client) == "node"
+        assert example.language == ("sh" if example.client == CURL else "js" if node else "python"), example
+
+
+@pytest.mark.parametrize(
+    "example", [example for example in EXAMPLES if example.language == "python"], ids=lambda one: one.client
+)
+def test_an_example_in_python_compiles_and_prints(example: Example) -> None:
+    called = [node.func for node in ast.walk(ast.parse(example.code)) if isinstance(node, ast.Call)]
+    assert "print" in {node.id for node in called if isinstance(node, ast.Name)}
+
+
+def test_the_examples_ask_for_the_model_that_the_server_of_the_page_has() -> None:
+    for example in EXAMPLES:
+        assert not [name for name in MODELS[1:] if name in example.code], example
+
+
+def test_each_row_of_the_table_has_a_section_whose_examples_use_its_base_url() -> None:
+    sections = _sections()
+    rows = _rows()
+    assert len(rows) == TEXT.split("\n## Base URLs\n")[1].split("\n## ")[0].count("\n| [")
+    for row in rows:
+        shown = _examples_of(sections[row.anchor])
+        assert shown, row
+        if row.url is None:
+            assert not [example for example in shown if URL in example.code], row
+        else:
+            # What follows the URL ends it; in a shell a route does.
+            end = "/v1/" if shown[0].client == CURL else '"'
+            assert [example for example in shown if row.url + end in example.code], row
+
+
+def test_each_example_is_in_a_section_of_a_row_and_uses_no_other_base_url() -> None:
+    sections = _sections()
+    rows = _rows()
+    in_sections = [one for anchor in {row.anchor for row in rows} for one in _examples_of(sections[anchor])]
+    assert sorted(in_sections, key=lambda one: one.line) == EXAMPLES
+    for anchor in {row.anchor for row in rows} - {CURL}:
+        used = {
+            url
+            for example in _examples_of(sections[anchor])
+            for url in re.findall(rf'"({re.escape(URL)}[^"]*)"', example.code)
+        }
+        assert used == {row.url for row in rows if row.anchor == anchor and row.url}, anchor
