@@ -148,6 +148,8 @@ def as_text(content: Content, where: str, param: str, rank_fields: RankFields | 
         return "\n".join(_part_text(part, where, param) for part in text)
     if isinstance(text, str):
         return text
+    if "image" in content:
+        raise InvalidRequestError(f"{where} is a picture; only text can be scored here", param)
     raise InvalidRequestError(f'{where} is an object without a "text" or "content" string', param)
 
 

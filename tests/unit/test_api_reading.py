@@ -102,6 +102,11 @@ def test_an_object_without_text_is_refused(content: Any) -> None:
         reading.as_text(content, "query", "query")
 
 
+def test_a_picture_is_refused_as_such() -> None:
+    with _refused("documents", "documents[0] is a picture; only text can be scored here"):
+        reading.as_texts([{"image": "data:image/png;base64,AAAA"}], "documents")
+
+
 @pytest.mark.parametrize(
     ("documents", "fields", "texts"),
     [

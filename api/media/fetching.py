@@ -1,0 +1,154 @@
+"""Fetches pictures from hosts that the operator has named. Where none is named, nothing is fetched."""
+
+import asyncio
+import ipaddress
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from urllib.parse import urljoin, urlsplit
+
+import aiohttp
+
+from maxsimd.api.media.addresses import AddressRefusedError, CheckedResolver, is_public
+from maxsimd.engine.media import PictureError
+
+_MOST_REDIRECTS = 3
+_SECONDS = 10.0
+_CHUNK_BYTES = 64 * 1024
+_REDIRECTS = (301, 302, 303, 307, 308)
+_PORTS = {"https": 443, "http": 80}
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a URL leads: scheme, host in lower case, and port."""
+
+    scheme: str
+    host: str
+    port: int
+
+
+class MediaFetcher:
+    """Owns the connections to media hosts; used on one event loop, closed by `close`.
+
+    `allowed` are hosts by their names (https on its port), or origins (`http://host:8080`). Each URL and each
+    redirect is checked against them, each address that a host has by `may_connect`, and the connection goes
+    to the address that was checked. No proxy, cookie or credential of the environment takes part."""
+
+    def __init__(
+        self,
+        allowed: Collection[str],
+        most_bytes: int,
+        *,
+        seconds: float = _SECONDS,
+        may_connect: Callable[[str], bool] = is_public,
+    ) -> None:
+        self._allowed = frozenset(map(_origin_of_option, allowed))
+        self._most_bytes = most_bytes
+        self._seconds = seconds
+        self._may_connect = may_connect
+        self._session: aiohttp.ClientSession | None = None
+
+    async def fetch(self, url: str) -> bytes:
+        """The bytes that a URL leads to. Raises PictureError, saying what is wrong."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await self._fetch(url)
+        except TimeoutError:
+            raise PictureError(f"was not received within {self._seconds:g} s") from None
+        except AddressRefusedError:
+            raise PictureError(
+                "is on a host whose address is not public, which is not fetched from"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            refused = isinstance(error.__cause__, AddressRefusedError)
+            if refused or isinstance(getattr(error, "os_error", None), AddressRefusedError):
+                raise PictureError(
+                    "is on a host whose address is not public, which is not fetched from"
+                ) from None
+            raise PictureError(f"cannot be fetched ({type(error).__name__})") from None
+
+    async def close(self) -> None:
+        """Closes all connections; does nothing where none was made."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _fetch(self, url: str) -> bytes:
+        for _ in range(_MOST_REDIRECTS + 1):
+            self._check(url)
+            async with self._opened().get(url, allow_redirects=False) as response:
+                if response.status in _REDIRECTS and "Location" in response.headers:
+                    url = urljoin(url, response.headers["Location"])
+                    continue
+                return await self._read(response)
+        raise PictureError(f"is redirected more than {_MOST_REDIRECTS} times")
+
+    def _check(self, url: str) -> None:
+        origin = _origin(url)
+        if origin is None:
+            raise PictureError("has a URL that cannot be read; give https://host/path")
+        if origin not in self._allowed:
+            raise PictureError(
+                f"is at {origin.scheme}://{origin.host}, from where this server fetches nothing; send the "
+                "file itself as data:image/...;base64,..., or have the operator allow the host"
+            )
+        # A host in figures is not looked up, and so not seen by the resolver.
+        if _is_in_figures(origin.host) and not self._may_connect(origin.host):
+            raise AddressRefusedError(origin.host)
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        if response.status != 200:
+            raise PictureError(f"cannot be fetched: its host answers with status {response.status}")
+        if not response.content_type.startswith("image/"):
+            raise PictureError(
+                f"is fetched as {response.content_type[:60]}; only pictures can be read (image/...)"
+            )
+        if (response.content_length or 0) > self._most_bytes:
+            raise PictureError(f"has more than {self._most_bytes:,} bytes; send a smaller file")
+        data = bytearray()
+        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+            data += chunk
+            if len(data) > self._most_bytes:
+                raise PictureError(f"has more than {self._most_bytes:,} bytes; send a smaller file")
+        return bytes(data)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            resolver = CheckedResolver(self._may_connect)
+            connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=8)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+                # What is unpacked could be many times what is sent.
+                auto_decompress=False,
+                headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "maxsimd"},
+            )
+        return self._session
+
+
+def _origin_of_option(allowed: str) -> _Origin:
+    """Raises ValueError for what names no host."""
+    origin = _origin(allowed if "://" in allowed else f"https://{allowed}")
+    if origin is None:
+        raise ValueError(f"{allowed!r} names no host; give example.com, or http://example.com:8080")
+    return origin
+
+
+def _origin(url: str) -> _Origin | None:
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, (parts.hostname or "").rstrip(".").lower()
+    except ValueError:
+        return None
+    if parts.scheme not in _PORTS or not host or parts.username is not None or parts.password is not None:
+        return None
+    return _Origin(parts.scheme, host, port or _PORTS[parts.scheme])
+
+
+def _is_in_figures(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

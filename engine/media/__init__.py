@@ -1,0 +1,10 @@
+"""Pictures: what a picture is to models, and how one is read from a file's bytes, within limits.
+
+Nothing here knows a model, or where bytes come from. Pillow is imported when the first picture is read."""
+
+from maxsimd.engine.media.decoding import PictureLimits, decoded
+from maxsimd.engine.media.encoded import bytes_of_base64, bytes_of_data_url
+from maxsimd.engine.media.errors import PictureError
+from maxsimd.engine.media.picture import Picture
+
+__all__ = ["Picture", "PictureError", "PictureLimits", "bytes_of_base64", "bytes_of_data_url", "decoded"]

@@ -1,0 +1,33 @@
+"""A picture as models read it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """Pixels in sRGB, uint8 [height, width, 3], upright and without transparency. They are not changed."""
+
+    pixels: NDArray[np.uint8]
+
+    @property
+    def width(self) -> int:
+        return int(self.pixels.shape[1])
+
+    @property
+    def height(self) -> int:
+        return int(self.pixels.shape[0])
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of the pixels and their shape: the same for the same picture, in whatever file it came."""
+        shape = np.array(self.pixels.shape, dtype="<i8").tobytes()
+        digest = blake2b(shape, digest_size=_DIGEST_BYTES)
+        digest.update(np.ascontiguousarray(self.pixels).data)
+        return digest.digest()

@@ -1,0 +1,193 @@
+"""Pictures are read as people see them, in every mode and orientation, and no file harms the process."""
+
+import struct
+import tracemalloc
+import zlib
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from maxsimd.engine.media import Picture, PictureError, PictureLimits, decoded
+
+LIMITS = PictureLimits(file_bytes=1 << 20, pixels=1_000_000)
+LOSSLESS = ("PNG", "BMP", "TIFF", "GIF")
+
+
+def file_of(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def drawn(height: int = 5, width: int = 7, channels: int = 3, seed: int = 0) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def read(data: bytes) -> NDArray[np.uint8]:
+    return decoded(data, LIMITS).pixels
+
+
+@pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF"])
+def test_rgb_is_read_as_it_is(format: str) -> None:
+    pixels = drawn()
+    picture = decoded(file_of(Image.fromarray(pixels), format), LIMITS)
+    assert np.array_equal(picture.pixels, pixels)
+    assert (picture.width, picture.height) == (7, 5)
+    assert picture.pixels.dtype == np.uint8
+
+
+@pytest.mark.parametrize("format", ["JPEG", "WEBP", "GIF"])
+def test_other_formats_are_read_as_pillow_reads_them(format: str) -> None:
+    data = file_of(Image.fromarray(drawn(40, 30)), format)
+    assert np.array_equal(read(data), np.array(Image.open(BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation: int) -> None:
+    pixels = drawn()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned = {
+        1: pixels,
+        2: pixels[:, ::-1],
+        3: pixels[::-1, ::-1],
+        4: pixels[::-1],
+        5: pixels.transpose(1, 0, 2),
+        6: np.rot90(pixels, -1),
+        7: pixels[::-1, ::-1].transpose(1, 0, 2),
+        8: np.rot90(pixels),
+    }
+    assert np.array_equal(read(file_of(Image.fromarray(pixels), exif=exif)), turned[orientation])
+
+
+def test_what_is_transparent_stands_on_white() -> None:
+    pixels = drawn(channels=4)
+    alpha = pixels[..., 3:].astype(float) / 255
+    expected = pixels[..., :3] * alpha + 255 * (1 - alpha)
+    found = read(file_of(Image.fromarray(pixels)))
+    assert np.abs(found - expected).max() <= 1
+    grey = Image.fromarray(pixels[..., 0]).convert("LA")
+    grey.putalpha(0)
+    assert (read(file_of(grey)) == 255).all()
+
+
+def test_a_transparent_colour_of_a_palette_stands_on_white() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putpixel((1, 0), 1)
+    assert read(file_of(image, transparency=0)).tolist() == [[[255, 255, 255], [40, 50, 60]]]
+    assert read(file_of(image)).tolist() == [[[10, 20, 30], [40, 50, 60]]]
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_sixteen_bits_are_scaled_and_not_cut(format: str) -> None:
+    values = np.array([[0, 127, 128, 257], [32_768, 65_406, 65_407, 65_535]], dtype=np.uint16)
+    found = read(file_of(Image.fromarray(values), format))
+    assert found[..., 0].tolist() == [[0, 0, 0, 1], [128, 254, 255, 255]]
+    assert (found == found[..., :1]).all()
+
+
+def test_grey_one_bit_and_cmyk_become_rgb() -> None:
+    grey = drawn()[..., 0]
+    assert np.array_equal(read(file_of(Image.fromarray(grey))), np.repeat(grey[..., None], 3, axis=2))
+    bits = Image.fromarray(grey).convert("1")
+    assert np.array_equal(read(file_of(bits)), np.array(bits.convert("RGB")))
+    cmyk = Image.fromarray(drawn(40, 30)).convert("CMYK")
+    for format in ("TIFF", "JPEG"):
+        data = file_of(cmyk, format)
+        assert np.array_equal(read(data), np.array(Image.open(BytesIO(data)).convert("RGB")))
+
+
+def test_floating_point_pixels_are_refused() -> None:
+    with pytest.raises(PictureError, match="floating-point"):
+        read(file_of(Image.fromarray(np.zeros((2, 2), dtype=np.float32)), "TIFF"))
+
+
+def test_of_several_frames_the_first_is_read() -> None:
+    frames = [Image.new("RGB", (3, 2), colour) for colour in ("red", "blue")]
+    for format in ("GIF", "TIFF", "PNG", "WEBP"):
+        options = {"lossless": True} if format == "WEBP" else {}
+        data = file_of(frames[0], format, save_all=True, append_images=frames[1:], **options)
+        assert read(data)[0, 0].tolist() == [255, 0, 0], format
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_a_truncated_file_is_refused(format: str) -> None:
+    data = file_of(Image.fromarray(drawn(60, 50)), format)
+    for length in (1, 8, 20, len(data) // 4, len(data) // 2, len(data) * 3 // 4):
+        with pytest.raises(PictureError):
+            read(data[:length])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"]))
+def test_a_damaged_file_is_read_or_refused(data: st.DataObject, format: str) -> None:
+    damaged = bytearray(file_of(Image.fromarray(drawn(20, 20)), format))
+    for _ in range(data.draw(st.integers(1, 6))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        picture = decoded(bytes(damaged), LIMITS)
+    except PictureError:
+        return
+    assert picture.width * picture.height <= LIMITS.pixels
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe"]
+)
+def test_what_is_no_picture_is_refused(data: bytes) -> None:
+    with pytest.raises(PictureError, match="is no picture that can be read"):
+        read(data)
+
+
+def _png(width: int, height: int) -> bytes:
+    """A PNG that says to be of that size, and has a few bytes."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checked = kind + content
+        return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 100))
+        + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(("width", "height"), [(1_001, 1_000), (20_000, 20_000), (2**31 - 1, 2**31 - 1)])
+def test_a_bomb_is_refused_before_it_is_unpacked(width: int, height: int) -> None:
+    bomb = _png(width, height)
+    assert len(bomb) < 1_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(PictureError, match="pixels"):
+            read(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_with_too_many_bytes_is_refused() -> None:
+    data = file_of(Image.fromarray(drawn()))
+    with pytest.raises(PictureError, match=rf"has {len(data)} bytes, but may have {len(data) - 1}"):
+        decoded(data, PictureLimits(file_bytes=len(data) - 1))
+
+
+def test_the_digest_is_of_pixels_and_shape() -> None:
+    pixels = drawn(4, 6)
+    digests = {
+        decoded(file_of(Image.fromarray(pixels), format), LIMITS).digest for format in ("PNG", "BMP", "TIFF")
+    }
+    assert digests == {Picture(pixels).digest}
+    others = [pixels.reshape(6, 4, 3), pixels.reshape(3, 8, 3), drawn(4, 6, seed=1)]
+    assert len(digests | {Picture(each).digest for each in others}) == 4
+    mirrored = Picture(np.asarray(ImageOps.mirror(Image.fromarray(pixels))))
+    assert mirrored.digest == Picture(pixels[:, ::-1]).digest != Picture(pixels).digest
