@@ -9,8 +9,15 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# IPv6 networks whose addresses hold an IPv4 address in their last 32 bits (RFC 6052; RFC 4291, 2.5.5.1).
-_HOLD_IPV4 = tuple(ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "::/96"))
+# Networks that Python's tables call public, and in which no machine of the public internet is: protocol
+# assignments (RFC 6890), 6to4 relays (RFC 7526), Azure's host service, documentation (RFC 9637), segment
+# routing (RFC 9602).
+_REFUSED = tuple(
+    ipaddress.ip_network(each)
+    for each in ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20", "5f00::/16")
+)
+# The upper half of an interface's identifier that holds an IPv4 address in the lower (RFC 5214, ISATAP).
+_ISATAP = (0x0000_5EFE, 0x0200_5EFE)
 
 
 class AddressRefusedError(OSError):
@@ -28,19 +35,29 @@ def is_public(address: str) -> bool:
     return "%" not in address and all(_is_public(each) for each in (parsed, *_held(parsed)))
 
 
+def is_in_figures(host: str) -> bool:
+    """Whether a host is an address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def _is_public(address: _Address) -> bool:
     is_local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
-    return address.is_global and not (is_local or address.is_multicast or address.is_reserved)
+    is_refused = any(address in network for network in _REFUSED if network.version == address.version)
+    return address.is_global and not (is_local or is_refused or address.is_multicast or address.is_reserved)
 
 
 def _held(address: _Address) -> list[_Address]:
-    """The IPv4 addresses that an IPv6 address stands for."""
+    """The IPv4 addresses that an IPv6 address stands for. (Those of NAT64 are reserved, and so refused.)"""
     if isinstance(address, ipaddress.IPv4Address):
         return []
     held: list[_Address] = [each for each in (address.ipv4_mapped, address.sixtofour) if each is not None]
     if address.teredo is not None:
         held += address.teredo
-    if any(address in network for network in _HOLD_IPV4):
+    if (int(address) >> 32) & 0xFFFF_FFFF in _ISATAP:
         held.append(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
     return held
 

@@ -1,21 +1,22 @@
 """Fetches pictures from hosts that the operator has named. Where none is named, nothing is fetched."""
 
 import asyncio
-import ipaddress
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from urllib.parse import urljoin, urlsplit
 
 import aiohttp
+from yarl import URL
 
-from maxsimd.api.media.addresses import AddressRefusedError, CheckedResolver, is_public
+from maxsimd.api.media.addresses import AddressRefusedError, CheckedResolver, is_in_figures, is_public
 from maxsimd.engine.media import PictureError
 
 _MOST_REDIRECTS = 3
 _SECONDS = 10.0
 _CHUNK_BYTES = 64 * 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
-_PORTS = {"https": 443, "http": 80}
+_SCHEMES = ("https", "http")
+_LONGEST_URL = 8_192
+_NO_URL = "has a URL that cannot be read; give https://host/path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,10 @@ class MediaFetcher:
             raise PictureError(
                 "is on a host whose address is not public, which is not fetched from"
             ) from None
+        except PictureError:
+            raise
+        except ValueError:
+            raise PictureError(_NO_URL) from None
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error.__cause__, AddressRefusedError)
             if refused or isinstance(getattr(error, "os_error", None), AddressRefusedError):
@@ -73,27 +78,28 @@ class MediaFetcher:
             await self._session.close()
             self._session = None
 
-    async def _fetch(self, url: str) -> bytes:
+    async def _fetch(self, text: str) -> bytes:
+        url = _read_url(text)
         for _ in range(_MOST_REDIRECTS + 1):
             self._check(url)
             async with self._opened().get(url, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "Location" in response.headers:
-                    url = urljoin(url, response.headers["Location"])
+                    url = url.join(_read_url(response.headers["Location"]))
                     continue
                 return await self._read(response)
         raise PictureError(f"is redirected more than {_MOST_REDIRECTS} times")
 
-    def _check(self, url: str) -> None:
+    def _check(self, url: URL) -> None:
         origin = _origin(url)
         if origin is None:
-            raise PictureError("has a URL that cannot be read; give https://host/path")
+            raise PictureError(_NO_URL)
         if origin not in self._allowed:
             raise PictureError(
                 f"is at {origin.scheme}://{origin.host}, from where this server fetches nothing; send the "
                 "file itself as data:image/...;base64,..., or have the operator allow the host"
             )
         # A host in figures is not looked up, and so not seen by the resolver.
-        if _is_in_figures(origin.host) and not self._may_connect(origin.host):
+        if is_in_figures(origin.host) and not self._may_connect(origin.host):
             raise AddressRefusedError(origin.host)
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
@@ -129,26 +135,30 @@ class MediaFetcher:
 
 def _origin_of_option(allowed: str) -> _Origin:
     """Raises ValueError for what names no host."""
-    origin = _origin(allowed if "://" in allowed else f"https://{allowed}")
+    try:
+        origin = _origin(URL(allowed if "://" in allowed else f"https://{allowed}"))
+    except ValueError:
+        origin = None
     if origin is None:
         raise ValueError(f"{allowed!r} names no host; give example.com, or http://example.com:8080")
     return origin
 
 
-def _origin(url: str) -> _Origin | None:
-    try:
-        parts = urlsplit(url)
-        port, host = parts.port, (parts.hostname or "").rstrip(".").lower()
-    except ValueError:
-        return None
-    if parts.scheme not in _PORTS or not host or parts.username is not None or parts.password is not None:
-        return None
-    return _Origin(parts.scheme, host, port or _PORTS[parts.scheme])
+def _read_url(text: str) -> URL:
+    """Raises ValueError for what is no URL. The library that connects reads it alike."""
+    if len(text) > _LONGEST_URL:
+        raise ValueError("too long")
+    return URL(text)
 
 
-def _is_in_figures(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+def _origin(url: URL) -> _Origin | None:
+    host = (url.raw_host or "").rstrip(".").lower()
+    if (
+        url.scheme not in _SCHEMES
+        or not host
+        or not url.port
+        or url.user is not None
+        or url.password is not None
+    ):
+        return None
+    return _Origin(url.scheme, host, url.port)

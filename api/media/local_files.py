@@ -7,6 +7,9 @@ from urllib.parse import unquote, urlsplit
 
 from maxsimd.engine.media import PictureError
 
+_LONGEST_URL = 12_288
+_NO_URL = "has a URL that cannot be read; give file:///folder/name"
+
 
 def bytes_of_local_file(url: str, folder: Path | None, most_bytes: int) -> bytes:
     """The bytes of the file that a URL (`file:///...`) names, if it lies in the folder, links followed.
@@ -16,17 +19,29 @@ def bytes_of_local_file(url: str, folder: Path | None, most_bytes: int) -> bytes
             "is a file of this server's machine, of which none is read; send the file itself as "
             "data:image/...;base64,..., or have the operator allow a folder"
         )
-    parts = urlsplit(url)
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
-        raise PictureError("has a URL that cannot be read; give file:///folder/name")
+    named = _path(url)
     root = folder.resolve()
+    outside = PictureError("is a file outside of the folder from which pictures are read")
+    # Before any link is followed: where links outside lead is nobody's business.
+    if ".." in named.parts or not (named.is_relative_to(root) or named.is_relative_to(folder.absolute())):
+        raise outside
     try:
-        path = Path(unquote(parts.path)).resolve()
+        path = named.resolve()
     except (OSError, ValueError, RuntimeError):
-        path = Path("/")
+        raise PictureError("is a file that cannot be opened") from None
     if not path.is_relative_to(root):
-        raise PictureError("is a file outside of the folder from which pictures are read")
+        raise outside
     return _read(path, root, most_bytes)
+
+
+def _path(url: str) -> Path:
+    try:
+        parts = urlsplit(url if len(url) <= _LONGEST_URL else "")
+    except ValueError:
+        raise PictureError(_NO_URL) from None
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        raise PictureError(_NO_URL)
+    return Path(unquote(parts.path))
 
 
 def _read(path: Path, root: Path, most_bytes: int) -> bytes:
@@ -39,9 +54,10 @@ def _read(path: Path, root: Path, most_bytes: int) -> bytes:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise PictureError("is no regular file")
-        # A folder on the way may have become a link since it was looked at.
+        # A folder on the way may have become a link since it was looked at. (Where there is no /proc, this
+        # refuses.)
         opened = Path(f"/proc/self/fd/{descriptor}")
-        if opened.exists() and not opened.resolve().is_relative_to(root):
+        if not opened.resolve().is_relative_to(root):
             raise PictureError("is a file outside of the folder from which pictures are read")
         if about.st_size > most_bytes:
             raise PictureError(

@@ -1,33 +1,56 @@
 """Reads pictures from the bytes of files, with Pillow.
 
 What comes is upright (EXIF's orientation is applied), in RGB with 8 bits a channel, and stands on white where
-it is transparent. Of a file with several frames or pages it is the first. No file takes more memory than
-`PictureLimits` allow: a picture's size is looked at before its pixels are unpacked."""
+it is transparent. Of a file with several frames it is the first. Colours are taken as the file has them:
+profiles are not applied, and of colours with 16 bits the upper 8 are taken. A picture's size is looked at
+before its pixels are unpacked; while it is read it takes some 20 bytes a pixel."""
 
+import warnings
 from dataclasses import dataclass
-from importlib import import_module
+from functools import cache
 from io import BytesIO
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.engine.media.errors import PictureError
+from maxsimd.engine.media.file_checks import check_file
 from maxsimd.engine.media.picture import Picture
 
-# Formats that Pillow reads by itself, without other programs and libraries that are not maintained.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-_SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+# TIFF is not among them: its tiles may be many times as large as the picture, and its grey has many meanings.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
 _WHITE = (255, 255, 255, 255)
+# From here on Pillow refuses files by a limit of its own.
+_MOST_PIXELS = 150_000_000
+# Where PNG's header has the bits a channel and the kind of colour, and the kinds.
+_DEPTH, _COLOUR, _GREY, _RGB = 24, 25, 0, 2
 
 
 @dataclass(frozen=True, slots=True)
 class PictureLimits:
-    """What one picture may have: bytes of its file, and pixels."""
+    """What one picture may have: bytes of its file, and pixels, at most 150 million. Raises ValueError for
+    other limits."""
 
     file_bytes: int = 20 * 1024 * 1024
     pixels: int = 50_000_000
+
+    def __post_init__(self) -> None:
+        if self.file_bytes < 1 or not 1 <= self.pixels <= _MOST_PIXELS:
+            raise ValueError(f"a picture must have a byte, and from 1 to {_MOST_PIXELS:,} pixels")
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Raises PictureError for a width and height that are too large, or none."""
+        width, height = size
+        if width < 1 or height < 1:
+            raise PictureError(f"has {width} x {height} pixels; send one that has some")
+        if width * height > self.pixels:
+            raise PictureError(
+                f"has {width:,} x {height:,} pixels, but may have {self.pixels:,}; send a smaller picture"
+            )
 
 
 def decoded(data: bytes, limits: PictureLimits) -> Picture:
@@ -37,60 +60,81 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
         raise PictureError(
             f"has {len(data):,} bytes, but may have {limits.file_bytes:,}; send a smaller file"
         )
-    image_module = import_module("PIL.Image")
+    pillow = _pillow()
+    check_file(data, limits.check_size)
     try:
-        with image_module.open(BytesIO(data), formats=FORMATS) as image:
-            _check_size(image.size, limits)
-            # In JPEG's and others' files several frames may be told of; this is the first.
+        with pillow.open(BytesIO(data), formats=FORMATS) as image:
+            limits.check_size(image.size)
+            box = image.tile[0][1] if image.format == "GIF" and image.tile else None
             image.load()
-            return Picture(_pixels(_upright(image)))
-    except PictureError:
+            _scale_transparent_colour(image, data)
+            return Picture(_pixels(image, box))
+    except (PictureError, MemoryError):
         raise
-    except image_module.UnidentifiedImageError:
+    except pillow.UnidentifiedImageError:
         raise PictureError(
-            f"is no picture that can be read; send {', '.join(FORMATS[:-1])} or TIFF"
+            f"is no picture that can be read; send {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         ) from None
-    except image_module.DecompressionBombError:
+    except pillow.DecompressionBombError:
         raise PictureError(f"has more than {limits.pixels:,} pixels; send a smaller picture") from None
-    except MemoryError:
-        raise
     except Exception as error:
         # Pillow says in many ways (OSError, SyntaxError, ValueError, struct.error) that a file is damaged.
         raise PictureError(f"cannot be read: its file is damaged ({_in_short(error)})") from None
 
 
-def _check_size(size: tuple[int, int], limits: PictureLimits) -> None:
-    width, height = size
-    if width < 1 or height < 1:
-        raise PictureError(f"has {width} x {height} pixels; send one that has some")
-    if width * height > limits.pixels:
-        raise PictureError(
-            f"has {width:,} x {height:,} pixels, but may have {limits.pixels:,}; send a smaller picture"
-        )
+@cache
+def _pillow() -> ModuleType:
+    import PIL.Image
+    import PIL.ImageOps
+
+    # It warns of each tag that is odd, with what the file says in it.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    return PIL.Image
 
 
-def _upright(image: Any) -> Any:
-    return import_module("PIL.ImageOps").exif_transpose(image)
+def _scale_transparent_colour(image: Any, data: bytes) -> None:
+    """The colour of a PNG that is transparent, in the numbers that Pillow has made of the pixels."""
+    colour = image.info.get("transparency")
+    if image.format != "PNG" or colour is None or isinstance(colour, bytes):
+        return
+    depth, kind = data[_DEPTH], data[_COLOUR]
+    if kind == _GREY and depth in (2, 4):
+        image.info["transparency"] = colour * (255 // (2**depth - 1))
+    elif kind == _RGB and depth == 16:
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
 
 
-def _pixels(image: Any) -> NDArray[np.uint8]:
-    """uint8 [height, width, 3]."""
-    if image.mode in _SIXTEEN_BITS or image.mode == "I":
-        # Pillow itself would cut these numbers at 255.
-        grey = np.asarray(image).astype(np.int64)
-        if grey.min() < 0 or grey.max() > 65_535:
-            raise PictureError("has 32 bits a channel; send one with 8 or 16")
-        return np.repeat(((grey + 128) // 257).astype(np.uint8)[:, :, None], 3, axis=2)
+def _pixels(image: Any, box: tuple[int, int, int, int] | None) -> NDArray[np.uint8]:
+    """uint8 [height, width, 3]. Outside of its `box`, if there is one, a picture is white."""
+    from PIL import ImageOps
+
+    ImageOps.exif_transpose(image, in_place=True)
+    if image.mode in _SIXTEEN_BITS:
+        return _of_sixteen_bits(np.asarray(image), image.info.get("transparency"))
     if image.mode == "F":
         raise PictureError("has floating-point pixels; send one with 8 or 16 bits a channel")
     if image.mode in _TRANSPARENT or "transparency" in image.info:
-        image = _on_white(image.convert("RGBA"))
-    return np.array(image.convert("RGB"))
+        image = _on_white(image if image.mode == "RGBA" else image.convert("RGBA"))
+    pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    if box is not None:
+        left, upper, right, lower = box
+        pixels[:upper], pixels[lower:], pixels[:, :left], pixels[:, right:] = 255, 255, 255, 255
+    return pixels
+
+
+def _of_sixteen_bits(values: NDArray[Any], transparent: object) -> NDArray[np.uint8]:
+    """Grey numbers, which Pillow itself would cut at 255, with the one that is transparent as white."""
+    if values.min() < 0 or values.max() > 65_535:
+        raise PictureError("has numbers that are no colours of 16 bits; send one with 8 or 16 bits a channel")
+    grey = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    if isinstance(transparent, int):
+        grey[values == transparent] = 255
+    return np.repeat(grey[:, :, None], 3, axis=2)
 
 
 def _on_white(image: Any) -> Any:
-    image_module = import_module("PIL.Image")
-    return image_module.alpha_composite(image_module.new("RGBA", image.size, _WHITE), image)
+    pillow = _pillow()
+    return pillow.alpha_composite(pillow.new("RGBA", image.size, _WHITE), image)
 
 
 def _in_short(error: Exception) -> str:

@@ -12,7 +12,7 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Pixels in sRGB, uint8 [height, width, 3], upright and without transparency. They are not changed."""
+    """Pixels in RGB, uint8 [height, width, 3], upright and without transparency. They are not changed."""
 
     pixels: NDArray[np.uint8]
 

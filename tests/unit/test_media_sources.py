@@ -29,6 +29,7 @@ def test_public_addresses(address: str) -> None:
         *("100.64.0.1", "192.0.2.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255"),
         *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1"),
         *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe"),
+        *("192.0.0.192", "192.88.99.1", "168.63.129.16", "3fff::1", "5f00::1", "2606::5efe:7f00:1"),
         *("2002:7f00:1::", "2002:a00:1::1", "2001:0:4136:e378:8000:63bf:80ff:fffe", "fec0::1"),
         *("localhost", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "", "example.com"),
     ],
@@ -116,6 +117,10 @@ async def test_a_picture_comes_from_a_host_that_is_allowed() -> None:
         "http://[::ffff:127.0.0.1]:{port}/picture",
         "http://user:key@example.com@127.0.0.1:{port}/picture",
         "http://example.com:99999999/",
+        "http://example.com:0/",
+        "http://[/",
+        "http://example.com\\@127.0.0.1/",
+        pytest.param("http://example.com/" + "a" * 10_000, id="a long one"),
         "ftp://example.com/picture",
         "file:///etc/passwd",
         "gopher://127.0.0.1:{port}/",
@@ -137,7 +142,7 @@ async def test_no_request_leaves_for_a_host_that_is_not_allowed(url: str) -> Non
 )
 async def test_a_host_that_is_allowed_is_not_asked_at_an_address_that_is_not_public(name: str) -> None:
     async with hosting() as host, fetching(f"http://{name}:{host.port}", may_connect=is_public) as fetcher:
-        with pytest.raises(PictureError, match=r"whose address is not public|cannot be fetched"):
+        with pytest.raises(PictureError, match=r"whose address is not public|cannot be"):
             await fetcher.fetch(f"http://{name}:{host.port}/picture")
         assert host.asked == []
 
@@ -219,7 +224,13 @@ def test_files_are_read_from_the_folder_alone(tmp_path: Path) -> None:
     (folder / "large.png").write_bytes(bytes(MOST + 1))
     assert bytes_of_local_file(f"file://{folder}/below/a%20b.png", folder, MOST) == PICTURE
     assert bytes_of_local_file(f"file://{folder}/in.png", folder, MOST) == PICTURE
+    # A link outside tells nothing: not even where it leads, if that is back.
+    (tmp_path / "link").symlink_to(folder)
     refused = {
+        f"file://{tmp_path}/link/in.png": "outside of the folder",
+        f"file://{tmp_path}/link/../pictures/in.png": "outside of the folder",
+        f"file://{'/a' * 100_000}": "has a URL that cannot be read",
+        "file://[": "has a URL that cannot be read",
         f"file://{outside}": "outside of the folder",
         f"file://{folder}/../secret.png": "outside of the folder",
         f"file://{folder}/%2e%2e/secret.png": "outside of the folder",
