@@ -99,6 +99,9 @@ def _with_body(
     read: Callable[[T, int], R],
     handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
 ) -> Work:
+    # msgspec learns a type when it is first used, and crashes where two threads do that at the same time.
+    msgspec.json.Decoder(kind)
+
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
         state.check_ready()
         with ExitStack() as until_answered:
