@@ -238,7 +238,7 @@ def test_files_are_read_from_the_folder_alone(tmp_path: Path) -> None:
         f"file://{folder}x/a.png": "outside of the folder",
         f"file://{tmp_path}/not-there.png": "outside of the folder",
         f"file://{folder}/not-there.png": "cannot be opened",
-        f"file://{folder}/a%00b.png": "",
+        f"file://{folder}/a%00b.png": "cannot be opened",
         f"file://{folder}": "no regular file",
         f"file://{folder}/large.png": "has 1,001 bytes",
         f"file://host{folder}/in.png": "has a URL that cannot be read",
