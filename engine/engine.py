@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack, cast
 
+from maxsimd.engine import media
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.life import EngineLife
+from maxsimd.engine.media import Content, OpenImage, PictureFile
 from maxsimd.engine.preprocess import Prepared
 from maxsimd.engine.requests import (
     CacheMode,
@@ -43,6 +45,7 @@ from maxsimd.engine.results.scores import ScoredPairs, score_call
 from maxsimd.engine.results.stream import Arrived, ScoreStream
 from maxsimd.engine.runtime import ValuesArrived
 from maxsimd.engine.validation import (
+    Scorable,
     Scored,
     as_inputs,
     as_scored,
@@ -53,9 +56,10 @@ from maxsimd.engine.validation import (
     check_paired,
     check_task,
 )
-from maxsimd.pooling.vectors import Embedding
 
-Inputs = str | Sequence[str | Sequence[int]]
+# A picture to embed.
+Picture = Content | media.Picture | PictureFile | OpenImage
+Inputs = Picture | str | Sequence[Picture | str | Sequence[int]]
 
 
 class Engine(EngineLife):
@@ -129,8 +133,8 @@ class Engine(EngineLife):
 
     async def rerank(
         self,
-        query: str | Embedding,
-        documents: Sequence[str | Embedding],
+        query: Scorable,
+        documents: Sequence[Scorable],
         *,
         top_n: int | None = None,
         score_threshold: float | None = None,
@@ -141,7 +145,7 @@ class Engine(EngineLife):
         if top_n is not None and top_n < 0:
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
         check_options("rerank", options)
-        given = as_scored(documents, "documents", takes_vectors=True)
+        given = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
         scored = await self._scored(query, given, {**_DEFAULTS, **options}, top_n)
         result = await aside(scored.result, len(given))
         ranked = await aside(lambda: rank(result.scores, given, top_n, score_threshold), len(given))
@@ -184,7 +188,7 @@ class Engine(EngineLife):
         or documents, `prompt_name` any by its name; `dimensions` is how many columns are
         returned, the first ones (matryoshka)."""
         request = EmbedRequest(
-            texts=as_inputs(texts),
+            texts=as_inputs(texts, self.model.vision is not None),
             task="embed",
             input_type=input_type,
             prompt_name=prompt_name,
@@ -213,7 +217,7 @@ class Engine(EngineLife):
         """One vector a token: a list of float32 [tokens, dim], as late interaction scores them. Texts with
         more than `max_tokens` together are refused before they are run."""
         request = EmbedRequest(
-            texts=as_inputs(texts),
+            texts=as_inputs(texts, self.model.vision is not None),
             task="token_embed",
             input_type=input_type,
             prompt_name=prompt_name,
@@ -248,7 +252,8 @@ class Engine(EngineLife):
         options = RunOptions(priority, tenant, timeout, progress)
         long_inputs = as_truncation(truncation)
         if text_pairs is None:
-            texts_alone = EmbedRequest(texts=as_inputs(texts), task="classify", truncation=long_inputs)
+            inputs = as_inputs(texts, takes_pictures=False)
+            texts_alone = EmbedRequest(texts=inputs, task="classify", truncation=long_inputs)
             prepared, values = await self._texts(texts_alone, None, options)
         else:
             pairs = ScoreRequest(

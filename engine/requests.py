@@ -12,10 +12,14 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
+from maxsimd.engine.media import Content
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Share, share_of
 
 InputType = Literal["query", "document"]
+
+# A query or a document to score: a text, an embedding, or content with pictures.
+Item: TypeAlias = str | Vectors | Content
 
 # The result of one sequence or pair: a score, or an embedding, float32 [tokens, dim] or [1, dim].
 Value: TypeAlias = float | NDArray[np.float32]
@@ -150,10 +154,10 @@ class ScoreOptions(TypedDict, total=False):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     """Query i is scored against document i; one query is scored against every document. Either may come as
-    its embedding. At most `explain` of the documents will have their scores explained."""
+    its embedding, or have pictures. At most `explain` of the documents will have their scores explained."""
 
-    queries: tuple[str | Vectors, ...]
-    documents: tuple[str | Vectors, ...]
+    queries: tuple[Item, ...]
+    documents: tuple[Item, ...]
     truncation: Truncation = REFUSE_LONG
     instruction: str | None = None
     cache: CacheMode = "use"
@@ -186,10 +190,11 @@ class ScoreRequest:
 class EmbedRequest:
     """Texts to embed, each to one vector (`embed`), one vector a token (`token_embed`) or to labels
     (`classify`), behind the prompt of `input_type` or the one named `prompt_name`. A text may
-    come as token ids, special tokens included, which are run as they are. Texts that have more than
+    come as token ids, special tokens included, which are run as they are; for a model that reads them there
+    may be pictures. Texts that have more than
     `max_tokens` together are refused."""
 
-    texts: tuple[str | tuple[int, ...], ...]
+    texts: tuple[str | tuple[int, ...] | Content, ...]
     task: Literal["embed", "token_embed", "classify"]
     input_type: InputType | None = None
     prompt_name: str | None = None
@@ -206,7 +211,7 @@ class EmbedRequest:
         return len(self.texts)
 
 
-def _size(texts: Sequence[str | Vectors | tuple[int, ...]]) -> int:
+def _size(texts: Sequence[Item | tuple[int, ...]]) -> int:
     """Vectors take so little that they count as nothing beside texts."""
     return sum(len(text) for text in texts if not isinstance(text, Vectors)) + 64 * len(texts)
 
@@ -240,12 +245,12 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """`document` is a text, or `Vectors` where an embedding was given in its place. The `explanation` is
-    there where it was asked for."""
+    """`document` is a text, or `Vectors` where an embedding was given in its place, or content with pictures.
+    The `explanation` is there where it was asked for."""
 
     index: int
     score: float
-    document: str | Vectors
+    document: Item
     explanation: Explanation | None = None
 
     @property

@@ -1,17 +1,27 @@
 """Checks of what callers pass in; each error names the argument and says what to change."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.media import (
+    AnyPicture,
+    Content,
+    OpenImage,
+    Picture,
+    PictureFile,
+    PillowPicture,
+    is_pillow,
+)
 from maxsimd.engine.requests import (
     CUT_LONG,
     REFUSE_LONG,
     WINDOW_LONG,
+    Item,
     LongInputPolicy,
     OnError,
     OnTimeout,
@@ -20,8 +30,9 @@ from maxsimd.engine.requests import (
 )
 from maxsimd.pooling.vectors import Embedding, Vectors
 
-# Texts, or their embeddings.
-Scored: TypeAlias = str | Embedding | Sequence[str | Embedding]
+# A text, its embedding, or a picture: content with one, a file's bytes, or one that was opened with Pillow.
+Scorable: TypeAlias = str | Embedding | Content | Picture | PictureFile | OpenImage
+Scored: TypeAlias = Scorable | Sequence[Scorable]
 
 _POLICIES = {"cut": CUT_LONG, "error": REFUSE_LONG, "window": WINDOW_LONG}
 
@@ -52,21 +63,26 @@ def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
     return texts
 
 
-def as_scored(items: Any, param: str, takes_vectors: bool) -> tuple[str | Vectors, ...]:
-    """Texts or embeddings, one or many, as a tuple: an array of one or two dimensions is one embedding.
-    Raises InvalidRequestError for none, for anything else, and for embeddings unless the model
-    `takes_vectors`."""
-    if isinstance(items, str | Vectors) or (_is_array(items) and items.ndim < 3):
+def as_scored(items: Any, param: str, takes_vectors: bool, takes_pictures: bool) -> tuple[Item, ...]:
+    """Texts, embeddings or pictures, one or many, as a tuple: an array of one or two dimensions is one
+    embedding. Raises InvalidRequestError for none, for anything else, for embeddings unless the model
+    `takes_vectors`, and for pictures unless it `takes_pictures`."""
+    if isinstance(items, str | Vectors) or (_is_array(items) and items.ndim < 3) or _is_content(items):
         given: tuple[Any, ...] = (items,)
     else:
         given = tuple(items if _is_array(items) else _in_order(items, param))
     if not set(map(type, given)) - {str}:
         return as_texts(given, param)
-    scored = tuple(Vectors(item) if _is_array(item) else item for item in given)
+    scored = tuple(
+        Vectors(item) if _is_array(item) else as_content(item, f"{param}[{i}]", param, takes_pictures)
+        for i, item in enumerate(given)
+    )
     for i, item in enumerate(scored):
-        if not isinstance(item, str | Vectors):
+        if not isinstance(item, str | Vectors | Content):
             kind = type(item).__name__
-            raise InvalidRequestError(f"{param}[{i}] is neither a string nor an array but {kind}", param)
+            raise InvalidRequestError(
+                f"{param}[{i}] is neither a string nor an array nor a picture but {kind}", param
+            )
         if isinstance(item, Vectors) and not takes_vectors:
             raise InvalidRequestError(
                 f"{param}[{i}] is an embedding, but this model reads query and document together; give texts",
@@ -75,16 +91,38 @@ def as_scored(items: Any, param: str, takes_vectors: bool) -> tuple[str | Vector
     return scored
 
 
+def as_content(item: Any, where: str, param: str, takes_pictures: bool) -> Any:
+    """A picture as content, content without pictures as its text, and anything else as it is. Raises
+    InvalidRequestError for pictures unless the model `takes_pictures`."""
+    if not _is_content(item):
+        return item
+    content = item if isinstance(item, Content) else Content.of([_as_picture(item)])
+    if not content.pictures:
+        return "\n".join(content.texts)
+    if not takes_pictures:
+        raise InvalidRequestError(f"{where} is a picture; this model reads only text", param)
+    return content
+
+
+def _is_content(item: Any) -> bool:
+    return isinstance(item, Content | Picture | PictureFile) or is_pillow(item)
+
+
+def _as_picture(item: Any) -> AnyPicture:
+    return PillowPicture(item) if is_pillow(item) else cast("AnyPicture", item)
+
+
 def _is_array(item: Any) -> bool:
     """Whether something is an array of numbers: an embedding, if its shape fits."""
     return isinstance(item, torch.Tensor) or (isinstance(item, np.ndarray) and item.dtype.kind not in "OSU")
 
 
-def as_inputs(inputs: str | Sequence[str | Sequence[int]]) -> tuple[str | tuple[int, ...], ...]:
-    """Texts, or lists of token ids, as a tuple."""
-    if isinstance(inputs, str):
-        return (inputs,)
-    each = tuple(item if isinstance(item, str) else tuple(item) for item in _in_order(inputs, "input"))
+def as_inputs(inputs: Any, takes_pictures: bool) -> tuple[str | tuple[int, ...] | Content, ...]:
+    """Texts, lists of token ids or pictures, as a tuple. Raises InvalidRequestError for pictures unless the
+    model `takes_pictures`."""
+    given = [inputs] if isinstance(inputs, str) or _is_content(inputs) else _in_order(inputs, "input")
+    contents = [as_content(item, f"input[{i}]", "input", takes_pictures) for i, item in enumerate(given)]
+    each = tuple(item if isinstance(item, str | Content) else tuple(item) for item in contents)
     if not each:
         raise InvalidRequestError("input is empty; give at least one text", "input")
     return each

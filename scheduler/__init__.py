@@ -5,7 +5,17 @@ Pure Python and numpy: no torch and no asyncio, so that the policy can be simula
 
 from maxsimd.scheduler.filling import BesideSmall, StepLimits
 from maxsimd.scheduler.forecast import ServiceRate, StepTimes, WaitErrors
-from maxsimd.scheduler.payload import DocumentPayload, JoinedTokens, Payload, ResultSlot, Role, Tokens, Window
+from maxsimd.scheduler.image import ImageJob
+from maxsimd.scheduler.payload import (
+    DocumentPayload,
+    JoinedTokens,
+    Payload,
+    PlacedImage,
+    ResultSlot,
+    Role,
+    Tokens,
+    Window,
+)
 from maxsimd.scheduler.policy import OLDEST_SHARE, OVERDUE_SHARE, Scheduler
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 from maxsimd.scheduler.waiting import WaitingRequest
@@ -18,8 +28,10 @@ __all__ = [
     "CachedBatch",
     "Chunk",
     "DocumentPayload",
+    "ImageJob",
     "JoinedTokens",
     "Payload",
+    "PlacedImage",
     "ResultSlot",
     "Role",
     "Scheduler",

@@ -5,6 +5,7 @@ Which part comes next is the policy's choice.
 
 from dataclasses import dataclass
 
+from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 
 
@@ -20,9 +21,10 @@ class BesideSmall:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What one step may hold: `tokens` in all, cached batches counted at their price, and `sequences` in
-    number, cached batches not counted; `chunked` allows to cut a sequence. While small requests come, a step
-    has less of the others' work, `beside_small`; None for no such limit.
+    """What one step may hold: `tokens` in all, cached batches and pictures counted at their price, and
+    `sequences` in number, those not counted; `chunked` allows to cut a sequence. While small requests come, a
+    step has less of the others' work, `beside_small`; None for no such limit. Pictures are encoded as long as
+    those whose sequences are still to run have at most as many `features`, or there are none.
 
     Raises ValueError for a step that could hold nothing."""
 
@@ -30,6 +32,7 @@ class StepLimits:
     sequences: int
     chunked: bool
     beside_small: BesideSmall | None = None
+    features: int = 16_384
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.sequences < 1:
@@ -48,6 +51,7 @@ class Filling:
         self._max_sequences = max_sequences
         self._chunks: list[Chunk] = []
         self._cached: list[CachedBatch] = []
+        self._images: list[ImageJob] = []
 
     @property
     def is_open(self) -> bool:
@@ -56,21 +60,25 @@ class Filling:
 
     @property
     def is_empty(self) -> bool:
-        return not self._chunks and not self._cached
+        return not (self._chunks or self._cached or self._images)
 
     @property
     def takes_sequences(self) -> bool:
         """Whether one more sequence may be added."""
         return len(self._chunks) < self._max_sequences
 
-    def add(self, part: Chunk | CachedBatch) -> int:
+    def add(self, part: Chunk | CachedBatch | ImageJob) -> int:
         """Adds a part and returns what it costs, in tokens."""
-        if isinstance(part, CachedBatch):
-            self._cached.append(part)
-            cost = part.price
-        else:
-            self._chunks.append(part)
-            cost = len(part)
+        match part:
+            case CachedBatch():
+                self._cached.append(part)
+                cost = part.price
+            case ImageJob():
+                self._images.append(part)
+                cost = part.price
+            case Chunk():
+                self._chunks.append(part)
+                cost = len(part)
         self.room -= cost
         return cost
 
@@ -86,4 +94,4 @@ class Filling:
         return self.add(Chunk(sequence, start, start + more)) if self.takes_sequences else 0
 
     def step(self, step_id: int) -> Step:
-        return Step(step_id, tuple(self._chunks), tuple(self._cached))
+        return Step(step_id, tuple(self._chunks), tuple(self._cached), tuple(self._images))

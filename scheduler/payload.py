@@ -30,17 +30,30 @@ class ResultSlot:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PlacedImage:
+    """A picture within a sequence: its feature i stands in place of token `positions[i]`, ascending. `inputs`
+    are what the vision tower reads, passed on unread, and `digest` tells them from those of other
+    pictures."""
+
+    image_id: int
+    positions: NDArray[np.int64]
+    inputs: Any
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """What the model reads: token ids [n] and, where the tokeniser gives them, type ids [n].
 
-    Only the first `attended_len` tokens may be attended to (fewer than all where query expansion is not
-    attended; None for all). `pooled_positions`, ascending, are the tokens that take part in pooling (None
-    for all). Raises ValueError for no token."""
+    In place of some stand the `images`. Only the first `attended_len` tokens may be attended to (fewer than
+    all where query expansion is not attended; None for all). `pooled_positions`, ascending, are the tokens
+    that take part in pooling (None for all). Raises ValueError for no token."""
 
     ids: TokenIds
     type_ids: TokenIds | None = None
     attended_len: int | None = None
     pooled_positions: NDArray[np.int64] | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.ids) == 0:
@@ -92,6 +105,10 @@ class JoinedTokens:
     @property
     def pooled_positions(self) -> None:
         return None
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        return ()
 
 
 AnyTokens: TypeAlias = Tokens | JoinedTokens

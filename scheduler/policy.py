@@ -9,6 +9,8 @@ from itertools import chain
 
 from maxsimd.scheduler.filling import Filling, StepLimits
 from maxsimd.scheduler.forecast import work_ahead
+from maxsimd.scheduler.held_features import HeldFeatures
+from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 from maxsimd.scheduler.shares import Shares
 from maxsimd.scheduler.waiting import WaitingRequest
@@ -48,8 +50,10 @@ class Scheduler:
     While small requests come (`StepLimits.beside_small`), these passes have a smaller budget, and a still
     smaller one where a small request is first; only small requests use what is left of the whole one.
 
-    Cached batches are scheduled like sequences and cost their price. What is larger than the whole budget and
-    cannot be cut makes up a step alone, when its request's turn comes and the step is still empty.
+    Cached batches are scheduled like sequences and cost their price. So do pictures, each before the sequence
+    that has it, which runs in a later step; they are run behind the step's sequences. What is larger than the
+    whole budget and cannot be cut makes up a step alone, when its request's turn comes and the step is still
+    empty.
 
     So nothing starves: a request of T tokens that is admitted while Q tokens wait is scheduled completely
     within (Q + T) / (oldest_share * budget) steps; to this add, once, what the step before and the request's
@@ -82,6 +86,7 @@ class Scheduler:
         self._scheduled_tokens = 0
         self._sequences = 0
         self._cached = 0
+        self._features = HeldFeatures(limits.features)
         self._partial: WaitingRequest | None = None
         # The oldest request, while it has to wait until another's sequence is no longer mid-prefill.
         self._next_partial: WaitingRequest | None = None
@@ -106,6 +111,11 @@ class Scheduler:
     def waiting_cached(self) -> int:
         """Cached batches not scheduled yet."""
         return self._cached
+
+    @property
+    def held_features(self) -> int:
+        """Features of pictures that have been scheduled, and whose sequences have not."""
+        return self._features.number
 
     @property
     def waiting_requests(self) -> int:
@@ -149,10 +159,11 @@ class Scheduler:
         priority: int = 0,
         tenant: str = "",
         *,
+        images: Iterable[ImageJob] = (),
         in_order: bool = False,
     ) -> None:
-        """Takes a request's sequences and cached batches into the queue. Queries and prefixes must be in the
-        same call as what waits for them, or in an earlier one of the same request.
+        """Takes a request's sequences, cached batches and pictures into the queue. Queries, prefixes and
+        pictures must be in the same call as what waits for them, or in an earlier one of the same request.
 
         Among the waiting requests of a tenant, those with a lower `priority` (cut to -8 to 8) get a larger
         share, by powers of two; a priority above 0 also lets other tenants pass. What is added to a waiting
@@ -163,12 +174,12 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             request = WaitingRequest(request_id, share_of(tenant, priority), in_order)
-            request.add(sequences, cached)
+            request.add(sequences, cached, images)
             self.enter(request)
             return
         self._check_fits(max((sequence.num_new_tokens for sequence in sequences), default=0))
         before = request.work
-        request.add(sequences, cached)
+        request.add(sequences, cached, images)
         self._tokens += request.work - before
         self._sequences += len(sequences)
         self._cached += len(cached)
@@ -230,6 +241,7 @@ class Scheduler:
         if most < budget:
             filling.room += budget - most
             self._serve_small(filling)
+        self._features.end_step()
         self._steps += 1
         return filling.step(self._steps)
 
@@ -321,26 +333,36 @@ class Scheduler:
             self._partial = request
             self._next_partial = None
             return self._continue_partial(filling, most)
-        if part is None and filling.is_empty:
-            part = self._take_oversized(request)
-        return 0 if part is None else self._add(request, part, filling)
+        chosen = part or request.take_image(filling.room, self._features.room)
+        if chosen is None and filling.is_empty:
+            chosen = self._take_oversized(request)
+        return 0 if chosen is None else self._add(request, chosen, filling)
 
     def _may_cut(self, request: WaitingRequest) -> bool:
-        is_reserved = self._next_partial is not None and self._next_partial is not request
+        reserved = self._next_partial
+        # One that waits for its pictures would keep others from being cut whose features these wait for.
+        is_reserved = reserved is not None and reserved is not request and reserved.has_sequence
         return self.limits.chunked and self._partial is None and not is_reserved
 
-    def _take_oversized(self, request: WaitingRequest) -> Sequence | CachedBatch | None:
+    def _take_oversized(self, request: WaitingRequest) -> Sequence | CachedBatch | ImageJob | None:
         """What is larger than the whole budget and cannot be cut."""
         sequence = None if self.limits.chunked else request.take_longest()
-        return request.take_cached() if sequence is None else sequence
+        if sequence is not None:
+            return sequence
+        image = request.take_image(None, self._features.room)
+        return request.take_cached() if image is None else image
 
-    def _add(self, request: WaitingRequest, part: Sequence | CachedBatch, filling: Filling) -> int:
-        if isinstance(part, CachedBatch):
-            self._cached -= 1
-            given = filling.add(part)
-        else:
-            self._sequences -= 1
-            given = filling.add(Chunk(part, part.shared_prefix_len, len(part)))
+    def _add(self, request: WaitingRequest, part: Sequence | CachedBatch | ImageJob, filling: Filling) -> int:
+        match part:
+            case CachedBatch():
+                self._cached -= 1
+                given = filling.add(part)
+            case ImageJob():
+                self._features.note(request)
+                given = filling.add(part)
+            case Sequence():
+                self._sequences -= 1
+                given = filling.add(Chunk(part, part.shared_prefix_len, len(part)))
         self._account(request, given)
         return given
 
@@ -366,6 +388,7 @@ class Scheduler:
             self._forget(request)
 
     def _forget(self, request: WaitingRequest) -> None:
+        self._features.forget(request)
         del self._requests[request.request_id]
         self._shares.leave(request)
         if self._partial is request:

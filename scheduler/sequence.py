@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.payload import AnyTokens, DocumentPayload, Payload, ResultSlot, Role
 
 
@@ -15,10 +16,10 @@ class Sequence:
     """One tokenised text or pair. The scheduler reads all but the payload; made by the named constructors.
 
     `sequence_id` is unique in the engine. A sequence with `waits_for` is scheduled after the sequence of that
-    id: a document after its query, and a pair after the prefix whose tokens are its own first
-    `shared_prefix_len`, which are not run again. `num_consumers` is how many sequences and cached documents
-    use what this one leaves on the device, its embedding or its keys and values. Of its `num_tokens`, as many
-    as `num_new_tokens` are run for itself.
+    id: a document after its query or, if it has pictures, after the last of these, and a pair after the
+    prefix whose tokens are its own first `shared_prefix_len`, which are not run again. `num_consumers` is how
+    many sequences and cached documents use what this one leaves on the device, its embedding or its keys and
+    values. Of its `num_tokens`, as many as `num_new_tokens` are run for itself.
     """
 
     sequence_id: int
@@ -39,8 +40,9 @@ class Sequence:
     def text(
         cls, sequence_id: int, slot: ResultSlot, task: str, tokens: AnyTokens, role: Role = Role.TEXT
     ) -> "Sequence":
-        """A text whose pooled output is the result."""
-        return cls(sequence_id, slot.request_id, Payload(role, task, tokens, slot))
+        """A text, or one with pictures, whose pooled output is the result."""
+        waits_for = tokens.images[-1].image_id if tokens.images else None
+        return cls(sequence_id, slot.request_id, Payload(role, task, tokens, slot), waits_for)
 
     @classmethod
     def pair(
@@ -74,7 +76,8 @@ class Sequence:
     ) -> "Sequence":
         """A document, or a window of one, to be scored against a query of the same request."""
         payload = Payload(Role.DOCUMENT, task, tokens, slot, document)
-        return cls(sequence_id, slot.request_id, payload, document.query_id)
+        waits_for = tokens.images[-1].image_id if tokens.images else document.query_id
+        return cls(sequence_id, slot.request_id, payload, waits_for)
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -154,12 +157,13 @@ _BATCHES_TOGETHER = 4
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One forward pass, and the cached documents scored after it. `step_id` counts steps; a step that is
-    split keeps its id in all parts."""
+    """One forward pass, the cached documents scored after it, and then pictures to encode for later steps.
+    `step_id` counts steps; a step that is split keeps its id in all parts."""
 
     step_id: int
     chunks: tuple[Chunk, ...]
     cached: tuple[CachedBatch, ...] = ()
+    images: tuple[ImageJob, ...] = ()
 
     @cached_property
     def num_tokens(self) -> int:
@@ -167,27 +171,42 @@ class Step:
         return sum(len(chunk) for chunk in self.chunks)
 
     @property
+    def others(self) -> tuple[CachedBatch | ImageJob, ...]:
+        """Its cached batches and pictures."""
+        return (*self.cached, *self.images)
+
+    @property
+    def other_price(self) -> int:
+        """What cached batches and pictures cost, in tokens."""
+        return sum(part.price for part in self.others)
+
+    @property
     def num_parts(self) -> int:
-        """Into how many steps it can be split: chunks and cached batches."""
-        return len(self.chunks) + len(self.cached)
+        """Into how many steps it can be split: chunks, cached batches and pictures."""
+        return len(self.chunks) + len(self.cached) + len(self.images)
 
     @property
     def request_ids(self) -> set[int]:
         """Whose parts these are."""
-        return {part.sequence.request_id for part in self.chunks} | {part.request_id for part in self.cached}
+        of_chunks = {part.sequence.request_id for part in self.chunks}
+        return of_chunks | {part.request_id for part in self.others}
 
     def stages(self) -> list["Step"]:
         """What is run and delivered one after the other: the chunks, then some cached batches at a time, so
-        that the results of a forward pass do not wait for other requests' cached documents."""
+        that the results of a forward pass do not wait for other requests' cached documents, and of neither
+        for pictures."""
         stages = [Step(self.step_id, self.chunks)] if self.chunks else []
         for start in range(0, len(self.cached), _BATCHES_TOGETHER):
             stages.append(Step(self.step_id, (), self.cached[start : start + _BATCHES_TOGETHER]))
+        if self.images:
+            stages.append(Step(self.step_id, (), (), self.images))
         return stages
 
     def halves(self) -> tuple["Step", "Step"]:
         """The two halves of a step that failed as a whole; needs at least two parts. Chunks stay before
-        cached batches, so that a query comes before what is scored against it."""
+        cached batches, so that a query comes before what is scored against it, and pictures come last."""
         middle = self.num_parts // 2
         cut = max(0, middle - len(self.chunks))
-        first = Step(self.step_id, self.chunks[:middle], self.cached[:cut])
-        return first, Step(self.step_id, self.chunks[middle:], self.cached[cut:])
+        last = max(0, cut - len(self.cached))
+        first = Step(self.step_id, self.chunks[:middle], self.cached[:cut], self.images[:last])
+        return first, Step(self.step_id, self.chunks[middle:], self.cached[cut:], self.images[last:])

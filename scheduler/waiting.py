@@ -1,7 +1,9 @@
-"""What one request has waiting: sequences, cached batches, and the rest of a sequence that is mid-prefill.
+"""What one request has waiting: sequences, cached batches, pictures, and the rest of a sequence that is
+mid-prefill.
 
 Documents and cached batches wait until their query has been scheduled, and pairs until their prefix has been;
-what is ready can be asked for by size. Which request comes next is decided elsewhere.
+what has pictures waits until these are encoded. What is ready can be asked for by size. Which request comes
+next is decided elsewhere.
 """
 
 from bisect import bisect_right, insort
@@ -10,6 +12,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Generic, TypeVar
 
+from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.sequence import CachedBatch, Sequence
 from maxsimd.scheduler.weights import Share
 
@@ -31,6 +34,9 @@ class BySize(Generic[Item]):
             self._items[size] = deque()
             insort(self._sizes, size)
         self._items[size].append(item)
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
 
     def take_over(self, others: "BySize[Item] | InOrder[Item]") -> None:
         """Adds all others, in a moment even if they are thousands."""
@@ -66,6 +72,9 @@ class InOrder(Generic[Item]):
 
     def add(self, item: Item, size: int) -> None:
         self._items.append((size, item))
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
 
     def take_over(self, others: "BySize[Item] | InOrder[Item]") -> None:
         """Adds all others behind those that are there."""
@@ -106,8 +115,9 @@ class WaitingRequest:
 
     Its sequences are run by size, so that steps are full, or `in_order`: of a request that may be ended
     before it is done, the first count most. `work` is what is left, in tokens: of sequences those that have
-    not been scheduled, and the prices of cached batches. No sequence that was added has more new tokens than
-    `longest`. The scheduler sets `arrival`, which counts requests in the order in which it took them, and
+    not been scheduled, and the prices of cached batches and pictures. No sequence that was added has more new
+    tokens than `longest`. Of its pictures that have been scheduled, those have `features` whose sequences are
+    not yet. The scheduler sets `arrival`, which counts requests in the order in which it took them, and
     `due`: how many tokens have been scheduled in all when those are that waited when it came, its own by then
     included.
     """
@@ -121,25 +131,48 @@ class WaitingRequest:
         self.longest = 0
         self.num_sequences = 0
         self.num_cached = 0
+        self.features = 0
         self.partial: tuple[Sequence, int] | None = None
         self._in_order = in_order
         self._ready = _Ready(in_order)
-        self._queries: deque[Sequence] = deque()
-        # By the id of the query or prefix that they wait for.
+        # Queries, prefixes and pictures, in the order in which they are scheduled: a picture before the query
+        # that has it or after that of its document, and those of one sequence one after the other.
+        self._leading: deque[Sequence | ImageJob] = deque()
+        # By the id of the query, prefix or picture that they wait for.
         self._blocked: dict[int, _Ready] = {}
+        # Pictures of the step that is being formed.
+        self._encoding: list[ImageJob] = []
+        # Of pictures whose sequences are still to be scheduled, by their ids.
+        self._features: dict[int, int] = {}
 
     @property
     def size_class(self) -> int:
         """The class of what is left: 2**(size_class - 1) <= work < 2**size_class."""
         return self.work.bit_length()
 
-    def add(self, sequences: Iterable[Sequence], cached: Iterable[CachedBatch]) -> None:
-        """Adds work. What waits for a query or prefix that neither waits here nor comes with it is ready."""
+    @property
+    def has_sequence(self) -> bool:
+        """Whether there is a sequence that waits for nothing."""
+        return bool(self._ready.sequences) or self._next_query() is not None
+
+    def add(
+        self,
+        sequences: Iterable[Sequence],
+        cached: Iterable[CachedBatch],
+        images: Iterable[ImageJob] = (),
+    ) -> None:
+        """Adds work. What waits for a query, prefix or picture that neither waits here nor comes with it is
+        ready. The pictures of a sequence come one after the other."""
         sequences = list(sequences)
+        by_id = {image.image_id: image for image in images}
         for query in sequences:
             if query.num_consumers:
-                self._queries.append(query)
+                for image in query.tokens.images:
+                    self._lead(by_id.pop(image.image_id))
+                self._leading.append(query)
                 self._blocked[query.sequence_id] = _Ready(self._in_order)
+        for job in by_id.values():
+            self._lead(job)
         for sequence in sequences:
             self.work += sequence.num_new_tokens
             self.longest = max(self.longest, sequence.num_new_tokens)
@@ -150,6 +183,11 @@ class WaitingRequest:
             self.work += batch.price
             self.num_cached += 1
             self._block_or_ready(batch)
+
+    def _lead(self, image: ImageJob) -> None:
+        self._leading.append(image)
+        self._blocked[image.image_id] = _Ready(self._in_order)
+        self.work += image.price
 
     def take(self, room: int) -> Sequence | CachedBatch | None:
         """Removes and returns what best uses `room` tokens, or None when nothing fits.
@@ -165,9 +203,32 @@ class WaitingRequest:
             return sequence
         if (batch := self.take_cached(room)) is not None:
             return batch
-        if self._queries and self._queries[0].num_new_tokens <= room:
-            return self._take_query()
+        query = self._next_query()
+        if query is not None and query.num_new_tokens <= room:
+            return self._take_query(query)
         return None
+
+    def take_image(self, room: int | None, most_features: int) -> ImageJob | None:
+        """Removes and returns the picture that comes next, if its price fits `room` tokens where that is
+        given, and if there is room for its features; else None. What waits for it is ready after
+        `end_step`."""
+        image = self._next_leading()
+        if not isinstance(image, ImageJob):
+            return None
+        if (room is not None and image.price > room) or image.features > max(0, most_features):
+            return None
+        self._leading.popleft()
+        self._encoding.append(image)
+        self._features[image.image_id] = image.features
+        self.features += image.features
+        self.work -= image.price
+        return image
+
+    def end_step(self) -> None:
+        """Makes ready what waits for the pictures of a step, once that is formed: it runs in a later one."""
+        for image in self._encoding:
+            self._release(image.image_id)
+        self._encoding.clear()
 
     def take_cached(self, room: int | None = None) -> CachedBatch | None:
         """Removes and returns the dearest cached batch that is ready, of those that fit `room` tokens if that
@@ -182,17 +243,19 @@ class WaitingRequest:
         if (sequence := self._ready.sequences.pop()) is not None:
             self._account(sequence)
             return sequence
-        return self._take_query() if self._queries else None
+        query = self._next_query()
+        return None if query is None else self._take_query(query)
 
     def start_partial(self) -> bool:
         """Chooses the longest ready sequence, or the first where that is the order, else the next query, as
         the one that is mid-prefill; says whether there was one. It counts as waiting until `advance` has
         brought it to its end."""
         sequence = self._ready.sequences.pop()
-        if sequence is None and self._queries:
-            sequence = self._queries.popleft()
         if sequence is None:
-            return False
+            sequence = self._next_query()
+            if sequence is None:
+                return False
+            self._leading.popleft()
         self.partial = (sequence, sequence.shared_prefix_len)
         return True
 
@@ -207,19 +270,38 @@ class WaitingRequest:
             return False
         self.partial = None
         self.num_sequences -= 1
-        self._release(sequence)
+        self._forget_features(sequence)
+        self._release(sequence.sequence_id)
         return True
 
-    def _take_query(self) -> Sequence:
-        query = self._queries.popleft()
+    def _next_leading(self) -> Sequence | ImageJob | None:
+        """What comes next of that for which others wait. Nothing comes before all of a query that is
+        mid-prefill: a document whose pictures are done may wait for that too."""
+        if not self._leading or (self.partial is not None and self.partial[0].num_consumers):
+            return None
+        leading = self._leading[0]
+        has_images = isinstance(leading, Sequence) and leading.tokens.images
+        return None if has_images and self._encoding else leading
+
+    def _next_query(self) -> Sequence | None:
+        """The query or prefix that comes next, if it is not a picture's turn."""
+        leading = self._next_leading()
+        return leading if isinstance(leading, Sequence) else None
+
+    def _take_query(self, query: Sequence) -> Sequence:
+        self._leading.popleft()
         self._account(query)
-        self._release(query)
+        self._release(query.sequence_id)
         return query
 
-    def _release(self, query: Sequence) -> None:
-        """Makes ready what waits for a sequence, because its last token is in a step."""
-        if (released := self._blocked.pop(query.sequence_id, None)) is not None:
+    def _release(self, leading_id: int) -> None:
+        """Makes ready what waits for a sequence, because its last token is in a step, or for a picture."""
+        if (released := self._blocked.pop(leading_id, None)) is not None:
             self._ready.take_over(released)
+
+    def _forget_features(self, sequence: Sequence) -> None:
+        for image in sequence.tokens.images:
+            self.features -= self._features.pop(image.image_id, 0)
 
     def _block_or_ready(self, item: Sequence | CachedBatch) -> None:
         blocked = None if item.waits_for is None else self._blocked.get(item.waits_for)
@@ -232,3 +314,4 @@ class WaitingRequest:
         else:
             self.work -= item.num_new_tokens
             self.num_sequences -= 1
+            self._forget_features(item)

@@ -1,10 +1,12 @@
-"""Which sequences have left state on the device for later steps: keys and values, and pooled rows."""
+"""Which sequences have left state on the device for later steps: keys and values, and pooled rows; and which
+pictures their features."""
 
 from maxsimd.scheduler import Step
 
 
 class CutSequences:
-    """The sequences that are cut between steps, by request, and the prefixes that other sequences run behind.
+    """The sequences that are cut between steps, by request, the prefixes that other sequences run behind, and
+    the pictures that sequences wait for.
 
     Owned by the runner actor. Noting a step again, when it is retried, does no harm."""
 
@@ -16,7 +18,9 @@ class CutSequences:
         return sum(map(len, self._of_request.values()))
 
     def note(self, step: Step) -> None:
-        """Notes the sequences that will have state once the step has run."""
+        """Notes what will have state once the step has run."""
+        for image in step.images:
+            self._of_request.setdefault(image.request_id, set()).add(image.image_id)
         for chunk in step.chunks:
             sequence = chunk.sequence
             if chunk.is_prefix:
@@ -25,10 +29,14 @@ class CutSequences:
                 self._of_request.setdefault(sequence.request_id, set()).add(sequence.sequence_id)
 
     def finish(self, step: Step) -> frozenset[int]:
-        """The ids of sequences whose state is not needed once the step is delivered; forgets them."""
+        """The ids of sequences and pictures whose state is not needed once the step is delivered; forgets
+        them."""
         finished: set[int] = set()
         for chunk in step.chunks:
             sequence = chunk.sequence
+            for image in sequence.tokens.images if chunk.is_last else ():
+                self._forget(sequence.request_id, image.image_id)
+                finished.add(image.image_id)
             if not chunk.is_last or chunk.is_first or chunk.is_prefix:
                 continue
             self._forget(sequence.request_id, sequence.sequence_id)
@@ -40,7 +48,7 @@ class CutSequences:
         return frozenset(finished)
 
     def drop_request(self, request_id: int) -> frozenset[int]:
-        """The ids of all sequences of a request that have state; forgets them."""
+        """The ids of all sequences and pictures of a request that have state; forgets them."""
         dropped = frozenset(self._of_request.pop(request_id, ()))
         for sequence_id in dropped:
             self._consumers_left.pop(sequence_id, None)

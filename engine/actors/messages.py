@@ -104,15 +104,15 @@ class DropRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepReport:
-    """Runner to scheduler: what became of `num_parts` chunks and cached batches of a step.
+    """Runner to scheduler: what became of `num_parts` chunks, cached batches and pictures of a step.
 
-    `num_tokens` were run and documents of the price `cached_price` (tokens) were scored from the cache;
-    `seconds` have passed since the step was begun, and `score_seconds` of them were for scoring."""
+    `num_tokens` were run, and cached documents scored and pictures encoded of the price `other_price`
+    (tokens); `seconds` have passed since the step was begun, and `score_seconds` of them were for scoring."""
 
     step_id: int
     num_parts: int
     num_tokens: int = 0
-    cached_price: int = 0
+    other_price: int = 0
     seconds: float = 0.0
     results: tuple[Result, ...] = ()
     failures: tuple[RequestFailure, ...] = ()

@@ -37,7 +37,7 @@ from maxsimd.engine.execution import ModelRunner
 from maxsimd.engine.scoring.documents import CacheHit, Duplicate, SkippedSequence
 from maxsimd.engine.scoring.outcome import Arrival, RequestFailure, Result, StepOutcome
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.scheduler import CachedBatch, Chunk, Sequence, Step
+from maxsimd.scheduler import CachedBatch, Chunk, ImageJob, Sequence, Step
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +123,8 @@ class RunnerActor(Actor[RunnerMessage]):
         if chunks:
             states, cursor = self._runner.forward(Step(step.step_id, chunks))
             pooled = await self._pooling.ask(Pool(states, cursor))
+        if step.images:
+            self._runner.encode(step.images)
         pooled_at = time.perf_counter()
         outcome = await self._scoring.ask(Score(pooled, skipped, step.cached))
         return _Attempt(step, sum(map(len, chunks)), started, time.perf_counter() - pooled_at, outcome)
@@ -148,7 +150,7 @@ class RunnerActor(Actor[RunnerMessage]):
                 step.step_id,
                 step.num_parts,
                 attempt.num_tokens,
-                sum(batch.price for batch in step.cached),
+                step.other_price,
                 time.perf_counter() - attempt.started,
                 tuple(results),
                 outcome.failures,
@@ -212,7 +214,7 @@ class RunnerActor(Actor[RunnerMessage]):
                 await self._run(half)
             return
         log.error("a step of one part (%d tokens) cannot be run:\n%s", step.num_tokens, described)
-        part = step.chunks[0].sequence if step.chunks else step.cached[0]
+        part = step.chunks[0].sequence if step.chunks else step.others[0]
         if isinstance(part, Sequence) and not out_of_memory:
             self._suspects.add(part)
         reason = (
@@ -222,11 +224,11 @@ class RunnerActor(Actor[RunnerMessage]):
         self._scheduler.post(StepReport(step.step_id, 1, failures=(failure,)))
 
 
-def _indexes_of(part: Sequence | CachedBatch) -> tuple[int, ...]:
+def _indexes_of(part: Sequence | CachedBatch | ImageJob) -> tuple[int, ...]:
     """Which of its request's values are made of it alone; none for queries and prefixes."""
     if isinstance(part, CachedBatch):
         return tuple(document.slot.index for document in part.documents)
-    slot = part.payload.slot
+    slot = part.slot if isinstance(part, ImageJob) else part.payload.slot
     return () if slot is None else (slot.index,)
 
 

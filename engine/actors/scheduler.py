@@ -33,7 +33,7 @@ _SHARE_LEFT, _LEAST_LEFT = 0.25, 0.005
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A step of `work` tokens on the device, cached documents at their price: how many of its parts are not
+    """A step of `work` tokens on the device, others than tokens at their price: how many of its parts are not
     reported, the work of those that are, and whose work it is."""
 
     work: int
@@ -192,7 +192,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
             step = self._scheduler.schedule()
             if step is None:
                 return
-            work = step.num_tokens + sum(batch.price for batch in step.cached)
+            work = step.num_tokens + step.other_price
             self._in_flight[step.step_id] = _InFlight(work, step.num_parts, self._work_by_tenant(step))
             self._metrics.step_tokens.observe(step.num_tokens)
             self._metrics.step_sequences.observe(len(step.chunks))
@@ -219,7 +219,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
     def _work_by_tenant(self, step: Step) -> dict[str, int]:
         work: dict[str, int] = {}
         parts = [(chunk.sequence.request_id, len(chunk)) for chunk in step.chunks]
-        for request_id, tokens in [*parts, *((batch.request_id, batch.price) for batch in step.cached)]:
+        others = [(part.request_id, part.price) for part in step.others]
+        for request_id, tokens in [*parts, *others]:
             if (request := self._open.get(request_id)) is not None:
                 work[request.tenant] = work.get(request.tenant, 0) + tokens
         return work
@@ -227,7 +228,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
     def _account(self, report: StepReport) -> None:
         step = self._in_flight[report.step_id]
         step.parts_left -= report.num_parts
-        step.reported += report.num_tokens + report.cached_price
+        step.reported += report.num_tokens + report.other_price
         self._metrics.tokens.inc(report.num_tokens)
         if step.parts_left <= 0:
             del self._in_flight[report.step_id]

@@ -72,4 +72,6 @@ def _digest(sequence: Sequence) -> bytes:
     digest.update(tokens.ids.tobytes())
     if tokens.type_ids is not None:
         digest.update(tokens.type_ids.tobytes())
+    for image in tokens.images:
+        digest.update(image.digest)
     return digest.digest()

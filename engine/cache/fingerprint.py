@@ -59,6 +59,10 @@ def ingredients(
         "inputs": getattr(model.tokenizer, "model_input_names", None),
         "prompt": rules.prompt,
         "prompt pooled": rules.pool_prompt,
+        "fixed tokens": [
+            None if ids is None else ids.tolist() for ids in (rules.leading_ids, rules.trailing_ids)
+        ],
+        "pictures": None if model.vision is None else model.vision.reader.signature,
         "document length": rules.max_tokens,
         "model length": model.max_tokens,
         "skip list": None if rules.skipped_ids is None else rules.skipped_ids.tolist(),
@@ -83,6 +87,7 @@ def ingredients(
         "head weights": digest_tensors(
             (name.partition(".")[2], tensor) for name, tensor in head_tensors(head)
         ),
+        "tower weights": digest_tensors(_of_tower(model)),
         **{name: repr(value).encode() for name, value in stated.items()},
     }
 
@@ -116,6 +121,13 @@ def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _digest_of_block(block: torch.Tensor) -> bytes:
     return hashlib.sha256(block.cpu().numpy().data).digest()
+
+
+def _of_tower(model: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that encode pictures, by name."""
+    for i, module in enumerate(model.vision.modules if model.vision is not None else ()):
+        for name, tensor in sorted(module.state_dict().items()):
+            yield f"{i}.{name}", tensor
 
 
 def saved_buffers(backbone: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.config import ScoreType
 
 LISTWISE = "JinaForRanking"
+COLPALI = "ColPaliForRetrieval"
 
 
 def detect_score_type(files: CheckpointFiles) -> ScoreType:
@@ -28,7 +29,13 @@ def is_late_interaction(files: CheckpointFiles) -> bool:
         settings.get("model_type") in ("MultiVectorEncoder", "ColBERT")
         or "query_prefix" in settings
         or files.architecture == "HF_ColBERT"
+        or is_visual(files)
     )
+
+
+def is_visual(files: CheckpointFiles) -> bool:
+    """Whether the checkpoint reads pages as pictures, in one of transformers' classes for that."""
+    return files.architecture.endswith("ForRetrieval")
 
 
 def is_language_model(files: CheckpointFiles) -> bool:

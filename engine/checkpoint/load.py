@@ -12,12 +12,14 @@ from transformers.utils import logging as transformers_logging
 from maxsimd.engine.checkpoint.adjust import adjusted, score_template
 from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
+from maxsimd.engine.checkpoint.colpali import load_colpali
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
 from maxsimd.engine.checkpoint.detect import (
     LISTWISE,
     detect_score_type,
     is_language_model,
     is_late_interaction,
+    is_visual,
 )
 from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
@@ -108,6 +110,8 @@ def _load_parts(
         if is_language_model(files):
             return load_language_model(path, files, template, options)
         return load_cross_encoder(path, template, options)
+    if is_visual(files):
+        return load_colpali(path, options)
     if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
         return load_late_interaction(path, options)
     return load_bi_encoder(path, score_type, options)
@@ -119,11 +123,13 @@ def _complete(
     """Adds what is found out from the backbone itself."""
     backbone = parts["backbone"].eval().requires_grad_(False)
     heads = [module for task in parts["tasks"].values() for module in modules_of(task.head)]
-    hold_in_memory([backbone, *heads])
+    vision = parts.get("vision")
+    of_vision = [module.eval().requires_grad_(False) for module in vision.modules] if vision else []
+    hold_in_memory([backbone, *heads, *of_vision])
     if getattr(parts["tokenizer"], "backend_tokenizer", None) is None:
         kind = type(parts["tokenizer"]).__name__
         raise ModelLoadError(f"the tokeniser, a {kind}, is not a fast one; save a tokenizer.json beside it")
-    offset = position_offset(backbone)
+    offset = parts.pop("position_offset") if "position_offset" in parts else position_offset(backbone)
     longest = max_tokens(backbone.config, parts["tokenizer"], offset)
     if config.max_model_len is not None:
         longest = min(longest, config.max_model_len)

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint.reference import Reference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.checkpoint.vision import Vision
 from maxsimd.engine.config import ScoreType
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.token_pooling import TokenPooling
+from maxsimd.scheduler.payload import TokenIds
 
 # "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
 INSTRUCT = re.compile(r"(Instruct: ).*?(\n\s*Query: ?)$", re.DOTALL)
@@ -37,13 +39,21 @@ class Expansion:
 @dataclass(frozen=True, slots=True, eq=False)
 class RoleRules:
     """How a text in one role becomes token ids: a prompt in front, a length of its own, expansion, and
-    tokens that take no part in scoring: those of `skipped_ids`, and the prompt's unless `pool_prompt`."""
+    tokens that take no part in scoring: those of `skipped_ids`, and the prompt's unless `pool_prompt`. The
+    `leading_ids` stand before the prompt and the `trailing_ids` behind the text, however long it is."""
 
     prompt: str = ""
+    leading_ids: TokenIds | None = None
+    trailing_ids: TokenIds | None = None
     max_tokens: int | None = None
     expansion: Expansion | None = None
     skipped_ids: NDArray[np.int64] | None = None
     pool_prompt: bool = True
+
+    @property
+    def num_fixed_ids(self) -> int:
+        """How many tokens stand before and behind every text."""
+        return sum(len(ids) for ids in (self.leading_ids, self.trailing_ids) if ids is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +99,8 @@ class LoadedModel:
     cross-encoder, whose logits are the scores, and a listwise model, which scores by its `listwise` rules.
     `max_tokens` is the length of the longest sequence that the model takes. `prompts` are the checkpoint's,
     by name; `instruction` is the one in use, None for a model that takes none. `probabilities` turns a
-    classifier's logits into probabilities, `activation` into the scores that its authors meant.
+    classifier's logits into probabilities, `activation` into the scores that its authors meant. With
+    `vision` it reads pictures.
     """
 
     name: str
@@ -116,6 +127,12 @@ class LoadedModel:
     pairs: PairRules = PairRules()
     listwise: ListwiseRules | None = None
     token_pooling: TokenPooling | None = None
+    vision: Vision | None = None
+
+    @property
+    def encoders(self) -> tuple[torch.nn.Module, ...]:
+        """All that is run before the heads: the backbone and, of a model that reads pictures, the tower."""
+        return (self.backbone, *(self.vision.modules if self.vision is not None else ()))
 
     def rules(self, input_type: str | None) -> RoleRules:
         if input_type == "query":

@@ -71,6 +71,28 @@ class ModulesReference:
         return rows[0] if self._feature == "token_embeddings" else rows
 
 
+class VisualReference:
+    """The token embeddings [tokens, dim] of a transformers `*ForRetrieval` model, pictures included."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor:
+        parameter = next(self._model.parameters())
+        ids = torch.from_numpy(sequence.tokens.ids).long()
+        inputs: dict[str, torch.Tensor] = {"attention_mask": torch.ones_like(ids)}
+        for image in sequence.tokens.images:
+            ids[torch.from_numpy(image.positions)] = self._model.config.vlm_config.image_token_id
+            for name, array in image.inputs.arrays.items():
+                pixels = torch.from_numpy(array)[None].to(parameter.dtype)
+                inputs[name] = torch.cat([inputs[name], pixels]) if name in inputs else pixels
+        inputs |= {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}
+        whole = {name: each if name == "pixel_values" else each[None] for name, each in inputs.items()}
+        output = self._model(**{name: each.to(parameter.device) for name, each in whole.items()})
+        rows: torch.Tensor = output.embeddings[0].float()
+        return rows
+
+
 class HiddenStatesReference:
     """A backbone's last hidden states through a head that maps each by itself: [tokens, dim]."""
 

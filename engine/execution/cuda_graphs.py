@@ -6,7 +6,7 @@ beyond the step's belong to no sequence, and sequences beyond the step's have no
 
 import bisect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.transfer import to_device
-from maxsimd.scheduler import Step
+from maxsimd.scheduler import ImageJob, Step
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,15 @@ class GraphedRunner:
         # A copy: the next replay overwrites the graph's memory.
         return hidden[: len(batch.input_ids)].clone(), batch.cursor
 
+    def encode(self, images: Sequence[ImageJob]) -> None:
+        self._inner.encode(images)
+
     def free(self, sequence_id: int) -> None:
         self._inner.free(sequence_id)
+
+    @property
+    def num_features(self) -> int:
+        return self._inner.num_features
 
     @property
     def num_prefill_kv(self) -> int:
@@ -105,7 +112,7 @@ class _Graph:
 def rows_for(step: Step) -> int | None:
     """The rows of the graph that a step may run in, or None."""
     if len(step.chunks) > SEQUENCES or not all(
-        chunk.is_whole and not chunk.is_prefix for chunk in step.chunks
+        chunk.is_whole and not chunk.is_prefix and not chunk.sequence.tokens.images for chunk in step.chunks
     ):
         return None
     index = bisect.bisect_left(ROWS, step.num_tokens)

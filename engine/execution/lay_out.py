@@ -2,7 +2,7 @@
 `layout.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from maxsimd.engine.execution.grouping import group_by_length, in_powers_of_two,
 from maxsimd.engine.execution.layout import (
     Arrangement,
     Group,
+    ImageRows,
     Layout,
     PackedBatch,
     PrefillChunk,
@@ -57,7 +58,20 @@ def lay_out(
         torch.from_numpy(type_ids),
         layout,
         PoolingCursor(tuple(rows.chunks), tuple(rows.starts)),
+        tuple(
+            part
+            for chunk, start in zip(rows.chunks, rows.starts, strict=True)
+            for part in _images(chunk, start)
+        ),
     )
+
+
+def _images(chunk: Chunk, start: int) -> Iterator[ImageRows]:
+    """What a chunk that begins in the row `start` has of its sequence's pictures."""
+    for image in chunk.sequence.tokens.images:
+        low, high = np.searchsorted(image.positions, (chunk.start, chunk.stop))
+        if low < high:
+            yield ImageRows(image.image_id, int(low), image.positions[low:high] + (start - chunk.start))
 
 
 class _Rows:

@@ -5,7 +5,9 @@ CPU before the model runs; `lay_out.py` makes it, and backends of attention read
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.pooling.cursor import PoolingCursor
@@ -108,11 +110,22 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ImageRows:
+    """Part of a picture in a step: the `rows` in which its features from the `first` on stand."""
+
+    image_id: int
+    first: int
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """A step's tensors on the CPU: `input_ids`, `position_ids` and `type_ids` are int64 [rows]."""
+    """A step's tensors on the CPU: `input_ids`, `position_ids` and `type_ids` are int64 [rows]. In some rows
+    stand `images` in place of tokens."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     type_ids: torch.Tensor
     layout: Layout
     cursor: PoolingCursor
+    images: tuple[ImageRows, ...] = ()

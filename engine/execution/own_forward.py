@@ -3,6 +3,7 @@ which neither packed nor padded execution is proven.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from itertools import accumulate
 
@@ -12,7 +13,7 @@ from maxsimd.engine.checkpoint import Task
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.checkpoint.reference import Reference
 from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.scheduler import Step
+from maxsimd.scheduler import ImageJob, Step
 
 
 class OwnForwardRunner:
@@ -29,8 +30,15 @@ class OwnForwardRunner:
         starts = (0, *accumulate(len(item) for item in items[:-1]))
         return torch.cat(items), PoolingCursor(step.chunks, starts)
 
+    def encode(self, images: ListOf[ImageJob]) -> None:
+        """The model encodes a sequence's pictures itself, when it runs that."""
+
     def free(self, sequence_id: int) -> None:
         """Nothing stays between steps."""
+
+    @property
+    def num_features(self) -> int:
+        return 0
 
     @property
     def num_prefill_kv(self) -> int:

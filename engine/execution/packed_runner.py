@@ -3,6 +3,7 @@
 Used by the device thread alone. What becomes of the hidden states is not decided here.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +13,13 @@ from maxsimd.engine.checkpoint.reference import declares
 from maxsimd.engine.execution.attention.base import AttentionBackend, AttentionMetadata
 from maxsimd.engine.execution.attention.interface import StepAttention
 from maxsimd.engine.execution.cls_only_last_layer import ClsOnlyLastLayer
+from maxsimd.engine.execution.features import FeatureStore
 from maxsimd.engine.execution.lay_out import lay_out
 from maxsimd.engine.execution.layout import PackedBatch
 from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.transfer import to_device
-from maxsimd.scheduler import Step
+from maxsimd.scheduler import ImageJob, Step
 
 
 class ModelRunner(Protocol):
@@ -31,8 +33,18 @@ class ModelRunner(Protocol):
         Running the same step again gives the same result, so that it may be retried."""
         ...
 
+    def encode(self, images: Sequence[ImageJob]) -> None:
+        """Encodes pictures for sequences of later steps; again, if it is to be retried."""
+        ...
+
     def free(self, sequence_id: int) -> None:
-        """Frees the keys and values of a cut sequence or a prefix, if there are any."""
+        """Frees the keys and values of a cut sequence or a prefix, or the features of a picture, if there are
+        any."""
+        ...
+
+    @property
+    def num_features(self) -> int:
+        """How many pictures have features on the device."""
         ...
 
     @property
@@ -63,6 +75,7 @@ class PackedRunner:
         # Without this a causal model would build a second cache of keys and values in every pass.
         self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
         self._prefill_kv: dict[int, PrefillKV] = {}
+        self._features = None if model.vision is None else FeatureStore(model.vision, device)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
@@ -77,7 +90,15 @@ class PackedRunner:
             self._cls_only.rows = to_device(torch.tensor(cursor.starts), self._device)
             cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
         inputs = {name: to_device(ids, self._device) for name, ids in self.inputs_of(batch).items()}
+        if batch.images:
+            assert self._features is not None
+            embeddings = self._backbone.get_input_embeddings()(inputs.pop("input_ids"))  # [rows, hidden]
+            inputs["inputs_embeds"] = self._features.put_into(embeddings, batch.images)
         return self.run(inputs, self._backend.prepare(batch.layout, self._device)), cursor
+
+    def encode(self, images: Sequence[ImageJob]) -> None:
+        assert self._features is not None
+        self._features.encode(images)
 
     def lay_out(self, step: Step) -> PackedBatch:
         """The step's tensors, on the CPU."""
@@ -97,7 +118,8 @@ class PackedRunner:
         return inputs
 
     def run(self, inputs: dict[str, torch.Tensor], metadata: AttentionMetadata) -> torch.Tensor:
-        """The hidden states [rows, hidden] of inputs [rows] on the device, with the backend's metadata."""
+        """The hidden states [rows, hidden] of inputs [rows], or of embeddings [rows, hidden] in place of ids,
+        on the device, with the backend's metadata."""
         output = self._backbone(
             **{name: ids[None] for name, ids in inputs.items()},
             **self._options,
@@ -109,6 +131,12 @@ class PackedRunner:
 
     def free(self, sequence_id: int) -> None:
         self._prefill_kv.pop(sequence_id, None)
+        if self._features is not None:
+            self._features.free(sequence_id)
+
+    @property
+    def num_features(self) -> int:
+        return 0 if self._features is None else len(self._features)
 
     @property
     def num_prefill_kv(self) -> int:

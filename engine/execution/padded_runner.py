@@ -10,7 +10,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.reference import declares, takes
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.transfer import to_device
-from maxsimd.scheduler import Chunk, Step
+from maxsimd.scheduler import Chunk, ImageJob, Step
 
 # The share of a batch that may be padding, and the size in tokens up to which padding costs less than another
 # pass.
@@ -45,8 +45,15 @@ class PaddedRunner:
             row += len(hidden[-1])
         return torch.cat(hidden), PoolingCursor(tuple(chunks), tuple(starts))
 
+    def encode(self, images: Sequence[ImageJob]) -> None:
+        """Pictures are not run in padded batches."""
+
     def free(self, sequence_id: int) -> None:
         """Nothing stays between steps."""
+
+    @property
+    def num_features(self) -> int:
+        return 0
 
     @property
     def num_prefill_kv(self) -> int:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,8 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     proof_seconds = time.perf_counter() - started
     if isinstance(execution, OneByOne):
         return _one_by_one(model, execution, config, samples, proof_seconds)
-    cast(model.backbone, dtype)
+    for module in model.encoders:
+        cast(module, dtype)
     quantized = 0
     if mismatch is None:
         quantized = lay_out_weights(model, device, dtype, config.quantization, compiled)
@@ -102,7 +103,7 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     else:
         log.warning("linear layers are left as they are, which is slower: %s", mismatch)
     runner = make_runner(execution, model, device, backend)
-    with layers(model.backbone):
+    with layers(model):
         findings = findings_of(model, execution, dtype, runner, samples)
     if isinstance(runner, PackedRunner) and config.cuda_graphs == "auto":
         sequences = [sample.sequence for sample in samples]
@@ -130,25 +131,40 @@ def _refuse_quantization(config: EngineConfig, possible: bool) -> None:
         )
 
 
-# Leaves a backbone with some of its layers inside a context: a sample of them, or all.
-_Layers = Callable[[torch.nn.Module], AbstractContextManager[object]]
+# Leaves a model's encoders with some of their layers inside a context: a sample of them, or all.
+_Layers = Callable[[LoadedModel], ExitStack]
 
 
 @contextmanager
 def _samples(model: LoadedModel) -> Iterator[tuple[tuple[Sample, ...], _Layers]]:
-    """The model's samples, with its backbone in float32 while they are compared, and the context manager that
-    leaves it with the layers that the samples come from: a few, or all if the model's own library fails with
-    fewer."""
-    with sample_layers(model.backbone), in_float32(model.backbone):
+    """The model's samples, with its encoders in float32 while they are compared, and the context manager that
+    leaves them with the layers that the samples come from: a few, or all if the model's own library fails
+    with fewer."""
+    with _some_layers(model) as context:
+        for module in model.encoders:
+            context.enter_context(in_float32(module))
         try:
             samples = make_samples(model)
         except ModelLoadError:
             samples = ()
         if samples:
-            yield samples, sample_layers
+            yield samples, _some_layers
             return
-    model.backbone.float()
-    yield make_samples(model), nullcontext
+    _widen(model)
+    yield make_samples(model), lambda _: ExitStack()
+
+
+def _some_layers(model: LoadedModel) -> ExitStack:
+    """The encoders with a sample of their layers each, until this is closed."""
+    with ExitStack() as context:
+        for module in model.encoders:
+            context.enter_context(sample_layers(module))
+        return context.pop_all()
+
+
+def _widen(model: LoadedModel) -> None:
+    for module in model.encoders:
+        module.float()
 
 
 def _one_by_one(
@@ -161,7 +177,7 @@ def _one_by_one(
         )
     if config.dtype not in ("auto", "float32"):
         log.warning("a model that is run one by one is run in float32, not in %s", config.dtype)
-    model.backbone.float()
+    _widen(model)
     device = next(model.backbone.parameters()).device
     runner = make_runner(execution, model, device, GroupedBackend())
     finding = Finding(

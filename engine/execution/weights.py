@@ -22,7 +22,7 @@ def why_not_replaced(
     """None if the model, in float32, gives the expected items for the samples with its linear layers
     replaced, else a description of the mismatch. Leaves the layers as they were."""
     replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide
-    roots = [model.backbone, *_head_modules(model)]
+    roots = [*model.encoders, *_head_modules(model)]
     try:
         with _restored(roots):
             for root in roots:
@@ -39,17 +39,19 @@ def lay_out_weights(
     """Replaces the linear layers of backbone and heads; returns how many weights are int8."""
     if not compiled:
         if linear.is_prepacked_supported(device, dtype):
-            linear.prepack(model.backbone)
+            for module in model.encoders:
+                linear.prepack(module)
         return 0
     for module in _head_modules(model):
         linear.compile_float32(module)
-    if quantization == "int8":
-        return linear.compile_int8(model.backbone)
-    if dtype is torch.float32:
-        linear.compile_float32(model.backbone)
-    else:
-        linear.compile_bfloat16(model.backbone)
-    return 0
+    # int8 is for the language model: what a tower makes of a picture is read by all that follows.
+    backbone, *tower = model.encoders
+    for module in [*tower, *([] if quantization == "int8" else [backbone])]:
+        if dtype is torch.float32:
+            linear.compile_float32(module)
+        else:
+            linear.compile_bfloat16(module)
+    return linear.compile_int8(backbone) if quantization == "int8" else 0
 
 
 def _head_modules(model: LoadedModel) -> list[nn.Module]:

@@ -2,9 +2,34 @@
 
 Nothing here knows a model, or where bytes come from. Pillow is imported when the first picture is read."""
 
+from maxsimd.engine.media.content import (
+    AnyPicture,
+    Content,
+    EncodedPicture,
+    OpenImage,
+    Part,
+    PictureFile,
+    PillowPicture,
+    is_pillow,
+)
 from maxsimd.engine.media.decoding import PictureLimits, decoded
 from maxsimd.engine.media.encoded import bytes_of_base64, bytes_of_data_url
 from maxsimd.engine.media.errors import PictureError
 from maxsimd.engine.media.picture import Picture
 
-__all__ = ["Picture", "PictureError", "PictureLimits", "bytes_of_base64", "bytes_of_data_url", "decoded"]
+__all__ = [
+    "AnyPicture",
+    "Content",
+    "EncodedPicture",
+    "OpenImage",
+    "Part",
+    "Picture",
+    "PictureError",
+    "PictureFile",
+    "PictureLimits",
+    "PillowPicture",
+    "bytes_of_base64",
+    "bytes_of_data_url",
+    "decoded",
+    "is_pillow",
+]

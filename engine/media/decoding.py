@@ -82,6 +82,18 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
         raise PictureError(f"cannot be read: its file is damaged ({_in_short(error)})") from None
 
 
+def picture_of_pillow(image: Any, limits: PictureLimits) -> Picture:
+    """The picture that a caller has opened with Pillow. Raises PictureError for one that is too large or
+    cannot be read."""
+    limits.check_size(image.size)
+    try:
+        return Picture(_pixels(image.copy(), None))
+    except (PictureError, MemoryError):
+        raise
+    except Exception as error:
+        raise PictureError(f"cannot be read ({_in_short(error)})") from None
+
+
 @cache
 def _pillow() -> ModuleType:
     import PIL.Image

@@ -44,6 +44,19 @@ class CacheLookup:
             self._cache.count(hits, len(found) - hits)
         return found
 
+    def page_key(self, digest: bytes) -> bytes:
+        """The key of a picture, by the digest of its pixels."""
+        return self._cache.key(digest.hex(), "a picture")
+
+    def find_page(self, key: bytes) -> CachedEmbedding | None:
+        """The embedding of a picture, if there is one. Counts a hit or a miss."""
+        if self._refresh:
+            self._cache.drop(key)
+            return None
+        entry = self._cache.get(key)
+        self._cache.count(int(entry is not None), int(entry is None))
+        return entry
+
     def key_for(self, keys: CacheKeys, windows: Sequence[BuiltText]) -> bytes:
         """The key for a document that is read through `windows`, or through one sequence."""
         whole = len(windows) == 1 and not windows[0].truncated

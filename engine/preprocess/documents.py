@@ -1,16 +1,19 @@
 """The documents of a two-stage request: each one once, as its embedding if it is cached or was brought along,
-else as windows."""
+else as windows, or as a page."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from maxsimd.engine.cache import CachedEmbedding
+from maxsimd.engine.media import Content
 from maxsimd.engine.preprocess.cache_lookup import CacheKeys, CacheLookup
 from maxsimd.engine.preprocess.given_vectors import GivenVectors
+from maxsimd.engine.preprocess.long_inputs import InputName
+from maxsimd.engine.preprocess.pages import PageBuilder
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder
-from maxsimd.engine.requests import ScoreRequest
+from maxsimd.engine.requests import Item, ScoreRequest
 from maxsimd.pooling.vectors import Vectors
 
 
@@ -101,19 +104,39 @@ class Documents:
         return sum(cut[position] for position in self.position_of)
 
 
-class DocumentReader:
-    """Checks the embeddings that came along, finds those that are cached and builds windows for the rest.
-    `lookup` is None where no cache is in use."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _NewPage:
+    """A picture that is not cached, as its sequence, and the key to cache it under."""
 
-    def __init__(self, builder: TextBuilder, lookup: CacheLookup | None, given: GivenVectors) -> None:
+    built: BuiltText
+    cache_key: bytes | None
+
+
+# What there is of a document before its text is tokenised.
+_Found: TypeAlias = CachedEmbedding | CacheKeys | _NewPage | None
+
+
+class DocumentReader:
+    """Checks the embeddings that came along, finds those that are cached and builds windows for the rest, and
+    sequences of pictures. `lookup` is None where no cache is in use, and `pages` where the model reads only
+    text."""
+
+    def __init__(
+        self,
+        builder: TextBuilder,
+        lookup: CacheLookup | None,
+        given: GivenVectors,
+        pages: PageBuilder | None,
+    ) -> None:
         self.builder = builder
         self._lookup = lookup
         self._given = given
+        self._pages = pages
 
     def read(self, request: ScoreRequest, ids: RequestIds) -> Documents:
         """Raises InvalidRequestError for a document that is too long, by its index in the request, and
         RequestTooLargeError as soon as windows have too many tokens."""
-        positions: dict[tuple[int, str | Vectors], int] = {}
+        positions: dict[tuple[int, Item], int] = {}
         # The index in the request of each different document.
         firsts: list[int] = []
         position_of = []
@@ -123,7 +146,7 @@ class DocumentReader:
                 positions[pair] = len(firsts)
                 firsts.append(i)
             position_of.append(positions[pair])
-        found = self._find({i: request.documents[i] for i in firsts})
+        found = self._find({i: request.documents[i] for i in firsts}, ids)
         texts = {i: text for i in firsts if isinstance(text := request.documents[i], str)}
         # Of what is to be explained tokens are needed even if nothing is run.
         missing = {
@@ -139,7 +162,11 @@ class DocumentReader:
         for first, entry in found.items():
             query = request.query_of(first)
             windows = self.builder.windows(encoded.pop(first), first) if first in encoded else []
-            if isinstance(entry, CachedEmbedding):
+            if isinstance(entry, _NewPage):
+                num_tokens += len(entry.built.tokens)
+                ids.check_tokens(num_tokens)
+                different.append(DocumentToRun(query, [entry.built], entry.cache_key))
+            elif isinstance(entry, CachedEmbedding):
                 different.append(DocumentInCache(query, entry, windows))
             else:
                 num_tokens += sum(len(window.tokens) for window in windows)
@@ -149,18 +176,33 @@ class DocumentReader:
                 different.append(DocumentToRun(query, windows, self._cache_key(entry, windows)))
         return Documents(different, position_of)
 
-    def _find(self, documents: Mapping[int, str | Vectors]) -> dict[int, CachedEmbedding | CacheKeys | None]:
+    def _find(self, documents: Mapping[int, Item], ids: RequestIds) -> dict[int, _Found]:
         """What there is of each document, by its index, in the same order."""
         texts = {i: document for i, document in documents.items() if isinstance(document, str)}
         cached = [None] * len(texts) if self._lookup is None else self._lookup.find([*texts.values()])
-        found: dict[int, CachedEmbedding | CacheKeys | None] = dict(zip(texts, cached, strict=True))
+        found: dict[int, _Found] = dict(zip(texts, cached, strict=True))
         if len(texts) == len(documents):
             return found
-        given = {i: document for i, document in documents.items() if not isinstance(document, str)}
+        given = {i: document for i, document in documents.items() if isinstance(document, Vectors)}
         found.update(self._given.documents(given))
+        for i, document in documents.items():
+            if isinstance(document, Content):
+                found[i] = self._page(document, i, ids)
         return {i: found[i] for i in documents}
 
-    def _cache_key(self, keys: CacheKeys | None, windows: list[BuiltText]) -> bytes | None:
-        if self._lookup is None or keys is None:
+    def _page(self, content: Content, index: int, ids: RequestIds) -> CachedEmbedding | _NewPage:
+        """One picture: its pixels are there only while it is read."""
+        assert self._pages is not None
+        name = InputName("documents", index)
+        picture = self._pages.opened(content, name)
+        key = None
+        if self._lookup is not None:
+            key = self._lookup.page_key(picture.digest)
+            if (entry := self._lookup.find_page(key)) is not None:
+                return entry
+        return _NewPage(self._pages.built(picture, name, ids), key)
+
+    def _cache_key(self, keys: _Found, windows: list[BuiltText]) -> bytes | None:
+        if self._lookup is None or not isinstance(keys, CacheKeys):
             return None
         return self._lookup.key_for(keys, windows)

@@ -14,10 +14,9 @@ from maxsimd.engine.preprocess.origins import Origins
 from maxsimd.engine.preprocess.texts import TextBuilder
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import yield_to_smaller
-from maxsimd.engine.requests import ScoreRequest, Values
+from maxsimd.engine.requests import Item, ScoreRequest, Values
 from maxsimd.engine.scoring.matches import matches_of
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
-from maxsimd.pooling.vectors import Vectors
 
 # No more characters of a token are shown: some tokenisers make one of any long word. Its span has all.
 _MOST_SHOWN = 100
@@ -27,12 +26,12 @@ _MOST_SHOWN = 100
 class Side:
     """The texts of one field, by what their sequences are built, and the rows that were looked up last."""
 
-    texts: Sequence[str | Vectors]
+    texts: Sequence[Item]
     builder: TextBuilder
     last: dict[int, list[Origins]] = field(default_factory=dict)
 
     def text(self, index: int) -> str | None:
-        """None for a text that came as its embedding."""
+        """None for what came as its embedding, or is a picture."""
         text = self.texts[index]
         return text if isinstance(text, str) else None
 

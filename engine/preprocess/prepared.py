@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess.combine import Combine, NoScores, one_each
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Usage, Values
-from maxsimd.scheduler import CachedBatch, Sequence
+from maxsimd.scheduler import CachedBatch, ImageJob, Sequence
 
 # From the values of a request to how a document, by its index, came to its score; None where it has none.
 Explain: TypeAlias = Callable[[Values, int], Explanation | None]
@@ -31,7 +31,8 @@ class PairFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """The sequences of a request, queries first, and the documents whose embeddings are cached.
+    """The sequences of a request, queries first, the documents whose embeddings are cached, and the pictures
+    that sequences have, in the same order.
 
     They give `results` values, from which `combine` makes the scores of a score request. `truncated` counts
     the inputs that were cut, and `errors` says of documents why they cannot be read. Where token embeddings
@@ -45,6 +46,7 @@ class Prepared:
     truncated: int
     combine: Combine = one_each
     cached: list[CachedBatch] = field(default_factory=list)
+    images: list[ImageJob] = field(default_factory=list)
     errors: Mapping[int, str] = field(default_factory=dict)
     query_rows: NDArray[np.int64] | None = None
     facts: PairFacts | None = None

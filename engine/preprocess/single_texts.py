@@ -1,10 +1,12 @@
-"""Requests to embed or classify texts, each a sequence by itself."""
+"""Requests to embed or classify texts or pictures, each a sequence by itself."""
 
 from dataclasses import replace
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
-from maxsimd.engine.preprocess.long_inputs import LengthLimits
+from maxsimd.engine.media import Content
+from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
+from maxsimd.engine.preprocess.pages import PageBuilder, image_jobs
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import TextBuilder, shortest_text
@@ -22,24 +24,33 @@ class TextStrategy:
         self._model = model
         self._tokenizer = tokenizer
         self._limits = limits
+        self._pages = None if model.vision is None else PageBuilder(model.vision, limits.longest_sequence)
 
     def prepare(self, request: EmbedRequest, ids: RequestIds) -> Prepared:
-        """One sequence a text, in order."""
+        """One sequence a text or picture, in order."""
         long_inputs = self._limits.applied_to(request.truncation, ids)
         builder = TextBuilder(self._tokenizer, self._rules(request), long_inputs, "input")
         indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
         encoded = iter(builder.encode([*indexed.values()], indexed))
-        built = [
-            builder.build(next(encoded), i) if isinstance(text, str) else builder.build_from_ids(text, i)
-            for i, text in enumerate(request.texts)
-        ]
+        built = []
+        for i, text in enumerate(request.texts):
+            match text:
+                case str():
+                    built.append(builder.build(next(encoded), i))
+                case Content():
+                    assert self._pages is not None
+                    name = InputName("input", i)
+                    built.append(self._pages.built(self._pages.opened(text, name), name, ids))
+                case _:
+                    built.append(builder.build_from_ids(text, i))
         _check_tokens(sum(len(text.tokens) for text in built), request.max_tokens)
         role = _ROLES.get(request.input_type or "", Role.TEXT)
         sequences = [
             Sequence.text(ids.next_sequence_id(), ids.slot(i), request.task, text.tokens, role)
             for i, text in enumerate(built)
         ]
-        return Prepared(sequences, len(sequences), sum(text.truncated for text in built))
+        images = image_jobs(self._model.vision, sequences)
+        return Prepared(sequences, len(sequences), sum(text.truncated for text in built), images=images)
 
     def shortest_sequences(self) -> dict[str, int]:
         """How many tokens the shortest text has, by what errors call it."""

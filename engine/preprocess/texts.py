@@ -57,7 +57,7 @@ class TextBuilder:
         self._max_tokens = max_tokens
         # The most tokens of a sequence in this role, as the checkpoint sets it.
         self.own_length = rules.max_tokens
-        special_tokens = self._template.special_tokens
+        special_tokens = self._template.special_tokens + rules.num_fixed_ids
         self.prompt_length = len(tokenizer.encode([rules.prompt], param)[0]) if rules.prompt else 0
         self._room = Room(long_inputs.limit - special_tokens, special_tokens)
         if self._room.tokens < 1:
@@ -164,7 +164,7 @@ class TextBuilder:
         spans = behind_prompt(spans, len(prompt))
         for part, part_spans in zip(parts(ids, name), parts(spans, name), strict=True):
             tokens = self._filled(part, name).tokens
-            placed = around(part_spans.tokens, len(self._template.ids[0]), len(tokens))
+            placed = around(part_spans.tokens, self._num_before, len(tokens))
             rows = slice(None) if tokens.pooled_positions is None else tokens.pooled_positions
             yield Origins(tokens.ids[rows], placed[rows])
 
@@ -179,13 +179,31 @@ class TextBuilder:
 
     def _filled(self, fitted: Fitted[np.int32], name: InputName) -> BuiltText:
         """The sequence of a text that fits: special tokens around it."""
-        if self._template.special_tokens + len(fitted.tokens) == 0:
+        if self._room.others + len(fitted.tokens) == 0:
             raise InvalidRequestError(f"{name} has no tokens; leave it out", self._param)
         ids, types = self._template.fill(fitted.tokens)
+        if self._rules.num_fixed_ids:
+            ids, types = self._with_fixed_ids(ids, types)
         prompt_end = 0
         if not self._rules.pool_prompt and self.prompt_length:
-            prompt_end = len(self._template.ids[0]) + self.prompt_length
+            prompt_end = self._num_before + self.prompt_length
         return self._completed(ids, types, fitted.truncated, prompt_end)
+
+    @property
+    def _num_before(self) -> int:
+        """How many tokens stand before a text and its prompt."""
+        leading = self._rules.leading_ids
+        return len(self._template.ids[0]) + (0 if leading is None else len(leading))
+
+    def _with_fixed_ids(self, ids: TokenIds, types: TokenIds) -> tuple[TokenIds, TokenIds]:
+        """A text's tokens between those that the role always has."""
+        rules, none = self._rules, np.empty(0, dtype=np.int32)
+        leading = none if rules.leading_ids is None else rules.leading_ids
+        trailing = none if rules.trailing_ids is None else rules.trailing_ids
+        return (
+            np.concatenate([leading, ids, trailing]),
+            np.concatenate([np.zeros_like(leading), types, np.zeros_like(trailing)]),
+        )
 
     def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_end: int) -> BuiltText:
         """Does what the checkpoint's rules for the role ask for: expansion, and tokens left out of pooling,
@@ -211,7 +229,7 @@ class TextBuilder:
 def shortest_text(rules: RoleRules, tokenizer: TextTokenizer) -> int:
     """How many tokens the shortest sequence of a role has."""
     text = tokenizer.encode([rules.prompt + SHORTEST_TEXT], "text")[0]
-    tokens = tokenizer.single.special_tokens + len(text)
+    tokens = tokenizer.single.special_tokens + rules.num_fixed_ids + len(text)
     if rules.max_tokens is not None:
         tokens = min(tokens, rules.max_tokens)
     return tokens if rules.expansion is None else max(tokens, rules.expansion.length)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.model import INSTRUCT
+from maxsimd.engine.media import Content
 from maxsimd.engine.preprocess.cache_lookup import CacheLookup
 from maxsimd.engine.preprocess.combine import FirstNumbers, best_windows, shared_scores
 from maxsimd.engine.preprocess.documents import (
@@ -28,13 +29,15 @@ from maxsimd.engine.preprocess.explain_encoded import (
     check_explained,
 )
 from maxsimd.engine.preprocess.given_vectors import GivenVectors
-from maxsimd.engine.preprocess.long_inputs import LengthLimits, LongInputs
+from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits, LongInputs
+from maxsimd.engine.preprocess.pages import PageBuilder, image_jobs
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder, shortest_text
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.engine.scoring.documents import CachedDocument
+from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Window
 from maxsimd.scheduler import Sequence as TokenSequence
 
@@ -63,6 +66,8 @@ class TwoStageStrategy:
         self._limits = limits
         self._cache = cache
         self._given = GivenVectors(model)
+        self._vision = model.vision
+        self._pages = None if model.vision is None else PageBuilder(model.vision, limits.longest_sequence)
         self._similarity = model.similarity
         self._token_pooling = model.token_pooling
 
@@ -77,9 +82,11 @@ class TwoStageStrategy:
         texts = {i: text for i, text in enumerate(request.queries) if isinstance(text, str)}
         encoded = builder.encode([*texts.values()], texts)
         built = {i: builder.build(text, i) for i, text in zip(texts, encoded, strict=True)}
+        built |= self._query_pages(request, ids)
         queries = [
             _Query(
-                ids.next_sequence_id(), built[i] if isinstance(query, str) else self._given.query(query, i)
+                ids.next_sequence_id(),
+                self._given.query(query, i) if isinstance(query, Vectors) else built[i],
             )
             for i, query in enumerate(request.queries)
         ]
@@ -115,7 +122,8 @@ class TwoStageStrategy:
         truncated = sum(query.truncated for query in built.values()) + documents.truncated
         combine = shared_scores(best_windows(num_values), documents.position_of)
         rows = _query_rows(request, queries) if self._windows_as_one else None
-        prepared = Prepared(sequences, sum(num_values), truncated, combine, batches, query_rows=rows)
+        images = image_jobs(self._vision, sequences)
+        prepared = Prepared(sequences, sum(num_values), truncated, combine, batches, images, query_rows=rows)
         if not request.explain:
             return prepared
         sides = Side(request.queries, builder), Side(request.documents, reader.builder)
@@ -141,6 +149,16 @@ class TwoStageStrategy:
         )
         return replace(prepared, combine=FirstNumbers(prepared.combine), explain=explainer)
 
+    def _query_pages(self, request: ScoreRequest, ids: RequestIds) -> dict[int, BuiltText]:
+        """The queries that are pictures, by their index."""
+        pages = {}
+        for i, query in enumerate(request.queries):
+            if isinstance(query, Content):
+                assert self._pages is not None
+                name = InputName("queries", i)
+                pages[i] = self._pages.built(self._pages.opened(query, name), name, ids)
+        return pages
+
     def _explained_rows(self, request: ScoreRequest, document: Document) -> tuple[int, ...] | None:
         """The rows of a document's windows, if its matches are asked for."""
         return document.window_rows if request.explain and self._windows_as_one else None
@@ -156,9 +174,9 @@ class TwoStageStrategy:
             self._tokenizer, self._document_rules, long_inputs, "documents", long_inputs.max_document_tokens
         )
         if self._cache is None or request.cache == "bypass":
-            return DocumentReader(builder, None, self._given)
+            return DocumentReader(builder, None, self._given, self._pages)
         lookup = CacheLookup(self._cache, request.cache == "refresh", long_inputs, builder.own_length)
-        return DocumentReader(builder, lookup, self._given)
+        return DocumentReader(builder, lookup, self._given, self._pages)
 
     def _scored_as_one(
         self,

@@ -17,6 +17,7 @@ from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.requests import (
     ClassifyResult,
     EmbedResult,
+    Item,
     RankedDocument,
     TokenEmbedResult,
     Value,
@@ -25,7 +26,6 @@ from maxsimd.engine.requests import (
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.scale import has_bounds
 from maxsimd.pooling.methods import Head
-from maxsimd.pooling.vectors import Vectors
 
 # Rows that an activation is applied to at a time. torch takes whole vectors of numbers in one way and what is
 # left over in another, which may differ in the last bit: with this number of rows nothing is left over.
@@ -124,7 +124,7 @@ def unscored(scores: NDArray[np.float32], errors: Mapping[int, str]) -> tuple[in
 
 def rank(
     scores: Sequence[float],
-    documents: Sequence[str | Vectors],
+    documents: Sequence[Item],
     top_n: int | None,
     threshold: float | None = None,
 ) -> list[RankedDocument]:

@@ -50,9 +50,10 @@ def score_call(
     normalize = options["normalize"]
     bounded = bounded_by(model, loaded.calibration) if normalize else None
     takes_vectors = model.score_type in (ScoreType.LATE_INTERACTION, ScoreType.BI_ENCODER)
-    given = as_scored(documents, "documents", takes_vectors)
+    takes_pictures = model.vision is not None
+    given = as_scored(documents, "documents", takes_vectors, takes_pictures)
     request = ScoreRequest(
-        queries=as_scored(queries, "queries", takes_vectors),
+        queries=as_scored(queries, "queries", takes_vectors, takes_pictures),
         documents=given,
         truncation=as_truncation(options["truncation"]),
         instruction=options["instruction"],

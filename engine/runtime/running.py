@@ -259,7 +259,7 @@ class Running:
                 begun = time.perf_counter()
                 prepared = prepare(ids)
                 waiting = WaitingRequest(ids.request_id, options.share, options.on_timeout == "partial")
-                waiting.add(prepared.sequences, prepared.cached)
+                waiting.add(prepared.sequences, prepared.cached, prepared.images)
                 timings = Timings(queue=begun - came, tokenise=time.perf_counter() - begun)
                 return prepared, waiting, timings
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from maxsimd.engine.checkpoint import LoadedModel
-from tests.checkpoints import bi_encoders, late_interaction
+from tests.checkpoints import bi_encoders, late_interaction, visual
 
 Edit = Callable[[Path], None]
 Alteration = Callable[[LoadedModel], LoadedModel]
@@ -24,6 +24,7 @@ BUILDERS: dict[str, Callable[[Path], str]] = {
     "instructor": bi_encoders.without_prompt,
     "qwen3": bi_encoders.qwen3,
     "gemma": bi_encoders.embeddinggemma,
+    "colpali": visual.colpali,
 }
 
 # The files of a checkpoint.
@@ -31,6 +32,7 @@ CONFIG, WEIGHTS, MODULES = "config.json", "model.safetensors", "modules.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TRANSFORMER, PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
 COLBERT, POOLING, DENSE = "artifact.metadata", "1_Pooling/config.json", "2_Dense/config.json"
+PROCESSOR = "processor_config.json"
 MASK, MERGING = "2_MultiVectorMask/config.json", "4_HierarchicalTokenPooling/config.json"
 
 
@@ -120,6 +122,16 @@ def _with_a_buffer(value: float) -> Alteration:
     return altered
 
 
+def _one_token_less(model: LoadedModel) -> LoadedModel:
+    assert model.document.trailing_ids is not None
+    rules = dataclasses.replace(model.document, trailing_ids=model.document.trailing_ids[1:])
+    return dataclasses.replace(model, document=rules)
+
+
+def _other_colours(settings: Any) -> None:
+    settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.6]
+
+
 def _columns_not_normalised(model: LoadedModel) -> LoadedModel:
     task = model.tasks[model.score_task]
     head: Any = task.head
@@ -156,6 +168,10 @@ PAIRS = [
     Pair("prompt", "prompts", "multi-vector", json_edit(PROMPTS, _document_prompt)),
     Pair("prompt", "prompts", "instructor", json_edit(PROMPTS, _document_prompt)),
     option("prompt", "bert", document_prompt="passage: "),
+    keys("prompt", "colpali", PROCESSOR, query_prefix="Question: "),
+    Pair("fixed tokens", "one less behind", "colpali", second=_one_token_less),
+    Pair("pictures", "colours", "colpali", json_edit(PROCESSOR, _other_colours)),
+    number("tower weights", "colpali", WEIGHTS, "vlm.multi_modal_projector.linear.bias"),
     keys("prompt pooled", "instructor", POOLING, include_prompt=True),
     keys("document length", "colbert", COLBERT, doc_maxlen=100),
     keys("document length", "multi-vector", TRANSFORMER, document_length=64),

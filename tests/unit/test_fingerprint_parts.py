@@ -189,6 +189,11 @@ def _merged_by_a_class(given: Given) -> Given:
     return given.but(token_pooling=pooling)
 
 
+def _vision(signature: str | None, *modules: torch.nn.Module) -> Change:
+    vision: Any = SimpleNamespace(reader=SimpleNamespace(signature=signature), modules=modules)
+    return lambda given: given.but(vision=vision)
+
+
 def _two_buffers(*names: str) -> Change:
     def changed(backbone: Any) -> None:
         for name in names:
@@ -218,6 +223,10 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("inputs", "fewer", _tokenizer(lambda one: setattr(one, "model_input_names", ["input_ids"]))),
     ("prompt", "another", _rules(prompt="passage: ")),
     ("prompt pooled", "not", _rules(pool_prompt=False)),
+    ("fixed tokens", "in front", _rules(leading_ids=np.array([7], dtype=np.int32))),
+    ("fixed tokens", "behind", _rules(trailing_ids=np.array([7], dtype=np.int32))),
+    ("pictures", "some", _vision("a processor")),
+    ("tower weights", "some", _vision(None, torch.nn.Linear(2, 2))),
     ("document length", "another", _rules(max_tokens=17)),
     ("skip list", "none", _rules(skipped_ids=None)),
     ("skip list", "another", _rules(skipped_ids=np.array([1010, 1012]))),

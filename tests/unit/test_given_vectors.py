@@ -162,7 +162,9 @@ async def test_what_cannot_be_scored_is_refused_by_name(
         assert list(found.errors) == [1]
         assert re.search(reason, found.errors[1])
         assert found.scores[0] == found.scores[2]
-    with pytest.raises(InvalidRequestError, match=r"documents\[1\] is neither a string nor an array but int"):
+    with pytest.raises(
+        InvalidRequestError, match=r"documents\[1\] is neither a string nor an array nor a picture but int"
+    ):
         await colbert.score(QUERY, [good, 7])  # type: ignore[list-item]
 
 

@@ -13,7 +13,13 @@ from maxsimd.engine.execution.modes import Packed, Padded
 from maxsimd.engine.execution.packed_runner import ModelRunner
 from maxsimd.engine.execution.precision import dtype_name
 from maxsimd.engine.execution.selfcheck.comparison import Comparison
-from maxsimd.engine.execution.selfcheck.proof import compare, compare_bits, compare_in_parts, pooler_for
+from maxsimd.engine.execution.selfcheck.proof import (
+    compare,
+    compare_bits,
+    compare_in_parts,
+    free_images,
+    pooler_for,
+)
 from maxsimd.engine.execution.selfcheck.samples import Sample
 
 log = logging.getLogger(__name__)
@@ -61,6 +67,7 @@ def findings_of(
     same = f"the same to the last bit: {bits.sequences} sequences"
     but_for_rounding = f"the same but for rounding: {bits}"
     findings.append(Finding("alone and together", same if bits.difference == 0 else but_for_rounding))
+    free_images(runner, [sample.sequence for sample in samples])
     for finding in findings:
         log.info("checked %s", finding)
     return tuple(findings)

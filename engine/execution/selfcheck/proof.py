@@ -15,7 +15,7 @@ from maxsimd.engine.execution.selfcheck.threads import one_thread
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
-from maxsimd.scheduler import Chunk, Step, Tokens
+from maxsimd.scheduler import Chunk, ImageJob, Step, Tokens
 from maxsimd.scheduler import Sequence as TokenSequence
 
 # How far float32 rounding moves hidden states, as a share of the largest. Heads that make small numbers of
@@ -30,6 +30,7 @@ def pooler_for(tasks: Mapping[str, Task]) -> DispatchPooler:
 
 def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
     """Runs all samples in one step and compares their items: the comparison of the task that differs most."""
+    encode_images(runner, [sample.sequence for sample in samples])
     hidden, cursor = runner.forward(step_of(sample.sequence for sample in samples))
     items, moved = (_items(pooler, rows, cursor) for rows in (hidden, _rounded_otherwise(hidden)))
     comparisons = []
@@ -48,6 +49,7 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample
     """Runs a sample in two chunks and compares its item; if it is a pair, also behind its first half as a
     shared prefix."""
     sequence = sample.sequence
+    encode_images(runner, [sequence])
     middle = len(sequence) // 2
     types = None if sequence.tokens.type_ids is None else sequence.tokens.type_ids[:middle]
     prefix = TokenSequence.prefix(-1, 0, Tokens(sequence.tokens.ids[:middle], types), num_consumers=1)
@@ -75,6 +77,7 @@ def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[
     """The samples' items from one step against those from a step for each sample, on one thread: the
     difference is 0 if a sequence's item depends on that sequence alone, to the last bit."""
     sequences = [sample.sequence for sample in samples]
+    encode_images(runner, sequences)
     together = _items(pooler, *runner.forward(step_of(sequences)))
     with one_thread():
         alone = [
@@ -89,6 +92,20 @@ def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[
 def step_of(sequences: Iterable[TokenSequence]) -> Step:
     """One step with all of these sequences, whole."""
     return Step(0, tuple(Chunk(sequence, 0, len(sequence)) for sequence in sequences))
+
+
+def encode_images(runner: ModelRunner, sequences: Sequence[TokenSequence]) -> None:
+    """Encodes the pictures of sequences, all together."""
+    images = [image for sequence in sequences for image in sequence.tokens.images]
+    if images:
+        runner.encode([ImageJob(image.image_id, 0, 1, 0, image.inputs) for image in images])
+
+
+def free_images(runner: ModelRunner, sequences: Sequence[TokenSequence]) -> None:
+    """Frees what was encoded."""
+    for sequence in sequences:
+        for image in sequence.tokens.images:
+            runner.free(image.image_id)
 
 
 def _rounded_otherwise(hidden: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,9 @@ def sample_layers(backbone: Any) -> Iterator[None]:
 
 def _layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
     """The only list that has as many modules as the model has layers, with its parent and name."""
-    count = getattr(backbone.config, "num_hidden_layers", None)
+    count = getattr(getattr(backbone, "config", None), "num_hidden_layers", None)
+    if count is None:
+        return None
     lists = [
         (parent, name, child)
         for parent in backbone.modules()

@@ -13,6 +13,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.selfcheck.comparison import comparison
+from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.execution.selfcheck.rules import LONGEST_WINDOW, window_of
 from maxsimd.scheduler import ResultSlot, Sequence, Tokens
 
@@ -74,7 +75,7 @@ def random_sequences(model: LoadedModel, task: str) -> list[Sequence]:
             sequences.append(_encoded(model, task, _text(model, second, random)))
     if task == "classify" and not plain:
         sequences.append(_encoded(model, task, _text(model, 6, random)))
-    return [*sequences, *_special_readings(model, task, sequences)]
+    return [*sequences, *_special_readings(model, task, sequences), *random_pages(model, task)]
 
 
 def _special_readings(model: LoadedModel, task: str, sequences: list[Sequence]) -> Iterator[Sequence]:

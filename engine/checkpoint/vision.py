@@ -1,0 +1,79 @@
+"""What a checkpoint says of pictures: how one becomes numbers and tokens, and the tower that encodes it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maxsimd.engine.media import Picture
+from maxsimd.scheduler.payload import TokenIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageInputs:
+    """What a vision tower reads of one picture: arrays by the names that the tower gives them, with as many
+    `patches`. The `digest` is the picture's, and `size` its width and height in pixels."""
+
+    arrays: Mapping[str, NDArray[Any]]
+    patches: int
+    size: tuple[int, int]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Page:
+    """The tokens of a picture that stands alone: their ids, and the `positions` of those in whose place its
+    features stand, ascending."""
+
+    ids: TokenIds
+    positions: NDArray[np.int64]
+
+
+class PictureReader(Protocol):
+    """Turns pictures into numbers and tokens, as a checkpoint's processor does. Thread-safe."""
+
+    @property
+    def signature(self) -> str:
+        """All that decides what is made of a picture."""
+        ...
+
+    def read(self, picture: Picture) -> ImageInputs: ...
+
+    def page(self, inputs: ImageInputs) -> Page: ...
+
+
+class Tower(Protocol):
+    """Encodes pictures on the device: features [n, hidden] each, in the precision of its weights."""
+
+    def __call__(self, images: Sequence[ImageInputs], device: torch.device) -> list[torch.Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vision:
+    """How a model reads pictures. The `tower` runs the `modules`; a patch of a picture takes it as long as
+    the language model takes for `tokens_a_patch` tokens."""
+
+    reader: PictureReader
+    tower: Tower
+    modules: tuple[torch.nn.Module, ...]
+    tokens_a_patch: float
+
+    def price(self, inputs: ImageInputs) -> int:
+        """How many tokens the language model could run while the tower encodes a picture."""
+        return max(1, ceil(inputs.patches * self.tokens_a_patch))
+
+
+def tokens_a_patch(modules: Sequence[torch.nn.Module], backbone: torch.nn.Module) -> float:
+    """The work of a patch over that of a token: of the weights of linear layers and convolutions, which each
+    multiply once."""
+    vision = sum(map(_multiplied, modules))
+    return vision / max(1, _multiplied(backbone))
+
+
+def _multiplied(module: torch.nn.Module) -> int:
+    layers = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d)
+    return sum(each.weight.numel() for each in module.modules() if isinstance(each, layers))

@@ -1,0 +1,110 @@
+"""What a query or a document is that has pictures: texts and pictures in their order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from maxsimd.engine.media.decoding import PictureLimits, decoded, picture_of_pillow
+from maxsimd.engine.media.encoded import bytes_of_base64, bytes_of_data_url
+from maxsimd.engine.media.picture import Picture
+
+_DATA_URL = "data:"
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFile:
+    """A picture as the bytes of its file."""
+
+    data: bytes
+
+    def read(self, limits: PictureLimits) -> Picture:
+        """Raises PictureError."""
+        return decoded(self.data, limits)
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPicture:
+    """A picture's file in base64, or as a data URL."""
+
+    text: str
+
+    def read(self, limits: PictureLimits) -> Picture:
+        """Raises PictureError."""
+        is_url = self.text[: len(_DATA_URL)].lower() == _DATA_URL
+        data = (bytes_of_data_url if is_url else bytes_of_base64)(self.text, limits.file_bytes)
+        return decoded(data, limits)
+
+    @property
+    def size(self) -> int:
+        return len(self.text)
+
+
+class OpenImage(Protocol):
+    """What Pillow's `Image` has, which is not imported to say so."""
+
+    @property
+    def size(self) -> tuple[int, int]: ...
+
+    @property
+    def mode(self) -> str: ...
+
+    def copy(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PillowPicture:
+    """A picture that a Python caller has opened with Pillow."""
+
+    image: OpenImage
+
+    def read(self, limits: PictureLimits) -> Picture:
+        """Raises PictureError."""
+        return picture_of_pillow(self.image, limits)
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    def __hash__(self) -> int:
+        return id(self.image)
+
+
+# A picture, in whichever form it came.
+AnyPicture: TypeAlias = Picture | PictureFile | EncodedPicture | PillowPicture
+Part: TypeAlias = str | AnyPicture
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A query or a document: texts and pictures in their order, at least one."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("content has no parts; give at least one text or picture")
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> "Content":
+        return cls(tuple(parts))
+
+    @property
+    def pictures(self) -> tuple[AnyPicture, ...]:
+        return tuple(part for part in self.parts if not isinstance(part, str))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(part for part in self.parts if isinstance(part, str))
+
+    def __len__(self) -> int:
+        """About how many characters there are to read, as texts have them."""
+        return sum(len(part) if isinstance(part, str) else part.size for part in self.parts)
+
+
+def is_pillow(item: object) -> bool:
+    """Whether something is a picture of Pillow, which is not imported to find out."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" == "PIL.Image.Image" for kind in type(item).__mro__)

@@ -1,0 +1,71 @@
+"""Late-interaction checkpoints that read pages as pictures, as they are published."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    ColPaliConfig,
+    ColPaliForRetrieval,
+    ColPaliProcessor,
+    GemmaTokenizer,
+    PaliGemmaConfig,
+    SiglipImageProcessorPil,
+)
+
+from tests.checkpoints.tokenizers import merges_of
+from tests.checkpoints.weights import SIZES, spread
+
+# Side of a page and of a patch in pixels: 4 x 4 patches.
+SIDE, PATCH = 56, 14
+
+
+def colpali(folder: Path) -> str:
+    """vidore/colpali-v1.3-hf: ColPaliForRetrieval, a SigLIP tower and a Gemma, with its processor."""
+    tokenizer = _gemma_tokenizer()
+    image_processor = SiglipImageProcessorPil(
+        size={"height": SIDE, "width": SIDE}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    image_processor.image_seq_length = (SIDE // PATCH) ** 2
+    processor = ColPaliProcessor(image_processor, tokenizer, query_prefix="Query: ")
+    vlm = PaliGemmaConfig(
+        image_token_index=processor.image_token_id,
+        text_config={
+            **SIZES,
+            "model_type": "gemma",
+            "vocab_size": len(tokenizer),
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+        },
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": SIDE,
+            "patch_size": PATCH,
+            "projection_dim": SIZES["hidden_size"],
+            "vision_use_head": False,
+        },
+        projection_dim=SIZES["hidden_size"],
+    )
+    model = ColPaliForRetrieval(ColPaliConfig(vlm_config=vlm, embedding_dim=48))
+    _with_biases(spread(model)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def _with_biases(model: Any) -> Any:
+    """With biases and norms that are not zero or one, so that leaving one out is seen."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def _gemma_tokenizer() -> GemmaTokenizer:
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<image>"]
+    vocabulary, merges = merges_of((), (*specials, "\u2581", "\n"))
+    return GemmaTokenizer(vocab=vocabulary, merges=merges, extra_special_tokens={"image_token": "<image>"})

@@ -1,0 +1,115 @@
+"""Pages are scored as sentence-transformers and transformers score them, one by one and in any company."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from sentence_transformers import MultiVectorEncoder
+from transformers import ColPaliForRetrieval, ColPaliProcessor
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import EngineConfig
+from tests.checkpoints import visual
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import Engines
+from tests.parity import references
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+QUERIES = ["What is this?", "a", "how many revenues were there in 1998", "Größe der Straße?"]
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    random = np.random.default_rng(seed)
+    return Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+PAGES = [noise(70, 90), noise(56, 56, 1), noise(300, 20, 2), noise(1, 1, 3), noise(640, 480, 4)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(visual.colpali)
+
+
+def maxsim(query: NDArray[Any], page: NDArray[Any]) -> float:
+    return float((query @ page.T).max(axis=1).sum())
+
+
+def encoded(model: Any, items: Sequence[Any], role: str) -> list[NDArray[Any]]:
+    """One by one: padding in a batch would be scored as well."""
+    encode = model.encode_query if role == "query" else model.encode_document
+    return [np.asarray(encode([item])[0]) for item in items]
+
+
+async def test_scores_of_pages_equal_sentence_transformers(checkpoint: str, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    model = references.loaded(MultiVectorEncoder, checkpoint)
+    queries, pages = encoded(model, QUERIES, "query"), encoded(model, PAGES, "document")
+    for text, query in zip(QUERIES, queries, strict=True):
+        result = await engine.score(text, PAGES, cache="bypass")
+        np.testing.assert_allclose(result.scores, [maxsim(query, page) for page in pages], atol=1e-4)
+
+
+async def test_scores_of_pages_equal_transformers(checkpoint: str, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    model = ColPaliForRetrieval.from_pretrained(checkpoint).eval()
+    processor = ColPaliProcessor.from_pretrained(checkpoint)
+    with torch.inference_mode():
+        queries = [model(**processor.process_queries(text=[text])).embeddings[0] for text in QUERIES]
+        pages = [model(**processor.process_images(images=[page])).embeddings[0] for page in PAGES]
+    expected = [processor.score_retrieval([query], pages[:1]).item() for query in queries]
+    result = await engine.score(QUERIES, [PAGES[0]] * len(QUERIES), cache="bypass")
+    np.testing.assert_allclose(result.scores, expected, atol=1e-4)
+    ids = [len(processor.process_queries(text=[text])["input_ids"][0]) for text in QUERIES]
+    page_ids = len(processor.process_images(images=[PAGES[0]])["input_ids"][0])
+    assert result.usage.prompt_tokens == sum(ids) + page_ids * len(QUERIES)
+
+
+async def test_token_embeddings_of_texts_and_pages_equal_encode(checkpoint: str, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    model = references.loaded(MultiVectorEncoder, checkpoint)
+    result = await engine.embed_tokens([*QUERIES, *PAGES])
+    expected = [*encoded(model, QUERIES, "query"), *encoded(model, PAGES, "document")]
+    for ours, theirs in zip(result.embeddings, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+async def test_a_page_may_be_the_query_and_a_text_the_document(checkpoint: str, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    model = references.loaded(MultiVectorEncoder, checkpoint)
+    (query,) = encoded(model, PAGES[:1], "document")
+    others = [*encoded(model, QUERIES, "query"), *encoded(model, PAGES[1:], "document")]
+    result = await engine.score(PAGES[0], [*QUERIES, *PAGES[1:]], cache="bypass")
+    np.testing.assert_allclose(result.scores, [maxsim(query, other) for other in others], atol=1e-4)
+
+
+async def test_pages_and_texts_of_many_requests_score_as_alone(
+    checkpoint: str, engines: Engines, pairs: list[Pair]
+) -> None:
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    documents: list[Any] = [*PAGES, *(pair.document[:300] for pair in pairs[:20])]
+    alone = [
+        (await engine.score("What is it?", document, cache="bypass")).scores[0] for document in documents
+    ]
+    together = await engine.score("What is it?", documents, cache="bypass")
+    np.testing.assert_allclose(together.scores, alone, atol=1e-5)
+    calls = [engine.score("What is it?", documents[i:], cache="bypass") for i in range(6)]
+    for i, result in enumerate(await asyncio.gather(*calls)):
+        np.testing.assert_allclose(result.scores, alone[i:], atol=1e-5)
+
+
+async def test_a_cached_page_is_not_run_again(checkpoint: str, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    await engine.clear_cache()
+    first = await engine.score("What is it?", PAGES)
+    again = await engine.score("What is it?", PAGES)
+    assert first.usage.cached_documents == 0
+    assert again.usage.cached_documents == len(PAGES)
+    assert first.usage.prompt_tokens == again.usage.prompt_tokens
+    assert first.scores == again.scores

@@ -1,0 +1,172 @@
+"""Pictures in the scheduler: encoded before their sequences, within the budget, and few features held."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.scheduler import (
+    DocumentPayload,
+    ImageJob,
+    PlacedImage,
+    ResultSlot,
+    Scheduler,
+    Sequence,
+    Step,
+    StepLimits,
+    Tokens,
+)
+from tests.unit.scheduled_requests import WORDS, query, texts
+
+# Price and features of a picture.
+Picture = tuple[int, int]
+
+
+def pages(
+    request_id: int, first_id: int, documents: list[list[Picture]], query_length: int, words: int = 3
+) -> tuple[list[Sequence], list[ImageJob]]:
+    """A query and documents, each with pictures and some words behind them."""
+    sequences, images = [query(request_id, first_id, query_length, max(1, len(documents)))], []
+    next_id = first_id + 1
+    for index, pictures in enumerate(documents):
+        slot, placed, length = ResultSlot(request_id, index), [], 0
+        for i, (price, features) in enumerate(pictures):
+            positions = np.arange(length, length + features)
+            placed.append(PlacedImage(next_id, positions, None, b""))
+            together = sum(features for _, features in pictures) if i == 0 else 0
+            images.append(ImageJob(next_id, request_id, price, together, None, slot))
+            next_id, length = next_id + 1, length + features
+        tokens = Tokens(WORDS[: length + words], images=tuple(placed))
+        sequences.append(Sequence.document(next_id, slot, "embed", tokens, DocumentPayload(first_id)))
+        next_id += 1
+    return sequences, images
+
+
+def dry(scheduler: Scheduler) -> list[Step]:
+    steps = []
+    while (step := scheduler.schedule()) is not None:
+        assert step.num_parts > 0
+        steps.append(step)
+    return steps
+
+
+PICTURES = st.tuples(st.integers(1, 60), st.integers(1, 60))
+DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
+
+
+@given(
+    requests=st.lists(st.tuples(DOCUMENTS, st.integers(1, 150)), min_size=1, max_size=4),
+    others=st.lists(st.integers(1, 90), max_size=5),
+    budget=st.integers(20, 200),
+    features=st.integers(1, 150),
+    chunked=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_sequence_runs_once_in_a_later_step_than_its_pictures(
+    requests: list[tuple[list[list[Picture]], int]],
+    others: list[int],
+    budget: int,
+    features: int,
+    chunked: bool,
+) -> None:
+    scheduler = Scheduler(StepLimits(budget if chunked else 400, 100, chunked, features=features))
+    every: dict[int, Sequence] = {}
+    jobs: dict[int, ImageJob] = {}
+    for request_id, (documents, query_length) in enumerate(requests):
+        sequences, images = pages(request_id, 1000 * (request_id + 1), documents, query_length)
+        scheduler.admit(request_id, sequences, images=images)
+        every |= {sequence.sequence_id: sequence for sequence in sequences}
+        jobs |= {image.image_id: image for image in images}
+    if others:
+        scheduler.admit(99, texts(99, others))
+    most_alone = max((_features(sequence) for sequence in every.values()), default=0)
+    encoded: dict[int, int] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    while (step := scheduler.schedule()) is not None:
+        assert step.num_parts > 0
+        for image in step.images:
+            assert image.image_id not in encoded
+            encoded[image.image_id] = step.step_id
+        for chunk in step.chunks:
+            first.setdefault(chunk.sequence.sequence_id, step.step_id)
+            assert chunk.sequence.sequence_id not in last
+            if chunk.is_last:
+                last[chunk.sequence.sequence_id] = step.step_id
+        held = sum(
+            _features(sequence)
+            for sequence in every.values()
+            if sequence.sequence_id not in last
+            and any(image.image_id in encoded for image in sequence.tokens.images)
+        )
+        assert scheduler.held_features == held <= max(features, most_alone)
+        cost = sum(map(len, step.chunks)) + sum(image.price for image in step.images)
+        assert cost <= scheduler.limits.tokens or step.num_parts == 1
+    assert encoded.keys() == jobs.keys()
+    assert set(last) >= every.keys()
+    for sequence_id, sequence in every.items():
+        document = sequence.payload.document
+        if document is not None:
+            assert first[sequence_id] >= last[document.query_id]
+        for image in sequence.tokens.images:
+            assert encoded[image.image_id] < first[sequence_id]
+    assert scheduler.waiting_tokens == scheduler.held_features == 0
+
+
+def _features(sequence: Sequence) -> int:
+    return sum(len(image.positions) for image in sequence.tokens.images)
+
+
+def test_pictures_wait_while_as_many_features_are_held() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False, features=50))
+    sequences, images = pages(0, 0, [[(10, 40)], [(10, 40)], [(10, 10)]], query_length=5)
+    scheduler.admit(0, sequences, images=images)
+    steps = dry(scheduler)
+    assert [[image.image_id for image in step.images] for step in steps] == [[1], [3, 5], []]
+
+
+def test_a_document_with_more_pictures_than_may_be_held_is_run_all_the_same() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False, features=10))
+    sequences, images = pages(0, 0, [[(30, 9), (30, 9), (30, 9)]], query_length=5)
+    scheduler.admit(0, sequences, images=images)
+    steps = dry(scheduler)
+    assert [len(step.images) for step in steps] == [3, 0]
+
+
+def test_a_picture_dearer_than_the_budget_has_a_step_of_its_own() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=True))
+    sequences, images = pages(0, 0, [[(1_000, 9)]], query_length=5)
+    scheduler.admit(0, sequences, images=images)
+    steps = dry(scheduler)
+    assert [(len(step.chunks), len(step.images)) for step in steps] == [(1, 0), (0, 1), (1, 0)]
+
+
+def test_a_cancelled_request_holds_no_features() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=True, features=10))
+    sequences, images = pages(0, 0, [[(50, 10)]] * 3, query_length=5)
+    scheduler.admit(0, sequences, images=images)
+    scheduler.schedule()
+    assert scheduler.held_features == 10
+    scheduler.cancel(0)
+    assert scheduler.held_features == scheduler.waiting_tokens == 0
+    assert scheduler.schedule() is None
+
+
+def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False))
+    sequences, images = pages(0, 0, [[(10, 4)], [(10, 4)]], query_length=5)
+    scheduler.admit(0, sequences, images=images)
+    scheduler.admit(1, texts(1, [6], first_id=50))
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.num_parts == 4
+    assert step.request_ids == {0, 1}
+    stages = step.stages()
+    assert [(len(stage.chunks), len(stage.images)) for stage in stages] == [(2, 0), (0, 2)]
+    parts = [half for stage in step.halves() for half in stage.halves()]
+    assert [(len(part.chunks), len(part.images)) for part in parts] == [(1, 0), (1, 0), (0, 1), (0, 1)]
+
+
+def test_a_picture_without_a_price_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a price"):
+        ImageJob(0, 0, 0, 1, None)
