@@ -34,6 +34,7 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     app[STATE] = ServerState(engine, config)
     app.cleanup_ctx.append(_watch_lag)
     app.cleanup_ctx.append(_send_traces)
+    app.cleanup_ctx.append(_close_media)
     return app
 
 
@@ -145,6 +146,11 @@ async def _send_traces(app: web.Application) -> AsyncIterator[None]:
     tracing = app[STATE].tracing
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
+
+
+async def _close_media(app: web.Application) -> AsyncIterator[None]:
+    yield
+    await app[STATE].media.close()
 
 
 async def _watch_lag(app: web.Application) -> AsyncIterator[None]:

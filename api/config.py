@@ -46,6 +46,16 @@ class ServerConfig:
         "are being read, the slowest readers are cut off.",
     )
     max_documents: int = option(10_000, "Most documents or texts in one request.")
+    max_images: int = option(64, "Most pictures in one request.")
+    allowed_media_host: tuple[str, ...] = option(
+        (),
+        "Host from which pictures are fetched that requests name by URL, over HTTPS, or an origin such as "
+        "http://example.com:8080; repeatable. Else none are fetched.",
+    )
+    allowed_media_dir: str | None = option(
+        None,
+        "Folder of this machine from which requests may name pictures as file:///...; else there is none.",
+    )
     long_documents: Literal["truncate", "window", "error"] = option(
         "truncate",
         "What is done with inputs that are too long unless the request says; window reads documents whole "
@@ -83,7 +93,7 @@ class ServerConfig:
     log_format: Literal["text", "json"] = option("text", "Log lines for people or for machines.")
 
     def __post_init__(self) -> None:
-        for name in ("max_body_mb", "max_bodies_mb", "max_documents", "max_connections"):
+        for name in ("max_body_mb", "max_bodies_mb", "max_documents", "max_images", "max_connections"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")

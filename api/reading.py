@@ -2,12 +2,13 @@
 be, which is checked before any of them is looked at."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
 from maxsimd.api.failures import too_many_entries
+from maxsimd.api.reading_pictures import content_of, each_picture, has_pictures
 from maxsimd.api.reading_vectors import is_vectors, vectors_of
 from maxsimd.api.vectors import NUMBERS, Numbers
 from maxsimd.api.wire import (
@@ -25,14 +26,13 @@ from maxsimd.api.wire import (
 )
 from maxsimd.api.wire_cohere import CohereEmbedRequest
 from maxsimd.api.wire_tei import TeiTruncating
-from maxsimd.engine import InvalidRequestError, Truncation, Vectors
-from maxsimd.engine.requests import InputType
+from maxsimd.engine import InvalidRequestError, Truncation
+from maxsimd.engine.media import Content as PictureContent
+from maxsimd.engine.requests import InputType, Item
 
-# A query or a document to score.
-Item = str | Vectors
 ToRank = tuple[Item, list[Item]]
-# Texts, or the token ids of each.
-Inputs = list[str] | list[list[int]]
+# Texts and pictures, or the token ids of each text.
+Inputs = list[str] | list[list[int]] | list[str | PictureContent]
 # The names of fields, with the place that each has in the text.
 RankFields = Mapping[str, int]
 
@@ -119,9 +119,12 @@ def as_items(contents: Contents, param: str, rank_fields: RankFields | None = No
 
 
 def as_item(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> Item:
-    """One content as a text, or as an embedding, if it is one and not a record with fields."""
-    if not rank_fields and isinstance(content, dict) and is_vectors(content):
-        return vectors_of(content, where, param)
+    """One content as a text, or as an embedding or pictures, if it is that and not a record with fields."""
+    if not rank_fields and isinstance(content, dict):
+        if is_vectors(content):
+            return vectors_of(content, where, param)
+        if has_pictures(content):
+            return content_of(content, where, param)
     return as_text(content, where, param, rank_fields)
 
 
@@ -132,7 +135,10 @@ def as_texts(contents: Contents, param: str, rank_fields: RankFields | None = No
 
 def _named(contents: Contents, param: str) -> Iterator[tuple[str, Content]]:
     """One or many contents, each behind what errors call it."""
-    for i, content in enumerate(contents if isinstance(contents, list) else [contents]):
+    several: Sequence[Content] = contents if isinstance(contents, list) else [contents]
+    if not isinstance(contents, list):
+        several = each_picture(contents) or several
+    for i, content in enumerate(several):
         yield f"{param}[{i}]", content
 
 
@@ -143,13 +149,13 @@ def as_text(content: Content, where: str, param: str, rank_fields: RankFields | 
         return content
     if rank_fields:
         return _record_text(content, rank_fields, where)
+    if has_pictures(content):
+        raise InvalidRequestError(f"{where} has a picture; only text can be read here", param)
     text = content.get("text", content.get("content"))
     if isinstance(text, list):
         return "\n".join(_part_text(part, where, param) for part in text)
     if isinstance(text, str):
         return text
-    if "image" in content:
-        raise InvalidRequestError(f"{where} is a picture; only text can be scored here", param)
     raise InvalidRequestError(f'{where} is an object without a "text" or "content" string', param)
 
 
@@ -245,8 +251,8 @@ def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
         check_count(value, param, most)
         if all(isinstance(item, str) for item in value):
             return value
-        if all(isinstance(item, str | dict) for item in value):  # Jina's {"text": ...}
-            return as_texts(value, param)
+        if all(isinstance(item, str | dict) for item in value):  # Jina's {"text": ...}, {"image": ...}
+            return [*_texts_and_pictures(value, param)]
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return value
     raise InvalidRequestError(
@@ -255,9 +261,17 @@ def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
     )
 
 
+def _texts_and_pictures(values: list[Content], param: str) -> Iterator[str | PictureContent]:
+    for where, value in _named(values, param):
+        if isinstance(value, dict) and has_pictures(value):
+            yield content_of(value, where, param)
+        else:
+            yield as_text(value, where, param)
+
+
 def check_token_ids(inputs: Inputs, accepted: bool, param: str = "input") -> None:
     """Raises InvalidRequestError for token ids, unless they are accepted."""
-    if not accepted and not isinstance(inputs[0], str):
+    if not accepted and isinstance(inputs[0], list):
         raise InvalidRequestError(
             f"{param} has token ids, and another tokeniser's would get vectors that mean nothing; send texts "
             "(LangChain's OpenAIEmbeddings does with check_embedding_ctx_length=False), or have the server "

@@ -10,6 +10,7 @@ from maxsimd.api.cors import CrossOrigin
 from maxsimd.api.failures import no_such_model
 from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.keys import ApiKeys
+from maxsimd.api.media.sources import MediaSources
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.api.tracing import tracing_of_environment
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
@@ -34,6 +35,7 @@ class ServerState:
         self.max_body_bytes = config.max_body_mb * 1024 * 1024
         self.tracing = tracing_of_environment()
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
+        self.media = MediaSources(config)
         self.draining = False
         self.comes_back = config.restart_on_failure
         self._in_flight: set[asyncio.Timeout] = set()

@@ -10,6 +10,7 @@ from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.reading import (
+    Inputs,
     check_token_ids,
     inputs_of,
     sequences_of,
@@ -22,9 +23,7 @@ from maxsimd.api.state import ServerState
 _STEEP = 80.0
 
 
-async def classify(
-    state: ServerState, body: wire.ClassifyRequest, inputs: list[str] | list[list[int]], tenant: str
-) -> Answer:
+async def classify(state: ServerState, body: wire.ClassifyRequest, inputs: Inputs, tenant: str) -> Answer:
     """vLLM's; in Infinity's words where `raw_scores` says either."""
     check_token_ids(inputs, state.config.accept_token_ids)
     model, wants_labels = state.model_name, body.raw_scores is not None

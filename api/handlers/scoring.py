@@ -15,7 +15,6 @@ from maxsimd.api.handlers.ranking import (
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.score_answers import rerank_response, score_response
 from maxsimd.api.reading import (
-    Item,
     ToRank,
     names_of,
     texts_to_rank,
@@ -25,6 +24,7 @@ from maxsimd.api.reading import (
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire_reranks import TeiRanked, VoyageResponse
 from maxsimd.engine import RerankResult, ScoreResult
+from maxsimd.engine.requests import Item
 
 
 async def score(

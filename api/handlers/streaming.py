@@ -10,10 +10,11 @@ from maxsimd.api import wire
 from maxsimd.api.answer import Answer
 from maxsimd.api.handlers.ranking import num_matches, scale_of, score_options, with_scale
 from maxsimd.api.handlers.score_answers import least_score, ranked, rerank_response, score_response
-from maxsimd.api.reading import Item, ToRank, truncation_of
+from maxsimd.api.reading import ToRank, truncation_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire_explanations import on_wire
 from maxsimd.engine import RankedDocument, RerankResult, ScoreResult
+from maxsimd.engine.requests import Item
 from maxsimd.engine.results.postprocess import aside, rank
 from maxsimd.engine.results.stream import ScoreStream
 

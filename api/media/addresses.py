@@ -35,15 +35,6 @@ def is_public(address: str) -> bool:
     return "%" not in address and all(_is_public(each) for each in (parsed, *_held(parsed)))
 
 
-def is_in_figures(host: str) -> bool:
-    """Whether a host is an address, not a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def _is_public(address: _Address) -> bool:
     is_local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
     is_refused = any(address in network for network in _REFUSED if network.version == address.version)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
-from maxsimd.api.media.addresses import AddressRefusedError, CheckedResolver, is_in_figures, is_public
+from maxsimd.api.media.addresses import AddressRefusedError, CheckedResolver, is_public
 from maxsimd.engine.media import PictureError
 
 _MOST_REDIRECTS = 3
@@ -32,8 +32,9 @@ class MediaFetcher:
     """Owns the connections to media hosts; used on one event loop, closed by `close`.
 
     `allowed` are hosts by their names (https on its port), or origins (`http://host:8080`). Each URL and each
-    redirect is checked against them, each address that a host has by `may_connect`, and the connection goes
-    to the address that was checked. No proxy, cookie or credential of the environment takes part."""
+    redirect is checked against them, each address that a name has by `may_connect`, and the connection goes
+    to the address that was checked. An address that is itself among the `allowed` may be any: the operator
+    has named it. No proxy, cookie or credential of the environment takes part."""
 
     def __init__(
         self,
@@ -98,9 +99,6 @@ class MediaFetcher:
                 f"is at {origin.scheme}://{origin.host}, from where this server fetches nothing; send the "
                 "file itself as data:image/...;base64,..., or have the operator allow the host"
             )
-        # A host in figures is not looked up, and so not seen by the resolver.
-        if is_in_figures(origin.host) and not self._may_connect(origin.host):
-            raise AddressRefusedError(origin.host)
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         if response.status != 200:

@@ -17,6 +17,7 @@ from maxsimd.engine.checkpoint.reference import VisualReference
 from maxsimd.engine.checkpoint.retrieval import processor_of, rules_as_rendered, settings_of
 from maxsimd.engine.checkpoint.vision import ImageInputs, Page, Vision, tokens_a_patch
 from maxsimd.engine.media import Picture
+from maxsimd.engine.media.decoding import pillow_of
 
 # PaliGemma counts positions from 1.
 _FIRST_POSITION = 1
@@ -111,6 +112,4 @@ class SiglipTower:
 
 def as_pillow(picture: Picture) -> Any:
     """The picture as processors take it: arrays they might read with channels in another place."""
-    from PIL import Image
-
-    return Image.fromarray(np.ascontiguousarray(picture.pixels))
+    return pillow_of(picture.pixels)

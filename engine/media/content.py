@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeAlias
 
 from maxsimd.engine.media.decoding import PictureLimits, decoded, picture_of_pillow
 from maxsimd.engine.media.encoded import bytes_of_base64, bytes_of_data_url
+from maxsimd.engine.media.errors import PictureError
 from maxsimd.engine.media.picture import Picture
 
 _DATA_URL = "data:"
@@ -43,6 +44,36 @@ class EncodedPicture:
         return len(self.text)
 
 
+@dataclass(frozen=True, slots=True)
+class MissingPicture:
+    """A picture that cannot be had, and why: what errors say behind its name."""
+
+    reason: str
+
+    def read(self, limits: PictureLimits) -> Picture:
+        """Raises PictureError."""
+        raise PictureError(self.reason)
+
+    @property
+    def size(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class PictureUrl:
+    """A picture at a URL, which whoever takes requests replaces by its file."""
+
+    url: str
+
+    def read(self, limits: PictureLimits) -> Picture:
+        """Raises PictureError."""
+        raise PictureError("is at a URL; give the bytes of its file, as the engine fetches nothing")
+
+    @property
+    def size(self) -> int:
+        return len(self.url)
+
+
 class OpenImage(Protocol):
     """What Pillow's `Image` has, which is not imported to say so."""
 
@@ -74,7 +105,7 @@ class PillowPicture:
 
 
 # A picture, in whichever form it came.
-AnyPicture: TypeAlias = Picture | PictureFile | EncodedPicture | PillowPicture
+AnyPicture: TypeAlias = Picture | PictureFile | EncodedPicture | PictureUrl | MissingPicture | PillowPicture
 Part: TypeAlias = str | AnyPicture
 
 

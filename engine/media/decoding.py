@@ -6,6 +6,7 @@ profiles are not applied, and of colours with 16 bits the upper 8 are taken. A p
 before its pixels are unpacked; while it is read it takes some 20 bytes a pixel."""
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -26,6 +27,8 @@ _TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
 _WHITE = (255, 255, 255, 255)
 # From here on Pillow refuses files by a limit of its own.
 _MOST_PIXELS = 150_000_000
+# What is copied in one go, within a millisecond or so.
+_STRIP_PIXELS = 512 * 1024
 # Where PNG's header has the bits a channel and the kind of colour, and the kinds.
 _DEPTH, _COLOUR, _GREY, _RGB = 24, 25, 0, 2
 
@@ -127,11 +130,37 @@ def _pixels(image: Any, box: tuple[int, int, int, int] | None) -> NDArray[np.uin
         raise PictureError("has floating-point pixels; send one with 8 or 16 bits a channel")
     if image.mode in _TRANSPARENT or "transparency" in image.info:
         image = _on_white(image if image.mode == "RGBA" else image.convert("RGBA"))
-    pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    pixels = array_of(image if image.mode == "RGB" else image.convert("RGB"))
     if box is not None:
         left, upper, right, lower = box
         pixels[:upper], pixels[lower:], pixels[:, :left], pixels[:, right:] = 255, 255, 255, 255
     return pixels
+
+
+def array_of(image: Any) -> NDArray[np.uint8]:
+    """The pixels [height, width, 3] of a picture in RGB, strip by strip: other threads run between two."""
+    width, height = image.size
+    pixels = np.empty((height, width, 3), dtype=np.uint8)
+    for top, bottom in strips(width, height):
+        pixels[top:bottom] = np.asarray(image.crop((0, top, width, bottom)))
+    return pixels
+
+
+def pillow_of(pixels: NDArray[np.uint8]) -> Any:
+    """A picture of Pillow's with these pixels [height, width, 3], in the same way."""
+    height, width, _ = pixels.shape
+    pillow = _pillow()
+    image = pillow.new("RGB", (width, height))
+    for top, bottom in strips(width, height):
+        image.paste(pillow.fromarray(np.ascontiguousarray(pixels[top:bottom])), (0, top))
+    return image
+
+
+def strips(width: int, height: int) -> Iterator[tuple[int, int]]:
+    """First rows, and those after the last, of strips of a picture."""
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        yield top, min(height, top + rows)
 
 
 def _of_sixteen_bits(values: NDArray[Any], transparent: object) -> NDArray[np.uint8]:

@@ -88,7 +88,7 @@ def test_a_text_is_a_string_or_an_object_that_holds_one(content: Any, text: str)
 
 @pytest.mark.parametrize(
     "part",
-    ["x", {"type": "text"}, {"type": "text", "text": 7}, {"type": "image", "text": "x"}, {"text": "x"}, None],
+    ["x", {"type": "text"}, {"type": "text", "text": 7}, {"type": "other", "text": "x"}, {"text": "x"}, None],
 )
 def test_a_part_that_is_not_text_is_refused(part: Any) -> None:
     message = "documents[1] has a content part that is not text; only text can be scored"
@@ -103,7 +103,7 @@ def test_an_object_without_text_is_refused(content: Any) -> None:
 
 
 def test_a_picture_is_refused_as_such() -> None:
-    with _refused("documents", "documents[0] is a picture; only text can be scored here"):
+    with _refused("documents", "documents[0] has a picture; only text can be read here"):
         reading.as_texts([{"image": "data:image/png;base64,AAAA"}], "documents")
 
 

@@ -86,7 +86,11 @@ async def test_content_parts_are_text(engine: RecordingEngine) -> None:
         ({"messages": []}, "messages is empty", "messages"),
         ({"messages": MESSAGES, "input": "a"}, "exclude each other", "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "no such role", "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text", "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "neither a text nor",
+            "messages",
+        ),
         ({"messages": [{"role": "user"}]}, "content", "content"),
         ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "cannot be chosen", "chat_template"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "cannot be", "chat_template_kwargs"),

@@ -102,7 +102,7 @@ async def test_a_text_may_be_an_object_or_content_parts(caller: Caller, content:
         ({}, 'documents[1] is an object without a "text" or "content" string'),
         ({"text": 7}, 'documents[1] is an object without a "text" or "content" string'),
         (
-            {"content": [{"type": "image", "text": "x"}]},
+            {"content": [{"type": "other", "text": "x"}]},
             "documents[1] has a content part that is not text; only text can be scored",
         ),
         (

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from maxsimd.api.media import MediaFetcher, bytes_of_local_file, is_public
+from maxsimd.api.media.addresses import is_public
+from maxsimd.api.media.fetching import MediaFetcher
+from maxsimd.api.media.local_files import bytes_of_local_file
 from maxsimd.engine.media import PictureError
 
 MOST = 1_000
@@ -137,9 +139,15 @@ async def test_no_request_leaves_for_a_host_that_is_not_allowed(url: str) -> Non
         assert host.asked == []
 
 
-@pytest.mark.parametrize(
-    "name", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "[::1]", "2130706433", "127.1"]
-)
+async def test_an_address_that_the_operator_names_itself_may_be_any() -> None:
+    async with hosting() as host, fetching(host.origin, may_connect=is_public) as fetcher:
+        assert await fetcher.fetch(f"{host.origin}/picture") == PICTURE
+        with pytest.raises(PictureError, match="fetches nothing"):
+            await fetcher.fetch(f"{host.origin}/redirect?to=http://localhost:{host.port}/picture")
+        assert host.asked == ["/picture", "/redirect"]
+
+
+@pytest.mark.parametrize("name", ["localhost", "2130706433", "127.1"])
 async def test_a_host_that_is_allowed_is_not_asked_at_an_address_that_is_not_public(name: str) -> None:
     async with hosting() as host, fetching(f"http://{name}:{host.port}", may_connect=is_public) as fetcher:
         with pytest.raises(PictureError, match=r"whose address is not public|cannot be"):

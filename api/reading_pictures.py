@@ -1,0 +1,92 @@
+"""Content with pictures, as others' clients send it: vLLM's and OpenAI's parts, Jina's objects, Voyage's and
+Cohere's content. A plain string is always a text, whatever it looks like."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from maxsimd.engine import InvalidRequestError
+from maxsimd.engine.media import AnyPicture, Content, EncodedPicture, Part, PictureUrl
+
+# The names of pictures, in objects and as types of parts.
+_NAMES = ("image", "image_url", "image_base64", "input_image")
+_TEXT_TYPES = ("text", "input_text")
+# Of media that no model here reads.
+_OTHERS = ("video", "video_url", "audio", "audio_url", "input_audio", "image_embeds", "file", "document")
+
+
+def has_pictures(content: dict[str, Any]) -> bool:
+    """Whether an object is, or has among its parts, something else than text."""
+    parts = content.get("content")
+    return _is_medium(content) or (isinstance(parts, list) and any(map(_is_medium, parts)))
+
+
+def content_of(content: dict[str, Any], where: str, param: str) -> Content:
+    """The texts and pictures of an object in their order; `where` is what errors call it. Raises
+    InvalidRequestError."""
+    parts = content.get("content")
+    if not isinstance(parts, list):
+        return Content.of([*_object_parts(content, where, param)])
+    read: list[Part] = []
+    for i, part in enumerate(parts):
+        named = f"{where}.content[{i}]"
+        if isinstance(part, str):
+            read.append(part)
+        elif isinstance(part, dict):
+            read += _object_parts(part, named, param)
+        else:
+            raise _unknown(named, param)
+    return Content.of(read)
+
+
+def each_picture(content: Any) -> list[dict[str, Any]] | None:
+    """The pictures of an object that stands for a whole list, as vLLM's clients send several documents: its
+    parts are pictures alone, more than one. None for anything else."""
+    parts = content.get("content") if isinstance(content, dict) else None
+    if not isinstance(parts, list) or len(parts) < 2 or not all(map(_is_medium, parts)):
+        return None
+    return parts
+
+
+def _is_medium(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type")
+    return kind in _NAMES or kind in _OTHERS or any(name in part for name in (*_NAMES, *_OTHERS[:5]))
+
+
+def _object_parts(part: dict[str, Any], where: str, param: str) -> Iterator[Part]:
+    """A text, a picture, or, as Jina's clients send it, both."""
+    text = part.get("text")
+    if isinstance(text, str) and part.get("type", "text") in _TEXT_TYPES:
+        yield text
+    given = [part[name] for name in _NAMES if part.get(name) is not None]
+    if len(given) > 1:
+        raise InvalidRequestError(f"{where} has several pictures; give each in a part of its own", param)
+    if given:
+        yield _picture(given[0], where, param, may_be_bare="image_url" not in part)
+    elif not isinstance(text, str) or part.get("type", "text") not in _TEXT_TYPES:
+        raise _unknown(where, param)
+
+
+def _picture(value: Any, where: str, param: str, may_be_bare: bool) -> AnyPicture:
+    """A picture from a URL, a data URL, or base64 where it may be bare; or an object with its `url`."""
+    if isinstance(value, dict):
+        value, may_be_bare = value.get("url"), False
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{where} has no picture; give a URL, a data URL or base64", param)
+    head = value[:8].lower()
+    if head.startswith(("http://", "https://", "file:")):
+        return PictureUrl(value)
+    if head.startswith("data:") or may_be_bare:
+        return EncodedPicture(value)
+    raise InvalidRequestError(
+        f"{where} has a URL that cannot be read; give data:image/...;base64,... or https://...", param
+    )
+
+
+def _unknown(where: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f'{where} is neither a text nor a picture; give {{"type": "text", "text": ...}} or '
+        '{"type": "image_url", "image_url": {"url": ...}}',
+        param,
+    )
