@@ -4,7 +4,7 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.config import ScoreType
 
 LISTWISE = "JinaForRanking"
-COLPALI = "ColPaliForRetrieval"
+COLPALI, COLQWEN2 = "ColPaliForRetrieval", "ColQwen2ForRetrieval"
 
 
 def detect_score_type(files: CheckpointFiles) -> ScoreType:

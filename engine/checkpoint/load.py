@@ -12,7 +12,6 @@ from transformers.utils import logging as transformers_logging
 from maxsimd.engine.checkpoint.adjust import adjusted, score_template
 from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
-from maxsimd.engine.checkpoint.colpali import load_colpali
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
 from maxsimd.engine.checkpoint.detect import (
     LISTWISE,
@@ -31,6 +30,7 @@ from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.listwise import load_listwise
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.reference import takes_type_ids
+from maxsimd.engine.checkpoint.retrieval import load_retrieval
 from maxsimd.engine.checkpoint.support import refuse_unsupported
 from maxsimd.engine.checkpoint.translate import in_transformers_terms
 from maxsimd.engine.checkpoint.weights import hold_in_memory, refuse_pickles
@@ -111,7 +111,7 @@ def _load_parts(
             return load_language_model(path, files, template, options)
         return load_cross_encoder(path, template, options)
     if is_visual(files):
-        return load_colpali(path, options)
+        return load_retrieval(path, files.architecture, options)
     if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
         return load_late_interaction(path, options)
     return load_bi_encoder(path, score_type, options)

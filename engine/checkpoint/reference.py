@@ -72,24 +72,32 @@ class ModulesReference:
 
 
 class VisualReference:
-    """The token embeddings [tokens, dim] of a transformers `*ForRetrieval` model, pictures included."""
+    """The token embeddings [tokens, dim] of a transformers `*ForRetrieval` model, for a text or a picture."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        # Where there are types, those of 0 attend to all.
+        self._takes_type_ids = takes(model.vlm, "token_type_ids")
 
     def __call__(self, sequence: Sequence) -> torch.Tensor:
         parameter = next(self._model.parameters())
         ids = torch.from_numpy(sequence.tokens.ids).long()
-        inputs: dict[str, torch.Tensor] = {"attention_mask": torch.ones_like(ids)}
+        arrays: dict[str, list[torch.Tensor]] = {}
         for image in sequence.tokens.images:
             ids[torch.from_numpy(image.positions)] = self._model.config.vlm_config.image_token_id
             for name, array in image.inputs.arrays.items():
-                pixels = torch.from_numpy(array)[None].to(parameter.dtype)
-                inputs[name] = torch.cat([inputs[name], pixels]) if name in inputs else pixels
-        inputs |= {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}
-        whole = {name: each if name == "pixel_values" else each[None] for name, each in inputs.items()}
-        output = self._model(**{name: each.to(parameter.device) for name, each in whole.items()})
-        rows: torch.Tensor = output.embeddings[0].float()
+                arrays.setdefault(name, []).append(torch.from_numpy(array))
+        inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
+        inputs |= {name: torch.cat(parts) for name, parts in arrays.items()}
+        if "image_grid_thw" in inputs:  # patches of one picture, as its processor hands them on
+            inputs["pixel_values"] = inputs["pixel_values"][None]
+        elif self._takes_type_ids:
+            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        moved = {
+            name: each.to(parameter.device, parameter.dtype if each.is_floating_point() else None)
+            for name, each in inputs.items()
+        }
+        rows: torch.Tensor = self._model(**moved).embeddings[0].float()
         return rows
 
 

@@ -1,23 +1,70 @@
-"""What checkpoints of transformers' `*ForRetrieval` classes have in common: a processor that renders texts
-and pictures, read here as rules and checked against what it renders itself."""
+"""Loads transformers' `*ForRetrieval` models: a vision-language model and a projection, by which texts and
+pages become one vector a token. ColPali, and ColQwen2 with plain positions.
 
-import json
+Source: Faysse et al. 2024 (arXiv 2407.01449)."""
+
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import torch
 from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
-from maxsimd.engine.checkpoint.model import RoleRules
-from maxsimd.engine.checkpoint.vision import Page
+from maxsimd.engine.checkpoint.detect import COLPALI
+from maxsimd.engine.checkpoint.heads import ModuleHead
+from maxsimd.engine.checkpoint.model import RoleRules, Task
+from maxsimd.engine.checkpoint.qwen_vision import GridReader, GridTower
+from maxsimd.engine.checkpoint.reference import VisualReference
+from maxsimd.engine.checkpoint.siglip import SquareReader, SquareTower
+from maxsimd.engine.checkpoint.vision import Vision, tokens_a_patch
 from maxsimd.engine.errors import ModelLoadError
 
 _PROBES = ("a", "What is this?", "two\nlines, and numbers: 1.5", " a space in front")
+# PaliGemma counts positions from 1.
+_FIRST_POSITION = {COLPALI: 1}
+# How many tokens stand behind a query, as buffers for what the model makes of it.
+_AUGMENTATION = 10
 
 
-def processor_of(path: str, model: MultiVectorEncoder) -> Any:
+def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Reads the checkpoint with sentence-transformers.
+
+    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint. Raises ModelLoadError."""
+    model = MultiVectorEncoder(path, **options, processor_kwargs={"backend": "pil"})
+    transformer: Any = model[0]
+    processor, retrieval = _processor_of(path, model), transformer.model
+    vlm, projection = retrieval.vlm, retrieval.embedding_proj_layer
+    head = ModuleHead([_as_dense(projection), Normalize("token_embeddings")], "token_embeddings")
+    task = Task("all", head, projection.out_features, True, VisualReference(retrieval))
+    rules = _rules(path, transformer, behind_bos=architecture == COLPALI)
+    return {
+        "backbone": vlm.language_model,
+        "tokenizer": processor.tokenizer,
+        "position_offset": _FIRST_POSITION.get(architecture, 0),
+        "tasks": {"token_embed": task},
+        "score_task": "token_embed",
+        "query": rules,
+        # The checkpoint has one way to read texts, whatever they are.
+        "document": rules,
+        "text": rules,
+        "activation": torch.nn.Identity(),
+        "similarity": model.similarity_fn_name,
+        "vision": _vision(architecture, processor, vlm),
+    }
+
+
+def _vision(architecture: str, processor: Any, vlm: Any) -> Vision:
+    if architecture == COLPALI:
+        modules = (vlm.vision_tower, vlm.multi_modal_projector)
+        price = tokens_a_patch(modules, vlm.language_model)
+        return Vision(SquareReader(processor), SquareTower(vlm), modules, price)
+    price = tokens_a_patch([vlm.visual], vlm.language_model)
+    return Vision(GridReader(processor), GridTower(vlm.visual), (vlm.visual,), price)
+
+
+def _processor_of(path: str, model: MultiVectorEncoder) -> Any:
     """The processor of a checkpoint without other modules. Raises ModelLoadError for one that has some, or
     whose pictures are not read by Pillow: another library makes other pixels of them."""
     modules = list(model)
@@ -34,12 +81,27 @@ def processor_of(path: str, model: MultiVectorEncoder) -> Any:
     return transformer.processor
 
 
-def rules_as_rendered(path: str, transformer: Any, rules: RoleRules, trailing: str) -> RoleRules:
-    """The rules with the tokens of what stands behind texts. Raises ModelLoadError where the checkpoint's own
-    processor makes other tokens of a text than these rules."""
-    tokenizer = transformer.processor.tokenizer
+def _as_dense(projection: torch.nn.Linear) -> Dense:
+    dense = Dense(
+        projection.in_features,
+        projection.out_features,
+        bias=projection.bias is not None,
+        activation_function=torch.nn.Identity(),
+        module_input_name="token_embeddings",
+    )
+    dense.linear = projection
+    return dense
+
+
+def _rules(path: str, transformer: Any, behind_bos: bool) -> RoleRules:
+    """How texts are rendered: behind a prefix, with tokens for augmentation behind them. Raises
+    ModelLoadError where the checkpoint's own processor makes other tokens of a text than these rules."""
+    processor = transformer.processor
+    tokenizer = processor.tokenizer
+    leading = np.array([tokenizer.bos_token_id] if behind_bos else [], dtype=np.int32)
+    trailing = f"{processor.query_augmentation_token * _AUGMENTATION}\n"
     behind = np.array(tokenizer(trailing, add_special_tokens=False)["input_ids"], dtype=np.int32)
-    leading = np.empty(0, dtype=np.int32) if rules.leading_ids is None else rules.leading_ids
+    rules = RoleRules(processor.query_prefix, leading)
     for text in _PROBES:
         inside = tokenizer(rules.prompt + text, add_special_tokens=False)["input_ids"]
         expected = transformer.preprocess([text], task="query")["input_ids"][0].tolist()
@@ -49,11 +111,3 @@ def rules_as_rendered(path: str, transformer: Any, rules: RoleRules, trailing: s
                 "class in transformers does"
             )
     return replace(rules, trailing_ids=behind)
-
-
-def settings_of(processor: Any, page: Page) -> str:
-    """All that decides what a processor makes of a picture, another version of Pillow included."""
-    image_processor = processor.image_processor
-    kind, settings = type(image_processor).__qualname__, image_processor.to_dict()
-    said = json.dumps([kind, version("pillow"), settings], sort_keys=True, default=str)
-    return f"{said} {page.ids.tolist()} {page.positions.tolist()}"

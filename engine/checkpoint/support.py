@@ -2,7 +2,13 @@
 
 from transformers import CONFIG_MAPPING
 
-from maxsimd.engine.checkpoint.detect import COLPALI, LISTWISE, is_language_model, is_visual
+from maxsimd.engine.checkpoint.detect import (
+    COLPALI,
+    COLQWEN2,
+    LISTWISE,
+    is_language_model,
+    is_visual,
+)
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
@@ -10,7 +16,7 @@ from maxsimd.engine.errors import ModelLoadError
 SUPPORTED = (
     "encoders and decoders that transformers has (*Model), with sentence-transformers' modules or alone; "
     "*ForSequenceClassification; *ForCausalLM that answer yes or no; sentence-transformers, PyLate and "
-    f"Stanford ColBERT (HF_ColBERT) saves; {LISTWISE}; {COLPALI}"
+    f"Stanford ColBERT (HF_ColBERT) saves; {LISTWISE}; {COLPALI} and {COLQWEN2}"
 )
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
 # would add a random projection.
@@ -37,14 +43,16 @@ def refuse_unsupported(
     if not files.config and files.modules:
         first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
         raise ModelLoadError(f"{model!r} begins with a {first}, not a transformer; supported are {SUPPORTED}")
-    if is_visual(files) and files.architecture != COLPALI:
-        raise ModelLoadError(f"{model!r} is a {files.architecture}; of such models {COLPALI} can be served")
+    if is_visual(files) and files.architecture not in (COLPALI, COLQWEN2):
+        raise ModelLoadError(
+            f"{model!r} is a {files.architecture}; of such models {COLPALI} and {COLQWEN2} can be served"
+        )
     if is_visual(files) and score_type is not ScoreType.LATE_INTERACTION:
         raise ModelLoadError(f"{model!r} is a {files.architecture}, which scores by late interaction alone")
     if files.architecture in _COLPALI_ENGINE:
         raise ModelLoadError(
             f"{model!r} is a {files.architecture} as colpali-engine saves it, which cannot be read here; of "
-            f"models for pages {COLPALI} can be served"
+            f"models for pages {COLPALI} and {COLQWEN2} can be served"
         )
     if kind not in CONFIG_MAPPING and not trust_remote_code:
         code = " It comes with code of its own, which trust_remote_code=True would run."

@@ -8,12 +8,18 @@ from transformers import (
     ColPaliConfig,
     ColPaliForRetrieval,
     ColPaliProcessor,
+    ColQwen2Config,
+    ColQwen2ForRetrieval,
+    ColQwen2Processor,
     GemmaTokenizer,
     PaliGemmaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2VLConfig,
+    Qwen2VLImageProcessorPil,
     SiglipImageProcessorPil,
 )
 
-from tests.checkpoints.tokenizers import merges_of
+from tests.checkpoints.tokenizers import byte_level_bpe, merges_of
 from tests.checkpoints.weights import SIZES, spread
 
 # Side of a page and of a patch in pixels: 4 x 4 patches.
@@ -54,6 +60,58 @@ def colpali(folder: Path) -> str:
     _with_biases(spread(model)).save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
+
+
+def colqwen2(folder: Path) -> str:
+    """vidore/colqwen2-v1.0-hf: ColQwen2ForRetrieval, a Qwen2-VL whose positions are those of plain text."""
+    tokenizer = _qwen_tokenizer(folder)
+    processor = ColQwen2Processor(_qwen_image_processor(), tokenizer)
+    vlm = _qwen2_vl(len(tokenizer), processor.image_token_id)
+    model = ColQwen2ForRetrieval(ColQwen2Config(vlm_config=vlm, embedding_dim=48))
+    _with_biases(spread(model)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def _qwen_image_processor() -> Qwen2VLImageProcessorPil:
+    """From 1 to 24 tokens of 28 x 28 pixels each."""
+    return Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 24 * 28 * 28})
+
+
+def _qwen2_vl(vocabulary: int, image_token_id: int) -> Qwen2VLConfig:
+    return Qwen2VLConfig(
+        image_token_id=image_token_id,
+        text_config={
+            **SIZES,
+            "vocab_size": vocabulary,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]},
+        },
+        vision_config={
+            "depth": 3,
+            "embed_dim": 64,
+            "hidden_size": SIZES["hidden_size"],
+            "num_heads": 4,
+            "mlp_ratio": 2,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    )
+
+
+def _qwen_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    extra = ["<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    byte_level_bpe(
+        folder,
+        {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+        "$A",
+        "$A $B",
+        additional_special_tokens=extra,
+        model_max_length=4096,
+    )
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _with_biases(model: Any) -> Any:

@@ -10,7 +10,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from sentence_transformers import MultiVectorEncoder
-from transformers import ColPaliForRetrieval, ColPaliProcessor
+from transformers import (
+    AutoProcessor,
+    ColPaliForRetrieval,
+    ColQwen2ForRetrieval,
+)
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig
@@ -32,9 +36,18 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
 PAGES = [noise(70, 90), noise(56, 56, 1), noise(300, 20, 2), noise(1, 1, 3), noise(640, 480, 4)]
 
 
+# By the functions that build them: as transformers has them.
+CLASSES = {visual.colpali: ColPaliForRetrieval, visual.colqwen2: ColQwen2ForRetrieval}
+
+
+@pytest.fixture(scope="module", params=CLASSES, ids=lambda build: build.__name__)
+def build(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def checkpoint(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(visual.colpali)
+def checkpoint(build: Any, checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(build)
 
 
 def maxsim(query: NDArray[Any], page: NDArray[Any]) -> float:
@@ -56,10 +69,10 @@ async def test_scores_of_pages_equal_sentence_transformers(checkpoint: str, engi
         np.testing.assert_allclose(result.scores, [maxsim(query, page) for page in pages], atol=1e-4)
 
 
-async def test_scores_of_pages_equal_transformers(checkpoint: str, engines: Engines) -> None:
+async def test_scores_of_pages_equal_transformers(build: Any, checkpoint: str, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
-    model = ColPaliForRetrieval.from_pretrained(checkpoint).eval()
-    processor = ColPaliProcessor.from_pretrained(checkpoint)
+    model = CLASSES[build].from_pretrained(checkpoint).eval()
+    processor = AutoProcessor.from_pretrained(checkpoint, backend="pil")
     with torch.inference_mode():
         queries = [model(**processor.process_queries(text=[text])).embeddings[0] for text in QUERIES]
         pages = [model(**processor.process_images(images=[page])).embeddings[0] for page in PAGES]
@@ -113,3 +126,15 @@ async def test_a_cached_page_is_not_run_again(checkpoint: str, engines: Engines)
     assert again.usage.cached_documents == len(PAGES)
     assert first.usage.prompt_tokens == again.usage.prompt_tokens
     assert first.scores == again.scores
+
+
+async def test_pages_that_are_cut_between_steps_score_as_whole(checkpoint: str, engines: Engines) -> None:
+    whole = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    if not whole.device_model.prepared.runner.chunked:
+        pytest.skip("a bidirectional model reads a page in one step")
+    expected = (await whole.score("What is it?", PAGES, cache="bypass")).scores
+    for budget in (5, 7, 16, 33):
+        config = EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=budget)
+        cut = await engines(config)
+        result = await cut.score("What is it?", PAGES, cache="bypass")
+        np.testing.assert_allclose(result.scores, expected, atol=1e-4)

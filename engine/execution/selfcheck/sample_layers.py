@@ -32,7 +32,9 @@ def sample_layers(backbone: Any) -> Iterator[None]:
 
 def _layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
     """The only list that has as many modules as the model has layers, with its parent and name."""
-    count = getattr(getattr(backbone, "config", None), "num_hidden_layers", None)
+    config = getattr(backbone, "config", None)
+    # Towers that encode pictures call it depth.
+    count = getattr(config, "num_hidden_layers", None) or getattr(config, "depth", None)
     if count is None:
         return None
     lists = [

@@ -1,0 +1,37 @@
+"""Processors of models that read pictures: what they make of one, and all that decides it."""
+
+import json
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from maxsimd.engine.checkpoint.vision import Page
+from maxsimd.engine.media import Picture
+from maxsimd.engine.media.decoding import pillow_of
+
+
+def page_of(ids: Any, image_token_id: int) -> Page:
+    """The tokens that a processor makes of a picture. In place of the image's token, which may be none of
+    the model's, stands the first of the vocabulary."""
+    made = np.asarray(ids)
+    positions = np.flatnonzero(made == image_token_id)
+    return Page(np.where(made == image_token_id, 0, made).astype(np.int32), positions)
+
+
+def settings_of(processor: Any, page: Page) -> str:
+    """All that decides what a processor makes of a picture, another version of Pillow included."""
+    image_processor = processor.image_processor
+    kind, settings = type(image_processor).__qualname__, image_processor.to_dict()
+    said = json.dumps([kind, version("pillow"), settings], sort_keys=True, default=str)
+    return f"{said} {page.ids.tolist()} {page.positions.tolist()}"
+
+
+def as_pillow(picture: Picture) -> Any:
+    """The picture as processors take it: arrays they might read with channels in another place."""
+    return pillow_of(picture.pixels)
+
+
+def blank(width: int, height: int) -> Any:
+    """A black picture."""
+    return pillow_of(np.zeros((height, width, 3), dtype=np.uint8))
