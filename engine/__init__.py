@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         RequestTimeoutError,
         RequestTooLargeError,
     )
+    from maxsimd.engine.media import Content, Picture, PictureFile
     from maxsimd.engine.requests import (
         CUT_LONG,
         WINDOW_LONG,
@@ -43,6 +44,7 @@ __all__ = [
     "CUT_LONG",
     "WINDOW_LONG",
     "ClassifyResult",
+    "Content",
     "EmbedResult",
     "Engine",
     "EngineConfig",
@@ -52,6 +54,8 @@ __all__ = [
     "InvalidRequestError",
     "MaxsimdError",
     "ModelLoadError",
+    "Picture",
+    "PictureFile",
     "Progress",
     "QueueFullError",
     "RankedDocument",
@@ -73,6 +77,9 @@ _HOME = {
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
     "SyncEngine": "engine.sync",
+    "Content": "engine.media",
+    "Picture": "engine.media",
+    "PictureFile": "engine.media",
     "Tenant": "engine.tenants",
     "Vectors": "pooling.vectors",
 }

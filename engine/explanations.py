@@ -10,13 +10,24 @@ Span: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Patch:
+    """Part of a picture: its row and column in the grid of what the model reads of it, and its box (left,
+    top, right, bottom) in pixels of the upright picture."""
+
+    row: int
+    column: int
+    box: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenMatch:
     """A token of the query and the token of the document that is most like it, by the dot product of their
     vectors; `share` is its part of the sum of these over the query's tokens.
 
     Of a token at most 100 characters are here; its span has all. Tokens that stand for no characters, markers
     and expansion, have no span. Of a text that came as its embedding neither token nor span is there, but
-    `document_row` says which vector of the document it is."""
+    `document_row` says which vector of the document it is. In a picture it is a `patch`, or None where it is
+    one of the tokens that stand beside it."""
 
     query_token: str | None
     query_span: Span | None
@@ -25,6 +36,7 @@ class TokenMatch:
     document_row: int
     similarity: float
     share: float
+    patch: Patch | None = None
 
 
 @dataclass(frozen=True, slots=True)

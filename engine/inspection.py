@@ -2,15 +2,19 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.budget import default_budget
 from maxsimd.engine.execution import PreparedModel, choose_device, prepare
+from maxsimd.engine.media import Picture
 from maxsimd.engine.preprocess import check_room
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 
+# A small picture, and an A4 page at 150 dots an inch.
+_PAGES = ((448, 448), (1240, 1754))
 _SCORED_BY = {
     "maxsim": "MaxSim, the sum over query tokens of their best match",
     "meanmaxsim": "MaxSim, the mean over query tokens of their best match",
@@ -27,6 +31,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     device = choose_device(config.device)
     model = load_model(config, device)
     named = {name: parameter.numel() for name, parameter in model.backbone.named_parameters()}
+    of_tower = sum(each.numel() for module in model.encoders[1:] for each in module.parameters())
     prepared = prepare(model, config, device)
     budget = config.max_batch_tokens
     if budget is None:
@@ -35,6 +40,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     # A pooler goes where the heads do its work, and layers are laid out anew: what is left shows in names.
     left = {name for name, _ in model.backbone.named_children()}
     weights = sum(count for name, count in named.items() if name.split(".")[0] in left or "." not in name)
+    weights += of_tower
     rows: dict[str, str | list[str]] = {
         "model": model.name,
         "architecture": model.architecture,
@@ -42,6 +48,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
         "score": _score(model),
         **{task: _task(model, task) for task in model.tasks},
         **_inputs(model),
+        "pictures": _pictures(model),
         "longest input": f"{model.max_tokens} tokens",
         "attention": "causal, prefilled in chunks" if prepared.runner.chunked else _attention(model),
         "execution": _execution(prepared),
@@ -109,8 +116,22 @@ def _inputs(model: LoadedModel) -> dict[str, str]:
     return rows
 
 
+def _pictures(model: LoadedModel) -> str:
+    """What a page takes, by the example of two usual sizes; nothing for a model that reads only text."""
+    if model.vision is None:
+        return ""
+    reader = model.vision.reader
+    tokens = []
+    for width, height in _PAGES:
+        page = Picture(np.zeros((height, width, 3), dtype=np.uint8))
+        tokens.append(f"{width} x {height} pixels are {len(reader.page(reader.read(page)).ids)} tokens")
+    return ", ".join(tokens)
+
+
 def _role(rules: RoleRules, tokenizer: Any) -> str:
     facts = [f"behind {rules.prompt!r}" if rules.prompt else "as it is"]
+    if rules.trailing_ids is not None:
+        facts.append(f"before {len(rules.trailing_ids)} tokens that are always there")
     if not rules.pool_prompt and rules.prompt:
         facts.append("which is left out of pooling")
     if rules.max_tokens is not None:

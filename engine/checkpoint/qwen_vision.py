@@ -17,7 +17,7 @@ class GridReader:
 
     def __init__(self, processor: Any) -> None:
         self._image_processor = processor.image_processor
-        self._merged = self._image_processor.merge_size**2
+        self._merge = self._image_processor.merge_size
         page = page_of(processor(images=[blank(56, 56)])["input_ids"][0], processor.image_token_id)
         first, last = int(page.positions[0]), int(page.positions[-1])
         self._before, self._after = page.ids[:first], page.ids[last + 1 :]
@@ -28,10 +28,11 @@ class GridReader:
         patches = made["pixel_values"].astype(np.float32)  # [patches, numbers of a patch]
         grid = made["image_grid_thw"].astype(np.int64)  # [1, 3]
         arrays = {"pixel_values": patches, "image_grid_thw": grid}
-        return ImageInputs(arrays, len(patches), (picture.width, picture.height), picture.digest)
+        merged = int(grid[0, 1]) // self._merge, int(grid[0, 2]) // self._merge
+        return ImageInputs(arrays, len(patches), merged, (picture.width, picture.height), picture.digest)
 
     def page(self, inputs: ImageInputs) -> Page:
-        count = inputs.patches // self._merged
+        count = inputs.patches // self._merge**2
         ids = np.concatenate([self._before, np.zeros(count, dtype=np.int32), self._after])
         return Page(ids, np.arange(count) + len(self._before))
 

@@ -4,6 +4,7 @@ pages become one vector a token. ColPali, and ColQwen2 with plain positions.
 Source: Faysse et al. 2024 (arXiv 2407.01449)."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dic
     """Reads the checkpoint with sentence-transformers.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint. Raises ModelLoadError."""
+    if find_spec("PIL") is None:
+        raise ModelLoadError(f"{path!r} reads pictures, for which Pillow is missing: pip install pillow")
     model = MultiVectorEncoder(path, **options, processor_kwargs={"backend": "pil"})
     transformer: Any = model[0]
     processor, retrieval = _processor_of(path, model), transformer.model

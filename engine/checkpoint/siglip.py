@@ -1,6 +1,7 @@
 """Pictures as SigLIP reads them: squares of one size, each as many tokens. As ColPali has it."""
 
 from collections.abc import Sequence
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,16 @@ class SquareReader:
     def __init__(self, processor: Any) -> None:
         self._image_processor = processor.image_processor
         self._page = page_of(processor(images=[blank(8, 8)])["input_ids"][0], processor.image_token_id)
+        side = isqrt(len(self._page.positions))
+        self._grid = side, side
         self.signature = settings_of(processor, self._page)
 
     def read(self, picture: Picture) -> ImageInputs:
         made = self._image_processor(images=[as_pillow(picture)], return_tensors="np")
         pixels = made["pixel_values"].astype(np.float32)  # [1, 3, height, width]
         size = picture.width, picture.height
-        return ImageInputs({"pixel_values": pixels}, len(self._page.positions), size, picture.digest)
+        arrays = {"pixel_values": pixels}
+        return ImageInputs(arrays, len(self._page.positions), self._grid, size, picture.digest)
 
     def page(self, inputs: ImageInputs) -> Page:
         return self._page

@@ -16,10 +16,12 @@ from maxsimd.scheduler.payload import TokenIds
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
     """What a vision tower reads of one picture: arrays by the names that the tower gives them, with as many
-    `patches`. The `digest` is the picture's, and `size` its width and height in pixels."""
+    `patches`. What it makes of them is a `grid` of features, row by row. The `digest` is the picture's, and
+    `size` its width and height in pixels."""
 
     arrays: Mapping[str, NDArray[Any]]
     patches: int
+    grid: tuple[int, int]
     size: tuple[int, int]
     digest: bytes
 

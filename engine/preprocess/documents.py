@@ -2,7 +2,7 @@
 else as windows, or as a page."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from maxsimd.engine.cache import CachedEmbedding
@@ -113,7 +113,7 @@ class _NewPage:
 
 
 # What there is of a document before its text is tokenised.
-_Found: TypeAlias = CachedEmbedding | CacheKeys | _NewPage | None
+_Found: TypeAlias = CachedEmbedding | CacheKeys | DocumentInCache | _NewPage | None
 
 
 class DocumentReader:
@@ -146,7 +146,7 @@ class DocumentReader:
                 positions[pair] = len(firsts)
                 firsts.append(i)
             position_of.append(positions[pair])
-        found = self._find({i: request.documents[i] for i in firsts}, ids)
+        found = self._find({i: request.documents[i] for i in firsts}, ids, bool(request.explain))
         texts = {i: text for i in firsts if isinstance(text := request.documents[i], str)}
         # Of what is to be explained tokens are needed even if nothing is run.
         missing = {
@@ -162,7 +162,9 @@ class DocumentReader:
         for first, entry in found.items():
             query = request.query_of(first)
             windows = self.builder.windows(encoded.pop(first), first) if first in encoded else []
-            if isinstance(entry, _NewPage):
+            if isinstance(entry, DocumentInCache):
+                different.append(replace(entry, query=query))
+            elif isinstance(entry, _NewPage):
                 num_tokens += len(entry.built.tokens)
                 ids.check_tokens(num_tokens)
                 different.append(DocumentToRun(query, [entry.built], entry.cache_key))
@@ -176,7 +178,7 @@ class DocumentReader:
                 different.append(DocumentToRun(query, windows, self._cache_key(entry, windows)))
         return Documents(different, position_of)
 
-    def _find(self, documents: Mapping[int, Item], ids: RequestIds) -> dict[int, _Found]:
+    def _find(self, documents: Mapping[int, Item], ids: RequestIds, explain: bool) -> dict[int, _Found]:
         """What there is of each document, by its index, in the same order."""
         texts = {i: document for i, document in documents.items() if isinstance(document, str)}
         cached = [None] * len(texts) if self._lookup is None else self._lookup.find([*texts.values()])
@@ -187,10 +189,10 @@ class DocumentReader:
         found.update(self._given.documents(given))
         for i, document in documents.items():
             if isinstance(document, Content):
-                found[i] = self._page(document, i, ids)
+                found[i] = self._page(document, i, ids, explain)
         return {i: found[i] for i in documents}
 
-    def _page(self, content: Content, index: int, ids: RequestIds) -> CachedEmbedding | _NewPage:
+    def _page(self, content: Content, index: int, ids: RequestIds, explain: bool) -> _Found:
         """One picture: its pixels are there only while it is read."""
         assert self._pages is not None
         name = InputName("documents", index)
@@ -199,7 +201,8 @@ class DocumentReader:
         if self._lookup is not None:
             key = self._lookup.page_key(picture.digest)
             if (entry := self._lookup.find_page(key)) is not None:
-                return entry
+                built = [self._pages.built(picture, name, ids)] if explain else []
+                return DocumentInCache(0, entry, built)
         return _NewPage(self._pages.built(picture, name, ids), key)
 
     def _cache_key(self, keys: _Found, windows: list[BuiltText]) -> bytes | None:

@@ -8,15 +8,17 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation, TokenMatch, WindowScore
-from maxsimd.engine.preprocess.documents import Documents
+from maxsimd.engine.preprocess.documents import Document, Documents
 from maxsimd.engine.preprocess.explain_limits import check_lines, check_noted
 from maxsimd.engine.preprocess.origins import Origins
+from maxsimd.engine.preprocess.patches import patch_of
 from maxsimd.engine.preprocess.texts import TextBuilder
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.requests import Item, ScoreRequest, Values
 from maxsimd.engine.scoring.matches import matches_of
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
+from maxsimd.scheduler import PlacedImage
 
 # No more characters of a token are shown: some tokenisers make one of any long word. Its span has all.
 _MOST_SHOWN = 100
@@ -110,6 +112,7 @@ class EncodedExplainer:
         query, document = self.queries.text(asked), self.documents.text(index)
         query_rows = self.queries.rows(asked, as_document=False)
         document_rows = self.documents.rows(index, as_document=True)
+        page = _picture_of(self.read.different[self.read.position_of[index]])
         of_query = Origins.join(query_rows) if query_rows else None
         of_document = Origins.join(document_rows) if document_rows else None
         total = float(best[:, 1].sum(dtype=np.float64))
@@ -118,7 +121,10 @@ class EncodedExplainer:
             query_token, query_span = self._token(of_query, i, query)
             token, span = self._token(of_document, int(row), document)
             share = similarity / total if total else 0.0
-            matches.append(TokenMatch(query_token, query_span, token, span, int(row), similarity, share))
+            patch = None if page is None else patch_of(page, int(row))
+            matches.append(
+                TokenMatch(query_token, query_span, token, span, int(row), similarity, share, patch)
+            )
         return tuple(matches)
 
     def _token(
@@ -132,6 +138,12 @@ class EncodedExplainer:
             return self.tokenizer.token(int(origins.ids[row])), None
         start, stop = span
         return text[start : min(stop, start + _MOST_SHOWN)], span
+
+
+def _picture_of(document: Document) -> PlacedImage | None:
+    """The picture that a document is, if it is one."""
+    images = document.windows[0].tokens.images if document.windows else ()
+    return images[0] if images else None
 
 
 def _best_of_windows(found: NDArray[np.float32]) -> NDArray[np.float32]:

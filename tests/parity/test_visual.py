@@ -138,3 +138,32 @@ async def test_pages_that_are_cut_between_steps_score_as_whole(checkpoint: str, 
         cut = await engines(config)
         result = await cut.score("What is it?", PAGES, cache="bypass")
         np.testing.assert_allclose(result.scores, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+async def test_an_explanation_names_the_patch_that_maxsim_took(
+    checkpoint: str, engines: Engines, cached: bool
+) -> None:
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    await engine.clear_cache()
+    if cached:
+        await engine.score(QUERIES[0], PAGES)
+    result = await engine.score(QUERIES[0], PAGES, explain=True)
+    model = references.loaded(MultiVectorEncoder, checkpoint)
+    (query,) = encoded(model, QUERIES[:1], "query")
+    grids = set()
+    for index, page in enumerate(PAGES):
+        explanation = result.explanations[index]
+        assert explanation.cached is cached
+        similarities = query @ encoded(model, [page], "document")[0].T  # [query tokens, page tokens]
+        assert len(explanation.matches) == len(query)
+        for match, row in zip(explanation.matches, similarities, strict=True):
+            assert row[match.document_row] == pytest.approx(row.max(), abs=1e-5)
+            assert match.document_token is None
+            if match.patch is not None:
+                left, top, right, bottom = match.patch.box
+                assert 0 <= left < right <= page.width
+                assert 0 <= top < bottom <= page.height
+                grids.add((match.patch.row, match.patch.column))
+        assert sum(match.similarity for match in explanation.matches) == pytest.approx(result.scores[index])
+    assert len(grids) > 1
