@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from maxsimd.engine.checkpoint.pixels import PixelScale, resized, together
 from maxsimd.engine.checkpoint.processor import as_pillow, blank, page_of, settings_of
 from maxsimd.engine.checkpoint.vision import ImageInputs, Page
 from maxsimd.engine.media import Picture
@@ -18,16 +19,19 @@ class GridReader:
     def __init__(self, processor: Any) -> None:
         self._image_processor = processor.image_processor
         self._merge = self._image_processor.merge_size
+        self._frames = self._image_processor.temporal_patch_size
         page = page_of(processor(images=[blank(56, 56)])["input_ids"][0], processor.image_token_id)
         first, last = int(page.positions[0]), int(page.positions[-1])
         self._before, self._after = page.ids[:first], page.ids[last + 1 :]
         self.signature = settings_of(processor, Page(page.ids, page.positions[:1]))
 
     def read(self, picture: Picture) -> ImageInputs:
-        made = self._image_processor(images=[as_pillow(picture)], return_tensors="np")
-        patches = made["pixel_values"].astype(np.float32)  # [patches, numbers of a patch]
+        made = resized(self._image_processor, as_pillow(picture))
+        # A picture has the same pixels in each of a patch's frames, of which one is enough.
+        patches = made["pixel_values"].reshape(len(made["pixel_values"]), 3, self._frames, -1)
         grid = made["image_grid_thw"].astype(np.int64)  # [1, 3]
-        arrays = {"pixel_values": patches, "image_grid_thw": grid}
+        # [patches, 3, pixels of a patch]
+        arrays = {"pixels": patches[:, :, 0].astype(np.uint8), "grid": grid}
         merged = int(grid[0, 1]) // self._merge, int(grid[0, 2]) // self._merge
         return ImageInputs(arrays, len(patches), merged, (picture.width, picture.height), picture.digest)
 
@@ -40,14 +44,23 @@ class GridReader:
 class GridTower:
     """Pictures of all sizes in one pass: their patches end to end."""
 
-    def __init__(self, tower: Any) -> None:
+    def __init__(self, tower: Any, scale: PixelScale, frames: int) -> None:
         self._tower = tower
+        self._scale = scale
+        self._frames = frames
+
+    def inputs(self, images: Sequence[ImageInputs], device: torch.device) -> dict[str, torch.Tensor]:
+        """`pixel_values` [patches of all, numbers of a patch] and `image_grid_thw` [pictures, 3]."""
+        numbers = self._scale(together([image.arrays["pixels"] for image in images], device))
+        patches = numbers[:, :, None].expand(-1, -1, self._frames, -1).flatten(1)
+        grids = together([image.arrays["grid"] for image in images], device)
+        return {"pixel_values": patches, "image_grid_thw": grids}
 
     def __call__(self, images: Sequence[ImageInputs], device: torch.device) -> list[torch.Tensor]:
         dtype = next(self._tower.parameters()).dtype
-        patches = torch.from_numpy(np.concatenate([image.arrays["pixel_values"] for image in images]))
-        grids = torch.from_numpy(np.concatenate([image.arrays["image_grid_thw"] for image in images]))
-        made = self._tower(patches.to(device, dtype), grid_thw=grids.to(device), return_dict=True)
+        inputs = self.inputs(images, device)
+        patches, grids = inputs["pixel_values"].to(dtype), inputs["image_grid_thw"]
+        made = self._tower(patches, grid_thw=grids, return_dict=True)
         features: torch.Tensor = made.pooler_output  # [features of all, hidden]
         merged = self._tower.spatial_merge_size**2
         return [*torch.split(features, [image.patches // merged for image in images])]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from maxsimd.engine.checkpoint.vision import Tower
 from maxsimd.scheduler import Sequence
 
 
@@ -74,21 +75,21 @@ class ModulesReference:
 class VisualReference:
     """The token embeddings [tokens, dim] of a transformers `*ForRetrieval` model, for a text or a picture."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, tower: Tower) -> None:
         self._model = model
+        self._tower = tower
         # Where there are types, those of 0 attend to all.
         self._takes_type_ids = takes(model.vlm, "token_type_ids")
 
     def __call__(self, sequence: Sequence) -> torch.Tensor:
         parameter = next(self._model.parameters())
         ids = torch.from_numpy(sequence.tokens.ids).long()
-        arrays: dict[str, list[torch.Tensor]] = {}
-        for image in sequence.tokens.images:
+        images = sequence.tokens.images
+        for image in images:
             ids[torch.from_numpy(image.positions)] = self._model.config.vlm_config.image_token_id
-            for name, array in image.inputs.arrays.items():
-                arrays.setdefault(name, []).append(torch.from_numpy(array))
         inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
-        inputs |= {name: torch.cat(parts) for name, parts in arrays.items()}
+        if images:
+            inputs |= self._tower.inputs([image.inputs for image in images], torch.device("cpu"))
         if "image_grid_thw" in inputs:  # patches of one picture, as its processor hands them on
             inputs["pixel_values"] = inputs["pixel_values"][None]
         elif self._takes_type_ids:

@@ -16,10 +16,11 @@ from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from maxsimd.engine.checkpoint.detect import COLPALI
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
+from maxsimd.engine.checkpoint.pixels import PixelScale, check_numbers
 from maxsimd.engine.checkpoint.qwen_vision import GridReader, GridTower
 from maxsimd.engine.checkpoint.reference import VisualReference
 from maxsimd.engine.checkpoint.siglip import SquareReader, SquareTower
-from maxsimd.engine.checkpoint.vision import Vision, tokens_a_patch
+from maxsimd.engine.checkpoint.vision import PictureReader, Tower, Vision, tokens_a_patch
 from maxsimd.engine.errors import ModelLoadError
 
 _PROBES = ("a", "What is this?", "two\nlines, and numbers: 1.5", " a space in front")
@@ -40,7 +41,9 @@ def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dic
     processor, retrieval = _processor_of(path, model), transformer.model
     vlm, projection = retrieval.vlm, retrieval.embedding_proj_layer
     head = ModuleHead([_as_dense(projection), Normalize("token_embeddings")], "token_embeddings")
-    task = Task("all", head, projection.out_features, True, VisualReference(retrieval))
+    vision = _vision(path, architecture, processor, vlm)
+    reference = VisualReference(retrieval, vision.tower)
+    task = Task("all", head, projection.out_features, True, reference)
     rules = _rules(path, transformer, behind_bos=architecture == COLPALI)
     return {
         "backbone": vlm.language_model,
@@ -54,17 +57,24 @@ def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dic
         "text": rules,
         "activation": torch.nn.Identity(),
         "similarity": model.similarity_fn_name,
-        "vision": _vision(architecture, processor, vlm),
+        "vision": vision,
     }
 
 
-def _vision(architecture: str, processor: Any, vlm: Any) -> Vision:
+def _vision(path: str, architecture: str, processor: Any, vlm: Any) -> Vision:
+    scale = PixelScale.of(processor.image_processor)
+    reader: PictureReader
+    tower: Tower
+    modules: tuple[torch.nn.Module, ...]
     if architecture == COLPALI:
+        reader, tower = SquareReader(processor), SquareTower(vlm, scale)
         modules = (vlm.vision_tower, vlm.multi_modal_projector)
-        price = tokens_a_patch(modules, vlm.language_model)
-        return Vision(SquareReader(processor), SquareTower(vlm), modules, price)
-    price = tokens_a_patch([vlm.visual], vlm.language_model)
-    return Vision(GridReader(processor), GridTower(vlm.visual), (vlm.visual,), price)
+    else:
+        frames = processor.image_processor.temporal_patch_size
+        reader, tower = GridReader(processor), GridTower(vlm.visual, scale, frames)
+        modules = (vlm.visual,)
+    check_numbers(path, processor.image_processor, reader, tower)
+    return Vision(reader, tower, modules, tokens_a_patch(modules, vlm.language_model))
 
 
 def _processor_of(path: str, model: MultiVectorEncoder) -> Any:

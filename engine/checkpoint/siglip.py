@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from maxsimd.engine.checkpoint.pixels import PixelScale, resized, together
 from maxsimd.engine.checkpoint.processor import as_pillow, blank, page_of, settings_of
 from maxsimd.engine.checkpoint.vision import ImageInputs, Page
 from maxsimd.engine.media import Picture
@@ -26,10 +27,9 @@ class SquareReader:
         self.signature = settings_of(processor, self._page)
 
     def read(self, picture: Picture) -> ImageInputs:
-        made = self._image_processor(images=[as_pillow(picture)], return_tensors="np")
-        pixels = made["pixel_values"].astype(np.float32)  # [1, 3, height, width]
+        made = resized(self._image_processor, as_pillow(picture))
+        arrays = {"pixels": made["pixel_values"].astype(np.uint8)}  # [1, 3, height, width]
         size = picture.width, picture.height
-        arrays = {"pixel_values": pixels}
         return ImageInputs(arrays, len(self._page.positions), self._grid, size, picture.digest)
 
     def page(self, inputs: ImageInputs) -> Page:
@@ -39,15 +39,19 @@ class SquareReader:
 class SquareTower:
     """Squares of one size, some at a time."""
 
-    def __init__(self, vlm: Any) -> None:
+    def __init__(self, vlm: Any, scale: PixelScale) -> None:
         self._vlm = vlm
+        self._scale = scale
+
+    def inputs(self, images: Sequence[ImageInputs], device: torch.device) -> dict[str, torch.Tensor]:
+        pixels = together([image.arrays["pixels"] for image in images], device)
+        return {"pixel_values": self._scale(pixels)}
 
     def __call__(self, images: Sequence[ImageInputs], device: torch.device) -> list[torch.Tensor]:
         features: list[torch.Tensor] = []
         dtype = next(self._vlm.vision_tower.parameters()).dtype
         for first in range(0, len(images), _TOGETHER):
-            some = images[first : first + _TOGETHER]
-            pixels = torch.from_numpy(np.concatenate([image.arrays["pixel_values"] for image in some]))
+            pixels = self.inputs(images[first : first + _TOGETHER], device)["pixel_values"]
             # [pictures, features, hidden]
-            features += self._vlm.get_image_features(pixels.to(device, dtype)).pooler_output
+            features += self._vlm.get_image_features(pixels.to(dtype)).pooler_output
         return features

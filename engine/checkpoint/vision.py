@@ -15,9 +15,9 @@ from maxsimd.scheduler.payload import TokenIds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """What a vision tower reads of one picture: arrays by the names that the tower gives them, with as many
-    `patches`. What it makes of them is a `grid` of features, row by row. The `digest` is the picture's, and
-    `size` its width and height in pixels."""
+    """What a tower needs of one picture, in as few bytes as it takes while it waits: arrays of a reader's and
+    a tower's own, with as many `patches`. What it makes of them is a `grid` of features, row by row. The
+    `digest` is the picture's, and `size` its width and height in pixels."""
 
     arrays: Mapping[str, NDArray[Any]]
     patches: int
@@ -50,6 +50,10 @@ class PictureReader(Protocol):
 
 class Tower(Protocol):
     """Encodes pictures on the device: features [n, hidden] each, in the precision of its weights."""
+
+    def inputs(self, images: Sequence[ImageInputs], device: torch.device) -> dict[str, torch.Tensor]:
+        """What the checkpoint's own processor makes of these pictures together, in float32."""
+        ...
 
     def __call__(self, images: Sequence[ImageInputs], device: torch.device) -> list[torch.Tensor]: ...
 

@@ -10,6 +10,8 @@ from maxsimd.engine.media.errors import PictureError
 from maxsimd.engine.media.picture import Picture
 
 _DATA_URL = "data:"
+# A picture is some thousand tokens, whatever the bytes of its file.
+_CHARACTERS_A_PICTURE = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,6 @@ class PictureFile:
     def read(self, limits: PictureLimits) -> Picture:
         """Raises PictureError."""
         return decoded(self.data, limits)
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +37,6 @@ class EncodedPicture:
         data = (bytes_of_data_url if is_url else bytes_of_base64)(self.text, limits.file_bytes)
         return decoded(data, limits)
 
-    @property
-    def size(self) -> int:
-        return len(self.text)
-
 
 @dataclass(frozen=True, slots=True)
 class MissingPicture:
@@ -54,10 +48,6 @@ class MissingPicture:
         """Raises PictureError."""
         raise PictureError(self.reason)
 
-    @property
-    def size(self) -> int:
-        return 0
-
 
 @dataclass(frozen=True, slots=True)
 class PictureUrl:
@@ -68,10 +58,6 @@ class PictureUrl:
     def read(self, limits: PictureLimits) -> Picture:
         """Raises PictureError."""
         raise PictureError("is at a URL; give the bytes of its file, as the engine fetches nothing")
-
-    @property
-    def size(self) -> int:
-        return len(self.url)
 
 
 class OpenImage(Protocol):
@@ -95,10 +81,6 @@ class PillowPicture:
     def read(self, limits: PictureLimits) -> Picture:
         """Raises PictureError."""
         return picture_of_pillow(self.image, limits)
-
-    @property
-    def size(self) -> int:
-        return 0
 
     def __hash__(self) -> int:
         return id(self.image)
@@ -132,8 +114,8 @@ class Content:
         return tuple(part for part in self.parts if isinstance(part, str))
 
     def __len__(self) -> int:
-        """About how many characters there are to read, as texts have them."""
-        return sum(len(part) if isinstance(part, str) else part.size for part in self.parts)
+        """How many characters a text would have that is about as much work."""
+        return sum(len(part) if isinstance(part, str) else _CHARACTERS_A_PICTURE for part in self.parts)
 
 
 def is_pillow(item: object) -> bool:

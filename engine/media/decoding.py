@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.media.errors import PictureError
 from maxsimd.engine.media.file_checks import check_file
 from maxsimd.engine.media.picture import Picture
+from maxsimd.engine.media.webp import rgba_of
 
 # TIFF is not among them: its tiles may be many times as large as the picture, and its grey has many meanings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -27,6 +28,8 @@ _TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
 _WHITE = (255, 255, 255, 255)
 # From here on Pillow refuses files by a limit of its own.
 _MOST_PIXELS = 150_000_000
+# What Pillow may decode of a WebP file, during which nothing else runs.
+_MOST_AT_ONCE = 2_000_000
 # What is copied in one go, within a millisecond or so.
 _STRIP_PIXELS = 512 * 1024
 # Where PNG's header has the bits a channel and the kind of colour, and the kinds.
@@ -69,6 +72,8 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
         with pillow.open(BytesIO(data), formats=FORMATS) as image:
             limits.check_size(image.size)
             box = image.tile[0][1] if image.format == "GIF" and image.tile else None
+            if image.format == "WEBP" and (still := _still_webp(image, data)) is not None:
+                return Picture(_pixels(still, None))
             image.load()
             _scale_transparent_colour(image, data)
             return Picture(_pixels(image, box))
@@ -105,6 +110,29 @@ def _pillow() -> ModuleType:
     # It warns of each tag that is odd, with what the file says in it.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     return PIL.Image
+
+
+def _still_webp(image: Any, data: bytes) -> Any:
+    """A WebP picture without animation, decoded; None where Pillow is to do it, in one go."""
+    width, height = image.size
+    if getattr(image, "n_frames", 1) > 1:
+        if width * height > _MOST_AT_ONCE:
+            raise PictureError(
+                f"is an animation of {width:,} x {height:,} pixels, but as WebP may have {_MOST_AT_ONCE:,}; "
+                "send a still picture"
+            )
+        return None
+    rgba = rgba_of(data, image.size)
+    if rgba is None:
+        return None
+    pillow = _pillow()
+    decoded_image = pillow.new(image.mode, (width, height))
+    for top, bottom in strips(width, height):
+        strip = pillow.fromarray(rgba[top:bottom])
+        decoded_image.paste(strip if image.mode == "RGBA" else strip.convert(image.mode), (0, top))
+    if "exif" in image.info:
+        decoded_image.info["exif"] = image.info["exif"]
+    return decoded_image
 
 
 def _scale_transparent_colour(image: Any, data: bytes) -> None:

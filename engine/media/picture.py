@@ -24,11 +24,6 @@ class Picture:
     def height(self) -> int:
         return int(self.pixels.shape[0])
 
-    @property
-    def size(self) -> int:
-        """Nothing is to be read of it any more."""
-        return 0
-
     def read(self, limits: object) -> "Picture":
         return self
 

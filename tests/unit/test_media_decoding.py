@@ -1,6 +1,7 @@
 """Pictures are read as people see them, in every mode and orientation, and no file harms the process."""
 
 import struct
+import sys
 import tracemalloc
 import zlib
 from io import BytesIO
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from maxsimd.engine.media import Picture, PictureError, PictureLimits, decoded
+from maxsimd.engine.media.webp import rgba_of
 
 LIMITS = PictureLimits(file_bytes=1 << 20, pixels=1_000_000)
 
@@ -108,6 +110,28 @@ def test_of_several_frames_the_first_is_read() -> None:
         options = {"lossless": True} if format == "WEBP" else {}
         data = file_of(frames[0], format, save_all=True, append_images=frames[1:], **options)
         assert read(data)[0, 0].tolist() == [255, 0, 0], format
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+@pytest.mark.parametrize("lossless", [False, True])
+def test_webp_is_decoded_as_by_pillow_beside_other_threads(mode: str, lossless: bool) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (61, 43, len(mode)), dtype=np.uint8)
+    data = file_of(Image.fromarray(pixels), "WEBP", lossless=lossless)
+    rgba = rgba_of(data, (43, 61))
+    if sys.platform == "linux":
+        assert rgba is not None
+    if rgba is not None:
+        with Image.open(BytesIO(data)) as image:
+            np.testing.assert_array_equal(rgba, np.asarray(image.convert("RGBA")))
+    assert rgba_of(data[:-20], (43, 61)) is None
+    assert rgba_of(data, (43, 60)) is None, "there would be too little memory"
+
+
+def test_a_large_animation_in_webp_is_refused() -> None:
+    frames = [Image.new("RGB", (1600, 1300), color) for color in ("red", "blue")]
+    data = file_of(frames[0], "WEBP", save_all=True, append_images=frames[1:])
+    with pytest.raises(PictureError, match="is an animation of 1,600 x 1,300 pixels"):
+        decoded(data, PictureLimits())
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])

@@ -1,0 +1,63 @@
+"""Resized pixels of pictures, which wait for their turn in a byte each, and the numbers that a tower makes of
+them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maxsimd.engine.checkpoint.vision import PictureReader, Tower
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.media import Picture
+from maxsimd.engine.media.decoding import pillow_of
+
+# Of numbers around 1: float32 may be rounded otherwise.
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PixelScale:
+    """How a processor makes numbers of pixels: times `factor`, minus the `mean` of the channel, over its
+    `std`."""
+
+    factor: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, image_processor: Any) -> "PixelScale":
+        factor = float(image_processor.rescale_factor) if image_processor.do_rescale else 1.0
+        if not image_processor.do_normalize:
+            return cls(factor, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+        return cls(factor, tuple(image_processor.image_mean), tuple(image_processor.image_std))
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Float32 numbers of pixels [n, 3, ...] in a byte each."""
+        shape = (1, len(self.mean), *[1] * (pixels.dim() - 2))
+        mean, std = (torch.tensor(each, device=pixels.device).view(shape) for each in (self.mean, self.std))
+        return (pixels.float() * self.factor - mean) / std
+
+
+def resized(image_processor: Any, image: Any) -> Any:
+    """What a processor makes of a picture but for the numbers: its `pixel_values` are pixels."""
+    return image_processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
+
+
+def check_numbers(path: str, image_processor: Any, reader: PictureReader, tower: Tower) -> None:
+    """Raises ModelLoadError unless a tower reads the numbers that a checkpoint's own processor makes."""
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    made = image_processor(images=[pillow_of(pixels)], return_tensors="np")
+    expected = torch.from_numpy(made["pixel_values"]).float()
+    found = tower.inputs([reader.read(Picture(pixels))], torch.device("cpu"))["pixel_values"]
+    if found.shape != expected.shape or float((found - expected).abs().max()) > _TOLERANCE:
+        raise ModelLoadError(
+            f"the processor of {path!r} makes numbers of pixels in a way that is not known here"
+        )
+
+
+def together(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
+    """Arrays end to end, on the device."""
+    return torch.from_numpy(np.concatenate(arrays)).to(device)
