@@ -8,13 +8,14 @@ class DeviceStats:
     """What the device's actors hold.
 
     There are `queries` whose documents are still to come, `documents` of which windows are missing,
-    `cut_sequences` with state between steps, their caches of keys and values (`prefill_kv`) and
-    `pooling_states`, and `staged_embeddings` that are still to be written to the cache."""
+    `cut_sequences` with state between steps and pictures with `features`, caches of keys and values
+    (`prefill_kv`) and `pooling_states`, and `staged_embeddings` that are still to be written to the cache."""
 
     queries: int = 0
     documents: int = 0
     cut_sequences: int = 0
     prefill_kv: int = 0
+    features: int = 0
     pooling_states: int = 0
     staged_embeddings: int = 0
 

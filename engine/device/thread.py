@@ -123,6 +123,7 @@ class DeviceActors:
             documents=len(self._scorer.windows),
             cut_sequences=len(self._cut_sequences),
             prefill_kv=self._device_model.prepared.runner.num_prefill_kv,
+            features=self._device_model.prepared.runner.num_features,
             pooling_states=self._device_model.pooler.num_states,
             staged_embeddings=0 if cache is None else cache.num_staged,
         )
