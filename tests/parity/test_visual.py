@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import EngineConfig
+from maxsimd.engine import Content, EngineConfig, InvalidRequestError
+from maxsimd.engine.media import PictureUrl, PillowPicture
 from tests.checkpoints import visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -167,3 +168,28 @@ async def test_an_explanation_names_the_patch_that_maxsim_took(
                 grids.add((match.patch.row, match.patch.column))
         assert sum(match.similarity for match in explanation.matches) == pytest.approx(result.scores[index])
     assert len(grids) > 1
+
+
+async def test_a_page_that_fits_no_step_is_refused_with_both_numbers(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    config = EngineConfig(model=checkpoints(visual.colpali), dtype="float32", max_batch_tokens=30)
+    engine = await engines(config)
+    with pytest.raises(InvalidRequestError, match="has 31 tokens as a picture, and at most 30 can be run"):
+        await engine.score("a", ["a text", PAGES[0]])
+    assert len((await engine.score("a", ["a text"])).scores) == 1
+
+
+async def test_content_that_the_model_does_not_read_is_refused_by_its_name(
+    checkpoint: str, engines: Engines
+) -> None:
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 1 picture and 1 text"):
+        await engine.score("a", [PAGES[0], Content.of([PillowPicture(PAGES[0]), "a"])])
+    with pytest.raises(InvalidRequestError, match=r"queries\[0\] has 2 pictures and no texts"):
+        await engine.score(Content.of([PillowPicture(PAGES[0])] * 2), ["a"])
+    with pytest.raises(InvalidRequestError, match=r"documents\[0\] is at a URL"):
+        await engine.score("a", [Content.of([PictureUrl("https://example.com/a.png")])])
+    assert (await engine.score("a", [Content.of(["a", "b"])])).scores == (
+        await engine.score("a", ["a\nb"])
+    ).scores
