@@ -11,13 +11,17 @@ from maxsimd.engine.media import AnyPicture, Content, EncodedPicture, Part, Pict
 _NAMES = ("image", "image_url", "image_base64", "input_image")
 _TEXT_TYPES = ("text", "input_text")
 # Of media that no model here reads.
-_OTHERS = ("video", "video_url", "audio", "audio_url", "input_audio", "image_embeds", "file", "document")
+_OTHER_NAMES = ("video", "video_url", "audio", "audio_url", "input_audio", "image_embeds")
+_OTHERS = (*_OTHER_NAMES, "file", "document")
 
 
 def has_pictures(content: dict[str, Any]) -> bool:
-    """Whether an object is, or has among its parts, something else than text."""
+    """Whether an object is, or has among its parts, something else than text. An object with a text, and
+    without a picture, is a text whatever its type."""
     parts = content.get("content")
-    return _is_medium(content) or (isinstance(parts, list) and any(map(_is_medium, parts)))
+    if isinstance(parts, list):
+        return _named_media(content) or any(map(_is_medium, parts or [content]))
+    return _named_media(content) or (_is_medium(content) and not isinstance(content.get("text", parts), str))
 
 
 def content_of(content: dict[str, Any], where: str, param: str) -> Content:
@@ -26,6 +30,12 @@ def content_of(content: dict[str, Any], where: str, param: str) -> Content:
     parts = content.get("content")
     if not isinstance(parts, list):
         return Content.of([*_object_parts(content, where, param)])
+    if not parts and not _named_media(content):
+        raise _unknown(where, param)
+    if _named_media(content) or content.get("text") is not None:
+        raise InvalidRequestError(
+            f"{where} has content parts and something beside them; make parts of all of it", param
+        )
     read: list[Part] = []
     for i, part in enumerate(parts):
         named = f"{where}.content[{i}]"
@@ -48,24 +58,31 @@ def each_picture(content: Any) -> list[dict[str, Any]] | None:
 
 
 def _is_medium(part: Any) -> bool:
-    if not isinstance(part, dict):
-        return False
-    kind = part.get("type")
-    return kind in _NAMES or kind in _OTHERS or any(name in part for name in (*_NAMES, *_OTHERS[:5]))
+    """Whether a part is something else than text."""
+    return isinstance(part, dict) and (part.get("type") in (*_NAMES, *_OTHERS) or _named_media(part))
+
+
+def _named_media(part: dict[str, Any]) -> bool:
+    return any(part.get(name) is not None for name in (*_NAMES, *_OTHER_NAMES))
 
 
 def _object_parts(part: dict[str, Any], where: str, param: str) -> Iterator[Part]:
     """A text, a picture, or, as Jina's clients send it, both."""
-    text = part.get("text")
-    if isinstance(text, str) and part.get("type", "text") in _TEXT_TYPES:
-        yield text
+    text, kind = part.get("text"), part.get("type")
     given = [part[name] for name in _NAMES if part.get(name) is not None]
+    is_known = kind is None or kind in _TEXT_TYPES or (kind in _NAMES and given)
+    if not is_known or any(part.get(name) is not None for name in _OTHER_NAMES):
+        raise _unknown(where, param)
     if len(given) > 1:
         raise InvalidRequestError(f"{where} has several pictures; give each in a part of its own", param)
+    if not given and not isinstance(text, str):
+        raise _unknown(where, param)
+    if isinstance(text, str):
+        yield text
+    elif text is not None:
+        raise _unknown(where, param)
     if given:
         yield _picture(given[0], where, param, may_be_bare="image_url" not in part)
-    elif not isinstance(text, str) or part.get("type", "text") not in _TEXT_TYPES:
-        raise _unknown(where, param)
 
 
 def _picture(value: Any, where: str, param: str, may_be_bare: bool) -> AnyPicture:

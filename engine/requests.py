@@ -18,6 +18,8 @@ from maxsimd.scheduler import Share, share_of
 
 InputType = Literal["query", "document"]
 
+# What unpacking a picture may take, as characters of a text would.
+_PICTURE = 1 << 20
 # A query or a document to score: a text, an embedding, or content with pictures.
 Item: TypeAlias = str | Vectors | Content
 
@@ -169,6 +171,11 @@ class ScoreRequest:
         return _size(self.queries) + _size(self.documents)
 
     @property
+    def reading(self) -> int:
+        """How much there is to read in a thread, as `size` counts it."""
+        return self.size + _unpacking((*self.queries, *self.documents))
+
+    @property
     def num_texts(self) -> int:
         return len(self.queries) + len(self.documents)
 
@@ -207,8 +214,18 @@ class EmbedRequest:
         return _size(self.texts)
 
     @property
+    def reading(self) -> int:
+        """How much there is to read in a thread, as `size` counts it."""
+        return self.size + _unpacking(self.texts)
+
+    @property
     def num_texts(self) -> int:
         return len(self.texts)
+
+
+def _unpacking(texts: Sequence[Item | tuple[int, ...]]) -> int:
+    """One picture may take a thread as long as the largest text, during which it does nothing else."""
+    return sum(_PICTURE for text in texts if isinstance(text, Content) and text.has_pictures)
 
 
 def _size(texts: Sequence[Item | tuple[int, ...]]) -> int:

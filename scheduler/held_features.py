@@ -2,6 +2,7 @@
 
 import sys
 
+from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.waiting import WaitingRequest
 
 
@@ -12,20 +13,31 @@ class HeldFeatures:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._requests: dict[int, WaitingRequest] = {}
+        self._reserved: WaitingRequest | None = None
 
     @property
     def number(self) -> int:
         return sum(request.features for request in self._requests.values())
 
-    @property
-    def room(self) -> int:
-        """How many features the pictures of one more sequence may have: any number where none are held."""
+    def take(
+        self, request: WaitingRequest, room: int | None, oldest: WaitingRequest | None
+    ) -> ImageJob | None:
+        """Takes a request's next picture for the step that is being formed, if its price fits `room` and its
+        features may be held; else None. Where the `oldest` request finds no room for features, nobody else
+        takes any until it has: newer ones would use up what becomes free."""
+        # The further pictures of a sequence have none of their own.
+        if self._reserved is not None and self._reserved is not request and request.next_features:
+            return None
         held = self.number
-        return self._limit - held if held else sys.maxsize
-
-    def note(self, request: WaitingRequest) -> None:
-        """Notes that a request has a picture in the step that is being formed."""
-        self._requests[request.request_id] = request
+        most = self._limit - held if held else sys.maxsize
+        image = request.take_image(room, most)
+        if image is not None:
+            if self._reserved is request:
+                self._reserved = None
+            self._requests[request.request_id] = request
+        elif request is oldest and request.next_features > most:
+            self._reserved = request
+        return image
 
     def end_step(self) -> None:
         """Lets what waits for a step's pictures into the next one."""
@@ -37,3 +49,5 @@ class HeldFeatures:
     def forget(self, request: WaitingRequest) -> None:
         """Forgets a request that no longer waits."""
         self._requests.pop(request.request_id, None)
+        if self._reserved is request:
+            self._reserved = None

@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens not scheduled yet, and the prices of cached batches not scheduled yet."""
+        """Tokens not scheduled yet, and the prices of cached batches and pictures not scheduled yet."""
         return self._tokens
 
     @property
@@ -280,8 +280,7 @@ class Scheduler:
         if self._oldest_credit <= 0:
             return False
         while self._requests and filling.is_open and self._oldest_credit > -part:
-            oldest = next(iter(self._requests.values()))
-            most = math.ceil(self._oldest_credit + part)
+            oldest, most = next(iter(self._requests.values())), math.ceil(self._oldest_credit + part)
             given = self._give(oldest, filling, most)
             if not given and filling.is_empty:
                 self._next_partial = oldest
@@ -291,8 +290,11 @@ class Scheduler:
             self._oldest_credit -= given
         return True
 
+    def _oldest(self) -> WaitingRequest | None:
+        return next(iter(self._requests.values()), None)
+
     def _share_of_oldest(self) -> float:
-        oldest = next(iter(self._requests.values()), None)
+        oldest = self._oldest()
         if oldest is None or self._scheduled_tokens <= oldest.due:
             return self.oldest_share
         return max(self.oldest_share, min(self.overdue_share, self._shares.part(oldest) / 2))
@@ -333,7 +335,7 @@ class Scheduler:
             self._partial = request
             self._next_partial = None
             return self._continue_partial(filling, most)
-        chosen = part or request.take_image(filling.room, self._features.room)
+        chosen = part or self._features.take(request, filling.room, self._oldest())
         if chosen is None and filling.is_empty:
             chosen = self._take_oversized(request)
         return 0 if chosen is None else self._add(request, chosen, filling)
@@ -349,7 +351,7 @@ class Scheduler:
         sequence = None if self.limits.chunked else request.take_longest()
         if sequence is not None:
             return sequence
-        image = request.take_image(None, self._features.room)
+        image = self._features.take(request, None, self._oldest())
         return request.take_cached() if image is None else image
 
     def _add(self, request: WaitingRequest, part: Sequence | CachedBatch | ImageJob, filling: Filling) -> int:
@@ -358,7 +360,6 @@ class Scheduler:
                 self._cached -= 1
                 given = filling.add(part)
             case ImageJob():
-                self._features.note(request)
                 given = filling.add(part)
             case Sequence():
                 self._sequences -= 1

@@ -208,6 +208,12 @@ class WaitingRequest:
             return self._take_query(query)
         return None
 
+    @property
+    def next_features(self) -> int:
+        """How many features the pictures have whose turn it is; 0 where it is not."""
+        image = self._next_leading()
+        return image.features if isinstance(image, ImageJob) else 0
+
     def take_image(self, room: int | None, most_features: int) -> ImageJob | None:
         """Removes and returns the picture that comes next, if its price fits `room` tokens where that is
         given, and if there is room for its features; else None. What waits for it is ready after

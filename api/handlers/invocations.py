@@ -47,6 +47,10 @@ async def invocations(state: ServerState, body: Fields, nothing: None, tenant: s
     size = sum(len(value) for value in body.values() if isinstance(value, str | list))
     request, found = await state.engine.in_thread(read, size)
     state.check_model(getattr(request, "model", None))
+    if state.engine.model.vision is not None:
+        with state.bodies.hold() as held:
+            found = await state.media.filled(found, held)
+            return await form.handler(state, request, found, tenant)
     return await form.handler(state, request, found, tenant)
 
 

@@ -12,6 +12,8 @@ from maxsimd.engine.media import PictureError
 
 _MOST_REDIRECTS = 3
 _SECONDS = 10.0
+# For all requests together, of which each fetches a few at a time.
+_MOST_CONNECTIONS = 64
 _CHUNK_BYTES = 64 * 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SCHEMES = ("https", "http")
@@ -119,7 +121,7 @@ class MediaFetcher:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             resolver = CheckedResolver(self._may_connect)
-            connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=8)
+            connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=_MOST_CONNECTIONS)
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),

@@ -122,7 +122,7 @@ def _fetcher(hosts: Collection[str], limits: PictureLimits) -> "MediaFetcher":
 def _contents(found: Any) -> Iterator[Content]:
     if isinstance(found, Content):
         yield found
-    elif isinstance(found, tuple | list):
+    elif isinstance(found, tuple | list) and not (found and isinstance(found[0], int)):
         for each in found:
             if isinstance(each, Content | tuple | list):
                 yield from _contents(each)

@@ -20,7 +20,13 @@ from maxsimd.engine.checkpoint.pixels import PixelScale, check_numbers
 from maxsimd.engine.checkpoint.qwen_vision import GridReader, GridTower
 from maxsimd.engine.checkpoint.reference import VisualReference
 from maxsimd.engine.checkpoint.siglip import SquareReader, SquareTower
-from maxsimd.engine.checkpoint.vision import PictureReader, Tower, Vision, tokens_a_patch
+from maxsimd.engine.checkpoint.vision import (
+    PictureReader,
+    Tower,
+    Vision,
+    attention_a_patch,
+    tokens_a_patch,
+)
 from maxsimd.engine.errors import ModelLoadError
 
 _PROBES = ("a", "What is this?", "two\nlines, and numbers: 1.5", " a space in front")
@@ -69,12 +75,14 @@ def _vision(path: str, architecture: str, processor: Any, vlm: Any) -> Vision:
     if architecture == COLPALI:
         reader, tower = SquareReader(processor), SquareTower(vlm, scale)
         modules = (vlm.vision_tower, vlm.multi_modal_projector)
+        attention = attention_a_patch(vlm.vision_tower, modules)
     else:
         frames = processor.image_processor.temporal_patch_size
         reader, tower = GridReader(processor), GridTower(vlm.visual, scale, frames)
         modules = (vlm.visual,)
+        attention = attention_a_patch(vlm.visual, modules)
     check_numbers(path, processor.image_processor, reader, tower)
-    return Vision(reader, tower, modules, tokens_a_patch(modules, vlm.language_model))
+    return Vision(reader, tower, modules, tokens_a_patch(modules, vlm.language_model), attention)
 
 
 def _processor_of(path: str, model: MultiVectorEncoder) -> Any:

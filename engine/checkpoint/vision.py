@@ -61,16 +61,18 @@ class Tower(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Vision:
     """How a model reads pictures. The `tower` runs the `modules`; a patch of a picture takes it as long as
-    the language model takes for `tokens_a_patch` tokens."""
+    the language model takes for `tokens_a_patch` tokens, and as `attention` times that longer for each patch
+    that it attends to."""
 
     reader: PictureReader
     tower: Tower
     modules: tuple[torch.nn.Module, ...]
     tokens_a_patch: float
+    attention: float
 
     def price(self, inputs: ImageInputs) -> int:
         """How many tokens the language model could run while the tower encodes a picture."""
-        return max(1, ceil(inputs.patches * self.tokens_a_patch))
+        return max(1, ceil(inputs.patches * self.tokens_a_patch * (1 + inputs.patches * self.attention)))
 
 
 def tokens_a_patch(modules: Sequence[torch.nn.Module], backbone: torch.nn.Module) -> float:
@@ -78,6 +80,15 @@ def tokens_a_patch(modules: Sequence[torch.nn.Module], backbone: torch.nn.Module
     multiply once."""
     vision = sum(map(_multiplied, modules))
     return vision / max(1, _multiplied(backbone))
+
+
+def attention_a_patch(tower: Any, modules: Sequence[torch.nn.Module]) -> float:
+    """The work of attending to one patch, over all other work of a patch: its products with queries and with
+    values, in each layer."""
+    config = tower.config
+    width = getattr(config, "embed_dim", None) or config.hidden_size
+    depth = getattr(config, "depth", None) or config.num_hidden_layers
+    return float(2 * width * depth / max(1, sum(map(_multiplied, modules))))
 
 
 def _multiplied(module: torch.nn.Module) -> int:

@@ -113,6 +113,10 @@ class Content:
     def texts(self) -> tuple[str, ...]:
         return tuple(part for part in self.parts if isinstance(part, str))
 
+    @property
+    def has_pictures(self) -> bool:
+        return any(not isinstance(part, str) for part in self.parts)
+
     def __len__(self) -> int:
         """How many characters a text would have that is about as much work."""
         return sum(len(part) if isinstance(part, str) else _CHARACTERS_A_PICTURE for part in self.parts)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.media.errors import PictureError
 from maxsimd.engine.media.file_checks import check_file
 from maxsimd.engine.media.picture import Picture
-from maxsimd.engine.media.webp import rgba_of
+from maxsimd.engine.media.webp import is_available, rgba_of
 
 # TIFF is not among them: its tiles may be many times as large as the picture, and its grey has many meanings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -115,15 +115,14 @@ def _pillow() -> ModuleType:
 def _still_webp(image: Any, data: bytes) -> Any:
     """A WebP picture without animation, decoded; None where Pillow is to do it, in one go."""
     width, height = image.size
-    if getattr(image, "n_frames", 1) > 1:
-        if width * height > _MOST_AT_ONCE:
-            raise PictureError(
-                f"is an animation of {width:,} x {height:,} pixels, but as WebP may have {_MOST_AT_ONCE:,}; "
-                "send a still picture"
-            )
-        return None
-    rgba = rgba_of(data, image.size)
+    is_still = getattr(image, "n_frames", 1) == 1
+    rgba = rgba_of(data, image.size) if is_still else None
     if rgba is None:
+        if width * height > _MOST_AT_ONCE and (is_available() or not is_still):
+            raise PictureError(
+                f"is an animation of {width:,} x {height:,} pixels, but as WebP may have {_MOST_AT_ONCE:,}, "
+                "or it is damaged; send a still picture"
+            )
         return None
     pillow = _pillow()
     decoded_image = pillow.new(image.mode, (width, height))
@@ -156,9 +155,7 @@ def _pixels(image: Any, box: tuple[int, int, int, int] | None) -> NDArray[np.uin
         return _of_sixteen_bits(np.asarray(image), image.info.get("transparency"))
     if image.mode == "F":
         raise PictureError("has floating-point pixels; send one with 8 or 16 bits a channel")
-    if image.mode in _TRANSPARENT or "transparency" in image.info:
-        image = _on_white(image if image.mode == "RGBA" else image.convert("RGBA"))
-    pixels = array_of(image if image.mode == "RGB" else image.convert("RGB"))
+    pixels = array_of(image)
     if box is not None:
         left, upper, right, lower = box
         pixels[:upper], pixels[lower:], pixels[:, :left], pixels[:, right:] = 255, 255, 255, 255
@@ -166,11 +163,12 @@ def _pixels(image: Any, box: tuple[int, int, int, int] | None) -> NDArray[np.uin
 
 
 def array_of(image: Any) -> NDArray[np.uint8]:
-    """The pixels [height, width, 3] of a picture in RGB, strip by strip: other threads run between two."""
+    """The pixels [height, width, 3] of a picture in RGB, on white where it is transparent, strip by strip:
+    other threads run between two."""
     width, height = image.size
     pixels = np.empty((height, width, 3), dtype=np.uint8)
     for top, bottom in strips(width, height):
-        pixels[top:bottom] = np.asarray(image.crop((0, top, width, bottom)))
+        pixels[top:bottom] = np.asarray(_in_rgb(image.crop((0, top, width, bottom))))
     return pixels
 
 
@@ -199,6 +197,12 @@ def _of_sixteen_bits(values: NDArray[Any], transparent: object) -> NDArray[np.ui
     if isinstance(transparent, int):
         grey[values == transparent] = 255
     return np.repeat(grey[:, :, None], 3, axis=2)
+
+
+def _in_rgb(image: Any) -> Any:
+    if image.mode in _TRANSPARENT or "transparency" in image.info:
+        image = _on_white(image if image.mode == "RGBA" else image.convert("RGBA"))
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _on_white(image: Any) -> Any:

@@ -25,6 +25,11 @@ def rgba_of(data: bytes, size: tuple[int, int]) -> NDArray[np.uint8] | None:
     return pixels if made else None
 
 
+def is_available() -> bool:
+    """Whether the library is found."""
+    return _decoder() is not None
+
+
 @cache
 def _decoder() -> "ctypes._NamedFuncPointer | None":
     """libwebp's `WebPDecodeRGBAInto`: the file, its length, and where the pixels go, with its size and that

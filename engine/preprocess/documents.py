@@ -187,9 +187,14 @@ class DocumentReader:
             return found
         given = {i: document for i, document in documents.items() if isinstance(document, Vectors)}
         found.update(self._given.documents(given))
+        num_tokens = 0
         for i, document in documents.items():
             if isinstance(document, Content):
-                found[i] = self._page(document, i, ids, explain)
+                page = found[i] = self._page(document, i, ids, explain)
+                if isinstance(page, _NewPage):
+                    # Few bytes may be many pages: before all are read, too many are refused.
+                    num_tokens += len(page.built.tokens)
+                    ids.check_tokens(num_tokens)
         return {i: found[i] for i in documents}
 
     def _page(self, content: Content, index: int, ids: RequestIds, explain: bool) -> _Found:

@@ -9,7 +9,7 @@ from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
 from maxsimd.engine.preprocess.pages import PageBuilder, image_jobs
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
-from maxsimd.engine.preprocess.texts import TextBuilder, shortest_text
+from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder, shortest_text
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import EmbedRequest
 from maxsimd.scheduler import Role, Sequence
@@ -32,7 +32,8 @@ class TextStrategy:
         builder = TextBuilder(self._tokenizer, self._rules(request), long_inputs, "input")
         indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
         encoded = iter(builder.encode([*indexed.values()], indexed))
-        built = []
+        built: list[BuiltText] = []
+        num_tokens = 0
         for i, text in enumerate(request.texts):
             match text:
                 case str():
@@ -41,6 +42,8 @@ class TextStrategy:
                     assert self._pages is not None
                     name = InputName("input", i)
                     built.append(self._pages.built(self._pages.opened(text, name), name, ids))
+                    num_tokens += len(built[-1].tokens)
+                    ids.check_tokens(num_tokens)
                 case _:
                     built.append(builder.build_from_ids(text, i))
         _check_tokens(sum(len(text.tokens) for text in built), request.max_tokens)

@@ -151,12 +151,13 @@ class TwoStageStrategy:
 
     def _query_pages(self, request: ScoreRequest, ids: RequestIds) -> dict[int, BuiltText]:
         """The queries that are pictures, by their index."""
-        pages = {}
+        pages: dict[int, BuiltText] = {}
         for i, query in enumerate(request.queries):
             if isinstance(query, Content):
                 assert self._pages is not None
                 name = InputName("queries", i)
                 pages[i] = self._pages.built(self._pages.opened(query, name), name, ids)
+                ids.check_tokens(sum(len(page.tokens) for page in pages.values()))
         return pages
 
     def _explained_rows(self, request: ScoreRequest, document: Document) -> tuple[int, ...] | None:

@@ -263,7 +263,7 @@ class Running:
                 timings = Timings(queue=begun - came, tokenise=time.perf_counter() - begun)
                 return prepared, waiting, timings
 
-            prepared, waiting, timings = await self.in_pool(check_and_prepare, request.size)
+            prepared, waiting, timings = await self.in_pool(check_and_prepare, request.reading)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             self._metrics.truncated.inc(prepared.truncated)
             permit.confirm(waiting.work)

@@ -61,6 +61,12 @@ def test_what_only_looks_like_a_picture_is_text(content: dict[str, Any]) -> None
         ({"content": [{"image": DATA}, 7]}, "documents[0].content[1] is neither a text nor a picture"),
         ({"content": [{"image": DATA}, {}]}, "documents[0].content[1] is neither a text nor a picture"),
         ({"content": [{"image": DATA}, {"type": "other", "text": "a"}]}, "neither a text nor a picture"),
+        ({"image": DATA, "content": []}, "has content parts and something beside them"),
+        ({"type": "image_url", "content": []}, "neither a text nor"),
+        ({"image": DATA, "content": [{"type": "text", "text": "a"}]}, "content parts and something beside"),
+        ({"text": "a", "content": [{"image": DATA}]}, "content parts and something beside"),
+        ({"text": "a", "video": URL}, "neither a text nor a picture"),
+        ({"text": "a", "image": DATA, "audio": URL}, "neither a text nor a picture"),
     ],
 )
 def test_what_is_no_picture_is_refused_by_its_name(content: dict[str, Any], message: str) -> None:

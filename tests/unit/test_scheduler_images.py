@@ -141,6 +141,23 @@ def test_a_picture_dearer_than_the_budget_has_a_step_of_its_own() -> None:
     assert [(len(step.chunks), len(step.images)) for step in steps] == [(1, 0), (0, 1), (1, 0)]
 
 
+def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
+    """A large request, and in each step a new one of one page: without a reservation the new ones, which are
+    smaller, would hold as many features as there may be for ever."""
+    scheduler = Scheduler(StepLimits(2048, 512, chunked=False))
+    sequences, images = pages(0, 0, [[(215, 1024)]] * 50, query_length=20)
+    scheduler.admit(0, sequences, images=images)
+    for number in range(1, 1_000):
+        sequences, images = pages(number, 1_000 * number, [[(215, 1024)]], query_length=20)
+        scheduler.admit(number, sequences, images=images)
+        scheduler.schedule()
+        if not any(request.request_id == 0 for request in scheduler._requests.values()):
+            break
+    else:
+        raise AssertionError("the oldest request starves")
+    assert number < 300
+
+
 def test_a_cancelled_request_holds_no_features() -> None:
     scheduler = Scheduler(StepLimits(100, 100, chunked=True, features=10))
     sequences, images = pages(0, 0, [[(50, 10)]] * 3, query_length=5)
