@@ -234,6 +234,14 @@ def test_more_pictures_than_a_request_may_have_are_refused(pages: Server) -> Non
     assert "has 9 pictures, and one may have 8" in said
 
 
+def test_sagemakers_route_has_the_same_limits_and_sources(pages: Server, media_host: str) -> None:
+    said = refusal(pages, "/invocations", query="what?", documents=[{"image": data_url(FIRST)}] * 9)
+    assert "has 9 pictures, and one may have 8" in said
+    documents = [{"image": f"{media_host}/first.png"}]
+    answer = post(pages, "/invocations", query="what?", documents=documents)
+    assert answer["results"][0]["relevance_score"] == pytest.approx(score_of(pages, documents[0], "what?"))
+
+
 def test_a_model_of_texts_says_that_it_reads_no_pictures(server: Server) -> None:
     document = {"image": data_url(FIRST)}
     for path, body in {
