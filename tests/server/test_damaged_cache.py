@@ -111,6 +111,10 @@ def test_a_server_survives_damage_to_its_cache(
     if folder.is_file():
         folder.unlink()
     wait_until_cached(server, documents)
+    # What is cached is found in memory while a file that was damaged before is still being made anew.
+    deadline = time.monotonic() + 20
+    while not (folder / FILE).is_file() and time.monotonic() < deadline:
+        time.sleep(0.02)
     before = len(server.log)
     DAMAGES[damage](folder)
     if moment == "in DELETE /cache":
