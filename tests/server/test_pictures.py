@@ -272,20 +272,21 @@ def test_the_event_loop_goes_on_while_large_pictures_are_read(pages: Server) -> 
     # Its first reading loads what reads pictures.
     score_of(pages, {"image": base64_of(FIRST)})
 
-    async def run() -> list[float]:
+    async def run() -> tuple[list[float], float]:
         times = []
+        loop = asyncio.get_running_loop()
         async with httpx.AsyncClient(base_url=pages.url, timeout=120) as client:
             body = {"queries": "what?", "documents": [{"image": photograph}] * 4, "cache": "bypass"}
+            began = loop.time()
             large = [asyncio.create_task(client.post("/score", json=body)) for _ in range(2)]
             while not all(task.done() for task in large):
-                before = asyncio.get_running_loop().time()
+                before = loop.time()
                 assert (await client.get("/health")).status_code == 200
-                times.append(asyncio.get_running_loop().time() - before)
+                times.append(loop.time() - before)
                 await asyncio.sleep(0.005)
             assert [task.result().status_code for task in large] == [200, 200]
-        return times
+        return times, loop.time() - began
 
-    lag = "maxsimd_event_loop_lag_seconds"
-    times = asyncio.run(run())
+    times, whole = asyncio.run(run())
     assert len(times) > 10
-    assert pages.metric(lag) < 0.5
+    assert max(times) < whole / 2, "somebody waited for the pictures"
