@@ -1,7 +1,7 @@
 """What travels with a sequence for the stages after the scheduler, which passes it on unread."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -40,12 +40,17 @@ class PlacedImage:
     inputs: Any
     digest: bytes
 
+    def within(self, count: int) -> "PlacedImage":
+        """What the first `count` tokens of the sequence have of the picture."""
+        return replace(self, positions=self.positions[: np.searchsorted(self.positions, count)])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """What the model reads: token ids [n] and, where the tokeniser gives them, type ids [n].
 
-    In place of some stand the `images`. Only the first `attended_len` tokens may be attended to (fewer than
+    In place of some stand the `images`. `position_ids` [3, n] are those in time, height and width, where they
+    are not those of text (None). Only the first `attended_len` tokens may be attended to (fewer than
     all where query expansion is not attended; None for all). `pooled_positions`, ascending, are the tokens
     that take part in pooling (None for all). Raises ValueError for no token."""
 
@@ -54,6 +59,7 @@ class Tokens:
     attended_len: int | None = None
     pooled_positions: NDArray[np.int64] | None = None
     images: tuple[PlacedImage, ...] = ()
+    position_ids: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if len(self.ids) == 0:
@@ -65,6 +71,13 @@ class Tokens:
     @property
     def num_attended(self) -> int:
         return len(self.ids) if self.attended_len is None else self.attended_len
+
+    def first(self, count: int) -> "Tokens":
+        """The first tokens, all attended to and pooled, and what they have of the images."""
+        begun = (image.within(count) for image in self.images if image.positions[0] < count)
+        types = None if self.type_ids is None else self.type_ids[:count]
+        positions = None if self.position_ids is None else self.position_ids[:, :count]
+        return Tokens(self.ids[:count], types, images=tuple(begun), position_ids=positions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,6 +122,10 @@ class JoinedTokens:
     @property
     def images(self) -> tuple[PlacedImage, ...]:
         return ()
+
+    @property
+    def position_ids(self) -> None:
+        return None
 
 
 AnyTokens: TypeAlias = Tokens | JoinedTokens

@@ -62,6 +62,7 @@ def ingredients(
         "fixed tokens": [
             None if ids is None else ids.tolist() for ids in (rules.leading_ids, rules.trailing_ids)
         ],
+        "chat template": None if rules.chat is None else rules.chat.signature,
         "pictures": None if model.vision is None else model.vision.reader.signature,
         "document length": rules.max_tokens,
         "model length": model.max_tokens,

@@ -11,6 +11,7 @@ from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
 from maxsimd.engine.checkpoint.reference import ModulesReference
+from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
 
@@ -48,7 +49,7 @@ def load_bi_encoder(path: str, score_type: ScoreType, options: dict[str, Any]) -
     token_embed = Task("all", token_head, dim, True, token_reference)
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
     document = next((prompts[name] for name in ("document", "passage", "corpus") if name in prompts), "")
-    return {
+    parts = {
         "backbone": transformer.auto_model,
         "tokenizer": transformer.tokenizer,
         "tasks": {"embed": embed, "token_embed": token_embed},
@@ -62,6 +63,7 @@ def load_bi_encoder(path: str, score_type: ScoreType, options: dict[str, Any]) -
         "similarity": "maxsim" if late else model.similarity_fn_name,
         "prompts": prompts,
     }
+    return with_pictures(path, transformer, parts)
 
 
 def _taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]:

@@ -13,6 +13,7 @@ from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import Expansion, RoleRules, Task
 from maxsimd.engine.checkpoint.reference import ModulesReference
+from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.token_pooling import TokenPooling
 from maxsimd.scheduler import Role
@@ -47,7 +48,7 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
     document_prompt = next(
         (model.prompts[name] for name in ("document", "passage", "corpus") if name in model.prompts), ""
     )
-    return {
+    parts = {
         "backbone": transformer.auto_model,
         "tokenizer": tokenizer,
         "tasks": {"token_embed": Task("all", head, dim, normalised, reference)},
@@ -65,6 +66,7 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
         "prompts": {name: text for name, text in model.prompts.items() if text},
         "token_pooling": TokenPooling(poolings[0], _roles(poolings[0])) if poolings else None,
     }
+    return with_pictures(path, transformer, parts)
 
 
 def _roles(pooling: HierarchicalTokenPooling) -> frozenset[Role]:

@@ -30,9 +30,10 @@ from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.listwise import load_listwise
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.reference import takes_type_ids
-from maxsimd.engine.checkpoint.retrieval import load_retrieval
-from maxsimd.engine.checkpoint.support import refuse_unsupported
+from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
 from maxsimd.engine.checkpoint.translate import in_transformers_terms
+from maxsimd.engine.checkpoint.visual.retrieval import load_retrieval
+from maxsimd.engine.checkpoint.visual.vision_language import by_pillow, reads_pictures
 from maxsimd.engine.checkpoint.weights import hold_in_memory, refuse_pickles
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
@@ -40,6 +41,8 @@ from maxsimd.engine.errors import ModelLoadError
 # The first parts of the names of tensors that are read apart from the backbone, by architecture: the
 # projections of ColBERT and of the listwise model.
 _READ_APART = {"HF_ColBERT": frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
+# The projection of colpali-engine's models, of which sentence-transformers' modules have a copy.
+_PROJECTION = frozenset({"custom_text_proj"})
 
 
 # While a model loads, settings of the whole process are changed (transformers' log, how checkpoints are read,
@@ -78,7 +81,7 @@ def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
         with (
             _quiet_transformers(),
             in_transformers_terms(path, config.revision, files, config.trust_remote_code) as source,
-            refusing_misfits(path, _READ_APART.get(files.architecture, frozenset())),
+            refusing_misfits(path, _read_apart(files)),
         ):
             parts = _load_parts(source, files, score_type, config, options)
             model = _complete(config, score_type, files, parts)
@@ -100,6 +103,12 @@ def _score_type(config: EngineConfig, files: CheckpointFiles) -> ScoreType:
     return detect_score_type(files)
 
 
+def _read_apart(files: CheckpointFiles) -> frozenset[str]:
+    if files.architecture in COLPALI_ENGINE:
+        return _PROJECTION
+    return _READ_APART.get(files.architecture, frozenset())
+
+
 def _load_parts(
     path: str, files: CheckpointFiles, score_type: ScoreType, config: EngineConfig, options: dict[str, Any]
 ) -> dict[str, Any]:
@@ -112,6 +121,16 @@ def _load_parts(
         return load_cross_encoder(path, template, options)
     if is_visual(files):
         return load_retrieval(path, files.architecture, options)
+    if reads_pictures(files):
+        with by_pillow(path, options) as with_pillow:
+            return _load_by_modules(path, files, score_type, with_pillow)
+    return _load_by_modules(path, files, score_type, options)
+
+
+def _load_by_modules(
+    path: str, files: CheckpointFiles, score_type: ScoreType, options: dict[str, Any]
+) -> dict[str, Any]:
+    """A model whose texts are run by themselves, as sentence-transformers reads it."""
     if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
         return load_late_interaction(path, options)
     return load_bi_encoder(path, score_type, options)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint.reference import Reference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
-from maxsimd.engine.checkpoint.vision import Vision
+from maxsimd.engine.checkpoint.visual.chat import ChatRole
+from maxsimd.engine.checkpoint.visual.vision import Vision
 from maxsimd.engine.config import ScoreType
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.token_pooling import TokenPooling
@@ -40,7 +41,8 @@ class Expansion:
 class RoleRules:
     """How a text in one role becomes token ids: a prompt in front, a length of its own, expansion, and
     tokens that take no part in scoring: those of `skipped_ids`, and the prompt's unless `pool_prompt`. The
-    `leading_ids` stand before the prompt and the `trailing_ids` behind the text, however long it is."""
+    `leading_ids` stand before the prompt and the `trailing_ids` behind the text, however long it is. Where a
+    `chat` template writes texts, it puts the prompt where a system's message stands."""
 
     prompt: str = ""
     leading_ids: TokenIds | None = None
@@ -49,6 +51,27 @@ class RoleRules:
     expansion: Expansion | None = None
     skipped_ids: NDArray[np.int64] | None = None
     pool_prompt: bool = True
+    chat: ChatRole | None = None
+
+    @property
+    def before(self) -> str:
+        """What stands before a text, tokenised with it. Raises InvalidRequestError for a prompt that the chat
+        template cannot hold."""
+        return self.prompt if self.chat is None else self.chat.before(self.prompt)
+
+    def instructed(self, instruction: str) -> "RoleRules":
+        """The same with an instruction in the prompt, or as the prompt where a chat template has a place for
+        one."""
+        if self.chat is not None:
+            return replace(self, prompt=instruction)
+        prompt = INSTRUCT.sub(lambda found: f"{found[1]}{instruction}{found[2]}", self.prompt)
+        return replace(self, prompt=prompt)
+
+    @property
+    def takes_instruction(self) -> bool:
+        if self.chat is not None:
+            return self.chat.takes_prompt
+        return INSTRUCT.match(self.prompt) is not None
 
     @property
     def num_fixed_ids(self) -> int:
@@ -141,8 +164,8 @@ class LoadedModel:
 
     @property
     def takes_instruction(self) -> bool:
-        """Whether an instruction can be inserted: into the template for pairs, into a listwise prompt, or
-        into a query prompt of the form that instruction-tuned embedding models share."""
+        """Whether an instruction can be inserted: into the template for pairs, into a listwise prompt, into
+        a query prompt of the form that instruction-tuned embedding models share, or into a chat template."""
         if self.pairs.template is not None:
             return self.pairs.template.takes_instruction
-        return self.listwise is not None or INSTRUCT.match(self.query.prompt) is not None
+        return self.listwise is not None or self.query.takes_instruction

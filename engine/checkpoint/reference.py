@@ -3,12 +3,13 @@ engine's execution of a model is proven against them; where that fails, they run
 """
 
 import inspect
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from maxsimd.engine.checkpoint.vision import Tower
+from maxsimd.engine.checkpoint.visual.vision import Tower
 from maxsimd.scheduler import Sequence
 
 
@@ -17,6 +18,10 @@ class Reference(Protocol):
     [tokens, dim] for tasks with one vector a token."""
 
     def __call__(self, sequence: Sequence) -> torch.Tensor: ...
+
+
+# What a model takes for the pictures of a sequence beside its token ids; None for one that reads only text.
+MorePictures: TypeAlias = Callable[[Sequence], dict[str, torch.Tensor]] | None
 
 
 class ClassifierReference:
@@ -34,15 +39,19 @@ class ClassifierReference:
 
 class WordLogitsReference:
     """A language model's logit of the first of one or two words, minus that of the second: [1, 1]. `output`
-    replaces the model's output layer: it has the rows of these words alone, in float32."""
+    replaces the model's output layer: it has the rows of these words alone, in float32. `pictures` makes the
+    inputs for those of a sequence."""
 
     def __init__(self, model: Any, tokenizer: Any, output: torch.nn.Linear) -> None:
+        self.pictures: MorePictures = None
         model.set_output_embeddings(output)
         self._model = model
         self._tokenizer = tokenizer
 
     def __call__(self, sequence: Sequence) -> torch.Tensor:
         inputs: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, self._model))
+        if self.pictures is not None:
+            inputs |= self.pictures(sequence)
         if declares(self._model, "logits_to_keep"):
             inputs["logits_to_keep"] = 1
         logits: torch.Tensor = self._model(**inputs).logits[0, -1]  # [words]
@@ -51,9 +60,11 @@ class WordLogitsReference:
 
 class ModulesReference:
     """The output of sentence-transformers' modules, run one after the other, under the name `feature`:
-    sentence_embedding [1, dim] or token_embeddings [tokens, dim]."""
+    sentence_embedding [1, dim] or token_embeddings [tokens, dim]. `pictures` makes the inputs for those of a
+    sequence."""
 
     def __init__(self, modules: ListOf[torch.nn.Module], tokenizer: Any, feature: str) -> None:
+        self.pictures: MorePictures = None
         self._modules = list(modules)
         self._tokenizer = tokenizer
         self._feature = feature
@@ -61,6 +72,8 @@ class ModulesReference:
     def __call__(self, sequence: Sequence) -> torch.Tensor:
         transformer: Any = self._modules[0]
         features: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, transformer.auto_model))
+        if self.pictures is not None:
+            features |= self.pictures(sequence)
         # The modules after the transformer need the mask, whether or not the transformer takes it.
         if "attention_mask" not in features:
             features["attention_mask"] = torch.ones_like(features["input_ids"])

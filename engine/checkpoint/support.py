@@ -10,6 +10,7 @@ from maxsimd.engine.checkpoint.detect import (
     is_visual,
 )
 from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.visual.vision_language import reads_pictures
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
 
@@ -20,7 +21,7 @@ SUPPORTED = (
 )
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
 # would add a random projection.
-_COLPALI_ENGINE = frozenset(
+COLPALI_ENGINE = frozenset(
     {
         "ColGemma3",
         "ColIdefics3",
@@ -49,10 +50,15 @@ def refuse_unsupported(
         )
     if is_visual(files) and score_type is not ScoreType.LATE_INTERACTION:
         raise ModelLoadError(f"{model!r} is a {files.architecture}, which scores by late interaction alone")
-    if files.architecture in _COLPALI_ENGINE:
+    if files.architecture in COLPALI_ENGINE and not (files.modules and reads_pictures(files)):
         raise ModelLoadError(
-            f"{model!r} is a {files.architecture} as colpali-engine saves it, which cannot be read here; of "
-            f"models for pages {COLPALI} and {COLQWEN2} can be served"
+            f"{model!r} is a {files.architecture} as colpali-engine saves it, which does not say how queries "
+            f"are written; name a version with sentence-transformers' modules, or a {COLPALI} or {COLQWEN2}"
+        )
+    if reads_pictures(files) and not files.modules and not is_visual(files):
+        raise ModelLoadError(
+            f"{model!r} is a {kind} that says neither how it is asked nor what becomes of its states; name a "
+            "version with sentence-transformers' modules"
         )
     if kind not in CONFIG_MAPPING and not trust_remote_code:
         code = " It comes with code of its own, which trust_remote_code=True would run."

@@ -2,18 +2,19 @@
 have run."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from maxsimd.engine.checkpoint.vision import Vision
+from maxsimd.engine.checkpoint.visual.vision import Vision
 from maxsimd.engine.execution.layout import ImageRows
 from maxsimd.pooling.transfer import to_device
 from maxsimd.scheduler import ImageJob
 
 
 class FeatureStore:
-    """Owns the features [n, hidden] of pictures by their ids. Used by the device thread alone."""
+    """Owns the features [n, hidden x layers] of pictures by their ids. Used by the device thread alone."""
 
     def __init__(self, vision: Vision, device: torch.device) -> None:
         self._vision = vision
@@ -28,15 +29,22 @@ class FeatureStore:
             # A clone, so that one picture does not hold the memory of all that were encoded with it.
             self._features[job.image_id] = rows.clone() if len(jobs) > 1 else rows
 
-    def put_into(self, embeddings: torch.Tensor, images: Sequence[ImageRows]) -> torch.Tensor:
-        """The rows [rows, hidden] with features in the rows of pictures. Raises KeyError for a picture that
-        was not encoded."""
-        rows = np.concatenate([image.rows for image in images])
+    def put_into(self, embeddings: torch.Tensor, images: Sequence[ImageRows]) -> dict[str, Any]:
+        """The backbone's inputs for a step with pictures: `inputs_embeds` [1, rows, hidden], the embeddings
+        [rows, hidden] of its tokens with features in the rows of pictures; and where pictures have features
+        for further layers, the mask of those rows and what is added to the states of each layer there. Raises
+        KeyError for a picture that was not encoded."""
+        rows = to_device(np.concatenate([image.rows for image in images]), self._device)
         parts = [
             self._features[image.image_id][image.first : image.first + len(image.rows)] for image in images
         ]
-        features = torch.cat(parts).to(embeddings.dtype)
-        return embeddings.index_copy(0, to_device(rows, self._device), features)
+        first, *deeper = torch.cat(parts).to(embeddings.dtype).split(embeddings.shape[-1], dim=-1)
+        inputs: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(0, rows, first.contiguous())[None]}
+        if deeper:
+            mask = torch.zeros(len(embeddings), dtype=torch.bool, device=self._device)
+            inputs["visual_pos_masks"] = mask.index_fill(0, rows, True)[None]
+            inputs["deepstack_visual_embeds"] = deeper
+        return inputs
 
     def free(self, image_id: int) -> None:
         self._features.pop(image_id, None)

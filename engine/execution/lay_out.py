@@ -43,13 +43,18 @@ def lay_out(
     )
     count = rows.count + -rows.count % arrangement.row_multiple
     input_ids = np.zeros(count, dtype=np.int64)
-    position_ids = np.full(count, position_offset, dtype=np.int64)
+    # One number a row, or three if some sequence counts in time, height and width.
+    in_space = any(chunk.sequence.tokens.position_ids is not None for chunk in rows.chunks)
+    position_ids = np.full((3, count) if in_space else count, position_offset, dtype=np.int64)
     type_ids = np.zeros(count, dtype=np.int64)
     for chunk, start in zip(rows.chunks, rows.starts, strict=True):
         of_chunk, part = slice(start, start + len(chunk)), slice(chunk.start, chunk.stop)
         tokens = chunk.sequence.tokens
         input_ids[of_chunk] = tokens.ids[part]
-        position_ids[of_chunk] = np.arange(chunk.start, chunk.stop) + position_offset
+        if tokens.position_ids is None:
+            position_ids[..., of_chunk] = np.arange(chunk.start, chunk.stop) + position_offset
+        else:
+            position_ids[:, of_chunk] = tokens.position_ids[:, part]
         if tokens.type_ids is not None:
             type_ids[of_chunk] = tokens.type_ids[part]
     return PackedBatch(

@@ -120,8 +120,8 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """A step's tensors on the CPU: `input_ids`, `position_ids` and `type_ids` are int64 [rows]. In some rows
-    stand `images` in place of tokens."""
+    """A step's tensors on the CPU: `input_ids`, `position_ids` and `type_ids` are int64 [rows], and positions
+    in time, height and width [3, rows]. In some rows stand `images` in place of tokens."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor

@@ -3,7 +3,7 @@
 Used by the device thread alone. What becomes of the hidden states is not decided here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -90,11 +90,12 @@ class PackedRunner:
             self._cls_only.rows = to_device(torch.tensor(cursor.starts), self._device)
             cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
         inputs = {name: to_device(ids, self._device) for name, ids in self.inputs_of(batch).items()}
+        pictures: dict[str, Any] = {}
         if batch.images:
             assert self._features is not None
             embeddings = self._backbone.get_input_embeddings()(inputs.pop("input_ids"))  # [rows, hidden]
-            inputs["inputs_embeds"] = self._features.put_into(embeddings, batch.images)
-        return self.run(inputs, self._backend.prepare(batch.layout, self._device)), cursor
+            pictures = self._features.put_into(embeddings, batch.images)
+        return self.run(inputs, self._backend.prepare(batch.layout, self._device), pictures), cursor
 
     def encode(self, images: Sequence[ImageJob]) -> None:
         assert self._features is not None
@@ -111,17 +112,23 @@ class PackedRunner:
         )
 
     def inputs_of(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
-        """The backbone's inputs by name: int64 [rows] each."""
+        """The backbone's inputs by name: int64 [rows] each, and positions perhaps [3, rows]."""
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         if self._model.takes_type_ids:
             inputs["token_type_ids"] = batch.type_ids
         return inputs
 
-    def run(self, inputs: dict[str, torch.Tensor], metadata: AttentionMetadata) -> torch.Tensor:
-        """The hidden states [rows, hidden] of inputs [rows], or of embeddings [rows, hidden] in place of ids,
-        on the device, with the backend's metadata."""
+    def run(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        metadata: AttentionMetadata,
+        pictures: Mapping[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """The hidden states [rows, hidden] of `inputs_of` a step, on the device, with the backend's metadata
+        and, for a step with pictures, what the store of features makes of its tokens."""
         output = self._backbone(
-            **{name: ids[None] for name, ids in inputs.items()},
+            **{name: ids.unsqueeze(-2) for name, ids in inputs.items()},
+            **(pictures or {}),
             **self._options,
             attention_mask=None,
             step_attention=StepAttention(self._backend, metadata, self._cls_only),

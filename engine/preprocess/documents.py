@@ -106,7 +106,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _NewPage:
-    """A picture that is not cached, as its sequence, and the key to cache it under."""
+    """A content that is not cached, as its sequence, and the key to cache it under."""
 
     built: BuiltText
     cache_key: bytes | None
@@ -198,17 +198,17 @@ class DocumentReader:
         return {i: found[i] for i in documents}
 
     def _page(self, content: Content, index: int, ids: RequestIds, explain: bool) -> _Found:
-        """One picture: its pixels are there only while it is read."""
+        """One content: the pixels of its pictures are there only while it is read."""
         assert self._pages is not None
         name = InputName("documents", index)
-        picture = self._pages.opened(content, name)
+        opened = self._pages.opened(content, self.builder.rules, name)
         key = None
         if self._lookup is not None:
-            key = self._lookup.page_key(picture.digest)
+            key = self._lookup.page_key(opened.digest)
             if (entry := self._lookup.find_page(key)) is not None:
-                built = [self._pages.built(picture, name, ids)] if explain else []
+                built = [self._pages.built(opened, self.builder.rules, name, ids)] if explain else []
                 return DocumentInCache(0, entry, built)
-        return _NewPage(self._pages.built(picture, name, ids), key)
+        return _NewPage(self._pages.built(opened, self.builder.rules, name, ids), key)
 
     def _cache_key(self, keys: _Found, windows: list[BuiltText]) -> bytes | None:
         if self._lookup is None or not isinstance(keys, CacheKeys):

@@ -1,63 +1,153 @@
-"""Queries and documents that are pictures, to sequences."""
+"""Queries and documents that have pictures, to sequences."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
-from maxsimd.engine.checkpoint.vision import Vision
+from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Vision
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.media import Content, Picture, PictureError, PictureLimits
+from maxsimd.engine.media import AnyPicture, Content, Picture, PictureError, PictureLimits
 from maxsimd.engine.preprocess.long_inputs import InputName
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.scheduler import ImageJob, PlacedImage, Sequence, Tokens
+from maxsimd.scheduler.payload import TokenIds
+
+_OpenPart: TypeAlias = str | Picture | ImageInputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenContent:
+    """A content whose pictures are read from their files. Where it has several, only what the tower needs of
+    each is still there."""
+
+    parts: tuple[_OpenPart, ...]
+
+    @property
+    def digest(self) -> bytes:
+        """Tells it from every content with other texts or pixels."""
+        if len(self.parts) == 1 and not isinstance(self.parts[0], str):
+            return self.parts[0].digest
+        digest = hashlib.blake2b(digest_size=32)
+        for part in self.parts:
+            if isinstance(part, str):
+                kind, data = b"text", part.encode("utf-8", "surrogatepass")
+            else:
+                kind, data = b"image", part.digest
+            digest.update(kind + len(data).to_bytes(8, "big") + data)
+        return digest.digest()
 
 
 class PageBuilder:
-    """Builds the sequences of pictures for one model: a picture by itself, with what the checkpoint puts
-    beside it. Thread-safe.
+    """Builds the sequences of contents with pictures for one model: a picture by itself, with what the
+    checkpoint puts beside it, or what its chat template makes of texts and pictures. Thread-safe.
 
     `longest` is the most tokens that can be run in one sequence. All methods raise InvalidRequestError, by
     the name of what is wrong."""
 
-    def __init__(self, vision: Vision, longest: int, limits: PictureLimits | None = None) -> None:
+    def __init__(
+        self, vision: Vision, tokenizer: TextTokenizer, longest: int, limits: PictureLimits | None = None
+    ) -> None:
         self._vision = vision
+        self._tokenizer = tokenizer
         self._longest = longest
         self._limits = PictureLimits() if limits is None else limits
 
-    def opened(self, content: Content, name: InputName) -> Picture:
-        """The picture of some content, read from its file."""
+    def opened(self, content: Content, rules: RoleRules, name: InputName) -> OpenContent:
+        """The content, with its pictures read from their files."""
         pictures, texts = content.pictures, content.texts
-        if len(pictures) != 1 or texts:
+        if rules.chat is None and (len(pictures) != 1 or texts):
             numbers = f"{_number(len(pictures), 'picture')} and {_number(len(texts), 'text')}"
             raise InvalidRequestError(
                 f"{name} has {numbers}; this model reads one picture, or text, at a time", name.param
             )
-        yield_to_smaller()
+        parts: list[_OpenPart] = []
+        for part in content.parts:
+            yield_to_smaller()
+            if isinstance(part, str):
+                parts.append(part)
+            else:
+                picture = self._read(part, name)
+                parts.append(picture if len(pictures) == 1 else self._inputs(picture, name))
+        return OpenContent(tuple(parts))
+
+    def built(self, content: OpenContent, rules: RoleRules, name: InputName, ids: RequestIds) -> BuiltText:
+        """The sequence of a content in a role."""
+        parts = [self._inputs(part, name) if isinstance(part, Picture) else part for part in content.parts]
+        images = [part for part in parts if isinstance(part, ImageInputs)]
+        if rules.chat is None:
+            page = self._vision.reader.page(images[0])
+            return self._fitting(self._vision.tokens_of(page, ids.next_sequence_id(), images[0]), rules, name)
+        texts = [part if isinstance(part, str) else None for part in parts]
+        text = rules.chat.content(texts, rules.prompt)
+        (written,) = self._tokenizer.encode([text], name.param, self._longest + 1, names=[name])
+        if len(written) > self._longest:
+            raise InvalidRequestError(
+                f"{name} has more than {self._longest} tokens beside its pictures, and no more can be run in "
+                "one sequence here; send shorter texts",
+                name.param,
+            )
+        return self._fitting(self._with_pictures(written, images, name, ids), rules, name)
+
+    def _read(self, picture: AnyPicture, name: InputName) -> Picture:
         try:
-            return pictures[0].read(self._limits)
+            return picture.read(self._limits)
         except PictureError as error:
             raise InvalidRequestError(f"{name} {error}", name.param) from None
 
-    def built(self, picture: Picture, name: InputName, ids: RequestIds) -> BuiltText:
-        """The sequence of a picture."""
+    def _inputs(self, picture: Picture, name: InputName) -> ImageInputs:
         try:
-            inputs = self._vision.reader.read(picture)
+            return self._vision.reader.read(picture)
         except ValueError as error:  # as processors refuse what is much longer than wide
             size = f"{picture.width} x {picture.height} pixels"
             raise InvalidRequestError(
                 f"{name}, of {size}, cannot be read by this model: {error}", name.param
             ) from None
-        page = self._vision.reader.page(inputs)
-        if len(page.ids) > self._longest:
+
+    def _with_pictures(
+        self, written: TokenIds, images: list[ImageInputs], name: InputName, ids: RequestIds
+    ) -> Tokens:
+        """The tokens of a written content, with as many for each picture as it has features."""
+        at = np.flatnonzero(written == self._vision.image_token_id)
+        if len(at) != len(images):
             raise InvalidRequestError(
-                f"{name} has {len(page.ids)} tokens as a picture, and at most {self._longest} can be run in "
+                f"a text of {name} holds {self._vision.image_token!r}, in whose place this model reads "
+                "pictures; leave it out",
+                name.param,
+            )
+        counts = np.ones(len(written), dtype=np.int64)
+        counts[at] = [image.grid[0] * image.grid[1] for image in images]
+        firsts = np.cumsum(counts) - counts
+        placed = tuple(
+            PlacedImage(ids.next_sequence_id(), np.arange(first, first + count), image, image.digest)
+            for image, first, count in zip(images, firsts[at], counts[at], strict=True)
+        )
+        return self._vision.placed(np.repeat(written, counts), placed)
+
+    def _fitting(self, tokens: Tokens, rules: RoleRules, name: InputName) -> BuiltText:
+        limit = self._longest if rules.max_tokens is None else min(self._longest, rules.max_tokens)
+        if len(tokens) > limit:
+            as_a_picture = " as a picture" if len(tokens.images) == 1 else ""
+            raise InvalidRequestError(
+                f"{name} has {len(tokens)} tokens{as_a_picture}, and at most {limit} can be run in "
                 "one sequence here; send a smaller picture, or raise max_batch_tokens or max_model_len",
                 name.param,
             )
-        placed = PlacedImage(ids.next_sequence_id(), page.positions, inputs, inputs.digest)
-        return BuiltText(Tokens(page.ids, np.zeros_like(page.ids), images=(placed,)), truncated=False)
+        if rules.skipped_ids is not None:
+            pooled = np.flatnonzero(~np.isin(tokens.ids, rules.skipped_ids))
+            tokens = replace(tokens, pooled_positions=pooled)
+        return BuiltText(tokens, truncated=False)
+
+
+def page_builder(model: LoadedModel, tokenizer: TextTokenizer, longest: int) -> PageBuilder | None:
+    """The builder for a model; None for one that reads only text."""
+    return None if model.vision is None else PageBuilder(model.vision, tokenizer, longest)
 
 
 def image_jobs(vision: Vision | None, sequences: Iterable[Sequence]) -> list[ImageJob]:

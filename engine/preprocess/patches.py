@@ -4,7 +4,7 @@ from math import ceil, floor
 
 import numpy as np
 
-from maxsimd.engine.checkpoint.vision import ImageInputs
+from maxsimd.engine.checkpoint.visual.vision import ImageInputs
 from maxsimd.engine.explanations import Patch
 from maxsimd.scheduler import PlacedImage
 

@@ -6,7 +6,7 @@ from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.media import Content
 from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
-from maxsimd.engine.preprocess.pages import PageBuilder, image_jobs
+from maxsimd.engine.preprocess.pages import image_jobs, page_builder
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder, shortest_text
@@ -24,7 +24,7 @@ class TextStrategy:
         self._model = model
         self._tokenizer = tokenizer
         self._limits = limits
-        self._pages = None if model.vision is None else PageBuilder(model.vision, limits.longest_sequence)
+        self._pages = page_builder(model, tokenizer, limits.longest_sequence)
 
     def prepare(self, request: EmbedRequest, ids: RequestIds) -> Prepared:
         """One sequence a text or picture, in order."""
@@ -41,7 +41,8 @@ class TextStrategy:
                 case Content():
                     assert self._pages is not None
                     name = InputName("input", i)
-                    built.append(self._pages.built(self._pages.opened(text, name), name, ids))
+                    opened = self._pages.opened(text, builder.rules, name)
+                    built.append(self._pages.built(opened, builder.rules, name, ids))
                     num_tokens += len(built[-1].tokens)
                     ids.check_tokens(num_tokens)
                 case _:

@@ -51,14 +51,15 @@ class TextBuilder:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = tokenizer.single
-        self._rules = rules
+        self.rules = rules
         self._long_inputs = long_inputs
         self._param = param
         self._max_tokens = max_tokens
         # The most tokens of a sequence in this role, as the checkpoint sets it.
         self.own_length = rules.max_tokens
         special_tokens = self._template.special_tokens + rules.num_fixed_ids
-        self.prompt_length = len(tokenizer.encode([rules.prompt], param)[0]) if rules.prompt else 0
+        self._before = rules.before
+        self.prompt_length = len(tokenizer.encode([self._before], param)[0]) if self._before else 0
         self._room = Room(long_inputs.limit - special_tokens, special_tokens)
         if self._room.tokens < 1:
             raise no_room(long_inputs.limit, special_tokens)
@@ -159,7 +160,7 @@ class TextBuilder:
         parts: Callable[[NDArray[np.int32], InputName], list[Fitted[np.int32]]],
     ) -> Iterator[Origins]:
         """The rows of each sequence that `parts` makes of a text."""
-        prompt, side = self._rules.prompt, self._long_inputs.side
+        prompt, side = self._before, self._long_inputs.side
         ids, spans = self._tokenizer.encode_with_spans(prompt + text, self._param, most, side, name)
         spans = behind_prompt(spans, len(prompt))
         for part, part_spans in zip(parts(ids, name), parts(spans, name), strict=True):
@@ -171,7 +172,7 @@ class TextBuilder:
     def _encode(
         self, texts: Sequence[str], most: int | None, indices: Iterable[int] | None
     ) -> list[TokenIds]:
-        prompt = self._rules.prompt
+        prompt = self._before
         # One by one, because a prompt may be long and the texts many.
         prompted = (prompt + text for text in texts) if prompt else texts
         names = (InputName(self._param, i) for i in (count() if indices is None else indices))
@@ -182,22 +183,22 @@ class TextBuilder:
         if self._room.others + len(fitted.tokens) == 0:
             raise InvalidRequestError(f"{name} has no tokens; leave it out", self._param)
         ids, types = self._template.fill(fitted.tokens)
-        if self._rules.num_fixed_ids:
+        if self.rules.num_fixed_ids:
             ids, types = self._with_fixed_ids(ids, types)
         prompt_end = 0
-        if not self._rules.pool_prompt and self.prompt_length:
+        if not self.rules.pool_prompt and self.prompt_length:
             prompt_end = self._num_before + self.prompt_length
         return self._completed(ids, types, fitted.truncated, prompt_end)
 
     @property
     def _num_before(self) -> int:
         """How many tokens stand before a text and its prompt."""
-        leading = self._rules.leading_ids
+        leading = self.rules.leading_ids
         return len(self._template.ids[0]) + (0 if leading is None else len(leading))
 
     def _with_fixed_ids(self, ids: TokenIds, types: TokenIds) -> tuple[TokenIds, TokenIds]:
         """A text's tokens between those that the role always has."""
-        rules, none = self._rules, np.empty(0, dtype=np.int32)
+        rules, none = self.rules, np.empty(0, dtype=np.int32)
         leading = none if rules.leading_ids is None else rules.leading_ids
         trailing = none if rules.trailing_ids is None else rules.trailing_ids
         return (
@@ -210,7 +211,7 @@ class TextBuilder:
         which are those before `prompt_end` and those of the skip list."""
         yield_to_smaller()
         attended_len = len(ids)
-        expansion = self._rules.expansion
+        expansion = self.rules.expansion
         if expansion is not None and len(ids) < expansion.length:
             missing = expansion.length - len(ids)
             ids = np.concatenate([ids, np.full(missing, expansion.token_id, dtype=np.int32)])
@@ -220,15 +221,15 @@ class TextBuilder:
         # A text that was cut within its prompt has nothing else to pool.
         if prompt_end < len(ids):
             skipped[:prompt_end] = True
-        if self._rules.skipped_ids is not None:
-            skipped |= np.isin(ids, self._rules.skipped_ids)
+        if self.rules.skipped_ids is not None:
+            skipped |= np.isin(ids, self.rules.skipped_ids)
         pooled = np.flatnonzero(~skipped) if skipped.any() else None
         return BuiltText(Tokens(ids, types, attended_len, pooled), truncated)
 
 
 def shortest_text(rules: RoleRules, tokenizer: TextTokenizer) -> int:
     """How many tokens the shortest sequence of a role has."""
-    text = tokenizer.encode([rules.prompt + SHORTEST_TEXT], "text")[0]
+    text = tokenizer.encode([rules.before + SHORTEST_TEXT], "text")[0]
     tokens = tokenizer.single.special_tokens + rules.num_fixed_ids + len(text)
     if rules.max_tokens is not None:
         tokens = min(tokens, rules.max_tokens)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
-from maxsimd.engine.checkpoint.model import INSTRUCT
 from maxsimd.engine.media import Content
 from maxsimd.engine.preprocess.cache_lookup import CacheLookup
 from maxsimd.engine.preprocess.combine import FirstNumbers, best_windows, shared_scores
@@ -30,7 +29,7 @@ from maxsimd.engine.preprocess.explain_encoded import (
 )
 from maxsimd.engine.preprocess.given_vectors import GivenVectors
 from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits, LongInputs
-from maxsimd.engine.preprocess.pages import PageBuilder, image_jobs
+from maxsimd.engine.preprocess.pages import image_jobs, page_builder
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder, shortest_text
@@ -67,7 +66,7 @@ class TwoStageStrategy:
         self._cache = cache
         self._given = GivenVectors(model)
         self._vision = model.vision
-        self._pages = None if model.vision is None else PageBuilder(model.vision, limits.longest_sequence)
+        self._pages = page_builder(model, tokenizer, limits.longest_sequence)
         self._similarity = model.similarity
         self._token_pooling = model.token_pooling
 
@@ -82,7 +81,7 @@ class TwoStageStrategy:
         texts = {i: text for i, text in enumerate(request.queries) if isinstance(text, str)}
         encoded = builder.encode([*texts.values()], texts)
         built = {i: builder.build(text, i) for i, text in zip(texts, encoded, strict=True)}
-        built |= self._query_pages(request, ids)
+        built |= self._query_pages(request, rules, ids)
         queries = [
             _Query(
                 ids.next_sequence_id(),
@@ -149,14 +148,15 @@ class TwoStageStrategy:
         )
         return replace(prepared, combine=FirstNumbers(prepared.combine), explain=explainer)
 
-    def _query_pages(self, request: ScoreRequest, ids: RequestIds) -> dict[int, BuiltText]:
-        """The queries that are pictures, by their index."""
+    def _query_pages(self, request: ScoreRequest, rules: RoleRules, ids: RequestIds) -> dict[int, BuiltText]:
+        """The queries that have pictures, by their index."""
         pages: dict[int, BuiltText] = {}
         for i, query in enumerate(request.queries):
             if isinstance(query, Content):
                 assert self._pages is not None
                 name = InputName("queries", i)
-                pages[i] = self._pages.built(self._pages.opened(query, name), name, ids)
+                opened = self._pages.opened(query, rules, name)
+                pages[i] = self._pages.built(opened, rules, name, ids)
                 ids.check_tokens(sum(len(page.tokens) for page in pages.values()))
         return pages
 
@@ -263,7 +263,4 @@ def _query_rows(request: ScoreRequest, queries: Sequence[_Query]) -> NDArray[np.
 
 def _instructed(rules: RoleRules, instruction: str | None) -> RoleRules:
     """The rules for queries with the instruction in their prompt, if there is one."""
-    if instruction is None:
-        return rules
-    prompt = INSTRUCT.sub(lambda found: f"{found[1]}{instruction}{found[2]}", rules.prompt)
-    return replace(rules, prompt=prompt)
+    return rules if instruction is None else rules.instructed(instruction)

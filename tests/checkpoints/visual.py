@@ -57,28 +57,30 @@ def colpali(folder: Path) -> str:
         projection_dim=SIZES["hidden_size"],
     )
     model = ColPaliForRetrieval(ColPaliConfig(vlm_config=vlm, embedding_dim=48))
-    _with_biases(spread(model)).save_pretrained(folder)
+    with_biases(spread(model)).save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
 
 
 def colqwen2(folder: Path) -> str:
     """vidore/colqwen2-v1.0-hf: ColQwen2ForRetrieval, a Qwen2-VL whose positions are those of plain text."""
-    tokenizer = _qwen_tokenizer(folder)
-    processor = ColQwen2Processor(_qwen_image_processor(), tokenizer)
-    vlm = _qwen2_vl(len(tokenizer), processor.image_token_id)
+    tokenizer = qwen_tokenizer(folder)
+    processor = ColQwen2Processor(qwen_image_processor(), tokenizer)
+    vlm = qwen2_vl(len(tokenizer), processor.image_token_id)
     model = ColQwen2ForRetrieval(ColQwen2Config(vlm_config=vlm, embedding_dim=48))
-    _with_biases(spread(model)).save_pretrained(folder)
+    with_biases(spread(model)).save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
 
 
-def _qwen_image_processor() -> Qwen2VLImageProcessorPil:
-    """From 1 to 24 tokens of 28 x 28 pixels each."""
-    return Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 24 * 28 * 28})
+def qwen_image_processor(patch: int = 14) -> Qwen2VLImageProcessorPil:
+    """From 1 to 24 tokens of two by two patches each."""
+    token = (2 * patch) ** 2
+    size = {"shortest_edge": token, "longest_edge": 24 * token}
+    return Qwen2VLImageProcessorPil(size=size, patch_size=patch)
 
 
-def _qwen2_vl(vocabulary: int, image_token_id: int) -> Qwen2VLConfig:
+def qwen2_vl(vocabulary: int, image_token_id: int) -> Qwen2VLConfig:
     return Qwen2VLConfig(
         image_token_id=image_token_id,
         text_config={
@@ -101,7 +103,7 @@ def _qwen2_vl(vocabulary: int, image_token_id: int) -> Qwen2VLConfig:
     )
 
 
-def _qwen_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def qwen_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     extra = ["<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     byte_level_bpe(
         folder,
@@ -114,7 +116,7 @@ def _qwen_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def _with_biases(model: Any) -> Any:
+def with_biases(model: Any) -> Any:
     """With biases and norms that are not zero or one, so that leaving one out is seen."""
     with torch.no_grad():
         for parameter in model.parameters():

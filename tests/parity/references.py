@@ -14,13 +14,22 @@ from sentence_transformers.base.modules import Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Model
 
+from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
+
 Scores = NDArray[np.float32]
 
 
 @lru_cache(maxsize=2)
 def loaded(kind: type[Any], path: str) -> Any:
-    """A model of sentence-transformers, kept for the next tests that ask about the same checkpoint."""
-    return kind(path, device="cpu")
+    """A model of sentence-transformers, kept for the next tests that ask about the same checkpoint. Pictures
+    are read by Pillow."""
+    if "vision_config" not in Path(path, "config.json").read_text(encoding="utf-8"):
+        return kind(path, device="cpu")
+    with without_videos():
+        model = kind(path, device="cpu", processor_kwargs={"backend": "pil"})
+    if not hasattr(model[0].processor, "video_processor"):
+        for_pictures_alone(model[0].processor)
+    return model
 
 
 def cross_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:

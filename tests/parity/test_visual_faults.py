@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from maxsimd.engine import Engine, EngineConfig, RequestFailedError
-from maxsimd.engine.checkpoint.vision import ImageInputs
+from maxsimd.engine.checkpoint.visual.vision import ImageInputs
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.media import Picture
 from tests.checkpoints import visual

@@ -6,7 +6,7 @@ import numpy as np
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.media import Picture
-from maxsimd.scheduler import PlacedImage, ResultSlot, Sequence, Tokens
+from maxsimd.scheduler import ResultSlot, Sequence
 
 # Widths and heights: lying, standing, and hardly more than a line.
 _SIZES = ((90, 60), (70, 130), (200, 9))
@@ -22,6 +22,4 @@ def random_pages(model: LoadedModel, task: str) -> Iterator[Sequence]:
         picture = Picture(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
         inputs = model.vision.reader.read(picture)
         page = model.vision.reader.page(inputs)
-        placed = PlacedImage(-1 - i, page.positions, inputs, inputs.digest)
-        tokens = Tokens(page.ids, np.zeros_like(page.ids), images=(placed,))
-        yield Sequence.text(0, ResultSlot(0, 0), task, tokens)
+        yield Sequence.text(0, ResultSlot(0, 0), task, model.vision.tokens_of(page, -1 - i, inputs))

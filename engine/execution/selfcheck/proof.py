@@ -51,8 +51,8 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample
     sequence = sample.sequence
     encode_images(runner, [sequence])
     middle = len(sequence) // 2
-    types = None if sequence.tokens.type_ids is None else sequence.tokens.type_ids[:middle]
-    prefix = TokenSequence.prefix(-1, 0, Tokens(sequence.tokens.ids[:middle], types), num_consumers=1)
+    assert isinstance(sequence.tokens, Tokens)
+    prefix = TokenSequence.prefix(-1, 0, sequence.tokens.first(middle), num_consumers=1)
     after = replace(sequence, waits_for=prefix.sequence_id, shared_prefix_len=middle)
     runs = [
         [Step(0, (Chunk(sequence, 0, middle),)), Step(1, (Chunk(sequence, middle, len(sequence)),))],

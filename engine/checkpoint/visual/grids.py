@@ -6,24 +6,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from maxsimd.engine.checkpoint.pixels import PixelScale, resized, together
-from maxsimd.engine.checkpoint.processor import as_pillow, blank, page_of, settings_of
-from maxsimd.engine.checkpoint.vision import ImageInputs, Page
+from maxsimd.engine.checkpoint.visual.pixels import PixelScale, resized, together
+from maxsimd.engine.checkpoint.visual.processor import as_pillow, settings_of
+from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Page
 from maxsimd.engine.media import Picture
 
 
 class GridReader:
-    """Each picture as a grid of patches, of which several are one token, with the checkpoint's prompt beside
-    it."""
+    """Each picture as a grid of patches, of which several are one token, beside the other tokens of the
+    `page` that a checkpoint makes of a picture alone."""
 
-    def __init__(self, processor: Any) -> None:
-        self._image_processor = processor.image_processor
-        self._merge = self._image_processor.merge_size
-        self._frames = self._image_processor.temporal_patch_size
-        page = page_of(processor(images=[blank(56, 56)])["input_ids"][0], processor.image_token_id)
+    def __init__(self, image_processor: Any, page: Page) -> None:
+        self._image_processor = image_processor
+        self._merge = image_processor.merge_size
+        self._frames = image_processor.temporal_patch_size
         first, last = int(page.positions[0]), int(page.positions[-1])
         self._before, self._after = page.ids[:first], page.ids[last + 1 :]
-        self.signature = settings_of(processor, Page(page.ids, page.positions[:1]))
+        self._token = int(page.ids[first])
+        self.signature = settings_of(image_processor, Page(page.ids, page.positions[:1]))
 
     def read(self, picture: Picture) -> ImageInputs:
         made = resized(self._image_processor, as_pillow(picture))
@@ -37,12 +37,13 @@ class GridReader:
 
     def page(self, inputs: ImageInputs) -> Page:
         count = inputs.patches // self._merge**2
-        ids = np.concatenate([self._before, np.zeros(count, dtype=np.int32), self._after])
+        ids = np.concatenate([self._before, np.full(count, self._token, dtype=np.int32), self._after])
         return Page(ids, np.arange(count) + len(self._before))
 
 
 class GridTower:
-    """Pictures of all sizes in one pass: their patches end to end."""
+    """Pictures of all sizes in one pass: their patches end to end. A tower with DeepStack (Meng et al. 2024,
+    arXiv 2406.04334) has features for several layers of the language model, side by side."""
 
     def __init__(self, tower: Any, scale: PixelScale, frames: int) -> None:
         self._tower = tower
@@ -61,6 +62,8 @@ class GridTower:
         inputs = self.inputs(images, device)
         patches, grids = inputs["pixel_values"].to(dtype), inputs["image_grid_thw"]
         made = self._tower(patches, grid_thw=grids, return_dict=True)
-        features: torch.Tensor = made.pooler_output  # [features of all, hidden]
+        # What is added to the first layers' states stands beside what takes the place of embeddings.
+        deep = getattr(made, "deepstack_features", None) or []
+        features = torch.cat([made.pooler_output, *deep], dim=-1)  # [features of all, hidden x (1 + layers)]
         merged = self._tower.spatial_merge_size**2
         return [*torch.split(features, [image.patches // merged for image in images])]

@@ -1,12 +1,15 @@
 """Processors of models that read pictures: what they make of one, and all that decides it."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+from transformers.processing_utils import ProcessorMixin
 
-from maxsimd.engine.checkpoint.vision import Page
+from maxsimd.engine.checkpoint.visual.vision import Page
 from maxsimd.engine.media import Picture
 from maxsimd.engine.media.decoding import pillow_of
 
@@ -19,12 +22,33 @@ def page_of(ids: Any, image_token_id: int) -> Page:
     return Page(np.where(made == image_token_id, 0, made).astype(np.int32), positions)
 
 
-def settings_of(processor: Any, page: Page) -> str:
-    """All that decides what a processor makes of a picture, another version of Pillow included."""
-    image_processor = processor.image_processor
+def settings_of(image_processor: Any, page: Page) -> str:
+    """All that decides what is made of a picture, another version of Pillow included."""
     kind, settings = type(image_processor).__qualname__, image_processor.to_dict()
     said = json.dumps([kind, version("pillow"), settings], sort_keys=True, default=str)
     return f"{said} {page.ids.tolist()} {page.positions.tolist()}"
+
+
+@contextmanager
+def without_videos() -> Iterator[None]:
+    """Inside this context processors of pictures and videos are made for pictures alone: for videos they want
+    torchvision."""
+    original = vars(ProcessorMixin)["get_attributes"]
+
+    def attributes(cls: type[ProcessorMixin]) -> list[str]:
+        return [name for name in original.__func__(cls) if name != "video_processor"]
+
+    ProcessorMixin.get_attributes = classmethod(attributes)
+    try:
+        yield
+    finally:
+        ProcessorMixin.get_attributes = original
+
+
+def for_pictures_alone(processor: Any) -> Any:
+    """A processor that was made `without_videos`, as it can be called and saved."""
+    processor.get_attributes = lambda: ["image_processor", "tokenizer"]
+    return processor
 
 
 def as_pillow(picture: Picture) -> Any:

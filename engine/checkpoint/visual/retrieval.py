@@ -16,11 +16,12 @@ from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from maxsimd.engine.checkpoint.detect import COLPALI
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
-from maxsimd.engine.checkpoint.pixels import PixelScale, check_numbers
-from maxsimd.engine.checkpoint.qwen_vision import GridReader, GridTower
 from maxsimd.engine.checkpoint.reference import VisualReference
-from maxsimd.engine.checkpoint.siglip import SquareReader, SquareTower
-from maxsimd.engine.checkpoint.vision import (
+from maxsimd.engine.checkpoint.visual.grids import GridReader, GridTower
+from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers
+from maxsimd.engine.checkpoint.visual.processor import blank, page_of
+from maxsimd.engine.checkpoint.visual.squares import SquareReader, SquareTower
+from maxsimd.engine.checkpoint.visual.vision import (
     PictureReader,
     Tower,
     Vision,
@@ -77,8 +78,10 @@ def _vision(path: str, architecture: str, processor: Any, vlm: Any) -> Vision:
         modules = (vlm.vision_tower, vlm.multi_modal_projector)
         attention = attention_a_patch(vlm.vision_tower, modules)
     else:
-        frames = processor.image_processor.temporal_patch_size
-        reader, tower = GridReader(processor), GridTower(vlm.visual, scale, frames)
+        image_processor = processor.image_processor
+        page = page_of(processor(images=[blank(56, 56)])["input_ids"][0], processor.image_token_id)
+        reader = GridReader(image_processor, page)
+        tower = GridTower(vlm.visual, scale, image_processor.temporal_patch_size)
         modules = (vlm.visual,)
         attention = attention_a_patch(vlm.visual, modules)
     check_numbers(path, processor.image_processor, reader, tower)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.engine.checkpoint.vision import PictureReader, Tower
+from maxsimd.engine.checkpoint.visual.vision import PictureReader, Tower
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.media import Picture
 from maxsimd.engine.media.decoding import pillow_of

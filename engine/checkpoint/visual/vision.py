@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.engine.checkpoint.visual.rope import rope_positions
 from maxsimd.engine.media import Picture
+from maxsimd.scheduler import PlacedImage, Tokens
 from maxsimd.scheduler.payload import TokenIds
 
 
@@ -62,13 +64,30 @@ class Tower(Protocol):
 class Vision:
     """How a model reads pictures. The `tower` runs the `modules`; a patch of a picture takes it as long as
     the language model takes for `tokens_a_patch` tokens, and as `attention` times that longer for each patch
-    that it attends to."""
+    that it attends to. With `mrope` positions are counted in time, height and width. `image_token_id` is the
+    token in whose place features stand, and `image_token` its text, where a chat template writes contents."""
 
     reader: PictureReader
     tower: Tower
     modules: tuple[torch.nn.Module, ...]
     tokens_a_patch: float
     attention: float
+    mrope: bool = False
+    image_token_id: int | None = None
+    image_token: str = ""
+
+    def tokens_of(self, page: Page, image_id: int, inputs: ImageInputs) -> Tokens:
+        """The tokens of a picture that stands alone."""
+        placed = PlacedImage(image_id, page.positions, inputs, inputs.digest)
+        return self.placed(page.ids, (placed,))
+
+    def placed(self, ids: TokenIds, images: tuple[PlacedImage, ...]) -> Tokens:
+        """The tokens of a sequence with pictures, with their positions if these are not those of text."""
+        positions = None
+        if self.mrope:
+            grids = ((int(image.positions[0]), image.inputs.grid) for image in images)
+            positions = rope_positions(len(ids), grids)
+        return Tokens(ids, np.zeros_like(ids), images=images, position_ids=positions)
 
     def price(self, inputs: ImageInputs) -> int:
         """How many tokens the language model could run while the tower encodes a picture."""

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from maxsimd.engine.checkpoint.pixels import PixelScale, resized, together
-from maxsimd.engine.checkpoint.processor import as_pillow, blank, page_of, settings_of
-from maxsimd.engine.checkpoint.vision import ImageInputs, Page
+from maxsimd.engine.checkpoint.visual.pixels import PixelScale, resized, together
+from maxsimd.engine.checkpoint.visual.processor import as_pillow, blank, page_of, settings_of
+from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Page
 from maxsimd.engine.media import Picture
 
 # Pictures that the tower encodes together.
@@ -24,7 +24,7 @@ class SquareReader:
         self._page = page_of(processor(images=[blank(8, 8)])["input_ids"][0], processor.image_token_id)
         side = isqrt(len(self._page.positions))
         self._grid = side, side
-        self.signature = settings_of(processor, self._page)
+        self.signature = settings_of(processor.image_processor, self._page)
 
     def read(self, picture: Picture) -> ImageInputs:
         made = resized(self._image_processor, as_pillow(picture))

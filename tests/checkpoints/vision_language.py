@@ -1,0 +1,194 @@
+"""Vision-language models as sentence-transformers saves them, with a chat template that says how queries and
+pages are written."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.sentence_transformer.modules import Pooling
+from transformers import (
+    ColQwen2ForRetrieval,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLModel,
+    Qwen3VLConfig,
+    Qwen3VLModel,
+)
+
+from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
+from tests.checkpoints.visual import colqwen2, qwen2_vl, qwen_image_processor, qwen_tokenizer, with_biases
+from tests.checkpoints.weights import SIZES, save_tensors, spread
+
+_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+# What is in a message, a picture or a text at a time.
+_PARTS = (
+    "{%- macro parts(message) -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'image' -%}" + _PICTURE + "{%- else -%}{{ part.text }}{%- endif -%}"
+    "{%- endfor -%}{%- endmacro -%}"
+)
+# As ColQwen2 was trained: queries with ten tokens behind them, pages with a request.
+COLQWEN_TEMPLATE = (
+    _PARTS + "{%- if task is defined and task == 'query' -%}"
+    "{%- for message in messages -%}{{ parts(message) }}{%- endfor -%}{{ '<|endoftext|>' * 10 }}"
+    "{%- else -%}<|im_start|>user\n"
+    "{% for message in messages -%}{{ parts(message) }}"
+    "{%- if message.content[-1].type == 'image' -%}Describe the image.{%- endif -%}{%- endfor -%}"
+    "<|im_end|><|endoftext|>{%- endif -%}"
+)
+# As Qwen3-VL-Embedding has it: a prompt is a system's message.
+EMBEDDING_TEMPLATE = (
+    _PARTS + "<|im_start|>system\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content[0].text }}"
+    "{% else %}Represent the user's input.{% endif %}<|im_end|>\n"
+    "{% for message in messages %}{% if message.role != 'system' -%}"
+    "<|im_start|>user\n{{ parts(message) }}<|im_end|>\n{%- endif %}{% endfor -%}"
+    "<|im_start|>assistant\n{{ '' }}"
+)
+
+
+def colqwen2_merged(folder: Path) -> str:
+    """vidore/colqwen2-v1.0-merged: colpali-engine's save with sentence-transformers' modules beside it, which
+    have a copy of its projection. Its weights are those of `colqwen2`."""
+    twin = ColQwen2ForRetrieval.from_pretrained(colqwen2(folder / "twin"))
+    shutil.rmtree(folder / "twin")
+    qwen_tokenizer(folder)
+    twin.vlm.save_pretrained(folder)
+    transformer = _transformer(folder, twin.vlm.config, COLQWEN_TEMPLATE)
+    _late_interaction(folder, transformer, twin.embedding_proj_layer)
+    tensors = {_old_name(name): tensor for name, tensor in twin.vlm.state_dict().items()}
+    projection = twin.embedding_proj_layer.state_dict()
+    tensors |= {f"custom_text_proj.{name}": each for name, each in projection.items()}
+    save_tensors(tensors, folder)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"Qwen2VLModel"', '"ColQwen2"'))
+    return str(folder)
+
+
+def colqwen2_5(folder: Path) -> str:
+    """A ColQwen2.5, merged: its tower attends within windows in all layers but one."""
+    vision = {
+        "depth": 3,
+        "hidden_size": 64,
+        "out_hidden_size": SIZES["hidden_size"],
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    }
+    config = _qwen2_vl(folder)
+    text = config.text_config.to_dict() | {"model_type": "qwen2_5_vl_text"}
+    model = Qwen2_5_VLModel(
+        Qwen2_5_VLConfig(image_token_id=config.image_token_id, text_config=text, vision_config=vision)
+    )
+    return _colqwen(folder, model, dim=48)
+
+
+def colqwen3(folder: Path) -> str:
+    """A ColQwen3 of 80 dimensions: DeepStack, interleaved positions."""
+    model = Qwen3VLModel(_qwen3_vl(folder))
+    return _colqwen(folder, model, dim=80)
+
+
+def colqwen3_of_pictures(folder: Path) -> str:
+    """One that scores pages by the tokens of their pictures alone."""
+    model = Qwen3VLModel(_qwen3_vl(folder))
+    return _colqwen(folder, model, dim=32, only_pictures=True)
+
+
+def qwen3_vl_embedding(folder: Path) -> str:
+    """Qwen/Qwen3-VL-Embedding-2B: the state of the last token."""
+    config = _qwen3_vl(folder)
+    with_biases(spread(Qwen3VLModel(config))).save_pretrained(folder)
+    transformer = _transformer(folder, config, EMBEDDING_TEMPLATE)
+    pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="lasttoken")
+    prompts = {"query": "Retrieve images or text relevant to the user's query."}
+    model = SentenceTransformer(modules=[transformer, pooling, Normalize()], prompts=prompts)
+    model.save_pretrained(str(folder))
+    return str(folder)
+
+
+def _colqwen(folder: Path, model: Any, dim: int, only_pictures: bool = False) -> str:
+    with_biases(spread(model)).save_pretrained(folder)
+    transformer = _transformer(folder, model.config, COLQWEN_TEMPLATE)
+    projection = with_biases(spread(torch.nn.Linear(SIZES["hidden_size"], dim)))
+    return _late_interaction(folder, transformer, projection, only_pictures)
+
+
+def _late_interaction(
+    folder: Path, transformer: Any, projection: torch.nn.Linear, only_pictures: bool = False
+) -> str:
+    dense = Dense(
+        projection.in_features,
+        projection.out_features,
+        bias=True,
+        activation_function=torch.nn.Identity(),
+        module_input_name="token_embeddings",
+    )
+    dense.linear = projection
+    token = transformer.processor.image_token_id
+    mask = MultiVectorMask(keep_only_token_ids=[token] if only_pictures else None)
+    modules = [transformer, dense, mask, Normalize("token_embeddings")]
+    MultiVectorEncoder(modules=modules).save_pretrained(str(folder))
+    return str(folder)
+
+
+def _transformer(folder: Path, config: Any, template: str, **options: Any) -> Any:
+    """sentence-transformers' first module for a model that is in the folder, with its tokeniser."""
+    qwen_image_processor(config.vision_config.patch_size).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with without_videos():
+        transformer = Transformer(str(folder), processor_kwargs={"backend": "pil"}, **options)
+    for_pictures_alone(transformer.processor)
+    return transformer
+
+
+def _qwen2_vl(folder: Path) -> Any:
+    tokenizer = qwen_tokenizer(folder)
+    return qwen2_vl(len(tokenizer), tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+
+
+def _qwen3_vl(folder: Path) -> Qwen3VLConfig:
+    tokenizer = qwen_tokenizer(folder)
+    return Qwen3VLConfig(
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        text_config={
+            **SIZES,
+            "vocab_size": len(tokenizer),
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "pad_token_id": tokenizer.pad_token_id,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": 4,
+            "hidden_size": 64,
+            "out_hidden_size": SIZES["hidden_size"],
+            "intermediate_size": 96,
+            "num_heads": 4,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    )
+
+
+def _old_name(name: str) -> str:
+    """A tensor's name as colpali-engine's class had it, which was the whole model."""
+    return name.replace("language_model.", "model.", 1)

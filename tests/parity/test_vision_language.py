@@ -1,0 +1,207 @@
+"""Vision-language models as sentence-transformers saves them score texts, pictures and contents of both as it
+does, one by one and in any company."""
+
+import asyncio
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from numpy.typing import NDArray
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import Content, Engine, EngineConfig, InvalidRequestError
+from maxsimd.engine.media import PillowPicture
+from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
+from tests.checkpoints import vision_language, visual
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import Engines
+from tests.parity import references
+from tests.parity.test_visual import PAGES, QUERIES, noise
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# Texts and pictures as sentence-transformers takes them together: in this order.
+MIXED = [("a page about trains", PAGES[0]), ("", PAGES[2]), ("two\nlines ", PAGES[4])]
+
+LATE = (
+    vision_language.colqwen2_merged,
+    vision_language.colqwen2_5,
+    vision_language.colqwen3,
+    vision_language.colqwen3_of_pictures,
+)
+BUILDS = (*LATE, vision_language.qwen3_vl_embedding)
+
+
+@pytest.fixture(scope="module", params=BUILDS, ids=lambda build: build.__name__)
+def checkpoint(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(request.param)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(checkpoint: str, engines: Engines) -> Engine:
+    return await engines(EngineConfig(model=checkpoint, dtype="float32"))
+
+
+def reference(checkpoint: str) -> Any:
+    is_late = "embedding" not in checkpoint
+    return references.loaded(MultiVectorEncoder if is_late else SentenceTransformer, checkpoint)
+
+
+def maxsim(query: NDArray[Any], document: NDArray[Any]) -> float:
+    if not document.size:  # a text, where only pictures are scored
+        return EMPTY_DOCUMENT_SCORE
+    return float((query @ document.T).max(axis=1).sum())
+
+
+def encoded(model: Any, item: Any, role: str) -> NDArray[Any]:
+    """A vector a token, or one; by itself, because padding would be scored as well."""
+    encode = model.encode_query if role == "query" else model.encode_document
+    return np.atleast_2d(np.asarray(encode([item])[0]))
+
+
+async def test_they_are_packed_and_cut(engine: Engine) -> None:
+    prepared = engine.device_model.prepared
+    assert (prepared.execution, prepared.runner.chunked) == ("packed", True)
+
+
+async def test_scores_equal_sentence_transformers(engine: Engine, checkpoint: str) -> None:
+    model = reference(checkpoint)
+    documents = [*PAGES, "some text", "a longer text, with numbers: 1998.", "spaces behind  "]
+    expected = [encoded(model, document, "document") for document in documents]
+    for query in QUERIES:
+        rows = encoded(model, query, "query")
+        result = await engine.score(query, documents, cache="bypass")
+        np.testing.assert_allclose(result.scores, [maxsim(rows, each) for each in expected], atol=1e-4)
+
+
+async def test_contents_of_texts_and_pictures_equal_sentence_transformers(
+    engine: Engine, checkpoint: str
+) -> None:
+    model = reference(checkpoint)
+    contents, expected = [], []
+    for text, page in MIXED:
+        picture = PillowPicture(page)
+        contents += [Content.of([picture, text]), Content.of([text, picture])]
+        expected += [
+            encoded(model, {"image": page, "text": text}, "document"),
+            encoded(model, {"text": text, "image": page}, "document"),
+        ]
+    pictures = [noise(50, 40, 7), noise(90, 90, 8)]
+    contents.append(Content.of([PillowPicture(pictures[0]), "and", PillowPicture(pictures[1])]))
+    parts = [{"type": "image", "image": pictures[0]}, {"type": "text", "text": "and"}]
+    parts.append({"type": "image", "image": pictures[1]})
+    expected.append(encoded(model, [{"role": "user", "content": parts}], "document"))
+    query = encoded(model, QUERIES[0], "query")
+    result = await engine.score(QUERIES[0], contents, cache="bypass")
+    np.testing.assert_allclose(result.scores, [maxsim(query, each) for each in expected], atol=1e-4)
+
+
+async def test_a_picture_as_the_query_is_written_as_one(engine: Engine, checkpoint: str) -> None:
+    model = reference(checkpoint)
+    query = encoded(model, PAGES[0], "query")
+    documents = [*PAGES[1:], "a text"]
+    expected = [maxsim(query, encoded(model, document, "document")) for document in documents]
+    result = await engine.score(PAGES[0], documents, cache="bypass")
+    np.testing.assert_allclose(result.scores, expected, atol=1e-4)
+
+
+async def test_usage_is_what_the_processor_makes(engine: Engine, checkpoint: str) -> None:
+    transformer = reference(checkpoint)[0]
+    prompt = reference(checkpoint).prompts.get("query") or None
+    count = transformer.preprocess([QUERIES[0]], prompt=prompt, task="query")["input_ids"].numel()
+    for page in PAGES:
+        count += transformer.preprocess([page], task="document")["input_ids"].numel()
+    result = await engine.score(QUERIES[0], PAGES, cache="bypass")
+    assert result.usage.prompt_tokens == count
+
+
+async def test_in_any_company_they_score_as_alone(engine: Engine, pairs: list[Pair]) -> None:
+    mixed = [Content.of([PillowPicture(page), text or "b"]) for text, page in MIXED]
+    documents: list[Any] = [*PAGES, *mixed, *(pair.document[:300] for pair in pairs[:12])]
+    alone = [
+        (await engine.score("What is it?", document, cache="bypass")).scores[0] for document in documents
+    ]
+    calls = [engine.score("What is it?", documents[i:], cache="bypass") for i in range(6)]
+    for i, result in enumerate(await asyncio.gather(*calls)):
+        np.testing.assert_allclose(result.scores, alone[i:], atol=1e-5)
+
+
+async def test_cut_after_any_token_they_score_as_whole(
+    engine: Engine, checkpoint: str, engines: Engines
+) -> None:
+    """A budget of n tokens cuts a page after each multiple of n: after each token, for some n."""
+    documents: list[Any] = [PAGES[0], Content.of([PillowPicture(PAGES[1]), "and", PillowPicture(PAGES[2])])]
+    whole = (await engine.score("What?", documents, cache="bypass")).scores
+    for budget in (1, 2, 3, 5, 7, 11, 13, 16, 17, 19, 23):
+        cut = await engines(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=budget))
+        found = (await cut.score("What?", documents, cache="bypass")).scores
+        np.testing.assert_allclose(found, whole, atol=1e-4)
+
+
+async def test_cached_contents_score_as_new_ones(engine: Engine) -> None:
+    await engine.clear_cache()
+    first, second = (PillowPicture(page) for page in PAGES[:2])
+    contents = [
+        Content.of([first]),
+        Content.of([first, "a"]),
+        Content.of(["a", first]),
+        Content.of([first, "b"]),
+        Content.of([first, second]),
+        Content.of([second, first]),
+        Content.of([first, "a", second]),
+    ]
+    new = await engine.score("What?", contents)
+    again = await engine.score("What?", contents)
+    assert (new.usage.cached_documents, again.usage.cached_documents) == (0, len(contents))
+    bypassed = await engine.score("What?", contents, cache="bypass")
+    assert new.scores == again.scores == bypassed.scores
+
+
+async def test_a_text_that_names_the_token_of_pictures_is_refused_beside_one(engine: Engine) -> None:
+    content = Content.of([PillowPicture(PAGES[0]), "<|image_pad|> is a token"])
+    with pytest.raises(InvalidRequestError, match=re.escape("a text of documents[0] holds '<|image_pad|>'")):
+        await engine.score("a", [content])
+
+
+async def test_texts_beside_a_picture_that_are_too_long_are_refused(engine: Engine) -> None:
+    content = Content.of(["word " * 5000, PillowPicture(PAGES[0])])
+    with pytest.raises(
+        InvalidRequestError, match=r"documents\[0\] has more than \d+ tokens beside its pictures"
+    ):
+        await engine.score("a", [content])
+
+
+async def test_a_prompt_stands_where_the_template_has_it(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    checkpoint = checkpoints(vision_language.qwen3_vl_embedding)
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    model = reference(checkpoint)
+    instruction = "Find the page that was drawn last."
+    query = np.asarray(model.encode_query(["a"], prompt=instruction)[0])
+    expected = [float(query @ encoded(model, page, "document")[0]) for page in PAGES]
+    result = await engine.score("a", PAGES, instruction=instruction, cache="bypass")
+    np.testing.assert_allclose(result.scores, expected, atol=1e-5)
+    without = await engine.score("a", PAGES, cache="bypass")
+    assert np.abs(np.subtract(result.scores, without.scores)).max() > 1e-4
+
+
+async def test_the_two_formats_of_colqwen2_differ_in_positions_alone(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    """Of the same weights and the same page: what stands before the picture is the same, what is in it and
+    behind it is not."""
+    rows = []
+    for build in (visual.colqwen2, vision_language.colqwen2_merged):
+        engine = await engines(EngineConfig(model=checkpoints(build), dtype="float32"))
+        rows.append((await engine.embed_tokens([PAGES[4]])).embeddings[0])
+    plain, in_space = rows
+    transformer = references.loaded(MultiVectorEncoder, checkpoints(vision_language.colqwen2_merged))[0]
+    ids = transformer.preprocess([PAGES[4]], task="document")["input_ids"][0].tolist()
+    before = ids.index(transformer.processor.image_token_id)
+    assert plain.shape == in_space.shape == (len(ids), 48)
+    np.testing.assert_allclose(plain[:before], in_space[:before], atol=1e-5)
+    assert np.abs(plain[before + 1 :] - in_space[before + 1 :]).max(axis=1).min() > 1e-3
