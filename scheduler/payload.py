@@ -1,6 +1,6 @@
 """What travels with a sequence for the stages after the scheduler, which passes it on unread."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeAlias
@@ -71,6 +71,11 @@ class Tokens:
     @property
     def num_attended(self) -> int:
         return len(self.ids) if self.attended_len is None else self.attended_len
+
+    def behind(self, count: int, image_ids: Iterator[int]) -> "Tokens":
+        """The same, with those images alone that stand behind the first `count` tokens, under new ids."""
+        images = [image for image in self.images if image.positions[0] >= count]
+        return replace(self, images=tuple(replace(image, image_id=next(image_ids)) for image in images))
 
     def first(self, count: int) -> "Tokens":
         """The first tokens, all attended to and pooled, and what they have of the images."""

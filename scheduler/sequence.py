@@ -16,10 +16,11 @@ class Sequence:
     """One tokenised text or pair. The scheduler reads all but the payload; made by the named constructors.
 
     `sequence_id` is unique in the engine. A sequence with `waits_for` is scheduled after the sequence of that
-    id: a document after its query or, if it has pictures, after the last of these, and a pair after the
-    prefix whose tokens are its own first `shared_prefix_len`, which are not run again. `num_consumers` is how
-    many sequences and cached documents use what this one leaves on the device, its embedding or its keys and
-    values. Of its `num_tokens`, as many as `num_new_tokens` are run for itself.
+    id: a document after its query, a pair after its prefix, and what has pictures of its own after the last
+    of these. The tokens of the prefix `prefix_id` are a pair's own first `shared_prefix_len`, which are not
+    run again. `num_consumers` is how many sequences and cached documents use what this one leaves on the
+    device, its embedding or its keys and values. Of its `num_tokens`, as many as `num_new_tokens` are run for
+    itself.
     """
 
     sequence_id: int
@@ -28,6 +29,7 @@ class Sequence:
     waits_for: int | None = None
     num_consumers: int = 0
     shared_prefix_len: int = 0
+    prefix_id: int | None = None
     # Kept because they are read again and again for each of thousands of sequences.
     num_tokens: int = field(init=False)
     num_new_tokens: int = field(init=False)
@@ -52,11 +54,15 @@ class Sequence:
         tokens: AnyTokens,
         prefix: "Sequence | None" = None,
     ) -> "Sequence":
-        """A query and a document in one sequence, for a cross-encoder; run behind `prefix` if given."""
+        """A query and a document in one sequence, for a cross-encoder; run behind `prefix` if given, whose
+        pictures are not among those of the tokens."""
         payload = Payload(Role.PAIR, "classify", tokens, slot)
+        waits_for = tokens.images[-1].image_id if tokens.images else None
         if prefix is None:
-            return cls(sequence_id, slot.request_id, payload)
-        return cls(sequence_id, slot.request_id, payload, prefix.sequence_id, 0, len(prefix))
+            return cls(sequence_id, slot.request_id, payload, waits_for)
+        prefix_id = prefix.sequence_id
+        waits_for = prefix_id if waits_for is None else waits_for
+        return cls(sequence_id, slot.request_id, payload, waits_for, 0, len(prefix), prefix_id)
 
     @classmethod
     def prefix(cls, sequence_id: int, request_id: int, tokens: AnyTokens, num_consumers: int) -> "Sequence":
@@ -86,11 +92,6 @@ class Sequence:
     def tokens(self) -> AnyTokens:
         """What the model reads."""
         return self.payload.tokens
-
-    @property
-    def prefix_id(self) -> int | None:
-        """The id of the prefix that it is run behind."""
-        return self.waits_for if self.shared_prefix_len else None
 
     @property
     def is_prefix(self) -> bool:

@@ -162,17 +162,15 @@ class WaitingRequest:
         images: Iterable[ImageJob] = (),
     ) -> None:
         """Adds work. What waits for a query, prefix or picture that neither waits here nor comes with it is
-        ready. The pictures of a sequence come one after the other."""
+        ready. Of what has pictures and waits for a query or prefix as well, that comes first."""
         sequences = list(sequences)
         by_id = {image.image_id: image for image in images}
-        for query in sequences:
-            if query.num_consumers:
-                for image in query.tokens.images:
-                    self._lead(by_id.pop(image.image_id))
-                self._leading.append(query)
-                self._blocked[query.sequence_id] = _Ready(self._in_order)
-        for job in by_id.values():
-            self._lead(job)
+        for sequence in sequences:
+            for image in sequence.tokens.images:
+                self._lead(by_id[image.image_id])
+            if sequence.num_consumers:
+                self._leading.append(sequence)
+                self._blocked[sequence.sequence_id] = _Ready(self._in_order)
         for sequence in sequences:
             self.work += sequence.num_new_tokens
             self.longest = max(self.longest, sequence.num_new_tokens)

@@ -54,7 +54,8 @@ class Suspects:
             if sequence.sequence_id in suspects:
                 (first if sequence.num_consumers else last).append(chunk)
             else:
-                (behind if sequence.waits_for in suspects else rest).append(chunk)
+                waits = sequence.waits_for in suspects or sequence.prefix_id in suspects
+                (behind if waits else rest).append(chunk)
         groups = [*([chunk] for chunk in first), behind, rest, *([chunk] for chunk in last)]
         return [Step(stage.step_id, tuple(group)) for group in groups if group]
 

@@ -63,7 +63,7 @@ def ingredients(
             None if ids is None else ids.tolist() for ids in (rules.leading_ids, rules.trailing_ids)
         ],
         "chat template": None if rules.chat is None else rules.chat.signature,
-        "pictures": None if model.vision is None else model.vision.reader.signature,
+        "pictures": None if model.vision is None else model.vision.signature,
         "document length": rules.max_tokens,
         "model length": model.max_tokens,
         "skip list": None if rules.skipped_ids is None else rules.skipped_ids.tolist(),

@@ -54,12 +54,19 @@ def truncation_of(transformer: Any) -> Literal["longest_first", "only_second"]:
 
 def template_of(transformer: Any) -> ScoreTemplate | None:
     """The chat template by which sentence-transformers joins a pair, if there is one."""
-    template = getattr(transformer.tokenizer, "chat_template", None)
+    settings = _settings(transformer, "chat_template")
+    name = settings.pop("chat_template", None)
+    template = getattr(transformer.processor, "chat_template", None) or transformer.tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get(name or "default")
+    elif name is not None:
+        template = name
     if "message" not in transformer.modality_config or not template:
         return None
-    variables = special_tokens(transformer.tokenizer) | _settings(transformer, "chat_template")
+    variables = special_tokens(transformer.tokenizer) | settings
     variables.pop("restore_suffix", None)
-    found = ScoreTemplate((template,), variables=variables)
+    in_parts = transformer.input_formatter.message_format == "structured"
+    found = ScoreTemplate((template,), variables=variables, in_parts=in_parts)
     try:
         found.check()
     except ModelLoadError:  # a template for chats, which names neither query nor document

@@ -4,6 +4,7 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.config import ScoreType
 
 LISTWISE = "JinaForRanking"
+JINA_M0 = "JinaVLForRanking"
 COLPALI, COLQWEN2 = "ColPaliForRetrieval", "ColQwen2ForRetrieval"
 
 
@@ -15,7 +16,7 @@ def detect_score_type(files: CheckpointFiles) -> ScoreType:
     if is_late_interaction(files):
         return ScoreType.LATE_INTERACTION
     classifies = files.architecture.endswith("ForSequenceClassification")
-    answers = is_language_model(files) and not files.modules
+    answers = (is_language_model(files) and not files.modules) or files.architecture == JINA_M0
     if files.sentence_transformers.get("model_type") == "CrossEncoder" or classifies or answers:
         return ScoreType.CROSS_ENCODER
     return ScoreType.BI_ENCODER
@@ -36,6 +37,11 @@ def is_late_interaction(files: CheckpointFiles) -> bool:
 def is_visual(files: CheckpointFiles) -> bool:
     """Whether the checkpoint reads pages as pictures, in one of transformers' classes for that."""
     return files.architecture.endswith("ForRetrieval")
+
+
+def answers_in_words(files: CheckpointFiles) -> bool:
+    """Whether the checkpoint is scored by the logits of words with which it answers about a pair."""
+    return any(str(module.get("type", "")).endswith("LogitScore") for module in files.modules)
 
 
 def is_language_model(files: CheckpointFiles) -> bool:

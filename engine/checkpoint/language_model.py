@@ -14,6 +14,7 @@ from maxsimd.engine.checkpoint.heads import TokenLogitsHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
 from maxsimd.engine.checkpoint.reference import WordLogitsReference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
 from maxsimd.engine.errors import ModelLoadError
 
 NEWLINE = "{{ '\\n' }}"
@@ -87,6 +88,19 @@ FAMILIES = {
 }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """A language model as it was read, and the `words` that its answer is scored by, as token ids. The
+    `transformer` is sentence-transformers' module, None for a bare checkpoint."""
+
+    model: Any
+    tokenizer: Any
+    words: list[int]
+    activation: Any
+    pairs: PairRules
+    transformer: Any = None
+
+
 def load_language_model(
     path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
 ) -> dict[str, Any]:
@@ -95,26 +109,28 @@ def load_language_model(
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
     if files.modules:
-        model, tokenizer, words, activation, pairs = _read_saved(path, template, options)
+        read = _read_saved(path, template, options)
     else:
-        model, tokenizer, words, activation, pairs = _read_bare(path, files.architecture, template, options)
-    names = [str(name) for name in tokenizer.convert_ids_to_tokens(words)]
-    head = TokenLogitsHead(model, words, names)
+        read = _read_bare(path, files.architecture, template, options)
+    model, tokenizer = read.model, read.tokenizer
+    names = [str(name) for name in tokenizer.convert_ids_to_tokens(read.words)]
+    head = TokenLogitsHead(model, read.words, names)
     reference = WordLogitsReference(model, tokenizer, head.output)
-    return {
+    parts = {
         "backbone": model.base_model,
         "tokenizer": tokenizer,
         "tasks": {"classify": Task("last", head, 1, False, reference)},
         "score_task": "classify",
         "query": RoleRules(),
         "document": RoleRules(),
-        "activation": activation,
+        "activation": read.activation,
         "labels": (names[0],),
-        "pairs": pairs,
+        "pairs": read.pairs,
     }
+    return parts if read.transformer is None else with_pictures(path, read.transformer, parts)
 
 
-def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, Any]) -> tuple[Any, ...]:
+def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, Any]) -> _Read:
     encoder = CrossEncoder(path, **options)
     transformer, *after = list(encoder)
     if len(after) != 1 or not isinstance(after[0], LogitScore):
@@ -126,18 +142,19 @@ def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, An
     template = template or template_of(transformer)
     if template is None:
         raise ModelLoadError(f"{path!r} has no chat template for query and document; give score_template")
-    return (
+    return _Read(
         transformer.auto_model,
         transformer.tokenizer,
         words,
         encoder.activation_fn,
         PairRules(truncation_of(transformer), template),
+        transformer,
     )
 
 
 def _read_bare(
     path: str, architecture: str, template: ScoreTemplate | None, options: dict[str, Any]
-) -> tuple[Any, ...]:
+) -> _Read:
     family = FAMILIES.get(architecture)
     if family is None and template is None:
         raise ModelLoadError(
@@ -155,7 +172,7 @@ def _read_bare(
     true, false = (family.true, family.false) if family else ("yes", "no")
     words = [_token_id(tokenizer, word, path) for word in (true, false) if word is not None]
     activation = family.activation if family else torch.nn.Sigmoid()
-    return model, tokenizer, words, activation, PairRules("only_second", template)
+    return _Read(model, tokenizer, words, activation, PairRules("only_second", template))
 
 
 def _token_id(tokenizer: Any, word: str, path: str) -> int:

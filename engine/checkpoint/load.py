@@ -14,7 +14,9 @@ from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_o
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
 from maxsimd.engine.checkpoint.detect import (
+    JINA_M0,
     LISTWISE,
+    answers_in_words,
     detect_score_type,
     is_language_model,
     is_late_interaction,
@@ -32,8 +34,9 @@ from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.reference import takes_type_ids
 from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
 from maxsimd.engine.checkpoint.translate import in_transformers_terms
+from maxsimd.engine.checkpoint.visual.jina_m0 import load_jina_m0
 from maxsimd.engine.checkpoint.visual.retrieval import load_retrieval
-from maxsimd.engine.checkpoint.visual.vision_language import by_pillow, reads_pictures
+from maxsimd.engine.checkpoint.visual.vision_language import by_pillow
 from maxsimd.engine.checkpoint.weights import hold_in_memory, refuse_pickles
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
@@ -116,24 +119,19 @@ def _load_parts(
         return load_listwise(path, options)
     if score_type is ScoreType.CROSS_ENCODER:
         template = score_template(config)
-        if is_language_model(files):
-            return load_language_model(path, files, template, options)
+        if files.architecture == JINA_M0:
+            with by_pillow(path, files, options) as with_pillow:
+                return load_jina_m0(path, template, with_pillow)
+        if is_language_model(files) or answers_in_words(files):
+            with by_pillow(path, files, options) as with_pillow:
+                return load_language_model(path, files, template, with_pillow)
         return load_cross_encoder(path, template, options)
     if is_visual(files):
         return load_retrieval(path, files.architecture, options)
-    if reads_pictures(files):
-        with by_pillow(path, options) as with_pillow:
-            return _load_by_modules(path, files, score_type, with_pillow)
-    return _load_by_modules(path, files, score_type, options)
-
-
-def _load_by_modules(
-    path: str, files: CheckpointFiles, score_type: ScoreType, options: dict[str, Any]
-) -> dict[str, Any]:
-    """A model whose texts are run by themselves, as sentence-transformers reads it."""
-    if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
-        return load_late_interaction(path, options)
-    return load_bi_encoder(path, score_type, options)
+    with by_pillow(path, files, options) as with_pillow:
+        if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
+            return load_late_interaction(path, with_pillow)
+        return load_bi_encoder(path, score_type, with_pillow)
 
 
 def _complete(

@@ -37,6 +37,24 @@ class ClassifierReference:
         return logits.float()
 
 
+class LastStateReference:
+    """What a head makes of a backbone's last hidden state: [1, dim]. `pictures` makes the inputs for those of
+    a sequence."""
+
+    def __init__(self, backbone: Any, tokenizer: Any, head: Any) -> None:
+        self.pictures: MorePictures = None
+        self._backbone = backbone
+        self._tokenizer = tokenizer
+        self._head = head
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor:
+        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
+        if self.pictures is not None:
+            inputs |= self.pictures(sequence)
+        made: torch.Tensor = self._head(self._backbone(**inputs).last_hidden_state[:, -1].float())
+        return made
+
+
 class WordLogitsReference:
     """A language model's logit of the first of one or two words, minus that of the second: [1, 1]. `output`
     replaces the model's output layer: it has the rows of these words alone, in float32. `pictures` makes the

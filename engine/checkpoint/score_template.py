@@ -1,6 +1,6 @@
 """Templates by which a language model is asked about a pair: Jinja over query, document and instruction."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,10 @@ from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 
 # Placeholders for the texts while a template is rendered, from Unicode's private use area.
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue0a0", "\ue0a1", "\ue0a2"
+_NOT_HELD = (
+    "{} holds a character of Unicode's private use (U+E0A0 or U+E0A1) that this model's template cannot "
+    "hold; leave it out"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +30,41 @@ class ScoreTemplate:
 
     A segment may name `query`, `document` and `instruction`, or go through `messages`, which have the roles
     system (the instruction), query and document, as sentence-transformers' chat templates for rerankers do.
-    `variables` are handed to it as well. The document occurs once in all segments.
+    `variables` are handed to it as well. The document occurs once in all segments. With `in_parts` the
+    content of a message is a list of parts, and a picture is one; else `picture` stands for one in a text.
+    Behind all that is written stand the `trailing_ids`, tokens that no text has.
     """
 
     segments: tuple[str, ...]
     instruction: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    in_parts: bool = False
+    picture: str = ""
+    trailing_ids: tuple[int, ...] = ()
+
+    def pair(
+        self, query: Sequence[str | None], document: Sequence[str | None], instruction: str | None
+    ) -> tuple[str, str]:
+        """The text of a pair of contents, which have texts and, each in place of None, pictures: what stands
+        before the document, and the rest. Raises InvalidRequestError for a text with a character that stands
+        for a document here."""
+        given = "".join(part for part in (*query, instruction) if part)
+        if _DOCUMENT in given:
+            raise InvalidRequestError(_NOT_HELD.format("a query beside a picture"), "queries")
+        used = instruction or self.instruction
+        before = "".join(self._render(segment, used, query) for segment in self.segments)
+        written = "".join(self._render(segment, used, query, document) for segment in self.segments)
+        before = before[: before.index(_DOCUMENT)]
+        if not written.startswith(before):  # it depends on the document
+            before = ""
+        return before, written.removeprefix(before)
 
     def frames(self, query: str, instruction: str | None) -> list[Frame]:
         """One frame a segment, with the query and the instruction (or the template's own) inserted. Raises
         InvalidRequestError for an instruction with a character that stands for a text here."""
         used = instruction or self.instruction
         if used and (_QUERY in used or _DOCUMENT in used):
-            raise InvalidRequestError(
-                "instruction holds a character of Unicode's private use (U+E0A0 or U+E0A1) that this model's "
-                "template cannot hold; leave it out",
-                "instruction",
-            )
+            raise InvalidRequestError(_NOT_HELD.format("instruction"), "instruction")
         frames = []
         for segment in self.segments:
             rendered = self._render(segment, used)
@@ -63,13 +85,32 @@ class ScoreTemplate:
     def takes_instruction(self) -> bool:
         return any(_INSTRUCTION in self._render(segment, _INSTRUCTION) for segment in self.segments)
 
-    def _render(self, segment: str, instruction: str | None) -> str:
-        messages = [{"role": "query", "content": _QUERY}, {"role": "document", "content": _DOCUMENT}]
+    def _render(
+        self,
+        segment: str,
+        instruction: str | None,
+        query: Sequence[str | None] = (_QUERY,),
+        document: Sequence[str | None] = (_DOCUMENT,),
+    ) -> str:
+        contents = {"query": query, "document": document}
         if instruction:
-            messages = [{"role": "system", "content": instruction}, *messages]
-        texts = {"query": _QUERY, "document": _DOCUMENT, "instruction": instruction}
+            contents = {"system": (instruction,), **contents}
+        messages = [{"role": role, "content": self._content(parts)} for role, parts in contents.items()]
+        texts = {
+            "query": self._joined(query),
+            "document": self._joined(document),
+            "instruction": instruction,
+        }
         try:
             rendered, _ = render_jinja_template([messages], chat_template=segment, **texts, **self.variables)
         except Exception as error:
             raise ModelLoadError(f"the score template cannot be rendered: {error}") from error
         return str(rendered[0])
+
+    def _content(self, parts: Sequence[str | None]) -> Any:
+        if not self.in_parts:
+            return self._joined(parts)
+        return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+
+    def _joined(self, parts: Sequence[str | None]) -> str:
+        return "".join(self.picture if part is None else part for part in parts)

@@ -5,7 +5,9 @@ from transformers import CONFIG_MAPPING
 from maxsimd.engine.checkpoint.detect import (
     COLPALI,
     COLQWEN2,
+    JINA_M0,
     LISTWISE,
+    answers_in_words,
     is_language_model,
     is_visual,
 )
@@ -17,7 +19,7 @@ from maxsimd.engine.errors import ModelLoadError
 SUPPORTED = (
     "encoders and decoders that transformers has (*Model), with sentence-transformers' modules or alone; "
     "*ForSequenceClassification; *ForCausalLM that answer yes or no; sentence-transformers, PyLate and "
-    f"Stanford ColBERT (HF_ColBERT) saves; {LISTWISE}; {COLPALI} and {COLQWEN2}"
+    f"Stanford ColBERT (HF_ColBERT) saves; {LISTWISE}; {JINA_M0}; {COLPALI} and {COLQWEN2}"
 )
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
 # would add a random projection.
@@ -55,7 +57,8 @@ def refuse_unsupported(
             f"{model!r} is a {files.architecture} as colpali-engine saves it, which does not say how queries "
             f"are written; name a version with sentence-transformers' modules, or a {COLPALI} or {COLQWEN2}"
         )
-    if reads_pictures(files) and not files.modules and not is_visual(files):
+    is_bare = not files.modules and not is_visual(files) and files.architecture != JINA_M0
+    if reads_pictures(files) and is_bare:
         raise ModelLoadError(
             f"{model!r} is a {kind} that says neither how it is asked nor what becomes of its states; name a "
             "version with sentence-transformers' modules"
@@ -89,4 +92,6 @@ def refuse_unsupported(
 
 
 def _reads_pairs(files: CheckpointFiles) -> bool:
-    return files.architecture.endswith("ForSequenceClassification") or is_language_model(files)
+    classifies = files.architecture.endswith("ForSequenceClassification")
+    answers = is_language_model(files) or answers_in_words(files)
+    return classifies or answers or files.architecture == JINA_M0

@@ -53,7 +53,8 @@ class CachedScoresStrategy:
         keys = self._keys(request)
         found: list[CachedScore | None] = [None] * len(keys)
         if request.cache == "use":
-            found = self._cache.find(keys)
+            there = iter(self._cache.find([key for key in keys if key is not None]))
+            found = [None if key is None else next(there) for key in keys]
         if request.explain:
             # Of windows only the best score is cached, and of documents that are run together no tokens.
             found = [
@@ -92,21 +93,26 @@ class CachedScoresStrategy:
             self._strategy.prepare(request, ids)
             raise
 
-    def _keys(self, request: ScoreRequest) -> list[bytes]:
+    def _keys(self, request: ScoreRequest) -> list[bytes | None]:
+        """The key of each document's score; None for pairs with pictures, whose scores are not cached."""
         how = f"{request.truncation!r} {request.instruction!r}"
         if self._together and len(request.queries) == 1:
             all_documents = hashlib.blake2b(digest_size=32)
-            for document in request.document_texts:
-                text = document.encode("utf-8", "surrogatepass")
+            for given in request.document_texts:
+                text = given.encode("utf-8", "surrogatepass")
                 all_documents.update(len(text).to_bytes(8, "big") + text)
             how = f"{how} {all_documents.hexdigest()}"
-        return [
-            self._cache.key(request.query_texts[request.query_of(i)], document, how)
-            for i, document in enumerate(request.document_texts)
-        ]
+        keys: list[bytes | None] = []
+        for i, document in enumerate(request.documents):
+            query = request.queries[request.query_of(i)]
+            if isinstance(query, str) and isinstance(document, str):
+                keys.append(self._cache.key(query, document, how))
+            else:
+                keys.append(None)
+        return keys
 
     def _put_into_cache(
-        self, positions: list[int], keys: list[bytes], facts: PairFacts | None
+        self, positions: list[int], keys: list[bytes | None], facts: PairFacts | None
     ) -> Callable[[Scores], None]:
         """What caches the scores of the documents that were run, once they are there."""
 
@@ -116,7 +122,9 @@ class CachedScoresStrategy:
             of_each = zip(facts.tokens, facts.truncated, facts.query_truncated, facts.windows, strict=True)
             there = zip(keys, scores[positions].tolist(), of_each, strict=True)
             self._cache.put(
-                (key, CachedScore(score, *about)) for key, score, about in there if math.isfinite(score)
+                (key, CachedScore(score, *about))
+                for key, score, about in there
+                if key is not None and math.isfinite(score)
             )
 
         return cache_scores

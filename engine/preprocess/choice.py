@@ -6,7 +6,9 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.preprocess.cached_scores import CachedScoresStrategy
 from maxsimd.engine.preprocess.listwise import ListwiseStrategy
 from maxsimd.engine.preprocess.long_inputs import LengthLimits
+from maxsimd.engine.preprocess.pages import page_builder
 from maxsimd.engine.preprocess.pairs import PairStrategy
+from maxsimd.engine.preprocess.picture_pairs import PicturePairJoiner
 from maxsimd.engine.preprocess.strategy import ScoreStrategy
 from maxsimd.engine.preprocess.template_pairs import TemplateJoiner
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
@@ -41,6 +43,11 @@ def _together(
     if template is None:
         joiner = TokenizerJoiner(tokenizer, model.pairs.truncation)
         return PairStrategy(joiner, tokenizer, limits, share_prefixes)
-    return PairStrategy(
-        TemplateJoiner(tokenizer, template, model.instruction), tokenizer, limits, share_prefixes
+    by_template = TemplateJoiner(tokenizer, template, model.instruction)
+    pages = page_builder(model, tokenizer, limits.longest_sequence)
+    if pages is None:
+        return PairStrategy(by_template, tokenizer, limits, share_prefixes)
+    with_pictures = PicturePairJoiner(
+        by_template, template, model.instruction, tokenizer, pages, limits.longest_sequence
     )
+    return PairStrategy(with_pictures, tokenizer, limits, share_prefixes, model.vision)

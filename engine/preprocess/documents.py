@@ -201,7 +201,7 @@ class DocumentReader:
         """One content: the pixels of its pictures are there only while it is read."""
         assert self._pages is not None
         name = InputName("documents", index)
-        opened = self._pages.opened(content, self.builder.rules, name)
+        opened = self._pages.opened(content, name)
         key = None
         if self._lookup is not None:
             key = self._lookup.page_key(opened.digest)

@@ -1,7 +1,7 @@
 """Queries and documents that have pictures, to sequences."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -16,9 +16,11 @@ from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import yield_to_smaller
-from maxsimd.scheduler import ImageJob, PlacedImage, Sequence, Tokens
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler import ImageJob, PlacedImage, Tokens
+from maxsimd.scheduler import Sequence as TokenSequence
 
+# Of a picture that is not yet part of a request's sequence.
+_NO_ID = -1
 _OpenPart: TypeAlias = str | Picture | ImageInputs
 
 
@@ -59,10 +61,19 @@ class PageBuilder:
         self._longest = longest
         self._limits = PictureLimits() if limits is None else limits
 
-    def opened(self, content: Content, rules: RoleRules, name: InputName) -> OpenContent:
+    @property
+    def image_token(self) -> str:
+        """What stands in a written text for a picture."""
+        return self._vision.image_token
+
+    @property
+    def image_token_id(self) -> int | None:
+        return self._vision.image_token_id
+
+    def opened(self, content: Content, name: InputName) -> OpenContent:
         """The content, with its pictures read from their files."""
         pictures, texts = content.pictures, content.texts
-        if rules.chat is None and (len(pictures) != 1 or texts):
+        if not self._vision.image_token and (len(pictures) != 1 or texts):
             numbers = f"{_number(len(pictures), 'picture')} and {_number(len(texts), 'text')}"
             raise InvalidRequestError(
                 f"{name} has {numbers}; this model reads one picture, or text, at a time", name.param
@@ -79,21 +90,63 @@ class PageBuilder:
 
     def built(self, content: OpenContent, rules: RoleRules, name: InputName, ids: RequestIds) -> BuiltText:
         """The sequence of a content in a role."""
-        parts = [self._inputs(part, name) if isinstance(part, Picture) else part for part in content.parts]
-        images = [part for part in parts if isinstance(part, ImageInputs)]
+        texts, images = self.split(content, name)
         if rules.chat is None:
             page = self._vision.reader.page(images[0])
-            return self._fitting(self._vision.tokens_of(page, ids.next_sequence_id(), images[0]), rules, name)
+            tokens = self._vision.tokens_of(page, _NO_ID, images[0])
+        else:
+            tokens = self.written(rules.chat.content(texts, rules.prompt), images, name)
+        limit = self._longest if rules.max_tokens is None else min(self._longest, rules.max_tokens)
+        self.check_length(tokens, limit, name)
+        if rules.skipped_ids is not None:
+            pooled = np.flatnonzero(~np.isin(tokens.ids, rules.skipped_ids))
+            tokens = replace(tokens, pooled_positions=pooled)
+        return BuiltText(tokens.behind(0, ids.sequence_ids), truncated=False)
+
+    def split(self, content: OpenContent, name: InputName) -> tuple[list[str | None], list[ImageInputs]]:
+        """The texts of a content, None in place of each picture, and the pictures."""
+        parts = [self._inputs(part, name) if isinstance(part, Picture) else part for part in content.parts]
         texts = [part if isinstance(part, str) else None for part in parts]
-        text = rules.chat.content(texts, rules.prompt)
-        (written,) = self._tokenizer.encode([text], name.param, self._longest + 1, names=[name])
-        if len(written) > self._longest:
+        return texts, [part for part in parts if isinstance(part, ImageInputs)]
+
+    def written(
+        self, text: str, images: Sequence[ImageInputs], name: InputName, trailing_ids: tuple[int, ...] = ()
+    ) -> Tokens:
+        """The tokens of a text in which the picture's token stands once for each of the images, with as many
+        for each as it has features, and then those that no text has. The images have no ids yet."""
+        (ids,) = self._tokenizer.encode([text], name.param, self._longest + 1, names=[name])
+        ids = np.concatenate([ids, np.array(trailing_ids, dtype=np.int32)])
+        if len(ids) > self._longest:
             raise InvalidRequestError(
                 f"{name} has more than {self._longest} tokens beside its pictures, and no more can be run in "
                 "one sequence here; send shorter texts",
                 name.param,
             )
-        return self._fitting(self._with_pictures(written, images, name, ids), rules, name)
+        at = np.flatnonzero(ids == self._vision.image_token_id)
+        if len(at) != len(images):
+            raise InvalidRequestError(
+                f"a text of {name} holds {self._vision.image_token!r}, in whose place this model reads "
+                "pictures; leave it out",
+                name.param,
+            )
+        counts = np.ones(len(ids), dtype=np.int64)
+        counts[at] = [image.grid[0] * image.grid[1] for image in images]
+        firsts = np.cumsum(counts) - counts
+        placed = tuple(
+            PlacedImage(_NO_ID, np.arange(first, first + count), image, image.digest)
+            for image, first, count in zip(images, firsts[at], counts[at], strict=True)
+        )
+        return self._vision.placed(np.repeat(ids, counts), placed)
+
+    def check_length(self, tokens: Tokens, limit: int, name: InputName) -> None:
+        """Raises InvalidRequestError for a sequence with pictures of more tokens than the limit."""
+        if len(tokens) > limit:
+            as_a_picture = " as a picture" if len(tokens.images) == 1 else ""
+            raise InvalidRequestError(
+                f"{name} has {len(tokens)} tokens{as_a_picture}, and at most {limit} can be run in "
+                "one sequence here; send a smaller picture, or raise max_batch_tokens or max_model_len",
+                name.param,
+            )
 
     def _read(self, picture: AnyPicture, name: InputName) -> Picture:
         try:
@@ -110,52 +163,18 @@ class PageBuilder:
                 f"{name}, of {size}, cannot be read by this model: {error}", name.param
             ) from None
 
-    def _with_pictures(
-        self, written: TokenIds, images: list[ImageInputs], name: InputName, ids: RequestIds
-    ) -> Tokens:
-        """The tokens of a written content, with as many for each picture as it has features."""
-        at = np.flatnonzero(written == self._vision.image_token_id)
-        if len(at) != len(images):
-            raise InvalidRequestError(
-                f"a text of {name} holds {self._vision.image_token!r}, in whose place this model reads "
-                "pictures; leave it out",
-                name.param,
-            )
-        counts = np.ones(len(written), dtype=np.int64)
-        counts[at] = [image.grid[0] * image.grid[1] for image in images]
-        firsts = np.cumsum(counts) - counts
-        placed = tuple(
-            PlacedImage(ids.next_sequence_id(), np.arange(first, first + count), image, image.digest)
-            for image, first, count in zip(images, firsts[at], counts[at], strict=True)
-        )
-        return self._vision.placed(np.repeat(written, counts), placed)
-
-    def _fitting(self, tokens: Tokens, rules: RoleRules, name: InputName) -> BuiltText:
-        limit = self._longest if rules.max_tokens is None else min(self._longest, rules.max_tokens)
-        if len(tokens) > limit:
-            as_a_picture = " as a picture" if len(tokens.images) == 1 else ""
-            raise InvalidRequestError(
-                f"{name} has {len(tokens)} tokens{as_a_picture}, and at most {limit} can be run in "
-                "one sequence here; send a smaller picture, or raise max_batch_tokens or max_model_len",
-                name.param,
-            )
-        if rules.skipped_ids is not None:
-            pooled = np.flatnonzero(~np.isin(tokens.ids, rules.skipped_ids))
-            tokens = replace(tokens, pooled_positions=pooled)
-        return BuiltText(tokens, truncated=False)
-
 
 def page_builder(model: LoadedModel, tokenizer: TextTokenizer, longest: int) -> PageBuilder | None:
     """The builder for a model; None for one that reads only text."""
     return None if model.vision is None else PageBuilder(model.vision, tokenizer, longest)
 
 
-def image_jobs(vision: Vision | None, sequences: Iterable[Sequence]) -> list[ImageJob]:
+def image_jobs(vision: Vision | None, sequences: Iterable[TokenSequence]) -> list[ImageJob]:
     """The pictures of sequences, in their order."""
     return [] if vision is None else [job for sequence in sequences for job in _jobs(vision, sequence)]
 
 
-def _jobs(vision: Vision, sequence: Sequence) -> Iterator[ImageJob]:
+def _jobs(vision: Vision, sequence: TokenSequence) -> Iterator[ImageJob]:
     images = sequence.tokens.images
     features = sum(len(image.positions) for image in images)
     for i, image in enumerate(images):

@@ -9,7 +9,7 @@ import numpy as np
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.preprocess.long_inputs import Fitted, LongInputs
 from maxsimd.engine.requests import ScoreRequest
-from maxsimd.scheduler import JoinedTokens
+from maxsimd.scheduler import JoinedTokens, Tokens
 from maxsimd.scheduler.payload import TokenIds
 
 
@@ -18,9 +18,10 @@ class JoinedPair:
     """A query and a document in one sequence, or in one for each window of the document.
 
     `prefix` is what stands before the document in all pairs of the query; a pair whose document merges with
-    it begins otherwise. `truncated` says whether the document, or the query for its sake, was cut."""
+    it begins otherwise. `truncated` says whether the document, or the query for its sake, was cut. The
+    pictures of a pair have no ids yet."""
 
-    windows: list[JoinedTokens]
+    windows: list[JoinedTokens] | list[Tokens]
     prefix: TokenIds
     truncated: bool
 

@@ -1,19 +1,23 @@
 """Score requests whose queries and documents are run together: cross-encoders of all kinds."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from maxsimd.engine.checkpoint.visual.vision import Vision
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.preprocess.combine import best_windows
 from maxsimd.engine.preprocess.explain_limits import check_lines
 from maxsimd.engine.preprocess.explain_pairs import explain_pairs
 from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
+from maxsimd.engine.preprocess.pages import image_jobs
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair, PairJoiner
 from maxsimd.engine.preprocess.prepared import PairFacts, Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.requests import ScoreRequest
-from maxsimd.scheduler import Sequence, Tokens
+from maxsimd.scheduler import JoinedTokens, Sequence, Tokens
 from maxsimd.scheduler.payload import TokenIds
 
 # Fewer tokens are run again rather than shared.
@@ -24,11 +28,18 @@ class PairStrategy:
     """One sequence a pair, or one a window of its document; the best of a document's windows counts.
 
     With `share_prefixes` what stands before the document is a sequence by itself, which is run once for all
-    pairs of a query. A pair is split there whether or not others come along: alone it takes the same path."""
+    pairs of a query. A pair is split there whether or not others come along: alone it takes the same path.
+    `vision` is how the model reads pictures, None if it reads only text."""
 
     def __init__(
-        self, joiner: PairJoiner, tokenizer: TextTokenizer, limits: LengthLimits, share_prefixes: bool
+        self,
+        joiner: PairJoiner,
+        tokenizer: TextTokenizer,
+        limits: LengthLimits,
+        share_prefixes: bool,
+        vision: Vision | None = None,
     ) -> None:
+        self._vision = vision
         self._joiner = joiner
         self._tokenizer = tokenizer
         self._limits = limits
@@ -38,7 +49,8 @@ class PairStrategy:
         long_inputs = self._limits.applied_to(request.truncation, ids)
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         names = (InputName("queries", i) for i in range(len(request.queries)))
-        encoded = self._tokenizer.encode(request.query_texts, "queries", most, long_inputs.side, names)
+        texts = [query if isinstance(query, str) else "" for query in request.queries]
+        encoded = self._tokenizer.encode(texts, "queries", most, long_inputs.side, names)
         queries = [long_inputs.query(tokens) for tokens in encoded]
         pairs, num_tokens = [], 0
         for pair in self._joiner.join(request, queries, long_inputs):
@@ -48,10 +60,7 @@ class PairStrategy:
             pairs.append(pair)
         shared = _shared_prefixes(pairs, ids) if self._share_prefixes else []
         prefix_of = {i: prefix for prefix, positions in shared for i in positions}
-        sequences = [prefix for prefix, _ in shared]
-        windows = [window for pair in pairs for window in pair.windows]
-        for i, tokens in enumerate(windows):
-            sequences.append(Sequence.pair(ids.next_sequence_id(), ids.slot(i), tokens, prefix_of.get(i)))
+        sequences = _sequences([window for pair in pairs for window in pair.windows], prefix_of, ids)
         truncated = sum(query.truncated for query in queries) + sum(pair.truncated for pair in pairs)
         combine = best_windows([len(pair.windows) for pair in pairs])
         facts = PairFacts(
@@ -69,26 +78,50 @@ class PairStrategy:
         if request.explain:
             check_lines(request.explain, facts.windows)
             explain = explain_pairs(facts, windows_of)
-        return Prepared(sequences, len(windows), truncated, combine, facts=facts, explain=explain)
+        images = image_jobs(self._vision, sequences)
+        return Prepared(
+            sequences, sum(facts.windows), truncated, combine, images=images, facts=facts, explain=explain
+        )
 
     def shortest_sequences(self) -> dict[str, int]:
         return {"a pair": self._joiner.shortest_pair()}
 
 
+def _sequences(
+    windows: list[JoinedTokens | Tokens], prefix_of: Mapping[int, Sequence], ids: RequestIds
+) -> list[Sequence]:
+    """The sequences of windows, each prefix before the first that begins with it."""
+    sequences: list[Sequence] = []
+    added: set[int] = set()
+    for i, tokens in enumerate(windows):
+        prefix = prefix_of.get(i)
+        if prefix is not None and prefix.sequence_id not in added:
+            sequences.append(prefix)
+            added.add(prefix.sequence_id)
+        if isinstance(tokens, Tokens):
+            tokens = tokens.behind(0 if prefix is None else len(prefix), ids.sequence_ids)
+        sequences.append(Sequence.pair(ids.next_sequence_id(), ids.slot(i), tokens, prefix))
+    return sequences
+
+
 def _shared_prefixes(pairs: list[JoinedPair], ids: RequestIds) -> list[tuple[Sequence, list[int]]]:
     """The prefixes that are run by themselves, and the positions of the windows that begin with each."""
     windows = [(window, pair.prefix) for pair in pairs for window in pair.windows]
-    positions_of: dict[bytes, list[int]] = {}
+    positions_of: dict[tuple[bytes, ...], list[int]] = {}
     for i, (tokens, prefix) in enumerate(windows):
         yield_to_smaller()
         token_ids = tokens.ids
         length = shared_tokens(token_ids, prefix)
         if length:
-            positions_of.setdefault(token_ids[:length].tobytes(), []).append(i)
+            pictures = [image.digest for image in tokens.images if image.positions[0] < length]
+            positions_of.setdefault((token_ids[:length].tobytes(), *pictures), []).append(i)
     shared = []
     for positions in positions_of.values():
         tokens, prefix = windows[positions[0]]
-        shared_part = Tokens(tokens.ids[: len(prefix)], tokens.type_ids[: len(prefix)])
+        if isinstance(tokens, Tokens):
+            shared_part = tokens.first(len(prefix)).behind(0, ids.sequence_ids)
+        else:
+            shared_part = Tokens(tokens.ids[: len(prefix)], tokens.type_ids[: len(prefix)])
         sequence = Sequence.prefix(
             ids.next_sequence_id(), ids.request_id, shared_part, num_consumers=len(positions)
         )

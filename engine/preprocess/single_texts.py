@@ -41,7 +41,7 @@ class TextStrategy:
                 case Content():
                     assert self._pages is not None
                     name = InputName("input", i)
-                    opened = self._pages.opened(text, builder.rules, name)
+                    opened = self._pages.opened(text, name)
                     built.append(self._pages.built(opened, builder.rules, name, ids))
                     num_tokens += len(built[-1].tokens)
                     ids.check_tokens(num_tokens)

@@ -87,6 +87,7 @@ class TemplateJoiner:
         self._tokenizer = tokenizer
         self._template = template
         self._instruction = instruction
+        self._trailing = np.array(template.trailing_ids, dtype=np.int32)
 
     def join(
         self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
@@ -111,7 +112,7 @@ class TemplateJoiner:
             frame.before if frame.after is None else frame.before + SHORTEST_TEXT + frame.after
             for frame in frames
         ]
-        return sum(len(ids) for ids in self._tokenizer.encode(segments, "text"))
+        return sum(len(ids) for ids in self._tokenizer.encode(segments, "text")) + len(self._trailing)
 
     def _surroundings(
         self, request: ScoreRequest, query: int, fitted: Fitted[np.int32], heads: "_Heads"
@@ -139,7 +140,7 @@ class TemplateJoiner:
             np.concatenate(ids),
             left[apart:],
             right[:beside],
-            np.concatenate(self._tokenizer.encode(after, "queries")),
+            np.concatenate([*self._tokenizer.encode(after, "queries"), self._trailing]),
             np.concatenate([*ids, last[:-1]]),
         )
 

@@ -155,7 +155,7 @@ class TwoStageStrategy:
             if isinstance(query, Content):
                 assert self._pages is not None
                 name = InputName("queries", i)
-                opened = self._pages.opened(query, rules, name)
+                opened = self._pages.opened(query, name)
                 pages[i] = self._pages.built(opened, rules, name, ids)
                 ids.check_tokens(sum(len(page.tokens) for page in pages.values()))
         return pages

@@ -1,20 +1,24 @@
 """Vision-language models as sentence-transformers saves them, with a chat template that says how queries and
 pages are written."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from sentence_transformers import MultiVectorEncoder, SentenceTransformer
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import (
     ColQwen2ForRetrieval,
     Qwen2_5_VLConfig,
     Qwen2_5_VLModel,
+    Qwen2VLModel,
     Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     Qwen3VLModel,
 )
 
@@ -110,6 +114,60 @@ def qwen3_vl_embedding(folder: Path) -> str:
     prompts = {"query": "Retrieve images or text relevant to the user's query."}
     model = SentenceTransformer(modules=[transformer, pooling, Normalize()], prompts=prompts)
     model.save_pretrained(str(folder))
+    return str(folder)
+
+
+# As Qwen3-VL-Reranker has it: a template for conversations, and one of its own for pairs.
+RERANKER_TEMPLATE = (
+    _PARTS + "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "{% set ns = namespace(instruct='Given a search query, retrieve relevant candidates that answer the "
+    "query.') -%}"
+    "{%- for message in messages if message.role == 'system' -%}"
+    "{%- set ns.instruct = message.content[0].text -%}{%- endfor -%}"
+    "<Instruct>: {{ ns.instruct }}"
+    "{%- for message in messages if message.role == 'query' -%}<Query>:{{ parts(message) }}{%- endfor -%}"
+    "{{ '\n' }}"
+    "{%- for message in messages if message.role == 'document' -%}<Document>:{{ parts(message) }}"
+    "{%- endfor -%}<|im_end|>\n<|im_start|>assistant\n{{ '' }}"
+)
+
+
+def qwen3_vl_reranker(folder: Path) -> str:
+    """Qwen/Qwen3-VL-Reranker-2B: the logits of yes and no, with a template of its own name for pairs."""
+    config = _qwen3_vl(folder)
+    with_biases(spread(Qwen3VLForConditionalGeneration(config))).save_pretrained(folder)
+    (folder / "additional_chat_templates").mkdir()
+    named = folder / "additional_chat_templates" / "reranker.jinja"
+    named.write_text(RERANKER_TEMPLATE, encoding="utf-8")
+    transformer = _transformer(
+        folder,
+        config,
+        EMBEDDING_TEMPLATE,
+        transformer_task="any-to-any",
+        processing_kwargs={"chat_template": {"chat_template": "reranker"}},
+    )
+    yes, no = (transformer.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    head = LogitScore(true_token_id=yes, false_token_id=no)
+    CrossEncoder(modules=[transformer, head], activation_fn=torch.nn.Sigmoid()).save_pretrained(str(folder))
+    return str(folder)
+
+
+def jina_reranker_m0(folder: Path) -> str:
+    """jinaai/jina-reranker-m0: two layers on the last state, under names of its own code's."""
+    model = with_biases(spread(Qwen2VLModel(_qwen2_vl(folder))))
+    model.save_pretrained(folder)
+    hidden = SIZES["hidden_size"]
+    layers = [torch.nn.Linear(hidden, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1)]
+    score = with_biases(spread(torch.nn.Sequential(*layers)))
+    tensors = {_old_name(name): tensor for name, tensor in model.state_dict().items()}
+    save_tensors(tensors | {f"score.{name}": each for name, each in score.state_dict().items()}, folder)
+    config = json.loads((folder / "config.json").read_text())
+    own_code = dict.fromkeys(("AutoModel", "AutoModelForSequenceClassification"), "modeling.JinaVLForRanking")
+    config |= {"architectures": ["JinaVLForRanking"], "auto_map": own_code}
+    (folder / "config.json").write_text(json.dumps(config))
+    qwen_image_processor().save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(COLQWEN_TEMPLATE, encoding="utf-8")
     return str(folder)
 
 

@@ -110,6 +110,7 @@ def qwen_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
         "$A",
         "$A $B",
+        words=("yes", "no"),
         additional_special_tokens=extra,
         model_max_length=4096,
     )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Model
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, Qwen2VLModel, Qwen3Model
 
 from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
 
@@ -195,6 +195,36 @@ def jina_reranker_v3(path: str, query: str, documents: Sequence[str]) -> Scores:
     merged = np.average(np.array(query_vectors), axis=0, weights=weights)
     vectors = np.concatenate(document_vectors)
     return vectors @ merged / (np.linalg.norm(merged) * np.linalg.norm(vectors, axis=1))
+
+
+class JinaM0:
+    """A plain reading of the card of jina-reranker-m0."""
+
+    def __init__(self, path: str) -> None:
+        with without_videos():
+            self.processor = for_pictures_alone(AutoProcessor.from_pretrained(path, backend="pil"))
+        self.processor.image_processor.size = {"shortest_edge": 3_136, "longest_edge": 602_112}
+        self._model = Qwen2VLModel.from_pretrained(path).eval()
+        tensors = load_file(Path(path) / "model.safetensors")
+        self._score = {name[6:]: each for name, each in tensors.items() if name.startswith("score.")}
+
+    def ids(self, query: Any, document: Any) -> Any:
+        """What the model takes for a pair of texts or pictures, the token for the score included."""
+        picture = "<|vision_start|><|image_pad|><|vision_end|>"
+        written = [item if isinstance(item, str) else picture for item in (document, query)]
+        pictures = [item for item in (document, query) if not isinstance(item, str)]
+        text = f"**Document**:\n{written[0]}\n**Query**:\n{written[1]}"
+        inputs = self.processor(text=[text], images=pictures or None, return_tensors="pt")
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([[100]])], dim=1)
+        for name, more in (("attention_mask", 1), ("mm_token_type_ids", 0)):
+            inputs[name] = torch.cat([inputs[name], torch.tensor([[more]])], dim=1)
+        return inputs
+
+    @torch.inference_mode()
+    def logit(self, query: Any, document: Any) -> float:
+        state = self._model(**self.ids(query, document)).last_hidden_state[0, -1]
+        inner = torch.relu(self._score["0.weight"] @ state + self._score["0.bias"])
+        return float(self._score["2.weight"][0] @ inner + self._score["2.bias"][0])
 
 
 def _listwise_prompt(query: str, documents: list[str]) -> str:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from maxsimd.engine.checkpoint import LoadedModel
-from tests.checkpoints import bi_encoders, late_interaction, visual
+from tests.checkpoints import bi_encoders, late_interaction, vision_language, visual
 
 Edit = Callable[[Path], None]
 Alteration = Callable[[LoadedModel], LoadedModel]
@@ -25,6 +25,7 @@ BUILDERS: dict[str, Callable[[Path], str]] = {
     "qwen3": bi_encoders.qwen3,
     "gemma": bi_encoders.embeddinggemma,
     "colpali": visual.colpali,
+    "colqwen3": vision_language.colqwen3,
 }
 
 # The files of a checkpoint.
@@ -132,6 +133,13 @@ def _other_colours(settings: Any) -> None:
     settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.6]
 
 
+def _another_request(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text(
+        template.read_text(encoding="utf-8").replace("Describe the", "Show the"), encoding="utf-8"
+    )
+
+
 def _columns_not_normalised(model: LoadedModel) -> LoadedModel:
     task = model.tasks[model.score_task]
     head: Any = task.head
@@ -170,6 +178,7 @@ PAIRS = [
     option("prompt", "bert", document_prompt="passage: "),
     keys("prompt", "colpali", PROCESSOR, query_prefix="Question: "),
     Pair("fixed tokens", "one less behind", "colpali", second=_one_token_less),
+    Pair("chat template", "another request", "colqwen3", _another_request),
     Pair("pictures", "colours", "colpali", json_edit(PROCESSOR, _other_colours)),
     number("tower weights", "colpali", WEIGHTS, "vlm.multi_modal_projector.linear.bias"),
     keys("prompt pooled", "instructor", POOLING, include_prompt=True),

@@ -190,7 +190,7 @@ def _merged_by_a_class(given: Given) -> Given:
 
 
 def _vision(signature: str | None, *modules: torch.nn.Module) -> Change:
-    vision: Any = SimpleNamespace(reader=SimpleNamespace(signature=signature), modules=modules)
+    vision: Any = SimpleNamespace(signature=signature, modules=modules)
     return lambda given: given.but(vision=vision)
 
 
@@ -225,6 +225,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("prompt pooled", "not", _rules(pool_prompt=False)),
     ("fixed tokens", "in front", _rules(leading_ids=np.array([7], dtype=np.int32))),
     ("fixed tokens", "behind", _rules(trailing_ids=np.array([7], dtype=np.int32))),
+    ("chat template", "some", _rules(chat=SimpleNamespace(signature="a template"))),
     ("pictures", "some", _vision("a processor")),
     ("tower weights", "some", _vision(None, torch.nn.Linear(2, 2))),
     ("document length", "another", _rules(max_tokens=17)),

@@ -76,6 +76,11 @@ class Vision:
     image_token_id: int | None = None
     image_token: str = ""
 
+    @property
+    def signature(self) -> str:
+        """All that decides what is made of a picture, but for weights and chat templates."""
+        return f"{self.reader.signature} {'in space' if self.mrope else 'in a row'}"
+
     def tokens_of(self, page: Page, image_id: int, inputs: ImageInputs) -> Tokens:
         """The tokens of a picture that stands alone."""
         placed = PlacedImage(image_id, page.positions, inputs, inputs.digest)

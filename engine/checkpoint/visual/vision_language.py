@@ -2,28 +2,20 @@
 make of a text or a picture is the language model's; pictures come in as features of a tower."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-import torch
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.model import RoleRules
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.visual.chat import ChatRole
-from maxsimd.engine.checkpoint.visual.grids import GridReader, GridTower
-from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers
 from maxsimd.engine.checkpoint.visual.processor import blank, for_pictures_alone, without_videos
-from maxsimd.engine.checkpoint.visual.vision import (
-    Page,
-    Tower,
-    Vision,
-    attention_a_patch,
-    tokens_a_patch,
-)
+from maxsimd.engine.checkpoint.visual.qwen_vl import PICTURE, PictureInputs, vision_of
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.scheduler import Sequence
 
 # By the type in a config. All count positions in time, height and width.
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -36,14 +28,17 @@ def reads_pictures(files: CheckpointFiles) -> bool:
 
 
 @contextmanager
-def by_pillow(path: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The options with which sentence-transformers reads a checkpoint whose pictures Pillow is to read.
+def by_pillow(path: str, files: CheckpointFiles, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The options with which sentence-transformers reads a checkpoint: the same, but for one that reads
+    pictures, which Pillow is to read.
 
     Raises ModelLoadError where Pillow is missing."""
+    if not reads_pictures(files):
+        yield options
+        return
     if find_spec("PIL") is None:
         raise ModelLoadError(f"{path!r} reads pictures, for which Pillow is missing: pip install pillow")
-    with ExitStack() as stack:
-        stack.enter_context(without_videos())
+    with without_videos():
         yield {**options, "processor_kwargs": {"backend": "pil"}}
 
 
@@ -54,14 +49,22 @@ def with_pictures(path: str, transformer: Any, parts: dict[str, Any]) -> dict[st
     model = _without_output(transformer)
     if not hasattr(model, "visual"):
         return parts
-    vision = _vision(path, transformer)
+    if "message" not in transformer.modality_config or not transformer.processor.chat_template:
+        raise ModelLoadError(f"{path!r} has no chat template, which says how pictures are written")
+    vision = vision_of(path, model, for_pictures_alone(transformer.processor))
     inputs = PictureInputs(vision.tower, next(model.visual.parameters()).device)
     for task in parts["tasks"].values():
         task.reference.pictures = inputs
+    parts |= {"backbone": model.language_model, "vision": vision}
+    if parts["score_task"] == "classify":
+        template = parts["pairs"].template
+        if template.in_parts:
+            _check_pairs(path, transformer, template)
+            return parts
+        pairs = replace(parts["pairs"], template=replace(template, picture=PICTURE))
+        return parts | {"pairs": pairs}
     rules = {role: parts.get(role, RoleRules()) for role in ("query", "document", "text")}
     return parts | {
-        "backbone": model.language_model,
-        "vision": vision,
         "query": with_chat(transformer, "query", rules["query"]),
         "document": with_chat(transformer, "document", rules["document"]),
         "text": with_chat(transformer, None, rules["text"]),
@@ -74,50 +77,19 @@ def _without_output(transformer: Any) -> Any:
     return getattr(whole, "model", whole)
 
 
-class PictureInputs:
-    """What the model's own code takes for the pictures of a sequence, beside its token ids."""
-
-    def __init__(self, tower: Tower, device: torch.device) -> None:
-        self._tower = tower
-        self._device = device
-
-    def __call__(self, sequence: Sequence) -> dict[str, torch.Tensor]:
-        types = np.zeros((1, len(sequence)), dtype=np.int64)
-        for image in sequence.tokens.images:
-            types[0, image.positions] = 1
-        inputs = {"mm_token_type_ids": torch.from_numpy(types).to(self._device)}
-        if sequence.tokens.images:
-            images = [image.inputs for image in sequence.tokens.images]
-            inputs |= self._tower.inputs(images, self._device)
-        return inputs
-
-
-def _vision(path: str, transformer: Any) -> Vision:
-    """How a model that sentence-transformers has read reads pictures."""
-    model, processor = _without_output(transformer), for_pictures_alone(transformer.processor)
-    image_processor = processor.image_processor
-    if not type(image_processor).__name__.endswith("Pil"):
-        raise ModelLoadError(
-            f"{path!r} reads pictures by a {type(image_processor).__name__}, not by Pillow; install pillow"
-        )
-    if "message" not in transformer.modality_config or not processor.chat_template:
-        raise ModelLoadError(f"{path!r} has no chat template, which says how pictures are written")
-    scale = PixelScale.of(image_processor)
-    token = processor.image_token_id
-    reader = GridReader(image_processor, Page(np.array([token], dtype=np.int32), np.zeros(1, dtype=np.int64)))
-    tower = GridTower(model.visual, scale, image_processor.temporal_patch_size)
-    check_numbers(path, image_processor, reader, tower)
-    modules = (model.visual,)
-    return Vision(
-        reader,
-        tower,
-        modules,
-        tokens_a_patch(modules, model.language_model),
-        attention_a_patch(model.visual, modules),
-        mrope=True,
-        image_token_id=token,
-        image_token=processor.image_token,
-    )
+def _check_pairs(path: str, transformer: Any, template: ScoreTemplate) -> None:
+    """Raises ModelLoadError unless a template writes pairs with pictures as sentence-transformers does."""
+    token, picture = transformer.processor.image_token_id, blank(56, 56)
+    for pair in ((picture, "a b"), ("a b", picture), (picture, picture)):
+        query, document = ([item if isinstance(item, str) else None] for item in pair)
+        text = "".join(template.pair(query, document, None))
+        written = transformer.tokenizer(text, add_special_tokens=False)["input_ids"]
+        made = transformer.preprocess([pair])["input_ids"][0]
+        others = [i for i in written if i != token]
+        if written.count(token) != pair.count(picture) or others != made[made != token].tolist():
+            raise ModelLoadError(
+                f"the chat template of {path!r} writes pictures in a way that is not known here"
+            )
 
 
 def with_chat(transformer: Any, role: str | None, rules: RoleRules) -> RoleRules:

@@ -53,7 +53,7 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample
     middle = len(sequence) // 2
     assert isinstance(sequence.tokens, Tokens)
     prefix = TokenSequence.prefix(-1, 0, sequence.tokens.first(middle), num_consumers=1)
-    after = replace(sequence, waits_for=prefix.sequence_id, shared_prefix_len=middle)
+    after = replace(sequence, shared_prefix_len=middle, prefix_id=prefix.sequence_id)
     runs = [
         [Step(0, (Chunk(sequence, 0, middle),)), Step(1, (Chunk(sequence, middle, len(sequence)),))],
     ]
