@@ -3,7 +3,7 @@ every tensor of the checkpoint is the model's, shapes agree, and all numbers are
 does not fit would be served with random weights."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,9 +47,14 @@ _LISTED = 4
 
 
 @contextmanager
-def refusing_misfits(path: str, read_apart: frozenset[str] = frozenset()) -> Iterator[None]:
+def refusing_misfits(
+    path: str,
+    read_apart: frozenset[str] = frozenset(),
+    complete: Callable[[torch.nn.Module], None] | None = None,
+) -> Iterator[None]:
     """Inside this context, `PreTrainedModel.from_pretrained` on this thread raises ModelLoadError for a
-    checkpoint that does not fit. Tensors whose names begin with a part in `read_apart` are read elsewhere."""
+    checkpoint that does not fit. Tensors whose names begin with a part in `read_apart` are read elsewhere.
+    A model that fits is handed to `complete`, which may add to its weights."""
     original = vars(PreTrainedModel)["from_pretrained"]
     thread = threading.get_ident()
 
@@ -65,6 +70,8 @@ def refusing_misfits(path: str, read_apart: frozenset[str] = frozenset()) -> Ite
         named = model.state_dict().items()
         tensors = {(tensor.data_ptr(), tensor.shape): (name, tensor) for name, tensor in named}
         refuse_not_finite(path, tensors.values())
+        if complete is not None:
+            complete(model)
         return model
 
     PreTrainedModel.from_pretrained = classmethod(checked)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from maxsimd.engine.checkpoint.adapters import Adapter, with_base
 from maxsimd.engine.checkpoint.adjust import adjusted, score_template
 from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
@@ -68,6 +69,14 @@ def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
     if config.offline:
         stay_offline()
         check_digests(Path(path))
+    with with_base(path, config.revision) as (source, adapter):
+        return _load_whole(source, adapter, config, device)
+
+
+def _load_whole(
+    path: str, adapter: Adapter | None, config: EngineConfig, device: torch.device
+) -> LoadedModel:
+    """The model at a path, with what an adapter adds to it."""
     files = read_files(path, config.revision)
     score_type = _score_type(config, files)
     refuse_unsupported(path, files, score_type, config.trust_remote_code)
@@ -84,7 +93,7 @@ def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
         with (
             _quiet_transformers(),
             in_transformers_terms(path, config.revision, files, config.trust_remote_code) as source,
-            refusing_misfits(path, _read_apart(files)),
+            refusing_misfits(path, _read_apart(files), None if adapter is None else adapter.add_to),
         ):
             parts = _load_parts(source, files, score_type, config, options)
             model = _complete(config, score_type, files, parts)

@@ -67,7 +67,7 @@ def in_transformers_terms(
     if translate is None or trust_remote_code or not files.config_at_root:
         yield model
         return
-    source = Path(model) if Path(model).is_dir() else _downloaded(model, revision)
+    source = Path(model) if Path(model).is_dir() else downloaded(model, revision)
     config = {name: value for name, value in translate(files.config).items() if name != "auto_map"}
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
         for entry in source.iterdir():
@@ -77,7 +77,7 @@ def in_transformers_terms(
         yield folder
 
 
-def _downloaded(model: str, revision: str | None) -> Path:
+def downloaded(model: str, revision: str | None) -> Path:
     """A hub checkpoint's files on this machine, without other frameworks' weights."""
     others = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.gguf"]
     return Path(snapshot_download(model, revision=revision, ignore_patterns=others))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
@@ -168,6 +169,40 @@ def jina_reranker_m0(folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     qwen_image_processor().save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(COLQWEN_TEMPLATE, encoding="utf-8")
+    return str(folder)
+
+
+def colqwen2_5_adapter(folder: Path) -> str:
+    """vidore/colqwen2.5-v0.2: LoRA matrices for a base, with sentence-transformers' modules. The base is in
+    the same folder, and `merged` has what comes of both."""
+    base, merged = folder / "base", folder / "merged"
+    colqwen2_5(base)
+    shutil.copytree(base, merged)
+    tensors, lora, random = load_file(base / "model.safetensors"), {}, torch.Generator().manual_seed(5)
+    for name, tensor in tensors.items():
+        layer = name.removesuffix(".weight")
+        if layer.startswith("language_model.layers.") and layer.endswith(("q_proj", "v_proj", "down_proj")):
+            first = torch.randn(4, tensor.shape[1], generator=random) * 0.3
+            second = torch.randn(tensor.shape[0], 4, generator=random) * 0.3
+            tensors[name] = tensor + second @ first * (8 / 4)
+            # As peft named them when the language model was the model.
+            peft_name = f"base_model.model.{layer.replace('language_model.', 'model.')}"
+            lora |= {f"{peft_name}.lora_A.weight": first, f"{peft_name}.lora_B.weight": second}
+    save_tensors(tensors, merged)
+    lora["base_model.model.custom_text_proj.lora_A.weight"] = torch.zeros(4, SIZES["hidden_size"])
+    lora["base_model.model.custom_text_proj.lora_B.weight"] = torch.zeros(48, 4)
+    save_file(lora, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(base),
+        "r": 4,
+        "lora_alpha": 8,
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    for entry in base.iterdir():
+        if entry.name not in ("model.safetensors", "config.json"):
+            (shutil.copytree if entry.is_dir() else shutil.copy)(entry, folder / entry.name)
     return str(folder)
 
 
