@@ -67,7 +67,8 @@ def _named_media(part: dict[str, Any]) -> bool:
 
 
 def _object_parts(part: dict[str, Any], where: str, param: str) -> Iterator[Part]:
-    """A text, a picture, or, as Jina's clients send it, both."""
+    """A text, a picture, or, as Jina's clients send it, both: then the picture comes first, as the authors of
+    models that read both have it."""
     text, kind = part.get("text"), part.get("type")
     given = [part[name] for name in _NAMES if part.get(name) is not None]
     is_known = kind is None or kind in _TEXT_TYPES or (kind in _NAMES and given)
@@ -77,12 +78,12 @@ def _object_parts(part: dict[str, Any], where: str, param: str) -> Iterator[Part
         raise InvalidRequestError(f"{where} has several pictures; give each in a part of its own", param)
     if not given and not isinstance(text, str):
         raise _unknown(where, param)
-    if isinstance(text, str):
-        yield text
-    elif text is not None:
+    if text is not None and not isinstance(text, str):
         raise _unknown(where, param)
     if given:
         yield _picture(given[0], where, param, may_be_bare="image_url" not in part)
+    if isinstance(text, str):
+        yield text
 
 
 def _picture(value: Any, where: str, param: str, may_be_bare: bool) -> AnyPicture:

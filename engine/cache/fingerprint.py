@@ -4,6 +4,7 @@ Whatever can change an embedding is an ingredient; what only queries, scores or 
 How the document itself is read (windows, truncation) is part of each entry's own key instead.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from maxsimd.engine.cache.entry import Precision
-from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tensors
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.ops import cpu as kernels
@@ -65,6 +66,7 @@ def ingredients(
         "chat template": None if rules.chat is None else rules.chat.signature,
         "pictures": None if model.vision is None else model.vision.signature,
         "document length": rules.max_tokens,
+        "expansion": _expansion(rules),
         "model length": model.max_tokens,
         "skip list": None if rules.skipped_ids is None else rules.skipped_ids.tolist(),
         "pooling": task.pooling,
@@ -170,6 +172,14 @@ def _token_pooling(model: LoadedModel) -> tuple[object, ...] | None:
         return None
     method = pooling.method
     return type(method).__qualname__, method.get_config_dict(), sorted(map(str, pooling.roles))
+
+
+def _expansion(rules: RoleRules) -> tuple[object, ...] | None:
+    """What texts are filled up with, and which token ends them."""
+    expansion = rules.expansion
+    if expansion is None and rules.last_id is None:
+        return None
+    return rules.last_id, None if expansion is None else dataclasses.astuple(expansion)
 
 
 def _fused_head(config: EngineConfig, device: torch.device) -> str | None:

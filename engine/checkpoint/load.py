@@ -37,6 +37,7 @@ from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
 from maxsimd.engine.checkpoint.translate import in_transformers_terms
 from maxsimd.engine.checkpoint.visual.jina_m0 import load_jina_m0
 from maxsimd.engine.checkpoint.visual.retrieval import load_retrieval
+from maxsimd.engine.checkpoint.visual.two_towers import has_two_towers, load_two_towers
 from maxsimd.engine.checkpoint.visual.vision_language import by_pillow
 from maxsimd.engine.checkpoint.weights import hold_in_memory, refuse_pickles
 from maxsimd.engine.config import EngineConfig, ScoreType
@@ -137,6 +138,8 @@ def _load_parts(
         return load_cross_encoder(path, template, options)
     if is_visual(files):
         return load_retrieval(path, files.architecture, options)
+    if has_two_towers(files):
+        return load_two_towers(path, options)
     with by_pillow(path, files, options) as with_pillow:
         if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
             return load_late_interaction(path, with_pillow)

@@ -42,7 +42,8 @@ class RoleRules:
     """How a text in one role becomes token ids: a prompt in front, a length of its own, expansion, and
     tokens that take no part in scoring: those of `skipped_ids`, and the prompt's unless `pool_prompt`. The
     `leading_ids` stand before the prompt and the `trailing_ids` behind the text, however long it is. Where a
-    `chat` template writes texts, it puts the prompt where a system's message stands."""
+    `chat` template writes texts, it puts the prompt where a system's message stands. Nothing is read behind
+    the first `last_id`."""
 
     prompt: str = ""
     leading_ids: TokenIds | None = None
@@ -52,6 +53,7 @@ class RoleRules:
     skipped_ids: NDArray[np.int64] | None = None
     pool_prompt: bool = True
     chat: ChatRole | None = None
+    last_id: int | None = None
 
     @property
     def before(self) -> str:

@@ -12,6 +12,7 @@ from maxsimd.engine.checkpoint.detect import (
     is_visual,
 )
 from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.visual.two_towers import has_two_towers
 from maxsimd.engine.checkpoint.visual.vision_language import reads_pictures
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
@@ -81,6 +82,8 @@ def refuse_unsupported(
             f"{model!r} is a Reformer whose config lacks num_buckets or hash_seed: the first text that it is "
             "given would decide how it reads all others, and chance how it reads each; set both"
         )
+    if has_two_towers(files) and score_type is not ScoreType.BI_ENCODER:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a bi-encoder alone")
     if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
         raise ModelLoadError(
             f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "

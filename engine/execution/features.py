@@ -46,6 +46,16 @@ class FeatureStore:
             inputs["deepstack_visual_embeds"] = deeper
         return inputs
 
+    @property
+    def are_results(self) -> bool:
+        """Whether a picture's feature is all that is made of it."""
+        return self._vision.is_result
+
+    def rows_of(self, image_ids: Sequence[int]) -> torch.Tensor:
+        """The features [pictures, hidden] of pictures that have one each. Raises KeyError for a picture that
+        was not encoded."""
+        return torch.cat([self._features[image_id] for image_id in image_ids])
+
     def free(self, image_id: int) -> None:
         self._features.pop(image_id, None)
 

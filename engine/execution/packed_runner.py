@@ -19,7 +19,7 @@ from maxsimd.engine.execution.layout import PackedBatch
 from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.transfer import to_device
-from maxsimd.scheduler import ImageJob, Step
+from maxsimd.scheduler import Chunk, ImageJob, Step
 
 
 class ModelRunner(Protocol):
@@ -79,6 +79,25 @@ class PackedRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        if self._features is not None and self._features.are_results:
+            pictures = tuple(chunk for chunk in step.chunks if chunk.sequence.tokens.images)
+            if pictures:
+                return self._beside_texts(step, pictures)
+        return self._forward(step)
+
+    def _beside_texts(self, step: Step, pictures: tuple[Chunk, ...]) -> tuple[torch.Tensor, PoolingCursor]:
+        """The states of texts, and behind them a row for each picture, which no language model reads."""
+        assert self._features is not None
+        rows = self._features.rows_of([chunk.sequence.tokens.images[0].image_id for chunk in pictures])
+        texts = tuple(chunk for chunk in step.chunks if not chunk.sequence.tokens.images)
+        if not texts:
+            return rows, PoolingCursor(pictures, tuple(range(len(rows))))
+        hidden, cursor = self._forward(Step(step.step_id, texts))
+        starts = range(len(hidden), len(hidden) + len(rows))
+        together = PoolingCursor((*cursor.chunks, *pictures), (*cursor.starts, *starts))
+        return torch.cat([hidden, rows.to(hidden.dtype)]), together
+
+    def _forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
         for chunk in sorted(step.chunks, key=lambda chunk: not chunk.is_prefix):
             if chunk.is_prefix or not (chunk.is_whole or chunk.is_all_after_prefix):
                 prefix = chunk.sequence.prefix_id

@@ -210,6 +210,10 @@ class TextBuilder:
         """Does what the checkpoint's rules for the role ask for: expansion, and tokens left out of pooling,
         which are those before `prompt_end` and those of the skip list."""
         yield_to_smaller()
+        if self.rules.last_id is not None:
+            behind = int(np.argmax(ids == self.rules.last_id)) + 1
+            if ids[behind - 1] == self.rules.last_id:
+                ids, types = ids[:behind], types[:behind]
         attended_len = len(ids)
         expansion = self.rules.expansion
         if expansion is not None and len(ids) < expansion.length:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from maxsimd.engine.checkpoint import LoadedModel
-from tests.checkpoints import bi_encoders, late_interaction, vision_language, visual
+from tests.checkpoints import bi_encoders, late_interaction, two_towers, vision_language, visual
 
 Edit = Callable[[Path], None]
 Alteration = Callable[[LoadedModel], LoadedModel]
@@ -26,6 +26,7 @@ BUILDERS: dict[str, Callable[[Path], str]] = {
     "gemma": bi_encoders.embeddinggemma,
     "colpali": visual.colpali,
     "colqwen3": vision_language.colqwen3,
+    "siglip": two_towers.siglip,
 }
 
 # The files of a checkpoint.
@@ -133,6 +134,13 @@ def _other_colours(settings: Any) -> None:
     settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.6]
 
 
+def _filled_up_less(model: LoadedModel) -> LoadedModel:
+    expansion = model.document.expansion
+    assert expansion is not None
+    less = dataclasses.replace(expansion, length=expansion.length - 1)
+    return dataclasses.replace(model, document=dataclasses.replace(model.document, expansion=less))
+
+
 def _another_request(folder: Path) -> None:
     template = folder / "chat_template.jinja"
     template.write_text(
@@ -178,6 +186,7 @@ PAIRS = [
     option("prompt", "bert", document_prompt="passage: "),
     keys("prompt", "colpali", PROCESSOR, query_prefix="Question: "),
     Pair("fixed tokens", "one less behind", "colpali", second=_one_token_less),
+    Pair("expansion", "one less", "siglip", second=_filled_up_less),
     Pair("chat template", "another request", "colqwen3", _another_request),
     Pair("pictures", "colours", "colpali", json_edit(PROCESSOR, _other_colours)),
     number("tower weights", "colpali", WEIGHTS, "vlm.multi_modal_projector.linear.bias"),

@@ -21,6 +21,7 @@ from maxsimd.engine import EngineConfig
 from maxsimd.engine.cache.fingerprint import fingerprint, ingredients
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
+from maxsimd.engine.checkpoint.model import Expansion
 from tests.checkpoints import late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 
@@ -225,6 +226,8 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("prompt pooled", "not", _rules(pool_prompt=False)),
     ("fixed tokens", "in front", _rules(leading_ids=np.array([7], dtype=np.int32))),
     ("fixed tokens", "behind", _rules(trailing_ids=np.array([7], dtype=np.int32))),
+    ("expansion", "some", _rules(expansion=Expansion(9, 1, True, True))),
+    ("expansion", "an end", _rules(last_id=3)),
     ("chat template", "some", _rules(chat=SimpleNamespace(signature="a template"))),
     ("pictures", "some", _vision("a processor")),
     ("tower weights", "some", _vision(None, torch.nn.Linear(2, 2))),

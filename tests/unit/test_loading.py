@@ -21,7 +21,7 @@ from maxsimd.engine.execution.selfcheck.proof import step_of
 from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
 from maxsimd.scheduler import Step
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, vision_language
 from tests.checkpoints.architectures import Architecture, build
 
 CPU = torch.device("cpu")
@@ -148,6 +148,16 @@ def test_a_proof_runs_one_layer_of_each_kind_and_the_last(tmp_path: Path) -> Non
     with sample_layers(backbone):
         assert list(backbone.encoder.layer) == [whole[0], whole[-1]]
     assert list(backbone.encoder.layer) == whole
+
+
+def test_a_sampled_tower_hands_on_the_outputs_of_the_layers_that_are_left(tmp_path: Path) -> None:
+    model = load_model(EngineConfig(model=vision_language.colqwen3(tmp_path)), CPU)
+    assert model.vision is not None
+    tower: Any = model.vision.modules[0]
+    assert (len(tower.blocks), tower.deepstack_visual_indexes) == (4, [0, 2])
+    with sample_layers(tower):
+        assert (len(tower.blocks), tower.deepstack_visual_indexes) == (2, [0, 1])
+    assert (len(tower.blocks), tower.deepstack_visual_indexes) == (4, [0, 2])
 
 
 async def test_a_query_prompt_of_ones_own_takes_the_place_of_the_checkpoints(tmp_path: Path) -> None:

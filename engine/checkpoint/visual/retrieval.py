@@ -74,7 +74,9 @@ def _vision(path: str, architecture: str, processor: Any, vlm: Any) -> Vision:
     tower: Tower
     modules: tuple[torch.nn.Module, ...]
     if architecture == COLPALI:
-        reader, tower = SquareReader(processor), SquareTower(vlm, scale)
+        page = page_of(processor(images=[blank(8, 8)])["input_ids"][0], processor.image_token_id)
+        reader = SquareReader(processor.image_processor, page, len(page.positions))
+        tower = SquareTower(vlm, vlm.vision_tower, scale)
         modules = (vlm.vision_tower, vlm.multi_modal_projector)
         attention = attention_a_patch(vlm.vision_tower, modules)
     else:

@@ -65,7 +65,9 @@ class Vision:
     """How a model reads pictures. The `tower` runs the `modules`; a patch of a picture takes it as long as
     the language model takes for `tokens_a_patch` tokens, and as `attention` times that longer for each patch
     that it attends to. With `mrope` positions are counted in time, height and width. `image_token_id` is the
-    token in whose place features stand, and `image_token` its text, where a chat template writes contents."""
+    token in whose place features stand, and `image_token` its text, where a chat template writes contents.
+    With `is_result` the feature of a picture is not read by the language model, but stands for what that
+    would make of it."""
 
     reader: PictureReader
     tower: Tower
@@ -75,6 +77,7 @@ class Vision:
     mrope: bool = False
     image_token_id: int | None = None
     image_token: str = ""
+    is_result: bool = False
 
     @property
     def signature(self) -> str:

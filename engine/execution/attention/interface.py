@@ -79,6 +79,8 @@ def attend(
 
     Returns [1, rows, heads, head_dim]. Raises for features that packed attention lacks, so that the proof at
     load fails and the model runs padded."""
+    if step_attention is None:  # where layers do not hand it on
+        step_attention = getattr(module, "step_attention", None)
     if step_attention is None:
         raise RuntimeError("packed attention was called outside of a packed step")
     if any(kwargs.get(name) is not None for name in _UNSUPPORTED):

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+# Where a tower names the layers whose outputs it hands on beside the last one's (DeepStack).
+_DEEP = "deepstack_visual_indexes"
 # The names by which modules hold their own index among the layers, which says nothing about their kind.
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
 
@@ -17,17 +19,24 @@ _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"
 @contextmanager
 def sample_layers(backbone: Any) -> Iterator[None]:
     """Leaves the backbone with the first of its layers of each kind, and its last; with all of them if its
-    list of layers is not found."""
+    list of layers is not found. A tower whose layers have outputs for several layers of the language model
+    has these outputs of the ones that are left."""
     found = _layer_list(backbone)
     if found is None:
         yield
         return
     parent, name, layers = found
-    setattr(parent, name, nn.ModuleList(_one_of_each_kind(layers, backbone.config)))
+    sample = nn.ModuleList(_one_of_each_kind(layers, backbone.config))
+    setattr(parent, name, sample)
+    deep = getattr(backbone, _DEEP, None)
+    if deep is not None:
+        setattr(backbone, _DEEP, list(range(min(len(deep), len(sample)))))
     try:
         yield
     finally:
         setattr(parent, name, layers)
+        if deep is not None:
+            setattr(backbone, _DEEP, deep)
 
 
 def _layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
