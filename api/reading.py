@@ -3,6 +3,7 @@ be, which is checked before any of them is looked at."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import msgspec
@@ -43,6 +44,7 @@ _PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), 
 _OTHER_TYPES = ("classification", "clustering", "separation", "text-matching")
 # Where the engine's messages name a field: at their beginning, or one of its texts.
 _FIELD = re.compile(r"^(?:queries|documents)\b|\b(?:queries|documents)(?=\[\d)")
+_INPUT = re.compile(r"\binput(?=\[)")
 
 
 def texts_to_score(request: ScoreRequest, most: int) -> tuple[list[Item], list[Item]]:
@@ -99,8 +101,33 @@ def in_its_words(names: tuple[str, str], error: InvalidRequestError) -> InvalidR
     return InvalidRequestError(message, named.get(error.param or "", error.param))
 
 
+@contextmanager
+def input_called(name: str) -> Iterator[None]:
+    """Errors of the engine about what is to be embedded name the field that was sent."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        message = _INPUT.sub(name, str(error))
+        raise InvalidRequestError(message, name if error.param == "input" else error.param) from error
+
+
 def inputs_of(request: EmbeddingsRequest | ClassifyRequest, most: int) -> Inputs:
+    if isinstance(request, EmbeddingsRequest) and request.modality not in (None, "text"):
+        if request.modality != "image":
+            raise InvalidRequestError(
+                f"modality {request.modality} cannot be read here; use text or image", "modality"
+            )
+        return pictures_of(request.input, most, "input")
     return as_inputs(request.input, most)
+
+
+def pictures_of(value: Any, most: int, param: str) -> list[str | PictureContent]:
+    """Pictures given as strings, where a request says that they are."""
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not values or not all(isinstance(each, str) for each in values):
+        raise InvalidRequestError(f"{param} must be a list of pictures, and not empty", param)
+    check_count(values, param, most)
+    return [content_of({"image": each}, f"{param}[{i}]", param) for i, each in enumerate(values)]
 
 
 def sequences_of(request: PredictRequest, most: int) -> tuple[list[str], list[str] | None, bool]:
@@ -252,7 +279,7 @@ def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
         if all(isinstance(item, str) for item in value):
             return value
         if all(isinstance(item, str | dict) for item in value):  # Jina's {"text": ...}, {"image": ...}
-            return [*_texts_and_pictures(value, param)]
+            return [*texts_and_pictures(value, param)]
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return value
     raise InvalidRequestError(
@@ -261,7 +288,8 @@ def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
     )
 
 
-def _texts_and_pictures(values: list[Content], param: str) -> Iterator[str | PictureContent]:
+def texts_and_pictures(values: list[Content], param: str) -> Iterator[str | PictureContent]:
+    """Each of many contents as a text, or as pictures if it has some."""
     for where, value in _named(values, param):
         if isinstance(value, dict) and has_pictures(value):
             yield content_of(value, where, param)

@@ -112,6 +112,8 @@ class EmbeddingsRequest(Common, kw_only=True):
     prompt_name: str | None = None
     # Voyage's.
     truncation: bool | None = None
+    # Infinity's: what the strings of `input` are.
+    modality: str | None = None
 
 
 class PoolingRequest(EmbeddingsRequest, kw_only=True):

@@ -10,12 +10,12 @@ EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
 
 class CohereEmbedRequest(msgspec.Struct, kw_only=True):
-    """`texts`, or, in the second version, `inputs` of content parts."""
+    """`texts`, or `images`, or, in the second version, `inputs` of content parts."""
 
     model: str | None = None
     texts: list[str] | None = None
     inputs: list[Content] | None = None
-    images: Any = None
+    images: list[str] | None = None
     input_type: str | None = None
     embedding_types: list[EmbeddingType] | None = None
     output_dimension: Positive | None = None

@@ -1,7 +1,7 @@
 """Cohere's routes for vectors. Its rerank is beside the others that rank."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +9,21 @@ from numpy.typing import NDArray
 from maxsimd.api import wire_cohere
 from maxsimd.api.answer import Answer, new_id, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.reading import as_texts, check_count, cohere_truncation_of, input_type_of
+from maxsimd.api.reading import (
+    check_count,
+    cohere_truncation_of,
+    input_called,
+    input_type_of,
+    pictures_of,
+    texts_and_pictures,
+)
 from maxsimd.api.state import ServerState
 from maxsimd.api.vectors import Numbers, encoded
 from maxsimd.engine import InvalidRequestError
+from maxsimd.engine.media import Content
+
+# Texts and, for a model that reads them, pictures.
+Texts: TypeAlias = list[str | Content]
 
 # Its types, and the numbers of which each is made. Those of 8 bits have no place for their scale.
 _NUMBERS: Mapping[str, Numbers] = {
@@ -24,14 +35,14 @@ _NUMBERS: Mapping[str, Numbers] = {
 
 
 async def embed_1(
-    state: ServerState, body: wire_cohere.CohereEmbedRequest, texts: list[str], tenant: str
+    state: ServerState, body: wire_cohere.CohereEmbedRequest, texts: Texts, tenant: str
 ) -> Answer:
     """Lists of numbers, unless types of them are named."""
     return await _embed(state, body, texts, tenant, version="1", by_type=body.embedding_types is not None)
 
 
 async def embed_2(
-    state: ServerState, body: wire_cohere.CohereEmbedRequest, texts: list[str], tenant: str
+    state: ServerState, body: wire_cohere.CohereEmbedRequest, texts: Texts, tenant: str
 ) -> Answer:
     """Lists of numbers by their types."""
     return await _embed(state, body, texts, tenant, version="2", by_type=True)
@@ -40,7 +51,7 @@ async def embed_2(
 async def _embed(
     state: ServerState,
     body: wire_cohere.CohereEmbedRequest,
-    texts: list[str],
+    texts: Texts,
     tenant: str,
     *,
     version: str,
@@ -52,30 +63,33 @@ async def _embed(
             raise InvalidRequestError(
                 f"embedding_types {name} is not given here; use {', '.join(_NUMBERS)}", "embedding_types"
             )
-    result = await state.engine.embed(
-        texts,
-        input_type=input_type_of(body.input_type),
-        dimensions=body.output_dimension,
-        truncation=cohere_truncation_of(body, state.config.long_documents),
-        tenant=tenant,
-    )
+    of_pictures = body.input_type == "image" and not any(isinstance(text, str) for text in texts)
+    with input_called(_name_of(body)):
+        result = await state.engine.embed(
+            texts,
+            input_type="document" if of_pictures else input_type_of(body.input_type),
+            dimensions=body.output_dimension,
+            truncation=cohere_truncation_of(body, state.config.long_documents),
+            tenant=tenant,
+        )
     warnings = warnings_of(result.truncated)
+    echoed = [text for text in texts if isinstance(text, str)]
+    billed = {"input_tokens": result.usage.prompt_tokens}
+    if len(echoed) < len(texts):
+        billed["images"] = sum(len(content.pictures) for content in texts if isinstance(content, Content))
 
     def build() -> wire_cohere.CohereEmbedResponse:
         rows = result.embeddings
         return wire_cohere.CohereEmbedResponse(
             id=new_id("embd"),
             embeddings={name: _of_type(rows, name) for name in types} if by_type else rows.tolist(),
-            texts=texts,
-            meta={
-                "api_version": {"version": version},
-                "billed_units": {"input_tokens": result.usage.prompt_tokens},
-            },
+            texts=echoed,
+            meta={"api_version": {"version": version}, "billed_units": billed},
             response_type="embeddings_by_type" if by_type else "embeddings_floats",
             warnings=warnings,
         )
 
-    answer = await wire_answer(build, result.embeddings.size * len(types), sum(map(len, texts)))
+    answer = await wire_answer(build, result.embeddings.size * len(types), sum(map(len, echoed)))
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
@@ -83,16 +97,26 @@ def _of_type(rows: NDArray[np.float32], name: str) -> list[Any]:
     return [encoded(row, _NUMBERS[name], as_base64=name == "base64").data for row in rows]
 
 
-def _texts_of(request: wire_cohere.CohereEmbedRequest, most: int) -> list[str]:
-    if request.images:
-        raise InvalidRequestError("images cannot be read here; send texts", "images")
-    name, given = ("texts", request.texts) if request.texts is not None else ("inputs", request.inputs)
-    if given is None:
+def _name_of(request: wire_cohere.CohereEmbedRequest) -> str:
+    """Under which of three names a request has what is to be embedded."""
+    named = [name for name in ("texts", "images", "inputs") if getattr(request, name) is not None]
+    if not named:
         raise InvalidRequestError("texts is missing", "texts")
-    check_count(given, name, most)
-    if not given:
-        raise InvalidRequestError(f"{name} is empty; give at least one text", name)
-    return as_texts([*given], name)
+    if len(named) > 1:
+        raise InvalidRequestError(f"{' and '.join(named)} exclude each other; leave out one", named[1])
+    return named[0]
+
+
+def _texts_of(request: wire_cohere.CohereEmbedRequest, most: int) -> Texts:
+    """What is to be embedded."""
+    name = _name_of(request)
+    values = getattr(request, name)
+    check_count(values, name, most)
+    if not values:
+        raise InvalidRequestError(f"{name} is empty; give at least one", name)
+    if name == "images":
+        return pictures_of(values, most, name)
+    return [*texts_and_pictures([*values], name)]
 
 
 ROUTES = (

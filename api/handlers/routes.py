@@ -14,6 +14,7 @@ from maxsimd.api.handlers import (
     scoring,
     tei,
     tokens,
+    voyage,
 )
 from maxsimd.api.handlers.openapi import described
 from maxsimd.api.handlers.route import Route, Work, get
@@ -51,6 +52,7 @@ _ALL = (
     *tokens.ROUTES,
     *tei.ROUTES,
     *cohere.ROUTES,
+    *voyage.ROUTES,
     *infinity.ROUTES,
     *invocations.ROUTES,
     *operating.ROUTES,

@@ -39,6 +39,7 @@ GOOD: dict[tuple[str, str], Any] = {
     ("POST", "/decode"): {"ids": [101]},
     ("POST", "/v1/embed"): {"texts": ["d"]},
     ("POST", "/v2/embed"): {"texts": ["d"]},
+    ("POST", "/v1/multimodalembeddings"): {"inputs": [{"content": [{"type": "text", "text": "d"}]}]},
     ("POST", "/"): {"inputs": "d"},
     ("GET", "/"): None,
     ("GET", "/docs"): None,

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from maxsimd.api import wire, wire_cohere, wire_reranks, wire_tei
+from maxsimd.api import wire, wire_cohere, wire_reranks, wire_tei, wire_voyage
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, EngineConfig, Truncation
 from tests.unit.calling_handlers import NAMELESS, POSTED, Caller, RecordingEngine
 
@@ -40,6 +40,7 @@ EMBED = {
 }
 CLASSIFY = {"truncation": CUT_LONG, "use_activation": True, "priority": 0, "tenant": "", "timeout": None}
 COHERE_EMBED = {"input_type": None, "dimensions": None, "truncation": CUT_LONG, "tenant": ""}
+VOYAGE_EMBED = {"input_type": None, "truncation": CUT_LONG, "tenant": ""}
 TEI_EMBED = {"prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
 PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
 
@@ -80,6 +81,13 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
     "embeddings without a version": ("/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
     "v1/embed": ("/v1/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
+    "multimodal": (
+        "/v1/multimodalembeddings",
+        {"inputs": [{"content": [{"type": "text", "text": "d"}]}]},
+        "embed",
+        (["d"],),
+        VOYAGE_EMBED,
+    ),
     "v2/embed": ("/v2/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
     "embed": ("/embed", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
     "embed_all": ("/embed_all", {"inputs": "d"}, "embed_tokens", (["d"],), TEI_EMBED),
@@ -212,6 +220,10 @@ CHANGES: list[Change] = [
     (COHERE_EMBEDS, {"input_type": "search_document"}, {"input_type": "document"}),
     (COHERE_EMBEDS, {"input_type": "clustering"}, {}),
     (COHERE_EMBEDS, {"input_type": "classification"}, {}),
+    (("multimodal",), {"input_type": "query"}, {"input_type": "query"}),
+    (("multimodal",), {"input_type": "document"}, {"input_type": "document"}),
+    (("multimodal",), {"truncation": False}, {"truncation": REFUSE}),
+    (("multimodal",), {"truncation": True}, {}),
     (("embed", "root"), {"dimensions": 3}, {"dimensions": 3}),
     (("embed", "root"), {"normalize": True}, {}),
     (("embed", "root"), {"normalize": False}, {}),
@@ -252,6 +264,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "/embeddings": wire.EmbeddingsRequest,
     "/v1/embed": wire_cohere.CohereEmbedRequest,
     "/v2/embed": wire_cohere.CohereEmbedRequest,
+    "/v1/multimodalembeddings": wire_voyage.MultimodalRequest,
     "/embed": wire_tei.TeiEmbedRequest,
     "/embed_all": wire_tei.TeiEmbedAllRequest,
     "/similarity": wire_tei.TeiSimilarityRequest,
@@ -263,6 +276,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
 ANSWERED = {
     *("model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"),
+    *("output_encoding", "modality"),
     *("ids", "skip_special_tokens", "embedding_types", "embed_dtype", "output_dtype", "embedding_type"),
     *("return_input", "add_special_tokens", "score_threshold"),
     # Of a chat.
@@ -402,11 +416,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "images": (["data:image/png;base64,"], 1),
     "embedding_types": ("float", ["int4"], ["int8"], [1]),
     "output_dimension": (0, -1, "three", 1.5),
+    "output_encoding": ("float", 1),
+    "modality": ("audio", 1),
     "parameters": (1, "a", ["truncate"]),
 }
 # The same where a route refuses something else: texts come before inputs.
 REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
     **{(path, "inputs"): ("a", 3, [1]) for path in ("/v1/embed", "/v2/embed")},
+    ("/v1/multimodalembeddings", "inputs"): (None, [], 3, "a", [1], [{"content": [{"type": "other"}]}]),
     **{(path, "dimensions"): (0, -1, "three", 1.5) for path in ("/embed", "/")},
     **{(path, "inputs"): (None, [], 3, True, [["a", 1]], ["a", 1]) for path in ("/similarity", "/")},
     ("/tokenize", "inputs"): (3, [1]),
@@ -462,6 +479,7 @@ async def test_a_wrong_value_is_a_400_that_names_the_field(
         ("/predict", "inputs"),
         ("/v1/embed", "texts"),
         ("/v2/embed", "texts"),
+        ("/v1/multimodalembeddings", "inputs"),
         ("/embed", "inputs"),
         ("/embed_all", "inputs"),
         ("/similarity", "inputs"),
