@@ -6,6 +6,8 @@ from maxsimd.engine.config import ScoreType
 LISTWISE = "JinaForRanking"
 JINA_M0 = "JinaVLForRanking"
 COLPALI, COLQWEN2 = "ColPaliForRetrieval", "ColQwen2ForRetrieval"
+COLMODERNVBERT = "ColModernVBertForRetrieval"
+RETRIEVAL = (COLPALI, COLQWEN2, COLMODERNVBERT)
 
 
 def detect_score_type(files: CheckpointFiles) -> ScoreType:

@@ -110,7 +110,7 @@ class VisualReference:
         self._model = model
         self._tower = tower
         # Where there are types, those of 0 attend to all.
-        self._takes_type_ids = takes(model.vlm, "token_type_ids")
+        self._takes_type_ids = declares(model.vlm, "token_type_ids")
 
     def __call__(self, sequence: Sequence) -> torch.Tensor:
         parameter = next(self._model.parameters())

@@ -3,10 +3,9 @@
 from transformers import CONFIG_MAPPING
 
 from maxsimd.engine.checkpoint.detect import (
-    COLPALI,
-    COLQWEN2,
     JINA_M0,
     LISTWISE,
+    RETRIEVAL,
     answers_in_words,
     is_language_model,
     is_visual,
@@ -20,7 +19,7 @@ from maxsimd.engine.errors import ModelLoadError
 SUPPORTED = (
     "encoders and decoders that transformers has (*Model), with sentence-transformers' modules or alone; "
     "*ForSequenceClassification; *ForCausalLM that answer yes or no; sentence-transformers, PyLate and "
-    f"Stanford ColBERT (HF_ColBERT) saves; {LISTWISE}; {JINA_M0}; {COLPALI} and {COLQWEN2}"
+    f"Stanford ColBERT (HF_ColBERT) saves; {LISTWISE}; {JINA_M0}; {', '.join(RETRIEVAL)}"
 )
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
 # would add a random projection.
@@ -47,16 +46,16 @@ def refuse_unsupported(
     if not files.config and files.modules:
         first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
         raise ModelLoadError(f"{model!r} begins with a {first}, not a transformer; supported are {SUPPORTED}")
-    if is_visual(files) and files.architecture not in (COLPALI, COLQWEN2):
+    if is_visual(files) and files.architecture not in RETRIEVAL:
         raise ModelLoadError(
-            f"{model!r} is a {files.architecture}; of such models {COLPALI} and {COLQWEN2} can be served"
+            f"{model!r} is a {files.architecture}; of such models {', '.join(RETRIEVAL)} can be served"
         )
     if is_visual(files) and score_type is not ScoreType.LATE_INTERACTION:
         raise ModelLoadError(f"{model!r} is a {files.architecture}, which scores by late interaction alone")
     if files.architecture in COLPALI_ENGINE and not (files.modules and reads_pictures(files)):
         raise ModelLoadError(
             f"{model!r} is a {files.architecture} as colpali-engine saves it, which does not say how queries "
-            f"are written; name a version with sentence-transformers' modules, or a {COLPALI} or {COLQWEN2}"
+            f"are written; name a version with sentence-transformers' modules, or a {' or '.join(RETRIEVAL)}"
         )
     is_bare = not files.modules and not is_visual(files) and files.architecture != JINA_M0
     if reads_pictures(files) and is_bare:

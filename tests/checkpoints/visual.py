@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 from transformers import (
+    ColModernVBertConfig,
+    ColModernVBertForRetrieval,
+    ColModernVBertProcessor,
     ColPaliConfig,
     ColPaliForRetrieval,
     ColPaliProcessor,
@@ -12,6 +15,8 @@ from transformers import (
     ColQwen2ForRetrieval,
     ColQwen2Processor,
     GemmaTokenizer,
+    Idefics3ImageProcessorPil,
+    ModernVBertConfig,
     PaliGemmaConfig,
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
@@ -22,6 +27,8 @@ from transformers import (
 from tests.checkpoints.tokenizers import byte_level_bpe, merges_of
 from tests.checkpoints.weights import SIZES, spread
 
+# Side of a tile in pixels.
+TILE = 64
 # Side of a page and of a patch in pixels: 4 x 4 patches.
 SIDE, PATCH = 56, 14
 
@@ -68,6 +75,53 @@ def colqwen2(folder: Path) -> str:
     processor = ColQwen2Processor(qwen_image_processor(), tokenizer)
     vlm = qwen2_vl(len(tokenizer), processor.image_token_id)
     model = ColQwen2ForRetrieval(ColQwen2Config(vlm_config=vlm, embedding_dim=48))
+    with_biases(spread(model)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def colmodernvbert(folder: Path) -> str:
+    """ModernVBERT/colmodernvbert: tiles of a page for SigLIP, and a ModernBERT."""
+    markers = ["<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7))]
+    byte_level_bpe(
+        folder,
+        {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"},
+        "[CLS] $A [SEP]",
+        "[CLS] $A [SEP] $B [SEP]",
+        additional_special_tokens=[*markers, "<fake_token_around_image>", "<image>", "<end_of_utterance>"],
+        model_max_length=1024,
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    image_processor = Idefics3ImageProcessorPil(
+        size={"longest_edge": 4 * TILE}, max_image_size={"longest_edge": TILE}
+    )
+    processor = ColModernVBertProcessor(image_processor, tokenizer, image_seq_len=4)
+    text = {
+        **SIZES,
+        "model_type": "modernbert",
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "max_position_embeddings": 1024,
+        "local_attention": 16,
+        "global_attn_every_n_layers": 2,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": TILE,
+        "patch_size": 8,
+        "vision_use_head": False,
+    }
+    vlm = ModernVBertConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=processor.image_token_id,
+        pixel_shuffle_factor=4,
+    )
+    model = ColModernVBertForRetrieval(ColModernVBertConfig(vlm_config=vlm, embedding_dim=48))
     with_biases(spread(model)).save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)

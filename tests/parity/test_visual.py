@@ -12,6 +12,7 @@ from PIL import Image
 from sentence_transformers import MultiVectorEncoder
 from transformers import (
     AutoProcessor,
+    ColModernVBertForRetrieval,
     ColPaliForRetrieval,
     ColQwen2ForRetrieval,
 )
@@ -38,7 +39,11 @@ PAGES = [noise(70, 90), noise(56, 56, 1), noise(300, 20, 2), noise(1, 1, 3), noi
 
 
 # By the functions that build them: as transformers has them.
-CLASSES = {visual.colpali: ColPaliForRetrieval, visual.colqwen2: ColQwen2ForRetrieval}
+CLASSES = {
+    visual.colpali: ColPaliForRetrieval,
+    visual.colqwen2: ColQwen2ForRetrieval,
+    visual.colmodernvbert: ColModernVBertForRetrieval,
+}
 
 
 @pytest.fixture(scope="module", params=CLASSES, ids=lambda build: build.__name__)
@@ -57,13 +62,39 @@ def maxsim(query: NDArray[Any], page: NDArray[Any]) -> float:
 
 def encoded(model: Any, items: Sequence[Any], role: str) -> list[NDArray[Any]]:
     """One by one: padding in a batch would be scored as well."""
+    if isinstance(model, OfTransformers):
+        return model.encoded(items)
     encode = model.encode_query if role == "query" else model.encode_document
     return [np.asarray(encode([item])[0]) for item in items]
 
 
+class OfTransformers:
+    """transformers' class and its processor, for a model that sentence-transformers cannot run: it hands
+    ColModernVBERT texts and pictures without what belongs to them."""
+
+    def __init__(self, kind: Any, checkpoint: str) -> None:
+        self._model = kind.from_pretrained(checkpoint).eval()
+        self._processor = AutoProcessor.from_pretrained(checkpoint, backend="pil")
+
+    @torch.inference_mode()
+    def encoded(self, items: Sequence[Any]) -> list[NDArray[Any]]:
+        rows = []
+        for item in items:
+            is_text = isinstance(item, str)
+            process = self._processor.process_queries if is_text else self._processor.process_images
+            rows.append(self._model(**process([item])).embeddings[0].numpy())
+        return rows
+
+
+def reference(checkpoint: str) -> Any:
+    if "colmodernvbert" in checkpoint:
+        return OfTransformers(ColModernVBertForRetrieval, checkpoint)
+    return references.loaded(MultiVectorEncoder, checkpoint)
+
+
 async def test_scores_of_pages_equal_sentence_transformers(checkpoint: str, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
-    model = references.loaded(MultiVectorEncoder, checkpoint)
+    model = reference(checkpoint)
     queries, pages = encoded(model, QUERIES, "query"), encoded(model, PAGES, "document")
     for text, query in zip(QUERIES, queries, strict=True):
         result = await engine.score(text, PAGES, cache="bypass")
@@ -87,7 +118,7 @@ async def test_scores_of_pages_equal_transformers(build: Any, checkpoint: str, e
 
 async def test_token_embeddings_of_texts_and_pages_equal_encode(checkpoint: str, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
-    model = references.loaded(MultiVectorEncoder, checkpoint)
+    model = reference(checkpoint)
     result = await engine.embed_tokens([*QUERIES, *PAGES])
     expected = [*encoded(model, QUERIES, "query"), *encoded(model, PAGES, "document")]
     for ours, theirs in zip(result.embeddings, expected, strict=True):
@@ -96,7 +127,7 @@ async def test_token_embeddings_of_texts_and_pages_equal_encode(checkpoint: str,
 
 async def test_a_page_may_be_the_query_and_a_text_the_document(checkpoint: str, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
-    model = references.loaded(MultiVectorEncoder, checkpoint)
+    model = reference(checkpoint)
     (query,) = encoded(model, PAGES[:1], "document")
     others = [*encoded(model, QUERIES, "query"), *encoded(model, PAGES[1:], "document")]
     result = await engine.score(PAGES[0], [*QUERIES, *PAGES[1:]], cache="bypass")
@@ -150,7 +181,7 @@ async def test_an_explanation_names_the_patch_that_maxsim_took(
     if cached:
         await engine.score(QUERIES[0], PAGES)
     result = await engine.score(QUERIES[0], PAGES, explain=True)
-    model = references.loaded(MultiVectorEncoder, checkpoint)
+    model = reference(checkpoint)
     (query,) = encoded(model, QUERIES[:1], "query")
     grids = set()
     for index, page in enumerate(PAGES):

@@ -1,9 +1,9 @@
 """Loads transformers' `*ForRetrieval` models: a vision-language model and a projection, by which texts and
-pages become one vector a token. ColPali, and ColQwen2 with plain positions.
+pages become one vector a token. ColPali, ColModernVBERT, and ColQwen2 with plain positions.
 
 Source: Faysse et al. 2024 (arXiv 2407.01449)."""
 
-from dataclasses import replace
+import copy
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from tokenizers.processors import TemplateProcessing
 
-from maxsimd.engine.checkpoint.detect import COLPALI
+from maxsimd.engine.checkpoint.detect import COLMODERNVBERT, COLPALI
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
 from maxsimd.engine.checkpoint.reference import VisualReference
@@ -21,6 +22,7 @@ from maxsimd.engine.checkpoint.visual.grids import GridReader, GridTower
 from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers
 from maxsimd.engine.checkpoint.visual.processor import blank, page_of
 from maxsimd.engine.checkpoint.visual.squares import SquareReader, SquareTower
+from maxsimd.engine.checkpoint.visual.tiles import TileReader, TileTower
 from maxsimd.engine.checkpoint.visual.vision import (
     PictureReader,
     Tower,
@@ -33,8 +35,6 @@ from maxsimd.engine.errors import ModelLoadError
 _PROBES = ("a", "What is this?", "two\nlines, and numbers: 1.5", " a space in front")
 # PaliGemma counts positions from 1.
 _FIRST_POSITION = {COLPALI: 1}
-# How many tokens stand behind a query, as buffers for what the model makes of it.
-_AUGMENTATION = 10
 
 
 def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -51,10 +51,10 @@ def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dic
     vision = _vision(path, architecture, processor, vlm)
     reference = VisualReference(retrieval, vision.tower)
     task = Task("all", head, projection.out_features, True, reference)
-    rules = _rules(path, transformer, behind_bos=architecture == COLPALI)
+    rules = _rules(path, processor)
     return {
-        "backbone": vlm.language_model,
-        "tokenizer": processor.tokenizer,
+        "backbone": _language_model(vlm),
+        "tokenizer": _without_template(processor.tokenizer),
         "position_offset": _FIRST_POSITION.get(architecture, 0),
         "tasks": {"token_embed": task},
         "score_task": "token_embed",
@@ -79,6 +79,12 @@ def _vision(path: str, architecture: str, processor: Any, vlm: Any) -> Vision:
         tower = SquareTower(vlm, vlm.vision_tower, scale)
         modules = (vlm.vision_tower, vlm.multi_modal_projector)
         attention = attention_a_patch(vlm.vision_tower, modules)
+    elif architecture == COLMODERNVBERT:
+        vision_config = vlm.config.vision_config
+        patches = (vision_config.image_size // vision_config.patch_size) ** 2
+        reader, tower = TileReader(processor, patches), TileTower(vlm, scale)
+        modules = (vlm.vision_model, vlm.connector)
+        attention = attention_a_patch(vlm.vision_model, modules)
     else:
         image_processor = processor.image_processor
         page = page_of(processor(images=[blank(56, 56)])["input_ids"][0], processor.image_token_id)
@@ -87,7 +93,7 @@ def _vision(path: str, architecture: str, processor: Any, vlm: Any) -> Vision:
         modules = (vlm.visual,)
         attention = attention_a_patch(vlm.visual, modules)
     check_numbers(path, processor.image_processor, reader, tower)
-    return Vision(reader, tower, modules, tokens_a_patch(modules, vlm.language_model), attention)
+    return Vision(reader, tower, modules, tokens_a_patch(modules, _language_model(vlm)), attention)
 
 
 def _processor_of(path: str, model: MultiVectorEncoder) -> Any:
@@ -119,21 +125,36 @@ def _as_dense(projection: torch.nn.Linear) -> Dense:
     return dense
 
 
-def _rules(path: str, transformer: Any, behind_bos: bool) -> RoleRules:
+def _language_model(vlm: Any) -> Any:
+    return vlm.text_model if hasattr(vlm, "text_model") else vlm.language_model
+
+
+def _without_template(tokenizer: Any) -> Any:
+    """A copy of a tokeniser that adds no special tokens: the rules have them."""
+    bare = copy.deepcopy(tokenizer)
+    bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    return bare
+
+
+def _rules(path: str, processor: Any) -> RoleRules:
     """How texts are rendered: behind a prefix, with tokens for augmentation behind them. Raises
     ModelLoadError where the checkpoint's own processor makes other tokens of a text than these rules."""
-    processor = transformer.processor
     tokenizer = processor.tokenizer
-    leading = np.array([tokenizer.bos_token_id] if behind_bos else [], dtype=np.int32)
-    trailing = f"{processor.query_augmentation_token * _AUGMENTATION}\n"
-    behind = np.array(tokenizer(trailing, add_special_tokens=False)["input_ids"], dtype=np.int32)
-    rules = RoleRules(processor.query_prefix, leading)
-    for text in _PROBES:
-        inside = tokenizer(rules.prompt + text, add_special_tokens=False)["input_ids"]
-        expected = transformer.preprocess([text], task="query")["input_ids"][0].tolist()
-        if [*leading.tolist(), *inside, *behind.tolist()] != expected:
-            raise ModelLoadError(
-                f"the processor of {path!r} renders texts in a way that is not known here; save it as its "
-                "class in transformers does"
-            )
-    return replace(rules, trailing_ids=behind)
+    rendered = {
+        text: (
+            np.asarray(processor.process_queries(text=[text])["input_ids"])[0].tolist(),
+            tokenizer(processor.query_prefix + text, add_special_tokens=False)["input_ids"],
+        )
+        for text in _PROBES
+    }
+    whole, inside = rendered[_PROBES[0]]
+    starts = [i for i in range(len(whole)) if whole[i : i + len(inside)] == inside]
+    if starts:
+        leading, trailing = whole[: starts[0]], whole[starts[0] + len(inside) :]
+        if all([*leading, *within, *trailing] == made for made, within in rendered.values()):
+            before, behind = (np.array(ids, dtype=np.int32) for ids in (leading, trailing))
+            return RoleRules(processor.query_prefix, before, behind)
+    raise ModelLoadError(
+        f"the processor of {path!r} renders texts in a way that is not known here; save it as its class in "
+        "transformers does"
+    )

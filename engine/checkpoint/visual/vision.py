@@ -18,7 +18,8 @@ from maxsimd.scheduler.payload import TokenIds
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
     """What a tower needs of one picture, in as few bytes as it takes while it waits: arrays of a reader's and
-    a tower's own, with as many `patches`. What it makes of them is a `grid` of features, row by row. The
+    a tower's own, with as many `patches`. What it makes of them is a `grid` of features, row by row; or, with
+    a `tile_side`, tile by tile of as many rows and columns each, and then a tile of the whole picture. The
     `digest` is the picture's, and `size` its width and height in pixels."""
 
     arrays: Mapping[str, NDArray[Any]]
@@ -26,6 +27,7 @@ class ImageInputs:
     grid: tuple[int, int]
     size: tuple[int, int]
     digest: bytes
+    tile_side: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,80 @@
+"""Pictures as Idefics3's descendants read them: large ones as tiles and a small copy of the whole, with
+markers that say where each tile is. As ColModernVBERT has it."""
+
+from collections.abc import Sequence
+from math import isqrt
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from maxsimd.engine.checkpoint.visual.pixels import PixelScale, together
+from maxsimd.engine.checkpoint.visual.processor import as_pillow, page_of, settings_of
+from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Page
+from maxsimd.engine.media import Picture
+
+# Tiles that the tower encodes together.
+_TOGETHER = 8
+
+
+class TileReader:
+    """Each picture as tiles of one size, with as many features each, within the checkpoint's prompt."""
+
+    def __init__(self, processor: Any, patches_a_tile: int) -> None:
+        self._processor = processor
+        self._image_processor = processor.image_processor
+        self._tokenizer: Tokenizer = Tokenizer.from_str(processor.tokenizer.backend_tokenizer.to_str())
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._patches = patches_a_tile
+        self._side = isqrt(processor.image_seq_len)
+        prompt = np.array(self._tokenizer.encode(processor.visual_prompt_prefix).ids, dtype=np.int32)
+        self.signature = settings_of(self._image_processor, Page(prompt, np.array([processor.image_seq_len])))
+
+    def read(self, picture: Picture) -> ImageInputs:
+        made = self._image_processor(
+            images=[as_pillow(picture)],
+            do_rescale=False,
+            do_normalize=False,
+            return_row_col_info=True,
+            return_tensors="np",
+        )
+        tiles = made["pixel_values"].astype(np.uint8)  # [1, tiles, 3, height, width]
+        rows, columns = int(made["rows"][0][0]), int(made["cols"][0][0])
+        # A small picture is one tile.
+        grid = max(1, rows) * self._side, max(1, columns) * self._side
+        arrays = {"pixels": tiles, "tiles": np.array([rows, columns])}
+        size = picture.width, picture.height
+        return ImageInputs(arrays, tiles.shape[1] * self._patches, grid, size, picture.digest, self._side)
+
+    def page(self, inputs: ImageInputs) -> Page:
+        rows, columns = inputs.arrays["tiles"].tolist()
+        processor = self._processor
+        tiles = processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
+        text = processor.visual_prompt_prefix.replace(processor.image_token, tiles)
+        return page_of(self._tokenizer.encode(text).ids, processor.image_token_id)
+
+
+class TileTower:
+    """Tiles of one size, some at a time, whichever pictures they are of."""
+
+    def __init__(self, vlm: Any, scale: PixelScale) -> None:
+        self._vlm = vlm
+        self._scale = scale
+
+    def inputs(self, images: Sequence[ImageInputs], device: torch.device) -> dict[str, torch.Tensor]:
+        """`pixel_values` [1, tiles of all, 3, height, width]."""
+        pixels = together([image.arrays["pixels"][0] for image in images], device)
+        return {"pixel_values": self._scale(pixels)[None]}
+
+    def __call__(self, images: Sequence[ImageInputs], device: torch.device) -> list[torch.Tensor]:
+        dtype = next(self._vlm.vision_model.parameters()).dtype
+        tiles = self.inputs(images, device)["pixel_values"].to(dtype)
+        features = [
+            torch.cat(self._vlm.get_image_features(some).pooler_output)
+            for some in tiles.split(_TOGETHER, dim=1)
+        ]
+        counts = [image.arrays["pixels"].shape[1] for image in images]
+        a_tile = sum(map(len, features)) // sum(counts)
+        return [*torch.cat(features).split([count * a_tile for count in counts])]
