@@ -16,8 +16,9 @@ from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import yield_to_smaller
-from maxsimd.scheduler import ImageJob, PlacedImage, Tokens
+from maxsimd.scheduler import ImageJob, Tokens
 from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler.payload import TokenIds
 
 # Of a picture that is not yet part of a request's sequence.
 _NO_ID = -1
@@ -114,29 +115,26 @@ class PageBuilder:
     ) -> Tokens:
         """The tokens of a text in which the picture's token stands once for each of the images, with as many
         for each as it has features, and then those that no text has. The images have no ids yet."""
-        (ids,) = self._tokenizer.encode([text], name.param, self._longest + 1, names=[name])
-        ids = np.concatenate([ids, np.array(trailing_ids, dtype=np.int32)])
-        if len(ids) > self._longest:
-            raise InvalidRequestError(
-                f"{name} has more than {self._longest} tokens beside its pictures, and no more can be run in "
-                "one sequence here; send shorter texts",
-                name.param,
-            )
-        at = np.flatnonzero(ids == self._vision.image_token_id)
-        if len(at) != len(images):
+        most = self._longest + 1 + sum(image.features for image in images)
+
+        def encoded(text: str) -> TokenIds:
+            (ids,) = self._tokenizer.encode([text], name.param, most, names=[name])
+            if len(ids) == most:
+                raise InvalidRequestError(
+                    f"{name} has more than {self._longest} tokens beside its pictures, and no more can be "
+                    "run in one sequence here; send shorter texts",
+                    name.param,
+                )
+            return np.concatenate([ids, np.array(trailing_ids, dtype=np.int32)])
+
+        tokens = self._vision.with_features(text, images, encoded)
+        if tokens is None:
             raise InvalidRequestError(
                 f"a text of {name} holds {self._vision.image_token!r}, in whose place this model reads "
                 "pictures; leave it out",
                 name.param,
             )
-        counts = np.ones(len(ids), dtype=np.int64)
-        counts[at] = [image.grid[0] * image.grid[1] for image in images]
-        firsts = np.cumsum(counts) - counts
-        placed = tuple(
-            PlacedImage(_NO_ID, np.arange(first, first + count), image, image.digest)
-            for image, first, count in zip(images, firsts[at], counts[at], strict=True)
-        )
-        return self._vision.placed(np.repeat(ids, counts), placed)
+        return tokens
 
     def check_length(self, tokens: Tokens, limit: int, name: InputName) -> None:
         """Raises InvalidRequestError for a sequence with pictures of more tokens than the limit."""

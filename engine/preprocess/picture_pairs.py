@@ -89,18 +89,12 @@ class PicturePairJoiner:
         images = query.images + document.images if of_query_first else document.images + query.images
         tokens = self._pages.written(before + rest, images, name, self._template.trailing_ids)
         self._pages.check_length(tokens, self._longest, name)
-        prefix = self._prefix(before, query.images) if of_query_first and before else _NONE
+        prefix = self._prefix(before, query.images, name) if of_query_first and before else _NONE
         return JoinedPair([tokens], prefix, truncated=False)
 
-    def _prefix(self, before: str, images: list[ImageInputs]) -> TokenIds:
+    def _prefix(self, before: str, images: list[ImageInputs], name: InputName) -> TokenIds:
         """The tokens of what stands before the document, but for the last, which may merge with it."""
-        (ids,) = self._tokenizer.encode([before], "queries")
-        repeats = np.ones(len(ids), dtype=np.int64)
-        at = np.flatnonzero(ids == self._pages.image_token_id)
-        if len(at) != len(images):
-            return _NONE
-        repeats[at] = [image.grid[0] * image.grid[1] for image in images]
-        return np.repeat(ids, repeats)[:-1]
+        return self._pages.written(before, images, name).ids[:-1]
 
 
 def _without_pictures(request: ScoreRequest) -> ScoreRequest:

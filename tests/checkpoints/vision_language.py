@@ -15,6 +15,11 @@ from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import (
     ColQwen2ForRetrieval,
+    Idefics3Config,
+    Idefics3ImageProcessorPil,
+    Idefics3Model,
+    Idefics3Processor,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLModel,
     Qwen2VLModel,
@@ -24,7 +29,15 @@ from transformers import (
 )
 
 from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
-from tests.checkpoints.visual import colqwen2, qwen2_vl, qwen_image_processor, qwen_tokenizer, with_biases
+from tests.checkpoints.tokenizers import byte_level_bpe
+from tests.checkpoints.visual import (
+    TILE,
+    colqwen2,
+    qwen2_vl,
+    qwen_image_processor,
+    qwen_tokenizer,
+    with_biases,
+)
 from tests.checkpoints.weights import SIZES, save_tensors, spread
 
 _PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -42,6 +55,13 @@ COLQWEN_TEMPLATE = (
     "{% for message in messages -%}{{ parts(message) }}"
     "{%- if message.content[-1].type == 'image' -%}Describe the image.{%- endif -%}{%- endfor -%}"
     "<|im_end|><|endoftext|>{%- endif -%}"
+)
+# As ColSmol was trained.
+COLSMOL_TEMPLATE = (
+    COLQWEN_TEMPLATE.replace(_PICTURE, "<image>")
+    .replace("<|endoftext|>' * 10", "<end_of_utterance>' * 10")
+    .replace("<|im_start|>user\n", "<|im_start|>User:")
+    .replace("<|im_end|><|endoftext|>", "<end_of_utterance>\nAssistant:")
 )
 # As Qwen3-VL-Embedding has it: a prompt is a system's message.
 EMBEDDING_TEMPLATE = (
@@ -104,6 +124,49 @@ def colqwen3_of_pictures(folder: Path) -> str:
     """One that scores pages by the tokens of their pictures alone."""
     model = Qwen3VLModel(_qwen3_vl(folder))
     return _colqwen(folder, model, dim=32, only_pictures=True)
+
+
+def colsmol(folder: Path) -> str:
+    """vidore/colSmol-256M, merged: an Idefics3, whose pages are tiles with markers between them."""
+    markers = ["<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7))]
+    byte_level_bpe(
+        folder,
+        {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>"},
+        "$A",
+        "$A $B",
+        additional_special_tokens=[*markers, "<fake_token_around_image>", "<image>"],
+        model_max_length=4096,
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    image_processor = Idefics3ImageProcessorPil(
+        size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE}
+    )
+    processor = Idefics3Processor(image_processor, tokenizer, image_seq_len=4)
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": TILE,
+        "patch_size": 8,
+    }
+    text = {
+        **SIZES,
+        "model_type": "llama",
+        "vocab_size": len(tokenizer),
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = Idefics3Config(
+        text_config=text, vision_config=vision, image_token_id=processor.image_token_id, scale_factor=4
+    )
+    with_biases(spread(Idefics3Model(config))).save_pretrained(folder)
+    processor.chat_template = COLSMOL_TEMPLATE
+    processor.save_pretrained(folder)
+    transformer = Transformer(str(folder), processor_kwargs={"backend": "pil"})
+    projection = with_biases(spread(torch.nn.Linear(SIZES["hidden_size"], 48)))
+    return _late_interaction(folder, transformer, projection)
 
 
 def qwen3_vl_embedding(folder: Path) -> str:

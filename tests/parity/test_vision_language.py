@@ -31,6 +31,7 @@ LATE = (
     vision_language.colqwen2_5,
     vision_language.colqwen3,
     vision_language.colqwen3_of_pictures,
+    vision_language.colsmol,
 )
 BUILDS = (*LATE, vision_language.qwen3_vl_embedding)
 
@@ -160,9 +161,12 @@ async def test_cached_contents_score_as_new_ones(engine: Engine) -> None:
     assert new.scores == again.scores == bypassed.scores
 
 
-async def test_a_text_that_names_the_token_of_pictures_is_refused_beside_one(engine: Engine) -> None:
-    content = Content.of([PillowPicture(PAGES[0]), "<|image_pad|> is a token"])
-    with pytest.raises(InvalidRequestError, match=re.escape("a text of documents[0] holds '<|image_pad|>'")):
+async def test_a_text_that_names_the_token_of_pictures_is_refused_beside_one(
+    engine: Engine, checkpoint: str
+) -> None:
+    token = reference(checkpoint)[0].processor.image_token
+    content = Content.of([PillowPicture(PAGES[0]), f"{token} is a token"])
+    with pytest.raises(InvalidRequestError, match=re.escape(f"a text of documents[0] holds '{token}'")):
         await engine.score("a", [content])
 
 

@@ -14,15 +14,16 @@ from maxsimd.engine.media import Picture
 
 class GridReader:
     """Each picture as a grid of patches, of which several are one token, beside the other tokens of the
-    `page` that a checkpoint makes of a picture alone."""
+    `page` that a checkpoint makes of a picture alone. A token of a picture is written as `text`."""
 
-    def __init__(self, image_processor: Any, page: Page) -> None:
+    def __init__(self, image_processor: Any, page: Page, text: str = "") -> None:
         self._image_processor = image_processor
         self._merge = image_processor.merge_size
         self._frames = image_processor.temporal_patch_size
         first, last = int(page.positions[0]), int(page.positions[-1])
         self._before, self._after = page.ids[:first], page.ids[last + 1 :]
         self._token = int(page.ids[first])
+        self._text = text
         self.signature = settings_of(image_processor, Page(page.ids, page.positions[:1]))
 
     def read(self, picture: Picture) -> ImageInputs:
@@ -39,6 +40,9 @@ class GridReader:
         count = inputs.patches // self._merge**2
         ids = np.concatenate([self._before, np.full(count, self._token, dtype=np.int32), self._after])
         return Page(ids, np.arange(count) + len(self._before))
+
+    def written(self, inputs: ImageInputs) -> str:
+        return self._text * inputs.features
 
 
 class GridTower:

@@ -43,7 +43,7 @@ def load_jina_m0(path: str, template: ScoreTemplate | None, options: dict[str, A
     head = _head(path, tensors, model.config.get_text_config().hidden_size).to(options["device"])
     vision = vision_of(path, model, processor)
     reference = LastStateReference(model, tokenizer, head)
-    reference.pictures = PictureInputs(vision.tower, next(model.parameters()).device)
+    reference.pictures = PictureInputs(vision, next(model.parameters()).device)
     template = template or ScoreTemplate((_TEMPLATE,))
     template = replace(template, picture=PICTURE, trailing_ids=(_SCORE_TOKEN,))
     return {

@@ -10,6 +10,7 @@ import numpy as np
 from transformers.processing_utils import ProcessorMixin
 
 from maxsimd.engine.checkpoint.visual.vision import Page
+from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.media import Picture
 from maxsimd.engine.media.decoding import pillow_of
 
@@ -49,6 +50,13 @@ def for_pictures_alone(processor: Any) -> Any:
     """A processor that was made `without_videos`, as it can be called and saved."""
     processor.get_attributes = lambda: ["image_processor", "tokenizer"]
     return processor
+
+
+def refuse_other_readers(path: str, image_processor: Any) -> None:
+    """Raises ModelLoadError for pictures that are not read by Pillow: another library makes other pixels."""
+    kind = type(image_processor).__name__
+    if not kind.endswith("Pil"):
+        raise ModelLoadError(f"{path!r} reads pictures by a {kind}, not by Pillow; install pillow")
 
 
 def as_pillow(picture: Picture) -> Any:

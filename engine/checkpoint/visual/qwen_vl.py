@@ -8,14 +8,13 @@ import torch
 
 from maxsimd.engine.checkpoint.visual.grids import GridReader, GridTower
 from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers
+from maxsimd.engine.checkpoint.visual.processor import refuse_other_readers
 from maxsimd.engine.checkpoint.visual.vision import (
     Page,
-    Tower,
     Vision,
     attention_a_patch,
     tokens_a_patch,
 )
-from maxsimd.engine.errors import ModelLoadError
 from maxsimd.scheduler import Sequence
 
 # How the models write a picture.
@@ -26,13 +25,11 @@ def vision_of(path: str, model: Any, processor: Any) -> Vision:
     """How a model reads pictures, as its processor makes numbers of them. Raises ModelLoadError for one that
     is not read as expected here."""
     image_processor = processor.image_processor
-    if not type(image_processor).__name__.endswith("Pil"):
-        raise ModelLoadError(
-            f"{path!r} reads pictures by a {type(image_processor).__name__}, not by Pillow; install pillow"
-        )
+    refuse_other_readers(path, image_processor)
     scale = PixelScale.of(image_processor)
     token = processor.image_token_id
-    reader = GridReader(image_processor, Page(np.array([token], dtype=np.int32), np.zeros(1, dtype=np.int64)))
+    alone = Page(np.array([token], dtype=np.int32), np.zeros(1, dtype=np.int64))
+    reader = GridReader(image_processor, alone, processor.image_token)
     tower = GridTower(model.visual, scale, image_processor.temporal_patch_size)
     check_numbers(path, image_processor, reader, tower)
     modules = (model.visual,)
@@ -51,16 +48,18 @@ def vision_of(path: str, model: Any, processor: Any) -> Vision:
 class PictureInputs:
     """What the model's own code takes for the pictures of a sequence, beside its token ids."""
 
-    def __init__(self, tower: Tower, device: torch.device) -> None:
-        self._tower = tower
+    def __init__(self, vision: Vision, device: torch.device) -> None:
+        self._vision = vision
         self._device = device
 
     def __call__(self, sequence: Sequence) -> dict[str, torch.Tensor]:
-        types = np.zeros((1, len(sequence)), dtype=np.int64)
-        for image in sequence.tokens.images:
-            types[0, image.positions] = 1
-        inputs = {"mm_token_type_ids": torch.from_numpy(types).to(self._device)}
+        inputs: dict[str, torch.Tensor] = {}
+        if self._vision.mrope:
+            types = np.zeros((1, len(sequence)), dtype=np.int64)
+            for image in sequence.tokens.images:
+                types[0, image.positions] = 1
+            inputs["mm_token_type_ids"] = torch.from_numpy(types).to(self._device)
         if sequence.tokens.images:
             images = [image.inputs for image in sequence.tokens.images]
-            inputs |= self._tower.inputs(images, self._device)
+            inputs |= self._vision.tower.inputs(images, self._device)
         return inputs

@@ -4,6 +4,7 @@ pages become one vector a token. ColPali, ColModernVBERT, and ColQwen2 with plai
 Source: Faysse et al. 2024 (arXiv 2407.01449)."""
 
 import copy
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,9 +21,9 @@ from maxsimd.engine.checkpoint.model import RoleRules, Task
 from maxsimd.engine.checkpoint.reference import VisualReference
 from maxsimd.engine.checkpoint.visual.grids import GridReader, GridTower
 from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers
-from maxsimd.engine.checkpoint.visual.processor import blank, page_of
+from maxsimd.engine.checkpoint.visual.processor import blank, page_of, refuse_other_readers
 from maxsimd.engine.checkpoint.visual.squares import SquareReader, SquareTower
-from maxsimd.engine.checkpoint.visual.tiles import TileReader, TileTower
+from maxsimd.engine.checkpoint.visual.tiles import vision_of_tiles
 from maxsimd.engine.checkpoint.visual.vision import (
     PictureReader,
     Tower,
@@ -69,6 +70,9 @@ def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dic
 
 
 def _vision(path: str, architecture: str, processor: Any, vlm: Any) -> Vision:
+    if architecture == COLMODERNVBERT:
+        # No chat template writes its contents.
+        return replace(vision_of_tiles(path, vlm, processor), image_token_id=None, image_token="")
     scale = PixelScale.of(processor.image_processor)
     reader: PictureReader
     tower: Tower
@@ -79,12 +83,6 @@ def _vision(path: str, architecture: str, processor: Any, vlm: Any) -> Vision:
         tower = SquareTower(vlm, vlm.vision_tower, scale)
         modules = (vlm.vision_tower, vlm.multi_modal_projector)
         attention = attention_a_patch(vlm.vision_tower, modules)
-    elif architecture == COLMODERNVBERT:
-        vision_config = vlm.config.vision_config
-        patches = (vision_config.image_size // vision_config.patch_size) ** 2
-        reader, tower = TileReader(processor, patches), TileTower(vlm, scale)
-        modules = (vlm.vision_model, vlm.connector)
-        attention = attention_a_patch(vlm.vision_model, modules)
     else:
         image_processor = processor.image_processor
         page = page_of(processor(images=[blank(56, 56)])["input_ids"][0], processor.image_token_id)
@@ -107,9 +105,7 @@ def _processor_of(path: str, model: MultiVectorEncoder) -> Any:
     if other:
         raise ModelLoadError(f"{path!r} has modules that are not supported: {', '.join(other)}")
     transformer: Any = modules[0]
-    kind = type(transformer.processor.image_processor).__name__
-    if not kind.endswith("Pil"):
-        raise ModelLoadError(f"{path!r} reads pictures by a {kind}, not by Pillow; install pillow")
+    refuse_other_readers(path, transformer.processor.image_processor)
     return transformer.processor
 
 

@@ -36,6 +36,9 @@ class SquareReader:
     def page(self, inputs: ImageInputs) -> Page:
         return self._page
 
+    def written(self, inputs: ImageInputs) -> str:
+        raise NotImplementedError("no chat template writes squares")
+
 
 class SquareTower:
     """Squares of one size, some at a time. The `model` has the features of pictures that the `tower`

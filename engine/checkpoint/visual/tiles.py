@@ -9,9 +9,15 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from maxsimd.engine.checkpoint.visual.pixels import PixelScale, together
-from maxsimd.engine.checkpoint.visual.processor import as_pillow, page_of, settings_of
-from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Page
+from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers, together
+from maxsimd.engine.checkpoint.visual.processor import as_pillow, page_of, refuse_other_readers, settings_of
+from maxsimd.engine.checkpoint.visual.vision import (
+    ImageInputs,
+    Page,
+    Vision,
+    attention_a_patch,
+    tokens_a_patch,
+)
 from maxsimd.engine.media import Picture
 
 # Tiles that the tower encodes together.
@@ -29,7 +35,9 @@ class TileReader:
         self._tokenizer.no_truncation()
         self._patches = patches_a_tile
         self._side = isqrt(processor.image_seq_len)
-        prompt = np.array(self._tokenizer.encode(processor.visual_prompt_prefix).ids, dtype=np.int32)
+        # Chat templates have a prompt of their own.
+        self._prompt: str = getattr(processor, "visual_prompt_prefix", processor.image_token)
+        prompt = np.array(self._tokenizer.encode(self._prompt).ids, dtype=np.int32)
         self.signature = settings_of(self._image_processor, Page(prompt, np.array([processor.image_seq_len])))
 
     def read(self, picture: Picture) -> ImageInputs:
@@ -49,11 +57,34 @@ class TileReader:
         return ImageInputs(arrays, tiles.shape[1] * self._patches, grid, size, picture.digest, self._side)
 
     def page(self, inputs: ImageInputs) -> Page:
+        text = self._prompt.replace(self._processor.image_token, self.written(inputs))
+        return page_of(self._tokenizer.encode(text).ids, self._processor.image_token_id)
+
+    def written(self, inputs: ImageInputs) -> str:
         rows, columns = inputs.arrays["tiles"].tolist()
-        processor = self._processor
-        tiles = processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
-        text = processor.visual_prompt_prefix.replace(processor.image_token, tiles)
-        return page_of(self._tokenizer.encode(text).ids, processor.image_token_id)
+        return str(self._processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0))
+
+
+def vision_of_tiles(path: str, model: Any, processor: Any) -> Vision:
+    """How a model reads pictures whose contents a chat template writes. Raises ModelLoadError for one that is
+    not read as expected here."""
+    image_processor = processor.image_processor
+    refuse_other_readers(path, image_processor)
+    config = model.config.vision_config
+    patches = (config.image_size // config.patch_size) ** 2
+    reader, tower = TileReader(processor, patches), TileTower(model, PixelScale.of(image_processor))
+    check_numbers(path, image_processor, reader, tower)
+    modules = (model.vision_model, model.connector)
+    return Vision(
+        reader,
+        tower,
+        modules,
+        tokens_a_patch(modules, model.text_model),
+        attention_a_patch(model.vision_model, modules),
+        image_token_id=processor.image_token_id,
+        image_token=processor.image_token,
+        attends_within=patches,
+    )
 
 
 class TileTower:

@@ -17,6 +17,7 @@ from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import Expansion, RoleRules, Task
 from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers
+from maxsimd.engine.checkpoint.visual.processor import refuse_other_readers
 from maxsimd.engine.checkpoint.visual.squares import SquareReader, SquareTower
 from maxsimd.engine.checkpoint.visual.vision import (
     Page,
@@ -139,10 +140,7 @@ class _PictureInputs:
 
 def _vision(path: str, transformer: Any) -> Vision:
     model, image_processor = transformer.auto_model, transformer.processor.image_processor
-    if not type(image_processor).__name__.endswith("Pil"):
-        raise ModelLoadError(
-            f"{path!r} reads pictures by a {type(image_processor).__name__}, not by Pillow; install pillow"
-        )
+    refuse_other_readers(path, image_processor)
     config = model.config.vision_config
     # A picture stands for one token, which is never looked up.
     page = Page(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int64))

@@ -1,6 +1,6 @@
 """What a checkpoint says of pictures: how one becomes numbers and tokens, and the tower that encodes it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
@@ -29,6 +29,15 @@ class ImageInputs:
     digest: bytes
     tile_side: int | None = None
 
+    @property
+    def features(self) -> int:
+        """How many features the tower makes of it."""
+        rows, columns = self.grid
+        of_tiles = rows * columns
+        if self.tile_side is None or of_tiles == self.tile_side**2:
+            return of_tiles
+        return of_tiles + self.tile_side**2
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Page:
@@ -51,6 +60,11 @@ class PictureReader(Protocol):
 
     def page(self, inputs: ImageInputs) -> Page: ...
 
+    def written(self, inputs: ImageInputs) -> str:
+        """What a processor writes for a picture's token: that token as many times as the picture has
+        features, and perhaps markers between them."""
+        ...
+
 
 class Tower(Protocol):
     """Encodes pictures on the device: features [n, hidden] each, in the precision of its weights."""
@@ -66,10 +80,11 @@ class Tower(Protocol):
 class Vision:
     """How a model reads pictures. The `tower` runs the `modules`; a patch of a picture takes it as long as
     the language model takes for `tokens_a_patch` tokens, and as `attention` times that longer for each patch
-    that it attends to. With `mrope` positions are counted in time, height and width. `image_token_id` is the
-    token in whose place features stand, and `image_token` its text, where a chat template writes contents.
-    With `is_result` the feature of a picture is not read by the language model, but stands for what that
-    would make of it."""
+    that it attends to: all of the picture, or those of its tile, of which there are `attends_within`.
+
+    With `mrope` positions are counted in time, height and width. Where a chat template writes contents,
+    `image_token_id` is the token in whose place features stand, and `image_token` its text. With `is_result`
+    the feature of a picture is not read by the language model, but stands for what that would make of it."""
 
     reader: PictureReader
     tower: Tower
@@ -80,6 +95,7 @@ class Vision:
     image_token_id: int | None = None
     image_token: str = ""
     is_result: bool = False
+    attends_within: int | None = None
 
     @property
     def signature(self) -> str:
@@ -91,6 +107,26 @@ class Vision:
         placed = PlacedImage(image_id, page.positions, inputs, inputs.digest)
         return self.placed(page.ids, (placed,))
 
+    def with_features(
+        self, text: str, images: Sequence[ImageInputs], encode: Callable[[str], TokenIds]
+    ) -> Tokens | None:
+        """The tokens of a text in which the picture's token stands once for each of the images, which have
+        no ids yet; None if it stands there another number of times."""
+        pieces = text.split(self.image_token)
+        if len(pieces) != len(images) + 1:
+            return None
+        written = [self.reader.written(image) for image in images]
+        ids = encode("".join(part for pair in zip(pieces, [*written, ""], strict=True) for part in pair))
+        at = np.flatnonzero(ids == self.image_token_id)
+        counts = [image.features for image in images]
+        if len(at) != sum(counts):
+            return None
+        parts = np.split(at, np.cumsum(counts)[:-1]) if counts else []
+        placed = [
+            PlacedImage(-1, part, image, image.digest) for part, image in zip(parts, images, strict=True)
+        ]
+        return self.placed(ids, tuple(placed))
+
     def placed(self, ids: TokenIds, images: tuple[PlacedImage, ...]) -> Tokens:
         """The tokens of a sequence with pictures, with their positions if these are not those of text."""
         positions = None
@@ -101,7 +137,8 @@ class Vision:
 
     def price(self, inputs: ImageInputs) -> int:
         """How many tokens the language model could run while the tower encodes a picture."""
-        return max(1, ceil(inputs.patches * self.tokens_a_patch * (1 + inputs.patches * self.attention)))
+        attended = min(inputs.patches, self.attends_within or inputs.patches)
+        return max(1, ceil(inputs.patches * self.tokens_a_patch * (1 + attended * self.attention)))
 
 
 def tokens_a_patch(modules: Sequence[torch.nn.Module], backbone: torch.nn.Module) -> float:

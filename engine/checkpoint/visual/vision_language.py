@@ -1,5 +1,5 @@
-"""Vision-language models as sentence-transformers saves them: Qwen2-VL, Qwen2.5-VL and Qwen3-VL. What they
-make of a text or a picture is the language model's; pictures come in as features of a tower."""
+"""Vision-language models as sentence-transformers saves them: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Idefics3.
+What they make of a text or a picture is the language model's; pictures come in as features of a tower."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +15,16 @@ from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.visual.chat import ChatRole
 from maxsimd.engine.checkpoint.visual.processor import blank, for_pictures_alone, without_videos
 from maxsimd.engine.checkpoint.visual.qwen_vl import PICTURE, PictureInputs, vision_of
+from maxsimd.engine.checkpoint.visual.tiles import vision_of_tiles
+from maxsimd.engine.checkpoint.visual.vision import Vision
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.media import Picture
+from maxsimd.scheduler.payload import TokenIds
 
-# By the type in a config. All count positions in time, height and width.
-VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# By the type in a config.
+VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3")
+# Of a picture: width and height.
+_PROBE_SIZE = (90, 60)
 _PROBES = ("a", "What is this?", "two\nlines, and numbers: 1.5", " a space in front", "spaces behind  ", "\n")
 
 
@@ -47,27 +53,31 @@ def with_pictures(path: str, transformer: Any, parts: dict[str, Any]) -> dict[st
 
     Raises ModelLoadError for a checkpoint whose texts or pictures are not read as expected here."""
     model = _without_output(transformer)
-    if not hasattr(model, "visual"):
+    if not (hasattr(model, "visual") or hasattr(model, "vision_model")):
         return parts
     if "message" not in transformer.modality_config or not transformer.processor.chat_template:
         raise ModelLoadError(f"{path!r} has no chat template, which says how pictures are written")
-    vision = vision_of(path, model, for_pictures_alone(transformer.processor))
-    inputs = PictureInputs(vision.tower, next(model.visual.parameters()).device)
+    processor = transformer.processor
+    if hasattr(model, "visual"):
+        vision, backbone = vision_of(path, model, for_pictures_alone(processor)), model.language_model
+    else:
+        vision, backbone = vision_of_tiles(path, model, processor), model.text_model
+    inputs = PictureInputs(vision, next(backbone.parameters()).device)
     for task in parts["tasks"].values():
         task.reference.pictures = inputs
-    parts |= {"backbone": model.language_model, "vision": vision}
+    parts |= {"backbone": backbone, "vision": vision}
     if parts["score_task"] == "classify":
         template = parts["pairs"].template
         if template.in_parts:
-            _check_pairs(path, transformer, template)
+            _check_pairs(transformer, template, vision)
             return parts
         pairs = replace(parts["pairs"], template=replace(template, picture=PICTURE))
         return parts | {"pairs": pairs}
     rules = {role: parts.get(role, RoleRules()) for role in ("query", "document", "text")}
     return parts | {
-        "query": with_chat(transformer, "query", rules["query"]),
-        "document": with_chat(transformer, "document", rules["document"]),
-        "text": with_chat(transformer, None, rules["text"]),
+        "query": with_chat(transformer, vision, "query", rules["query"]),
+        "document": with_chat(transformer, vision, "document", rules["document"]),
+        "text": with_chat(transformer, vision, None, rules["text"]),
     }
 
 
@@ -77,23 +87,32 @@ def _without_output(transformer: Any) -> Any:
     return getattr(whole, "model", whole)
 
 
-def _check_pairs(path: str, transformer: Any, template: ScoreTemplate) -> None:
+def _check_pairs(transformer: Any, template: ScoreTemplate, vision: Vision) -> None:
     """Raises ModelLoadError unless a template writes pairs with pictures as sentence-transformers does."""
-    token, picture = transformer.processor.image_token_id, blank(56, 56)
+    picture = blank(*_PROBE_SIZE)
     for pair in ((picture, "a b"), ("a b", picture), (picture, picture)):
         query, document = ([item if isinstance(item, str) else None] for item in pair)
         text = "".join(template.pair(query, document, None))
-        written = transformer.tokenizer(text, add_special_tokens=False)["input_ids"]
-        made = transformer.preprocess([pair])["input_ids"][0]
-        others = [i for i in written if i != token]
-        if written.count(token) != pair.count(picture) or others != made[made != token].tolist():
-            raise ModelLoadError(
-                f"the chat template of {path!r} writes pictures in a way that is not known here"
-            )
+        pictures = sum(not isinstance(item, str) for item in pair)
+        _check_written(transformer, vision, text, pictures, transformer.preprocess([pair]))
 
 
-def with_chat(transformer: Any, role: str | None, rules: RoleRules) -> RoleRules:
-    """Rules by which texts become what sentence-transformers makes of them, through the chat template.
+def _check_written(transformer: Any, vision: Vision, text: str, pictures: int, made: Any) -> None:
+    """Raises ModelLoadError unless a text with some black pictures has the tokens that were made of it."""
+    width, height = _PROBE_SIZE
+    image = vision.reader.read(Picture(np.zeros((height, width, 3), dtype=np.uint8)))
+
+    def encoded(text: str) -> TokenIds:
+        return np.array(transformer.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+    tokens = vision.with_features(text, [image] * pictures, encoded)
+    if tokens is None or tokens.ids.tolist() != made["input_ids"][0].tolist():
+        raise ModelLoadError("the chat template writes pictures in a way that is not known here")
+
+
+def with_chat(transformer: Any, vision: Vision, role: str | None, rules: RoleRules) -> RoleRules:
+    """Rules by which texts and pictures become what sentence-transformers makes of them, through the chat
+    template.
 
     Raises ModelLoadError where they do not."""
     chat, tokenizer = ChatRole(transformer, role), transformer.tokenizer
@@ -109,12 +128,8 @@ def with_chat(transformer: Any, role: str | None, rules: RoleRules) -> RoleRules
         made = transformer.preprocess([text], prompt=rules.prompt or None, task=role)
         if [*before, *trailing.tolist()] != made["input_ids"][0].tolist():
             raise ModelLoadError("the chat template writes texts in a way that is not known here")
-    picture = transformer.preprocess([blank(56, 56)], prompt=rules.prompt or None, task=role)
-    written = tokenizer(chat.content([None], rules.prompt), add_special_tokens=False)["input_ids"]
-    found = picture["input_ids"][0]
-    token = transformer.processor.image_token_id
-    if written.count(token) != 1 or [i for i in written if i != token] != found[found != token].tolist():
-        raise ModelLoadError("the chat template writes pictures in a way that is not known here")
+    picture = transformer.preprocess([blank(*_PROBE_SIZE)], prompt=rules.prompt or None, task=role)
+    _check_written(transformer, vision, chat.content([None], rules.prompt), 1, picture)
     return RoleRules(
         rules.prompt,
         trailing_ids=trailing if len(trailing) else None,
