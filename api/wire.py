@@ -49,7 +49,7 @@ class Scoring(Common, kw_only=True):
     cache: Literal["use", "bypass", "refresh"] | None = None
     on_timeout: Literal["error", "partial"] | None = None
     on_error: Literal["fail", "report"] | None = None
-    explain: bool | None = None
+    explain: bool | Literal["maps"] | None = None
     stream: bool | None = None
 
 

@@ -14,6 +14,8 @@ class WireExplanation(msgspec.Struct, omit_defaults=True):
     matches: tuple[TokenMatch, ...] = ()
     windows: tuple[WindowScore, ...] = ()
     passage: WindowScore | None = None
+    # Of each picture: for each vector of the query a list of rows, null for a patch that takes no part.
+    maps: list[list[list[list[float | None]]]] = []
 
 
 def on_wire(explanation: Explanation) -> WireExplanation:
@@ -24,4 +26,5 @@ def on_wire(explanation: Explanation) -> WireExplanation:
         explanation.matches,
         explanation.windows,
         explanation.passage,
+        [each.tolist() for each in explanation.maps],
     )

@@ -5,7 +5,7 @@ import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Unpack, cast
+from typing import Literal, Unpack, cast
 
 from maxsimd.engine import media
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
@@ -91,7 +91,7 @@ class Engine(EngineLife):
         on_timeout: OnTimeout = "error",
         on_error: OnError = "fail",
         progress: Progress | None = None,
-        explain: bool = False,
+        explain: bool | Literal["maps"] = False,
     ) -> ScoreResult:
         """Scores documents against queries: one query against one or many documents, or N against N.
 
@@ -110,7 +110,8 @@ class Engine(EngineLife):
         model scores documents by each other and takes neither.
 
         With `explain` the result has `explanations`: matching tokens for late interaction, the scores of
-        windows, and what was read and what was cached.
+        windows, and what was read and what was cached; with "maps" also, of documents with pictures, the
+        similarity of each token of the query to each patch.
         """
         options: ScoreOptions = {
             "truncation": truncation,

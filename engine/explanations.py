@@ -6,17 +6,21 @@ scored."""
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 Span: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
     """Part of a picture: its row and column in the grid of what the model reads of it, and its box (left,
-    top, right, bottom) in pixels of the upright picture."""
+    top, right, bottom) in pixels of the upright picture. `picture` says which of the document's it is."""
 
     row: int
     column: int
     box: tuple[int, int, int, int]
+    picture: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +59,16 @@ class Explanation:
     embedding that came along. `truncated` says whether the document was cut, and `cached` whether its
     embedding or its score was in the cache, and none of the tokens were run. `matches` are there for late
     interaction, one for each of the query's vectors: MaxSim is the sum of their similarities. `windows` are
-    there for documents that were read through windows."""
+    there for documents that were read through windows. `maps` are there for documents with pictures, if they
+    were asked for: of each picture the similarity of each of the query's vectors to each patch, float32
+    [query vectors, rows, columns], NaN for patches that take no part."""
 
     tokens: int
     truncated: bool
     cached: bool
     matches: tuple[TokenMatch, ...] = ()
     windows: tuple[WindowScore, ...] = ()
+    maps: tuple[NDArray[np.float32], ...] = ()
 
     @property
     def passage(self) -> WindowScore | None:

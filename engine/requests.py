@@ -150,13 +150,14 @@ class ScoreOptions(TypedDict, total=False):
     on_timeout: OnTimeout
     on_error: OnError
     progress: Progress | None
-    explain: bool
+    explain: bool | Literal["maps"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     """Query i is scored against document i; one query is scored against every document. Either may come as
-    its embedding, or have pictures. At most `explain` of the documents will have their scores explained."""
+    its embedding, or have pictures. At most `explain` of the documents will have their scores
+    explained, with `maps` also by maps of their pictures."""
 
     queries: tuple[Item, ...]
     documents: tuple[Item, ...]
@@ -164,6 +165,7 @@ class ScoreRequest:
     instruction: str | None = None
     cache: CacheMode = "use"
     explain: int = 0
+    maps: bool = False
 
     @property
     def size(self) -> int:

@@ -8,6 +8,7 @@ from maxsimd.scheduler.forecast import ServiceRate, StepTimes, WaitErrors
 from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.payload import (
     DocumentPayload,
+    Explained,
     JoinedTokens,
     Payload,
     PlacedImage,
@@ -28,6 +29,7 @@ __all__ = [
     "CachedBatch",
     "Chunk",
     "DocumentPayload",
+    "Explained",
     "ImageJob",
     "JoinedTokens",
     "Payload",

@@ -146,20 +146,28 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Explained:
+    """How a score is to be explained: by the best matches in each window of the document, which have `rows`
+    vectors each, and `with_map` also by the similarities of all its vectors."""
+
+    rows: tuple[int, ...]
+    with_map: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DocumentPayload:
     """A document that is scored against the query with the sequence id `query_id`.
 
     With a `cache_key` its embedding is cached, marked as `truncated` where the text was cut. `window` is None
     for a document that is one sequence. A query that came as its embedding is not run, but is the
-    `given_query`. A document whose score is to be explained has `explained_rows`: how many vectors there are
-    of each of its windows."""
+    `given_query`. A document whose score is to be explained says how it is `explained`."""
 
     query_id: int
     cache_key: bytes | None = None
     truncated: bool = False
     window: Window | None = None
     given_query: Any = None
-    explained_rows: tuple[int, ...] | None = None
+    explained: Explained | None = None
 
     @property
     def num_windows(self) -> int:

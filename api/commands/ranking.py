@@ -9,7 +9,7 @@ import click
 
 from maxsimd.api.commands.printing import write
 from maxsimd.api.commands.progress import Progress
-from maxsimd.api.commands.records import KINDS, read_records
+from maxsimd.api.commands.records import KINDS, Record, read_records
 from maxsimd.api.config_file import config_file_option
 from maxsimd.api.options import config_from, options_from
 from maxsimd.engine.config import EngineConfig
@@ -31,9 +31,10 @@ def _options(command: F) -> F:
             click.option("--query", required=True, help="What is looked for."),
             click.option(
                 "--documents",
-                type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+                type=click.Path(exists=True, allow_dash=True),
                 required=True,
-                help="File with the documents: lines, JSONL, CSV, TSV or Parquet; - for standard input.",
+                help="File with the documents: lines, JSONL, CSV, TSV or Parquet; - for standard input. Or a "
+                "folder of pictures, PDFs and texts: a page is a document.",
             ),
             click.option(
                 "--input-format",
@@ -82,6 +83,17 @@ def score(**values: Any) -> None:
     _run(values, None)
 
 
+def _records(values: dict[str, Any]) -> list[Record]:
+    path = Path(values["documents"])
+    if values["documents"] == "-" or not path.is_dir():
+        return read_records(values["documents"], values["input_format"], values["field"])
+    if values["input_format"] or values["field"]:
+        raise click.UsageError("--input-format and --field are for files, not for a folder")
+    from maxsimd.api.commands.folders import records_of
+
+    return records_of(path)
+
+
 def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] | None) -> None:
     config = config_from(EngineConfig, values)
     out, form, resume = values["out"], values["form"], values["resume"]
@@ -89,7 +101,7 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
         raise click.UsageError("--resume needs --out: what was scored before stands beside that file")
     progress = Progress(0, "documents")
     progress.note(f"reading {values['documents']}")
-    records = read_records(values["documents"], values["input_format"], values["field"])
+    records = _records(values)
     progress.total = len(records)
     progress.note(f"{len(records):,} documents; loading {config.model or 'the embedded model'}")
     from maxsimd.api.commands.running import run

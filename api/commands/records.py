@@ -11,6 +11,10 @@ from typing import Any
 
 import click
 
+from maxsimd.engine.media import Content, PdfPage, PictureAt
+
+# A page takes as long as a text of so many characters, or longer.
+_PAGE = 32_768
 KINDS = ("lines", "jsonl", "csv", "tsv", "parquet")
 _ENDINGS = {
     ".jsonl": "jsonl",
@@ -27,10 +31,29 @@ _ID_FIELDS = ("_id", "id", "docid", "doc_id", "document_id")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A text, and its id if the file has one."""
+    """A text, and its id if the file has one. Of a `page` the text is what it is called."""
 
     text: str
     id: str | None = None
+    page: PictureAt | PdfPage | None = None
+
+    @property
+    def document(self) -> str | Content:
+        """What is scored."""
+        return self.text if self.page is None else Content.of([self.page])
+
+    @property
+    def size(self) -> int:
+        """How much it is to run, as characters of a text."""
+        return len(self.text) if self.page is None else _PAGE
+
+    @property
+    def identity(self) -> str:
+        """Tells it from records that would have another score."""
+        if self.page is None:
+            return self.text
+        found = self.page.path.stat()
+        return f"{self.text} {found.st_size} {found.st_mtime_ns}"
 
 
 def read_records(path: str, kind: str | None, fields: Sequence[str]) -> list[Record]:

@@ -60,7 +60,7 @@ def in_parts(records: Sequence[Record], indexes: Sequence[int]) -> Iterator[list
     part: list[int] = []
     characters = 0
     for index in indexes:
-        length = len(records[index].text)
+        length = records[index].size
         if part and (len(part) == _PART_TEXTS or characters + length > _PART_CHARACTERS):
             yield part
             part, characters = [], 0

@@ -32,7 +32,7 @@ class Work:
 
     def digest(self, config: EngineConfig) -> str:
         parts = [repr(config), self.query, repr(sorted(self.options.items()))]
-        return digest_of([*parts, *(each.text for each in self.records)])
+        return digest_of([*parts, *(each.identity for each in self.records)])
 
 
 async def score_records(
@@ -52,8 +52,8 @@ async def score_records(
         tokens = 0
 
         async def ask(part: list[int]) -> ScoreResult:
-            texts = [records[i].text for i in part]
-            return await engine.score(query, texts, priority="batch", **reported, **options)
+            documents = [records[i].document for i in part]
+            return await engine.score(query, documents, priority="batch", **reported, **options)
 
         def done(part: list[int], result: ScoreResult) -> None:
             nonlocal tokens

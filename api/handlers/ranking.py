@@ -48,7 +48,7 @@ def score_options(
         "timeout": body.timeout,
         "on_timeout": body.on_timeout or "error",
         "on_error": body.on_error or "fail",
-        "explain": bool(body.explain),
+        "explain": body.explain or False,
     }
 
 

@@ -17,6 +17,7 @@ from maxsimd.engine.media.content import (
 from maxsimd.engine.media.decoding import PictureLimits, decoded
 from maxsimd.engine.media.encoded import bytes_of_base64, bytes_of_data_url
 from maxsimd.engine.media.errors import PictureError
+from maxsimd.engine.media.files import PdfPage, PictureAt, pages_of
 from maxsimd.engine.media.picture import Picture
 
 __all__ = [
@@ -26,7 +27,9 @@ __all__ = [
     "MissingPicture",
     "OpenImage",
     "Part",
+    "PdfPage",
     "Picture",
+    "PictureAt",
     "PictureError",
     "PictureFile",
     "PictureLimits",
@@ -36,4 +39,5 @@ __all__ = [
     "bytes_of_data_url",
     "decoded",
     "is_pillow",
+    "pages_of",
 ]

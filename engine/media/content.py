@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeAlias
 from maxsimd.engine.media.decoding import PictureLimits, decoded, picture_of_pillow
 from maxsimd.engine.media.encoded import bytes_of_base64, bytes_of_data_url
 from maxsimd.engine.media.errors import PictureError
+from maxsimd.engine.media.files import PdfPage, PictureAt
 from maxsimd.engine.media.picture import Picture
 
 _DATA_URL = "data:"
@@ -87,7 +88,9 @@ class PillowPicture:
 
 
 # A picture, in whichever form it came.
-AnyPicture: TypeAlias = Picture | PictureFile | EncodedPicture | PictureUrl | MissingPicture | PillowPicture
+AnyPicture: TypeAlias = (
+    Picture | PictureFile | PictureAt | PdfPage | EncodedPicture | PictureUrl | MissingPicture | PillowPicture
+)
 Part: TypeAlias = str | AnyPicture
 
 

@@ -15,6 +15,7 @@ from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder
 from maxsimd.engine.requests import Item, ScoreRequest
 from maxsimd.pooling.vectors import Vectors
+from maxsimd.scheduler import Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +46,10 @@ class DocumentInCache:
     def is_cached(self) -> bool:
         """Whether tokens were run for it."""
         return self.tokens > 0
+
+    @property
+    def tokens_of_page(self) -> Tokens | None:
+        return _tokens_of_page(self.windows)
 
     @property
     def window_rows(self) -> tuple[int, ...]:
@@ -82,9 +87,18 @@ class DocumentToRun:
         return False
 
     @property
+    def tokens_of_page(self) -> Tokens | None:
+        return _tokens_of_page(self.windows)
+
+    @property
     def window_rows(self) -> tuple[int, ...]:
         """How many vectors each of its windows has."""
         return tuple(window.num_rows for window in self.windows)
+
+
+def _tokens_of_page(windows: list[BuiltText]) -> Tokens | None:
+    """The tokens of a document that has pictures."""
+    return windows[0].tokens if windows and windows[0].tokens.images else None
 
 
 Document: TypeAlias = DocumentInCache | DocumentToRun

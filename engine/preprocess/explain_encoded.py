@@ -8,17 +8,17 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation, TokenMatch, WindowScore
-from maxsimd.engine.preprocess.documents import Document, Documents
-from maxsimd.engine.preprocess.explain_limits import check_lines, check_noted
+from maxsimd.engine.preprocess.documents import Documents
+from maxsimd.engine.preprocess.explain_limits import check_lines, check_mapped, check_noted
 from maxsimd.engine.preprocess.origins import Origins
-from maxsimd.engine.preprocess.patches import patch_of
+from maxsimd.engine.preprocess.patches import maps_of, patch_of
 from maxsimd.engine.preprocess.texts import TextBuilder
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.requests import Item, ScoreRequest, Values
-from maxsimd.engine.scoring.matches import matches_of
+from maxsimd.engine.scoring.matches import matches_of, similarities_of
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
-from maxsimd.scheduler import PlacedImage
+from maxsimd.scheduler import Explained
 
 # No more characters of a token are shown: some tokenisers make one of any long word. Its span has all.
 _MOST_SHOWN = 100
@@ -80,9 +80,14 @@ class EncodedExplainer:
         document = self.read.different[position]
         first = self.first_values[position]
         value = values.values[first]
+        maps: tuple[NDArray[np.float32], ...] = ()
         if isinstance(value, np.ndarray):
             rows = document.window_rows
-            found = matches_of(value, len(rows))
+            tokens = document.tokens_of_page
+            how = Explained(rows, with_map=self.request.maps and tokens is not None)
+            found = matches_of(value, how)
+            if tokens is not None and how.with_map:
+                maps = maps_of(tokens, similarities_of(value, how))
             sums = found[:, :, 1].sum(axis=0, dtype=np.float64) / (len(found) if self.is_mean else 1)
             # A window without a vector has the score of an empty document.
             scores = np.where(np.array(rows) > 0, sums, EMPTY_DOCUMENT_SCORE).tolist()
@@ -93,7 +98,7 @@ class EncodedExplainer:
         if None in scores:
             return None
         windows = self._windows(index, scores)
-        return Explanation(document.tokens, document.truncated, document.is_cached, matches, windows)
+        return Explanation(document.tokens, document.truncated, document.is_cached, matches, windows, maps)
 
     def _windows(self, index: int, scores: Sequence[float]) -> tuple[WindowScore, ...]:
         """None of a document that is one sequence."""
@@ -112,7 +117,7 @@ class EncodedExplainer:
         query, document = self.queries.text(asked), self.documents.text(index)
         query_rows = self.queries.rows(asked, as_document=False)
         document_rows = self.documents.rows(index, as_document=True)
-        page = _picture_of(self.read.different[self.read.position_of[index]])
+        page = self.read.different[self.read.position_of[index]].tokens_of_page
         of_query = Origins.join(query_rows) if query_rows else None
         of_document = Origins.join(document_rows) if document_rows else None
         total = float(best[:, 1].sum(dtype=np.float64))
@@ -140,12 +145,6 @@ class EncodedExplainer:
         return text[start : min(stop, start + _MOST_SHOWN)], span
 
 
-def _picture_of(document: Document) -> PlacedImage | None:
-    """The picture that a document is, if it is one."""
-    images = document.windows[0].tokens.images if document.windows else ()
-    return images[0] if images else None
-
-
 def _best_of_windows(found: NDArray[np.float32]) -> NDArray[np.float32]:
     """Of each query token [Lq, windows, 2] the best window's match, [Lq, 2]."""
     there = np.where(found[:, :, 0] < 0, -np.inf, found[:, :, 1])
@@ -162,6 +161,9 @@ def check_explained(request: ScoreRequest, read: Documents, query_rows: NDArray[
     check_lines(
         request.explain, (row + (count if count > 1 else 0) for row, count in zip(rows, of_each, strict=True))
     )
+    if query_rows is not None and request.maps:
+        of_pages = [0 if each.tokens_of_page is None else sum(each.window_rows) for each in read.different]
+        check_mapped(row * of_pages[position] for row, position in zip(rows, read.position_of, strict=True))
     if query_rows is not None:
         # Of equal documents, which have one position, the query is the same.
         rows_of = dict(zip(read.position_of, rows, strict=True))

@@ -9,6 +9,8 @@ from maxsimd.engine.errors import RequestTooLargeError
 MOST_EXPLAINED = 100_000
 # Matches that may be noted for all of its documents, in each of their windows; a few bytes each.
 MOST_NOTED = 2_000_000
+# Numbers in the maps of all of its documents.
+MOST_MAPPED = 2_000_000
 
 
 def check_lines(explain: int, lines: Iterable[int]) -> None:
@@ -20,6 +22,16 @@ def check_lines(explain: int, lines: Iterable[int]) -> None:
             f"explain would give up to {most} matches and windows for {explain} results, and at most "
             f"{MOST_EXPLAINED} are given; ask for fewer results (top_n of a ranking), send fewer documents, "
             "or leave explain out"
+        )
+
+
+def check_mapped(numbers: Iterable[int]) -> None:
+    """Refuses a request with so many numbers in the maps of each of its documents."""
+    mapped = sum(numbers)
+    if mapped > MOST_MAPPED:
+        raise RequestTooLargeError(
+            f"explain would map {mapped} similarities for these documents, and at most {MOST_MAPPED} are "
+            "mapped; send fewer documents, or explain without maps"
         )
 
 

@@ -37,7 +37,7 @@ from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.pooling.vectors import Vectors
-from maxsimd.scheduler import CachedBatch, DocumentPayload, Window
+from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, Window
 from maxsimd.scheduler import Sequence as TokenSequence
 
 # A batch of cached documents has at most this many rows and documents, so that scoring it takes no new memory
@@ -104,13 +104,13 @@ class TwoStageStrategy:
         for document, first in zip(documents.different, accumulate(num_values, initial=0), strict=False):
             query = queries[document.query]
             if isinstance(document, DocumentInCache):
-                explained_rows = self._explained_rows(request, document)
-                found = CachedDocument(ids.slot(first), document.embedding, explained_rows)
+                explained = self._how_explained(request, document)
+                found = CachedDocument(ids.slot(first), document.embedding, explained)
                 # Those that came along may be in other numbers than those that are cached.
                 cached.setdefault((query, document.embedding.rows.dtype), []).append(found)
             elif self._windows_as_one:
-                rows_to_explain = self._explained_rows(request, document)
-                sequences += self._scored_as_one(document, query, first, ids, rows_to_explain)
+                explained = self._how_explained(request, document)
+                sequences += self._scored_as_one(document, query, first, ids, explained)
             else:
                 sequences += self._scored_apart(document, query, first, ids)
         batches = [
@@ -160,9 +160,11 @@ class TwoStageStrategy:
                 ids.check_tokens(sum(len(page.tokens) for page in pages.values()))
         return pages
 
-    def _explained_rows(self, request: ScoreRequest, document: Document) -> tuple[int, ...] | None:
-        """The rows of a document's windows, if its matches are asked for."""
-        return document.window_rows if request.explain and self._windows_as_one else None
+    def _how_explained(self, request: ScoreRequest, document: Document) -> Explained | None:
+        """By the rows of a document's windows, if its matches are asked for, and by maps of its pictures."""
+        if not request.explain or not self._windows_as_one:
+            return None
+        return Explained(document.window_rows, with_map=request.maps and document.tokens_of_page is not None)
 
     def shortest_sequences(self) -> dict[str, int]:
         return {
@@ -185,13 +187,13 @@ class TwoStageStrategy:
         query: "_Query",
         index: int,
         ids: RequestIds,
-        explained_rows: tuple[int, ...] | None,
+        explained: Explained | None,
     ) -> list[TokenSequence]:
         """The sequences of a document of which all windows together have the score `index`."""
         sequence_ids = [ids.next_sequence_id() for _ in document.windows]
         window = Window(sequence_ids[0], len(sequence_ids)) if len(sequence_ids) > 1 else None
         payload = DocumentPayload(
-            query.id, document.cache_key, document.truncated, window, query.given, explained_rows
+            query.id, document.cache_key, document.truncated, window, query.given, explained
         )
         return [
             TokenSequence.document(sequence_id, ids.slot(index), self._task, built.tokens, payload)

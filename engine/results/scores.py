@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.load import DeviceModel
+from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.requests import RunOptions, ScoreOptions, ScoreRequest, ScoreResult, Values
@@ -40,6 +41,12 @@ class ScoreCall:
         return scores if self.bounded is None else self.bounded(scores, query_rows)
 
 
+def _maps(explain: bool | str) -> bool:
+    if isinstance(explain, str) and explain != "maps":
+        raise InvalidRequestError(f"explain {explain!r} is not known; use true, false or maps", "explain")
+    return explain == "maps"
+
+
 def score_call(
     loaded: DeviceModel, queries: Scored, documents: Scored, options: ScoreOptions, top_n: int | None = None
 ) -> ScoreCall:
@@ -59,6 +66,7 @@ def score_call(
         instruction=options["instruction"],
         cache=options["cache"],
         explain=min(top_n or len(given), len(given)) if options["explain"] else 0,
+        maps=_maps(options["explain"]),
     )
     check_paired(request.queries, request.documents)
     run_options = RunOptions(

@@ -19,7 +19,7 @@ from maxsimd.engine.scoring.window_store import WindowStore
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.transfer import to_device
-from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence
+from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, ResultSlot, Sequence
 
 _NO_QUERY = "the query's embedding is no longer stored"
 
@@ -27,25 +27,25 @@ _NO_QUERY = "the query's embedding is no longer stored"
 @dataclass(frozen=True, slots=True)
 class _Target:
     """The query that a document is scored against, where its score goes, and as how many consumers of the
-    query it counts. A `given_query` came as its embedding, and is not stored. A score that is to be explained
-    has `explained_rows`, as many as each window has."""
+    query it counts. A `given_query` came as its embedding, and is not stored. `explained` says how the
+    score is to be explained, if it is."""
 
     query_id: int
     slot: ResultSlot
     consumers: int = 1
     given_query: torch.Tensor | None = None
-    explained_rows: tuple[int, ...] | None = None
+    explained: Explained | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
     """The embeddings of queries, the pairs of (query index, document index) to score, the slot of each pair's
-    score, and the rows of its document's windows if the score is to be explained."""
+    score, and how the score is to be explained, if it is."""
 
     embeddings: list[torch.Tensor]
     pairs: list[tuple[int, int]]
     slots: list[ResultSlot]
-    explained_rows: list[tuple[int, ...] | None]
+    explained: list[Explained | None]
 
     @property
     def queries(self) -> Ragged:
@@ -217,7 +217,7 @@ class DocumentScorer:
         made.consumers[batch.waits_for] += len(batch.documents)
         pairs = [(0, i) for i in range(len(batch.documents))]
         slots = [document.slot for document in batch.documents]
-        asked = _Asked([query], pairs, slots, [document.explained_rows for document in batch.documents])
+        asked = _Asked([query], pairs, slots, [document.explained for document in batch.documents])
         self._score_cached(asked, [document.embedding for document in batch.documents], made)
 
     def _score_cached(self, asked: _Asked, entries: ListOf[CachedEmbedding], made: ScoredDocuments) -> None:
@@ -266,17 +266,17 @@ class DocumentScorer:
     ) -> None:
         """Adds the scores of all pairs, those that are to be explained with their matches; `document` gives
         the rows of a document that were scored."""
-        explained = {i: rows for i, rows in enumerate(asked.explained_rows) if rows is not None}
+        explained = {i: how for i, how in enumerate(asked.explained) if how is not None}
         if not explained:
             made.add(scores, asked.slots)
             return
         with_matches = []
-        for i, rows in explained.items():
+        for i, how in explained.items():
             query, item = asked.pairs[i]
             embedding = asked.embeddings[query].to(self._dtype)
             with_matches.append(
                 score_with_matches(
-                    scores[i], embedding, document(item), rows, self._similarity == "meanmaxsim"
+                    scores[i], embedding, document(item), how, self._similarity == "meanmaxsim"
                 )
             )
         slots = tuple(asked.slots[i] for i in explained)
@@ -291,7 +291,7 @@ class DocumentScorer:
         embeddings: list[torch.Tensor] = []
         pairs: list[tuple[int, int]] = []
         slots: list[ResultSlot] = []
-        explained_rows: list[tuple[int, ...] | None] = []
+        explained: list[Explained | None] = []
         for i, target in enumerate(targets):
             query_id = target.query_id
             if query_id not in position:
@@ -303,16 +303,16 @@ class DocumentScorer:
                 position[query_id] = len(embeddings) - 1
             pairs.append((position[query_id], i))
             slots.append(target.slot)
-            explained_rows.append(target.explained_rows)
+            explained.append(target.explained)
             made.consumers[query_id] += target.consumers
-        return _Asked(embeddings, pairs, slots, explained_rows)
+        return _Asked(embeddings, pairs, slots, explained)
 
 
 def _target(sequence: Sequence) -> _Target:
     document = _document(sequence)
     assert sequence.payload.slot is not None
-    slot, rows = sequence.payload.slot, document.explained_rows
-    return _Target(document.query_id, slot, document.num_windows, document.given_query, rows)
+    slot, explained = sequence.payload.slot, document.explained
+    return _Target(document.query_id, slot, document.num_windows, document.given_query, explained)
 
 
 def _document(sequence: Sequence) -> DocumentPayload:

@@ -4,18 +4,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from maxsimd.engine.cache.entry import CachedEmbedding
-from maxsimd.scheduler import ResultSlot, Sequence
+from maxsimd.scheduler import Explained, ResultSlot, Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedDocument:
     """A document whose embedding was cached when its request came; one of a `CachedBatch`, which names the
-    query. If its score is to be explained, `explained_rows` says how many vectors there are of each of its
+    query. If its score is to be explained, `explained` says how, with the vectors of its
     windows."""
 
     slot: ResultSlot
     embedding: CachedEmbedding
-    explained_rows: tuple[int, ...] | None = None
+    explained: Explained | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

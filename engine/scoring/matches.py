@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.scheduler import Explained
+
 # By as much scores may differ because sums are formed in different orders.
 _SAME = 1e-4
 
@@ -34,23 +36,41 @@ def score_with_matches(
     score: torch.Tensor,
     query: torch.Tensor,
     document: torch.Tensor,
-    window_rows: Sequence[int],
+    explained: Explained,
     is_mean: bool,
 ) -> torch.Tensor:
-    """A score and the best matches behind it, as they leave the device: float32 [1 + Lq * windows * 2, 1].
+    """A score and the best matches behind it, as they leave the device: float32 [1 + Lq * windows * 2, 1];
+    and behind these the similarities [Lq, Ld] of all vectors, if there is to be a map.
 
     The matches add up to the score, or with `is_mean` have it as their mean. Where they do not, because the
     backend has rounded each product to the precision of its factors, the score becomes theirs."""
-    matches = best_matches(query, document, window_rows)
+    matches = best_matches(query, document, explained.rows)
     score = score.float()
     if len(document):
-        there = torch.tensor(window_rows, device=matches.device) > 0
+        there = torch.tensor(explained.rows, device=matches.device) > 0
         best = matches[:, there, 1].amax(dim=1)
         exact = best.mean() if is_mean else best.sum()
         score = torch.where((exact - score).abs() <= _SAME, score, exact)
-    return torch.cat([score.reshape(1, 1), matches.reshape(-1, 1)])
+    parts = [score.reshape(1, 1), matches.reshape(-1, 1)]
+    if explained.with_map:
+        parts.append((query.float() @ document.float().T).reshape(-1, 1))
+    return torch.cat(parts)
 
 
-def matches_of(value: NDArray[np.float32], num_windows: int) -> NDArray[np.float32]:
+def matches_of(value: NDArray[np.float32], explained: Explained) -> NDArray[np.float32]:
     """The matches [Lq, windows, 2] of what `score_with_matches` has made."""
-    return value[1:, 0].reshape(-1, num_windows, 2)
+    windows = len(explained.rows)
+    query_rows = (len(value) - 1) // (2 * windows + _mapped(explained))
+    return value[1 : 1 + query_rows * windows * 2, 0].reshape(-1, windows, 2)
+
+
+def similarities_of(value: NDArray[np.float32], explained: Explained) -> NDArray[np.float32]:
+    """The similarities [Lq, Ld] of what `score_with_matches` has made for a map."""
+    mapped = _mapped(explained)
+    query_rows = (len(value) - 1) // (2 * len(explained.rows) + mapped)
+    return value[len(value) - query_rows * mapped :, 0].reshape(query_rows, mapped)
+
+
+def _mapped(explained: Explained) -> int:
+    """How many similarities there are of each vector of the query."""
+    return sum(explained.rows) if explained.with_map else 0
