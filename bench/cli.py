@@ -12,6 +12,7 @@ import click
 from maxsimd.api.options import config_from, options_from
 from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.gpu.command import bench_gpu, bench_kernels
+from maxsimd.bench.page_commands import bench_beside_pages, bench_page_speed, bench_pages
 from maxsimd.bench.peers.command import bench_peers
 from maxsimd.bench.report import Report, publish
 from maxsimd.bench.running import run_and_clean_up
@@ -319,5 +320,8 @@ def bench_plots(folder: str) -> None:
         click.echo(f"wrote {path}")
 
 
-for command in (bench_peers, bench_gpu, bench_kernels):
+for command in (
+    *(bench_peers, bench_gpu, bench_kernels),
+    *(bench_pages, bench_page_speed, bench_beside_pages),
+):
     bench.add_command(command)

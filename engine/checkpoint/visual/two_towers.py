@@ -86,6 +86,8 @@ class TextTower(torch.nn.Module):
         self.projection = projection
         self.config = inner.config
         self._leave_with_layers(None)
+        for number, layer in enumerate(inner.encoder.layers):
+            layer.self_attn.layer_idx = number
 
     def forward(self, step_attention: Any = None, **inputs: Any) -> BaseModelOutput:
         """The layers of SigLIP do not hand on what a pass brings for attention, so it is left with them."""
