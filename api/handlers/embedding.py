@@ -113,8 +113,17 @@ async def _run(
 async def _read_chat(state: ServerState, body: wire.EmbeddingsRequest, chat: Chat) -> Inputs:
     """As token ids, unless the request wants special tokens beside those of the template."""
     model, tokenizer = state.engine.model, state.engine.tokenizer
+    template = model.text.chat
 
     def read() -> Inputs:
+        if template is not None:
+            text = template.conversation(
+                chat.messages,
+                add_generation_prompt=bool(body.add_generation_prompt),
+                continue_final_message=bool(body.continue_final_message),
+            )
+            # The template has written all that belongs to them.
+            return [tokenizer.encode([text], "messages")[0].tolist()]
         text = chat_text(
             model.tokenizer,
             chat.messages,

@@ -65,6 +65,7 @@ def ingredients(
         ],
         "chat template": None if rules.chat is None else rules.chat.signature,
         "pictures": None if model.vision is None else model.vision.signature,
+        "tower settings": _tower_settings(model),
         "document length": rules.max_tokens,
         "expansion": _expansion(rules),
         "model length": model.max_tokens,
@@ -124,6 +125,13 @@ def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _digest_of_block(block: torch.Tensor) -> bytes:
     return hashlib.sha256(block.cpu().numpy().data).digest()
+
+
+def _tower_settings(model: LoadedModel) -> list[object]:
+    """The settings of all that encodes pictures."""
+    modules = model.vision.modules if model.vision is not None else ()
+    configs = [getattr(module, "config", None) for module in modules]
+    return [settings_of(config) for config in configs if config is not None]
 
 
 def _of_tower(model: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:

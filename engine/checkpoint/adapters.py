@@ -4,9 +4,11 @@ is loaded.
 Source: Hu et al. 2021 (arXiv 2106.09685); the files are those that the library peft writes."""
 
 import json
+import logging
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +17,29 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from maxsimd.engine.checkpoint.digests import check_digests
 from maxsimd.engine.checkpoint.files import find_file
 from maxsimd.engine.checkpoint.fit import refuse_not_finite
 from maxsimd.engine.checkpoint.translate import downloaded
 from maxsimd.engine.errors import ModelLoadError
 
+log = logging.getLogger(__name__)
+
 _SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What of the base says how it is used, which the adapter says for itself.
+# What of the base says how it is used, where the adapter does not say so itself.
 _OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"})
-# Settings of other methods, or of LoRA's kin, with which weights are not a plain sum.
-_OTHERWISE = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
+# Settings that change nothing about weights that are the base's and the product of two matrices. All others
+# must be off.
+_HARMLESS = frozenset(
+    {
+        *("peft_type", "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping"),
+        *("r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "bias", "peft_version"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
+        *("qalora_group_size", "ensure_weight_tying", "runtime_config", "ephemeral_gpu_offload"),
+    }
+)
+# How matrices may have been begun without a change to the base.
+_BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 # A projection that sentence-transformers' modules have, merged.
 _PROJECTION = "custom_text_proj"
 
@@ -43,8 +58,14 @@ class Adapter:
         """Adds the matrices to a model's weights, in float32. Raises ModelLoadError for one that fits no
         weight, or several."""
         modules = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
+        shared = Counter(module.weight.data_ptr() for module in modules.values() if module.weight is not None)
         for name, (first, second) in self.matrices.items():
             weight = _named(self.path, modules, name).weight
+            if shared[weight.data_ptr()] > 1:
+                raise ModelLoadError(
+                    f"the adapter {self.path!r} is for {name}, whose weights are also another layer's; "
+                    "merge it into its base, with the two apart, and name the result"
+                )
             if weight.shape != (second.shape[0], first.shape[1]) or len(first) != second.shape[1]:
                 raise ModelLoadError(
                     f"the adapter {self.path!r} has matrices {list(second.shape)} and {list(first.shape)} "
@@ -55,31 +76,59 @@ class Adapter:
 
 
 @contextmanager
-def with_base(path: str, revision: str | None) -> Iterator[tuple[str, Adapter | None]]:
+def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[str, Adapter | None]]:
     """The path to load a checkpoint from: its own, or for an adapter a temporary folder with links to its
     files and to those of its base; and the adapter. Raises ModelLoadError for one that cannot be added."""
     found = find_file(path, _SETTINGS, revision)
     if found is None:
         yield path, None
         return
-    folder = Path(path) if Path(path).is_dir() else downloaded(path, revision)
+    if any(find_file(path, name, revision) for name in ("model.safetensors", "model.safetensors.index.json")):
+        log.warning("%s has weights of its own; the adapter beside them is not used", path)
+        with _linked(path, [_folder_of(path, revision)]) as alone:
+            yield alone, None
+        return
+    folder = _folder_of(path, revision)
     settings = _settings(path, found)
     base = str(settings.get("base_model_name_or_path") or "")
     try:
-        base_folder = Path(base) if Path(base).is_dir() else downloaded(base, settings.get("revision"))
+        base_folder = _folder_of(base, settings.get("revision"))
     except Exception as error:
         raise ModelLoadError(f"the base {base!r} of the adapter {path!r} cannot be read: {error}") from error
+    if (base_folder / _SETTINGS).exists():
+        raise ModelLoadError(f"the base {base!r} of the adapter {path!r} is an adapter too; merge that first")
+    if offline:
+        check_digests(base_folder)
     adapter = _read(path, folder, settings)
+    with _linked(path, [base_folder, folder]) as together:
+        yield together, adapter
+
+
+def _folder_of(path: str, revision: str | None) -> Path:
+    return Path(path) if Path(path).is_dir() else downloaded(path, revision)
+
+
+@contextmanager
+def _linked(path: str, folders: Sequence[Path]) -> Iterator[str]:
+    """A temporary folder with links to the files of some folders but for those of an adapter; where several
+    have one, to the last one's. How it is used the last one says, if it says that at all. Errors name the
+    `path`."""
+    says_how = (folders[-1] / "modules.json").exists()
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as together:
-        for entry in base_folder.iterdir():
-            if entry.is_file() and entry.name not in _OF_THE_BASE:
-                (Path(together) / entry.name).symlink_to(entry.resolve())
-        for entry in folder.iterdir():
-            if entry.name not in (_SETTINGS, _WEIGHTS):
+        for folder in folders:
+            for entry in folder.iterdir():
+                of_another = says_how and folder is not folders[-1]
+                if entry.name in (_SETTINGS, _WEIGHTS):
+                    continue
+                if of_another and (entry.is_dir() or entry.name in _OF_THE_BASE):
+                    continue
                 link = Path(together) / entry.name
                 link.unlink(missing_ok=True)
                 link.symlink_to(entry.resolve())
-        yield together, adapter
+        try:
+            yield together
+        except ModelLoadError as error:
+            raise ModelLoadError(str(error).replace(together, path)) from error
 
 
 def _settings(path: str, found: Path) -> dict[str, Any]:
@@ -89,11 +138,15 @@ def _settings(path: str, found: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{_SETTINGS} of {path!r} is not JSON: {error}") from error
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         raise ModelLoadError(f"the adapter {path!r} is no LoRA; merge it into its base and name the result")
-    otherwise = [name for name in _OTHERWISE if settings.get(name)]
-    if otherwise or settings.get("bias", "none") != "none":
+    otherwise = sorted(name for name, value in settings.items() if value and name not in _HARMLESS)
+    if settings.get("bias", "none") != "none":
+        otherwise.append("bias")
+    if settings.get("init_lora_weights") not in _BEGUN:
+        otherwise.append("init_lora_weights")
+    if otherwise:
         raise ModelLoadError(
-            f"the adapter {path!r} sets {', '.join(otherwise) or 'bias'}, with which it cannot be added "
-            "here; merge it into its base and name the result"
+            f"the adapter {path!r} sets {', '.join(otherwise)}, with which it cannot be added here; merge "
+            "it into its base and name the result"
         )
     return settings
 

@@ -32,6 +32,7 @@ from maxsimd.engine.checkpoint.language_model import load_language_model
 from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.listwise import load_listwise
 from maxsimd.engine.checkpoint.model import LoadedModel
+from maxsimd.engine.checkpoint.projection import check_projection
 from maxsimd.engine.checkpoint.reference import takes_type_ids
 from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
 from maxsimd.engine.checkpoint.translate import in_transformers_terms
@@ -70,7 +71,7 @@ def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
     if config.offline:
         stay_offline()
         check_digests(Path(path))
-    with with_base(path, config.revision) as (source, adapter):
+    with with_base(path, config.revision, config.offline) as (source, adapter):
         return _load_whole(source, adapter, config, device)
 
 
@@ -97,6 +98,8 @@ def _load_whole(
             refusing_misfits(path, _read_apart(files), None if adapter is None else adapter.add_to),
         ):
             parts = _load_parts(source, files, score_type, config, options)
+            if files.architecture in COLPALI_ENGINE and adapter is None:
+                check_projection(path, config.revision, parts)
             model = _complete(config, score_type, files, parts)
     except ModelLoadError:
         raise

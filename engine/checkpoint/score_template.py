@@ -24,6 +24,16 @@ class Frame:
     after: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenPair:
+    """The text of a pair that has pictures: what stands `before` the document in all pairs of the query, and
+    whether the query's pictures come first."""
+
+    text: str
+    before: str
+    query_first: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreTemplate:
     """Segments of Jinja, each rendered and tokenised by itself, as model cards put their inputs together.
@@ -43,11 +53,15 @@ class ScoreTemplate:
     trailing_ids: tuple[int, ...] = ()
 
     def pair(
-        self, query: Sequence[str | None], document: Sequence[str | None], instruction: str | None
-    ) -> tuple[str, str]:
-        """The text of a pair of contents, which have texts and, each in place of None, pictures: what stands
-        before the document, and the rest. Raises InvalidRequestError for a text with a character that stands
-        for a document here."""
+        self,
+        query: Sequence[str | None],
+        document: Sequence[str | None],
+        instruction: str | None,
+        image_token: str,
+    ) -> "WrittenPair":
+        """The text of a pair of contents, which have texts and, each in place of None, pictures, for which
+        the `image_token` is written. Raises InvalidRequestError for a text with a character that stands for a
+        document here."""
         given = "".join(part for part in (*query, instruction) if part)
         if _DOCUMENT in given:
             raise InvalidRequestError(_NOT_HELD.format("a query beside a picture"), "queries")
@@ -55,9 +69,9 @@ class ScoreTemplate:
         before = "".join(self._render(segment, used, query) for segment in self.segments)
         written = "".join(self._render(segment, used, query, document) for segment in self.segments)
         before = before[: before.index(_DOCUMENT)]
-        if not written.startswith(before):  # it depends on the document
-            before = ""
-        return before, written.removeprefix(before)
+        query_first = before.count(image_token) == query.count(None)
+        # Where it depends on the document, nothing is shared.
+        return WrittenPair(written, before if written.startswith(before) else "", query_first)
 
     def frames(self, query: str, instruction: str | None) -> list[Frame]:
         """One frame a segment, with the query and the instruction (or the template's own) inserted. Raises

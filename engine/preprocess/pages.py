@@ -136,6 +136,15 @@ class PageBuilder:
             )
         return tokens
 
+    def check_texts(self, texts: Sequence[str | None], name: InputName) -> None:
+        """Raises InvalidRequestError for a text that holds the picture's token."""
+        if any(text is not None and self.image_token in text for text in texts):
+            raise InvalidRequestError(
+                f"a text of {name} holds {self.image_token!r}, in whose place this model reads pictures; "
+                "leave it out",
+                name.param,
+            )
+
     def check_length(self, tokens: Tokens, limit: int, name: InputName) -> None:
         """Raises InvalidRequestError for a sequence with pictures of more tokens than the limit."""
         if len(tokens) > limit:

@@ -7,6 +7,7 @@ import numpy as np
 
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.visual.vision import ImageInputs
+from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.media import Content
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs
@@ -14,7 +15,6 @@ from maxsimd.engine.preprocess.pages import PageBuilder
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair, PairJoiner
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import Item, ScoreRequest
-from maxsimd.scheduler.payload import TokenIds
 
 _NONE = np.empty(0, dtype=np.int32)
 
@@ -59,7 +59,8 @@ class PicturePairJoiner:
             if query not in read:
                 read[query] = self._query(request, query, queries[query])
             document = self._side(request.documents[i], InputName("documents", i))
-            yield self._joined(read[query], document, request.instruction, InputName("documents", i))
+            names = InputName("queries", query), InputName("documents", i)
+            yield self._joined(read[query], document, request.instruction, *names)
 
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
@@ -77,24 +78,38 @@ class PicturePairJoiner:
         return self._side(query, InputName("queries", index))
 
     def _side(self, item: Item, name: InputName) -> _Side:
-        if not isinstance(item, Content):
+        if isinstance(item, Content):
+            side = _Side(*self._pages.split(self._pages.opened(item, name), name))
+        else:
             assert isinstance(item, str)
-            return _Side([item], [])
-        return _Side(*self._pages.split(self._pages.opened(item, name), name))
+            side = _Side([item], [])
+        self._pages.check_texts(side.texts, name)
+        return side
 
-    def _joined(self, query: _Side, document: _Side, instruction: str | None, name: InputName) -> JoinedPair:
+    def _joined(
+        self,
+        query: _Side,
+        document: _Side,
+        instruction: str | None,
+        query_name: InputName,
+        name: InputName,
+    ) -> JoinedPair:
         used = instruction or self._instruction
-        before, rest = self._template.pair(query.texts, document.texts, used)
-        of_query_first = before.count(self._pages.image_token) == len(query.images)
-        images = query.images + document.images if of_query_first else document.images + query.images
-        tokens = self._pages.written(before + rest, images, name, self._template.trailing_ids)
+        if used and self._pages.image_token in used:
+            raise InvalidRequestError(
+                f"instruction holds {self._pages.image_token!r}, in whose place this model reads pictures; "
+                "leave it out",
+                "instruction",
+            )
+        pair = self._template.pair(query.texts, document.texts, used, self._pages.image_token)
+        sides = (query.images, document.images) if pair.query_first else (document.images, query.images)
+        prefix = _NONE
+        if pair.before and pair.query_first:
+            # But for the last token, which may merge with the document.
+            prefix = self._pages.written(pair.before, query.images, query_name).ids[:-1]
+        tokens = self._pages.written(pair.text, [*sides[0], *sides[1]], name, self._template.trailing_ids)
         self._pages.check_length(tokens, self._longest, name)
-        prefix = self._prefix(before, query.images, name) if of_query_first and before else _NONE
         return JoinedPair([tokens], prefix, truncated=False)
-
-    def _prefix(self, before: str, images: list[ImageInputs], name: InputName) -> TokenIds:
-        """The tokens of what stands before the document, but for the last, which may merge with it."""
-        return self._pages.written(before, images, name).ids[:-1]
 
 
 def _without_pictures(request: ScoreRequest) -> ScoreRequest:

@@ -17,6 +17,7 @@ from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.scheduler import Tokens
 from maxsimd.scheduler.payload import TokenIds
 
+_NONE = np.empty(0, dtype=np.int32)
 # How many of the caller's own token ids are checked at a time.
 _IDS = 65_536
 
@@ -57,8 +58,9 @@ class TextBuilder:
         self._max_tokens = max_tokens
         # The most tokens of a sequence in this role, as the checkpoint sets it.
         self.own_length = rules.max_tokens
-        special_tokens = self._template.special_tokens + rules.num_fixed_ids
-        self._before = rules.before
+        self._leading, self._before = _leading(rules, tokenizer, param)
+        self._trailing = _NONE if rules.trailing_ids is None else rules.trailing_ids
+        special_tokens = self._template.special_tokens + len(self._leading) + len(self._trailing)
         self.prompt_length = len(tokenizer.encode([self._before], param)[0]) if self._before else 0
         self._room = Room(long_inputs.limit - special_tokens, special_tokens)
         if self._room.tokens < 1:
@@ -183,7 +185,7 @@ class TextBuilder:
         if self._room.others + len(fitted.tokens) == 0:
             raise InvalidRequestError(f"{name} has no tokens; leave it out", self._param)
         ids, types = self._template.fill(fitted.tokens)
-        if self.rules.num_fixed_ids:
+        if len(self._leading) or len(self._trailing):
             ids, types = self._with_fixed_ids(ids, types)
         prompt_end = 0
         if not self.rules.pool_prompt and self.prompt_length:
@@ -193,17 +195,13 @@ class TextBuilder:
     @property
     def _num_before(self) -> int:
         """How many tokens stand before a text and its prompt."""
-        leading = self.rules.leading_ids
-        return len(self._template.ids[0]) + (0 if leading is None else len(leading))
+        return len(self._template.ids[0]) + len(self._leading)
 
     def _with_fixed_ids(self, ids: TokenIds, types: TokenIds) -> tuple[TokenIds, TokenIds]:
         """A text's tokens between those that the role always has."""
-        rules, none = self.rules, np.empty(0, dtype=np.int32)
-        leading = none if rules.leading_ids is None else rules.leading_ids
-        trailing = none if rules.trailing_ids is None else rules.trailing_ids
         return (
-            np.concatenate([leading, ids, trailing]),
-            np.concatenate([np.zeros_like(leading), types, np.zeros_like(trailing)]),
+            np.concatenate([self._leading, ids, self._trailing]),
+            np.concatenate([np.zeros_like(self._leading), types, np.zeros_like(self._trailing)]),
         )
 
     def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_end: int) -> BuiltText:
@@ -229,6 +227,14 @@ class TextBuilder:
             skipped |= np.isin(ids, self.rules.skipped_ids)
         pooled = np.flatnonzero(~skipped) if skipped.any() else None
         return BuiltText(Tokens(ids, types, attended_len, pooled), truncated)
+
+
+def _leading(rules: RoleRules, tokenizer: TextTokenizer, param: str) -> tuple[TokenIds, str]:
+    """The tokens that stand before every text, however long it is, and what is tokenised with it."""
+    if rules.chat is None:
+        return _NONE if rules.leading_ids is None else rules.leading_ids, rules.before
+    fixed, joined = rules.chat.parts_before(rules.prompt)
+    return tokenizer.encode([fixed], param)[0], joined
 
 
 def shortest_text(rules: RoleRules, tokenizer: TextTokenizer) -> int:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from maxsimd.engine import EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import load_model
-from tests.checkpoints import vision_language
+from tests.checkpoints import language_models, vision_language
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.test_visual import PAGES
@@ -89,12 +89,64 @@ def of_another_method(found: Tensors) -> None:
     found[f"{LAYER}.lora_magnitude_vector"] = torch.zeros(4)
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_folder_with_weights_of_its_own_is_no_adapter(
+    checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(checkpoints(vision_language.colqwen2_5_adapter))
+    both = Path(shutil.copytree(folder / "merged", tmp_path / "both"))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folder / name, both / name)
+    scores = []
+    for each in (both, folder / "merged"):
+        engine = await engines(EngineConfig(model=str(each), dtype="float32"))
+        scores.append((await engine.score("What is it?", PAGES, cache="bypass")).scores)
+    assert scores[0] == scores[1]
+    assert "has weights of its own; the adapter beside them is not used" in caplog.text
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_adapter_that_says_nothing_of_its_use_is_used_as_its_base(
+    checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path
+) -> None:
+    folder = Path(checkpoints(vision_language.colqwen2_5_adapter))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folder / name, tmp_path / name)
+    scores = []
+    for each in (tmp_path, folder):
+        engine = await engines(EngineConfig(model=str(each), dtype="float32"))
+        scores.append((await engine.score("What is it?", PAGES, cache="bypass")).scores)
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
+
+
+def test_an_adapter_of_weights_that_two_layers_share_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    tied = language_models.qwen3_reranker(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    embeddings = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    found = {"lora_A": torch.zeros(4, embeddings.shape[1]), "lora_B": torch.zeros(embeddings.shape[0], 4)}
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(
+        {f"base_model.model.lm_head.{name}.weight": each for name, each in found.items()},
+        adapter / "adapter_model.safetensors",
+    )
+    said = {"peft_type": "LORA", "base_model_name_or_path": str(tied), "r": 4, "lora_alpha": 8}
+    (adapter / "adapter_config.json").write_text(json.dumps(said))
+    with pytest.raises(ModelLoadError, match="is for lm_head, whose weights are also another layer's"):
+        load_model(EngineConfig(model=str(adapter), dtype="float32"), CPU)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (settings(peft_type="IA3"), "is no LoRA; merge it into its base"),
         (settings(use_dora=True), "sets use_dora, with which it cannot be added here"),
         (settings(modules_to_save=["score"]), "sets modules_to_save, with which it"),
+        (settings(alora_invocation_tokens=[1]), "sets alora_invocation_tokens, with which it"),
+        (settings(layer_replication=[[0, 2]]), "sets layer_replication, with which it"),
+        (settings(init_lora_weights="pissa"), "sets init_lora_weights, with which it"),
         (settings(bias="all"), "sets bias, with which it cannot be added here"),
         (settings(r=8), "says that its rank is 8, which its matrices have not"),
         (settings(base_model_name_or_path="/nowhere"), "the base '/nowhere' of the adapter"),

@@ -2,17 +2,29 @@
 does, one by one and in any company."""
 
 import asyncio
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import Content, Engine, EngineConfig, InvalidRequestError
+from maxsimd.engine import (
+    Content,
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    ModelLoadError,
+    Truncation,
+)
+from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.media import PillowPicture
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from tests.checkpoints import vision_language, visual
@@ -209,3 +221,114 @@ async def test_the_two_formats_of_colqwen2_differ_in_positions_alone(
     assert plain.shape == in_space.shape == (len(ids), 48)
     np.testing.assert_allclose(plain[:before], in_space[:before], atol=1e-5)
     assert np.abs(plain[before + 1 :] - in_space[before + 1 :]).max(axis=1).min() > 1e-3
+
+
+def edited(checkpoints: SharedCheckpoints, build: Any, folder: Path, **settings: Any) -> str:
+    """A copy of a checkpoint with other settings for sentence-transformers' first module."""
+    checkpoint = checkpoints.copy(build, folder)
+    path = checkpoint / "sentence_bert_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return str(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_pixels": 8 * 32 * 32},
+        {"size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 9 * 32 * 32}},
+        {"do_normalize": False},
+    ],
+    ids=str,
+)
+async def test_settings_with_which_pictures_are_read_are_taken(
+    checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path, settings: Any
+) -> None:
+    build = vision_language.qwen3_vl_embedding
+    checkpoint = edited(checkpoints, build, tmp_path / "embedding", processing_kwargs={"image": settings})
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    model = reference(checkpoint)
+    result = await engine.embed(PAGES)
+    expected = np.concatenate([encoded(model, page, "document") for page in PAGES])
+    np.testing.assert_allclose(result.embeddings, expected, atol=1e-5)
+
+
+async def test_a_length_that_the_checkpoint_sets_is_that_of_its_texts(
+    checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path, pairs: list[Pair]
+) -> None:
+    build, settings = vision_language.qwen3_vl_embedding, {"text": {"max_length": 90}}
+    checkpoint = edited(checkpoints, build, tmp_path / "embedding", processing_kwargs=settings)
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    model = reference(checkpoint)
+    texts = [pair.document for pair in pairs[:5]] + ["short"]
+    result = await engine.embed(texts, input_type="document")
+    expected = np.concatenate([encoded(model, text, "document") for text in texts])
+    np.testing.assert_allclose(result.embeddings, expected, atol=1e-5)
+
+
+async def test_what_is_cut_is_the_text_and_not_the_template(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    checkpoint = checkpoints(vision_language.qwen3_vl_embedding)
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    texts = ["abc " * 90, "a completely different text " * 30]
+    shortest = (await engine.embed(["a"])).usage.prompt_tokens
+    for side in ("left", "right"):
+        cut = Truncation(max_tokens=shortest + 8, side=side)  # type: ignore[arg-type]
+        result = await engine.embed(texts, truncation=cut)
+        assert result.usage.prompt_tokens == 2 * (shortest + 8)
+        assert result.truncated == 2
+        first, second = result.embeddings
+        assert float(first @ second) < 0.999
+    with pytest.raises(InvalidRequestError):
+        await engine.embed(texts, truncation=Truncation(max_tokens=12))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image": {"patch_size": 8}}, "the setting patch_size for pictures, which is not known here"),
+        (
+            {"text": {"max_length": 90}, "chat_template": {"restore_suffix": False}},
+            "texts that are cut without what stands behind them are not supported",
+        ),
+    ],
+    ids=str,
+)
+async def test_settings_that_are_not_known_are_refused(
+    checkpoints: SharedCheckpoints, tmp_path: Path, settings: Any, message: str
+) -> None:
+    build = vision_language.qwen3_vl_embedding
+    checkpoint = edited(checkpoints, build, tmp_path / "embedding", processing_kwargs=settings)
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(EngineConfig(model=checkpoint, dtype="float32"), torch.device("cpu"))
+
+
+async def test_a_template_that_moves_pictures_is_refused(
+    checkpoints: SharedCheckpoints, tmp_path: Path
+) -> None:
+    """Which of two pictures is the query's cannot be told then."""
+    folder = checkpoints.copy(vision_language.qwen3_vl_reranker, tmp_path / "reranker")
+    (template,) = (folder / "additional_chat_templates").glob("*.jinja")
+    written = template.read_text(encoding="utf-8")
+    moved = written.replace("<Document>:{{ parts(message) }}", "<Document>:")
+    moved = moved.replace("<Query>:", "{% set d = messages[-1] %}{{ parts(d) }}<Query>:")
+    template.write_text(moved, encoding="utf-8")
+    with pytest.raises(ModelLoadError, match="the chat template"):
+        load_model(EngineConfig(model=str(folder), dtype="float32"), torch.device("cpu"))
+
+
+async def test_an_answer_has_the_modules_that_the_projection_needs(
+    checkpoints: SharedCheckpoints, tmp_path: Path
+) -> None:
+    """colpali-engine's projection must be among the modules, and the same."""
+    folder = checkpoints.copy(vision_language.colqwen2_merged, tmp_path / "other")
+    tensors = load_file(folder / "1_Dense" / "model.safetensors")
+    save_file(
+        {name: tensor + 0.5 for name, tensor in tensors.items()}, folder / "1_Dense" / "model.safetensors"
+    )
+    with pytest.raises(ModelLoadError, match="has modules with another projection than its custom_text_proj"):
+        load_model(EngineConfig(model=str(folder), dtype="float32"), torch.device("cpu"))
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([each for each in modules if each["path"] != "1_Dense"]))
+    with pytest.raises(ModelLoadError, match="has no module for its projection custom_text_proj"):
+        load_model(EngineConfig(model=str(folder), dtype="float32"), torch.device("cpu"))

@@ -96,6 +96,15 @@ def test_texts_and_pictures_of_one_document_come_together(qwen: Server) -> None:
     assert np.abs(swapped - expected).max() > 1e-3
 
 
+def test_a_message_of_text_is_read_as_an_input_is(qwen: Server) -> None:
+    (expected,) = vectors(qwen, [TEXT])
+    for content in (TEXT, [{"type": "text", "text": TEXT}]):
+        for option in ({}, {"add_special_tokens": True}):
+            messages = [{"role": "user", "content": content}]
+            (found,) = post(qwen, "/v1/embeddings", messages=messages, **option)["data"]
+            np.testing.assert_allclose(found["embedding"], expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [

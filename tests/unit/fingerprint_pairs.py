@@ -130,6 +130,10 @@ def _one_token_less(model: LoadedModel) -> LoadedModel:
     return dataclasses.replace(model, document=rules)
 
 
+def _other_tower_norms(config: Any) -> None:
+    config["vlm_config"]["vision_config"]["layer_norm_eps"] = 1e-3
+
+
 def _other_colours(settings: Any) -> None:
     settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.6]
 
@@ -189,6 +193,7 @@ PAIRS = [
     Pair("expansion", "one less", "siglip", second=_filled_up_less),
     Pair("chat template", "another request", "colqwen3", _another_request),
     Pair("pictures", "colours", "colpali", json_edit(PROCESSOR, _other_colours)),
+    Pair("tower settings", "of norms", "colpali", json_edit(CONFIG, _other_tower_norms)),
     number("tower weights", "colpali", WEIGHTS, "vlm.multi_modal_projector.linear.bias"),
     keys("prompt pooled", "instructor", POOLING, include_prompt=True),
     keys("document length", "colbert", COLBERT, doc_maxlen=100),

@@ -195,6 +195,13 @@ def _vision(signature: str | None, *modules: torch.nn.Module) -> Change:
     return lambda given: given.but(vision=vision)
 
 
+def _with_a_config() -> torch.nn.Module:
+    """A module without weights that has one."""
+    module: Any = torch.nn.Identity()
+    module.config = SimpleNamespace(to_dict=lambda: {"num_heads": 2})
+    return module
+
+
 def _two_buffers(*names: str) -> Change:
     def changed(backbone: Any) -> None:
         for name in names:
@@ -230,6 +237,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("expansion", "an end", _rules(last_id=3)),
     ("chat template", "some", _rules(chat=SimpleNamespace(signature="a template"))),
     ("pictures", "some", _vision("a processor")),
+    ("tower settings", "some", _vision(None, _with_a_config())),
     ("tower weights", "some", _vision(None, torch.nn.Linear(2, 2))),
     ("document length", "another", _rules(max_tokens=17)),
     ("skip list", "none", _rules(skipped_ids=None)),

@@ -2,6 +2,7 @@
 is read is a user's message, and a prompt the system's."""
 
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -29,6 +30,9 @@ class ChatRole:
         self._around = lru_cache(maxsize=16)(self._rendered_around)
         _, self.after = self._around("")
         self.takes_prompt = self._takes_prompt()
+        # The longest first, where one begins with another.
+        special = sorted(transformer.tokenizer.added_tokens_encoder, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     @property
     def signature(self) -> str:
@@ -40,6 +44,12 @@ class ChatRole:
         """What stands before a text. Raises InvalidRequestError for a prompt that cannot be written."""
         if not prompt:
             return self._around("")[0]
+        if _TEXT in prompt:
+            raise InvalidRequestError(
+                "the instruction or prompt holds a character of Unicode's private use (U+E0A0) that this "
+                "model's template cannot hold; leave it out",
+                "instruction",
+            )
         try:
             before, after = self._around(prompt)
         except ModelLoadError as error:
@@ -48,11 +58,35 @@ class ChatRole:
             raise InvalidRequestError("the model's template writes a prompt behind the text; leave it out")
         return before
 
+    def parts_before(self, prompt: str) -> tuple[str, str]:
+        """What stands before a text: what ends with a special token, and the rest, with which the text may
+        merge. Raises InvalidRequestError for a prompt that cannot be written."""
+        before = self.before(prompt)
+        ends = [found.end() for found in self._special.finditer(before)]
+        end = ends[-1] if ends else 0
+        return before[:end], before[end:]
+
     def content(self, parts: Sequence[str | None], prompt: str) -> str:
         """What a query or a document becomes that has texts and, each in place of None, pictures."""
         return self._rendered(
             [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts], prompt
         )
+
+    def conversation(self, messages: Sequence[dict[str, str]], **options: bool) -> str:
+        """What messages of "role" and "content" become. Raises InvalidRequestError where the template takes
+        no such messages."""
+        in_parts = self._formatter.message_format != "flat"
+        given = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]} if in_parts else message
+            for message in messages
+        ]
+        try:
+            settings = {**self._settings, **options}
+            return str(self._processor.apply_chat_template(given, tokenize=False, **settings))
+        except Exception as error:
+            raise InvalidRequestError(
+                f"the model's chat template does not take these messages: {error}", "messages"
+            ) from None
 
     def _rendered_around(self, prompt: str) -> tuple[str, str]:
         rendered = self._rendered([{"type": "text", "text": _TEXT}], prompt)

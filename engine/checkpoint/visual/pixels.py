@@ -58,6 +58,23 @@ def check_numbers(path: str, image_processor: Any, reader: PictureReader, tower:
         )
 
 
+def check_as_called(
+    path: str, transformer: Any, reader: PictureReader, tower: Tower, in_pairs: bool = False
+) -> None:
+    """Raises ModelLoadError unless a tower reads what sentence-transformers' module makes of a picture, with
+    the settings with which it calls the processor: of one that is large, and one that is small;
+    as queries of pairs, for a module that reads pairs alone."""
+    for width, height in ((700, 500), (40, 90)):
+        pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        image = pillow_of(pixels)
+        made = transformer.preprocess([(image, "a") if in_pairs else image])
+        found = tower.inputs([reader.read(Picture(pixels))], torch.device("cpu"))
+        for name, numbers in found.items():
+            expected = made[name].to(numbers.dtype)
+            if numbers.shape != expected.shape or float((numbers - expected).abs().max()) > _TOLERANCE:
+                raise ModelLoadError(f"pictures of {path!r} are not read as sentence-transformers reads them")
+
+
 def together(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
     """Arrays end to end, on the device."""
     return torch.from_numpy(np.concatenate(arrays)).to(device)

@@ -1,7 +1,7 @@
 """Processors of models that read pictures: what they make of one, and all that decides it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +13,15 @@ from maxsimd.engine.checkpoint.visual.vision import Page
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.media import Picture
 from maxsimd.engine.media.decoding import pillow_of
+
+# Settings of processors of pictures that may be given with a call.
+_SETTINGS = frozenset(
+    {
+        *("size", "do_resize", "resample", "do_center_crop", "crop_size", "do_convert_rgb"),
+        *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
+        *("do_image_splitting", "max_image_size"),
+    }
+)
 
 
 def page_of(ids: Any, image_token_id: int) -> Page:
@@ -50,6 +59,28 @@ def for_pictures_alone(processor: Any) -> Any:
     """A processor that was made `without_videos`, as it can be called and saved."""
     processor.get_attributes = lambda: ["image_processor", "tokenizer"]
     return processor
+
+
+def apply_settings(path: str, image_processor: Any, settings: Mapping[str, Any]) -> None:
+    """Makes settings with which sentence-transformers calls a processor of pictures the processor's own.
+    Raises ModelLoadError for one that is not known here."""
+    for name, value in settings.items():
+        if name in ("min_pixels", "max_pixels"):
+            edge = "shortest_edge" if name == "min_pixels" else "longest_edge"
+            image_processor.size = {**dict(image_processor.size), edge: value}
+        elif name in _SETTINGS and hasattr(image_processor, name):
+            setattr(image_processor, name, value)
+        else:
+            raise ModelLoadError(f"{path!r} has the setting {name} for pictures, which is not known here")
+
+
+def settings_for_pictures(transformer: Any) -> dict[str, Any]:
+    """The settings with which sentence-transformers calls a checkpoint's processor of pictures."""
+    settings = dict(transformer.processing_kwargs or {})
+    common = {
+        name: value for name, value in (settings.get("common") or {}).items() if name != "return_tensors"
+    }
+    return {**(settings.get("image") or {}), **common}
 
 
 def refuse_other_readers(path: str, image_processor: Any) -> None:

@@ -16,8 +16,12 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import Expansion, RoleRules, Task
 from maxsimd.engine.checkpoint.reference import ModulesReference
-from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers
-from maxsimd.engine.checkpoint.visual.processor import refuse_other_readers
+from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_as_called, check_numbers
+from maxsimd.engine.checkpoint.visual.processor import (
+    apply_settings,
+    refuse_other_readers,
+    settings_for_pictures,
+)
 from maxsimd.engine.checkpoint.visual.squares import SquareReader, SquareTower
 from maxsimd.engine.checkpoint.visual.vision import (
     Page,
@@ -143,12 +147,14 @@ class _PictureInputs:
 def _vision(path: str, transformer: Any) -> Vision:
     model, image_processor = transformer.auto_model, transformer.processor.image_processor
     refuse_other_readers(path, image_processor)
+    apply_settings(path, image_processor, settings_for_pictures(transformer))
     config = model.config.vision_config
     # A picture stands for one token, which is never looked up.
     page = Page(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int64))
     reader = SquareReader(image_processor, page, (config.image_size // config.patch_size) ** 2)
     tower = SquareTower(model, model.vision_model, PixelScale.of(image_processor))
     check_numbers(path, image_processor, reader, tower)
+    check_as_called(path, transformer, reader, tower)
     modules = [model.vision_model]
     if hasattr(model, "visual_projection"):
         modules.append(model.visual_projection)

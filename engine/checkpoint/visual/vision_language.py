@@ -2,6 +2,7 @@
 What they make of a text or a picture is the language model's; pictures come in as features of a tower."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as ListOf
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -13,7 +14,14 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.model import RoleRules
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.visual.chat import ChatRole
-from maxsimd.engine.checkpoint.visual.processor import blank, for_pictures_alone, without_videos
+from maxsimd.engine.checkpoint.visual.pixels import check_as_called
+from maxsimd.engine.checkpoint.visual.processor import (
+    apply_settings,
+    blank,
+    for_pictures_alone,
+    settings_for_pictures,
+    without_videos,
+)
 from maxsimd.engine.checkpoint.visual.qwen_vl import PICTURE, PictureInputs, vision_of
 from maxsimd.engine.checkpoint.visual.tiles import vision_of_tiles
 from maxsimd.engine.checkpoint.visual.vision import Vision
@@ -23,8 +31,8 @@ from maxsimd.scheduler.payload import TokenIds
 
 # By the type in a config.
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3")
-# Of a picture: width and height.
-_PROBE_SIZE = (90, 60)
+# Of pictures: width and height.
+_PROBE_SIZE, _LARGE = (90, 60), (700, 500)
 _PROBES = ("a", "What is this?", "two\nlines, and numbers: 1.5", " a space in front", "spaces behind  ", "\n")
 
 
@@ -58,10 +66,13 @@ def with_pictures(path: str, transformer: Any, parts: dict[str, Any]) -> dict[st
     if "message" not in transformer.modality_config or not transformer.processor.chat_template:
         raise ModelLoadError(f"{path!r} has no chat template, which says how pictures are written")
     processor = transformer.processor
+    apply_settings(path, processor.image_processor, settings_for_pictures(transformer))
     if hasattr(model, "visual"):
         vision, backbone = vision_of(path, model, for_pictures_alone(processor)), model.language_model
     else:
         vision, backbone = vision_of_tiles(path, model, processor), model.text_model
+    in_pairs = parts["score_task"] == "classify"
+    check_as_called(path, transformer, vision.reader, vision.tower, in_pairs)
     inputs = PictureInputs(vision, next(backbone.parameters()).device)
     for task in parts["tasks"].values():
         task.reference.pictures = inputs
@@ -89,23 +100,27 @@ def _without_output(transformer: Any) -> Any:
 
 def _check_pairs(transformer: Any, template: ScoreTemplate, vision: Vision) -> None:
     """Raises ModelLoadError unless a template writes pairs with pictures as sentence-transformers does."""
-    picture = blank(*_PROBE_SIZE)
-    for pair in ((picture, "a b"), ("a b", picture), (picture, picture)):
+    small, large = blank(*_PROBE_SIZE), blank(*_LARGE)
+    for pair in ((small, "a b"), ("a b", small), (small, large), (large, small)):
         query, document = ([item if isinstance(item, str) else None] for item in pair)
-        text = "".join(template.pair(query, document, None))
-        pictures = sum(not isinstance(item, str) for item in pair)
-        _check_written(transformer, vision, text, pictures, transformer.preprocess([pair]))
+        written = template.pair(query, document, None, vision.image_token)
+        sides = pair if written.query_first else pair[::-1]
+        pictures = [item.size for item in sides if not isinstance(item, str)]
+        _check_written(transformer, vision, written.text, pictures, transformer.preprocess([pair]))
 
 
-def _check_written(transformer: Any, vision: Vision, text: str, pictures: int, made: Any) -> None:
-    """Raises ModelLoadError unless a text with some black pictures has the tokens that were made of it."""
-    width, height = _PROBE_SIZE
-    image = vision.reader.read(Picture(np.zeros((height, width, 3), dtype=np.uint8)))
+def _check_written(
+    transformer: Any, vision: Vision, text: str, sizes: ListOf[tuple[int, int]], made: Any
+) -> None:
+    """Raises ModelLoadError unless a text with black pictures of some sizes has the tokens that were made of
+    it."""
+    pixels = [np.zeros((height, width, 3), dtype=np.uint8) for width, height in sizes]
+    images = [vision.reader.read(Picture(each)) for each in pixels]
 
     def encoded(text: str) -> TokenIds:
         return np.array(transformer.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
-    tokens = vision.with_features(text, [image] * pictures, encoded)
+    tokens = vision.with_features(text, images, encoded)
     if tokens is None or tokens.ids.tolist() != made["input_ids"][0].tolist():
         raise ModelLoadError("the chat template writes pictures in a way that is not known here")
 
@@ -123,17 +138,21 @@ def with_chat(transformer: Any, vision: Vision, role: str | None, rules: RoleRul
     trailing = np.array(tokenizer(chat.after, add_special_tokens=False)["input_ids"], dtype=np.int32)
     if rules.expansion is not None:
         raise ModelLoadError("query expansion beside a chat template is not supported")
+    settings = transformer.processing_kwargs or {}
+    own_length = (settings.get("text") or {}).get("max_length", rules.max_tokens)
+    if own_length is not None and (settings.get("chat_template") or {}).get("restore_suffix") is False:
+        raise ModelLoadError("texts that are cut without what stands behind them are not supported")
     for text in _PROBES:
         before = tokenizer(chat.before(rules.prompt) + text, add_special_tokens=False)["input_ids"]
         made = transformer.preprocess([text], prompt=rules.prompt or None, task=role)
         if [*before, *trailing.tolist()] != made["input_ids"][0].tolist():
             raise ModelLoadError("the chat template writes texts in a way that is not known here")
     picture = transformer.preprocess([blank(*_PROBE_SIZE)], prompt=rules.prompt or None, task=role)
-    _check_written(transformer, vision, chat.content([None], rules.prompt), 1, picture)
+    _check_written(transformer, vision, chat.content([None], rules.prompt), [_PROBE_SIZE], picture)
     return RoleRules(
         rules.prompt,
         trailing_ids=trailing if len(trailing) else None,
-        max_tokens=rules.max_tokens,
+        max_tokens=own_length,
         skipped_ids=rules.skipped_ids,
         chat=chat,
     )
