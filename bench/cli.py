@@ -310,6 +310,20 @@ def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
     publish(settings, run_and_clean_up(measure_files(documents, rounds)), json_file)
 
 
+@bench.command("startup")
+@click.option("--other", type=click.Path(exists=True, file_okay=False), help="Checkout of another version.")
+@click.option(
+    "--rounds", type=int, default=5, show_default=True, help="Starts of each; medians are reported."
+)
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_startup(other: str | None, rounds: int, json_file: str | None) -> None:
+    """Start and peak memory of a server of the default model; run it in a checkout."""
+    from maxsimd.bench.startup import measure_startup
+
+    figures = measure_startup(Path.cwd(), None if other is None else Path(other), rounds)
+    publish({"rounds": rounds}, figures, json_file)
+
+
 @bench.command("plots")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def bench_plots(folder: str) -> None:

@@ -94,6 +94,12 @@ _VALUES = st.recursive(
 # Of the vectors of the model that is served here, and two of these in float16.
 _DIM = 32
 _HALVES = base64.b64encode(b"\x00\x2e" * 2 * _DIM).decode()
+# A PNG of 2 x 2 pixels, and it beside a text.
+_PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAADUlEQVR4nGP4z4AA/wEOAAH/OF9wGgAAAABJRU5ErkJggg=="
+_PARTS = (
+    {"type": "text", "text": "a text"},
+    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_PICTURE}"}},
+)
 # What a body is meant for, and one that is accepted there, or would be by another model.
 _USUAL: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/rerank", {"query": "how is a file read", "documents": ["one text", "another", "a third one"]}),
@@ -121,6 +127,16 @@ _USUAL: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/decode", {"ids": [[101, 2000], [102]]}),
     ("/invocations", {"query": "a", "documents": ["b", "c"]}),
     ("/", {"inputs": ["a text"]}),
+    ("/rerank", {"query": "a", "documents": [{"image": _PICTURE}, "b", {"text": "c", "image": _PICTURE}]}),
+    (
+        "/score",
+        {"queries": {"image": _PICTURE}, "documents": ["b", {"content": [*_PARTS]}], "explain": "maps"},
+    ),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": [*_PARTS]}]}),
+    ("/embeddings", {"input": [f"data:image/png;base64,{_PICTURE}"], "modality": "image"}),
+    ("/v2/embed", {"images": [f"data:image/png;base64,{_PICTURE}"], "input_type": "image"}),
+    ("/v1/multimodalembeddings", {"inputs": [{"content": [*_PARTS]}], "input_type": "document"}),
+    ("/invocations", {"query": "a", "documents": [{"image": _PICTURE}]}),
 )
 _LONGEST = 9 << 20
 
