@@ -12,7 +12,12 @@ import click
 from maxsimd.api.options import config_from, options_from
 from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.gpu.command import bench_gpu, bench_kernels
-from maxsimd.bench.page_commands import bench_beside_pages, bench_page_speed, bench_pages
+from maxsimd.bench.page_commands import (
+    bench_beside_pages,
+    bench_page_speed,
+    bench_pages,
+    bench_picture_stalls,
+)
 from maxsimd.bench.peers.command import bench_peers
 from maxsimd.bench.report import Report, publish
 from maxsimd.bench.running import run_and_clean_up
@@ -313,7 +318,7 @@ def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
 @bench.command("startup")
 @click.option("--other", type=click.Path(exists=True, file_okay=False), help="Checkout of another version.")
 @click.option(
-    "--rounds", type=int, default=5, show_default=True, help="Starts of each; medians are reported."
+    "--rounds", type=int, default=5, show_default=True, help="Starts of each; medians count."
 )
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
 def bench_startup(other: str | None, rounds: int, json_file: str | None) -> None:
@@ -336,6 +341,6 @@ def bench_plots(folder: str) -> None:
 
 for command in (
     *(bench_peers, bench_gpu, bench_kernels),
-    *(bench_pages, bench_page_speed, bench_beside_pages),
+    *(bench_pages, bench_page_speed, bench_beside_pages, bench_picture_stalls),
 ):
     bench.add_command(command)

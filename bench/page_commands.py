@@ -1,4 +1,4 @@
-"""`maxsimd bench pages`, `page-speed` and `beside-pages`: what is measured of models that read pictures."""
+"""`maxsimd bench pages`, `page-speed`, `beside-pages` and `picture-stalls`: models that read pictures."""
 
 from typing import Any
 
@@ -61,3 +61,13 @@ def bench_beside_pages(shape: str, pages: int, layers: int, json_file: str | Non
 
     found = run_and_clean_up(measure_beside_pages(shape, pages, layers))
     publish({"shape": shape, "layers": layers}, found, json_file)
+
+
+@click.command("picture-stalls")
+@click.option("--pictures", type=int, default=12, show_default=True, help="Pictures in a request.")
+@_json
+def bench_picture_stalls(pictures: int, json_file: str | None) -> None:
+    """How long the event loop stands still while pictures of 12 million pixels are read."""
+    from maxsimd.bench.picture_stalls import measure_picture_stalls
+
+    publish({"pictures": pictures}, run_and_clean_up(measure_picture_stalls(pictures)), json_file)
