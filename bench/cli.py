@@ -317,9 +317,7 @@ def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
 
 @bench.command("startup")
 @click.option("--other", type=click.Path(exists=True, file_okay=False), help="Checkout of another version.")
-@click.option(
-    "--rounds", type=int, default=5, show_default=True, help="Starts of each; medians count."
-)
+@click.option("--rounds", type=int, default=5, show_default=True, help="Starts of each; medians count.")
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
 def bench_startup(other: str | None, rounds: int, json_file: str | None) -> None:
     """Start and peak memory of a server of the default model; run it in a checkout."""

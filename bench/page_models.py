@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 # The words of the small vocabularies: embeddings are looked up, so that their number takes no time.
 _WORDS = 4096
 
@@ -140,6 +138,8 @@ def _tokenizer(template: str, begin: str, end: str, longest: int, others: list[s
 
 
 def _saved(folder: Path, model: Any, processor: Any) -> str:
+    import torch
+
     folder.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(folder)
     processor.save_pretrained(folder)

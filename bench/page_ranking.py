@@ -11,11 +11,11 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s")
 
 async def measure_page_ranking(config: EngineConfig, pages: int, queries: int) -> dict[str, float]:
     """Mean reciprocal rank, and how often the page comes first, of `queries` against all pages."""
-    known = [pair for pair in docstring_pairs() if len(_SENTENCE.split(pair.document, 1)) == 2][:pages]
-    drawn = draw_pages(known, seed=0)
+    pairs = [pair for pair in docstring_pairs() if len(_SENTENCE.split(pair.document, 1)) == 2][:pages]
+    drawn = draw_pages(pairs, seed=0)
     ranks = []
     async with Engine(config) as engine:
-        for number, pair in enumerate(known[:queries]):
+        for number, pair in enumerate(pairs[:queries]):
             scores = (await engine.score(_first_sentence(pair), drawn)).scores
             ranks.append(1 + sum(score > scores[number] for score in scores))
     return {

@@ -18,8 +18,8 @@ _TICK = 0.001
 
 
 async def measure_picture_stalls(pictures: int) -> dict[str, float]:
-    """For each kind of file the longest that a task which sleeps for a millisecond overslept, in milliseconds,
-    while a request with so many pictures of 12 million pixels was read and run; and with none."""
+    """The longest that a task which sleeps for a millisecond overslept, in milliseconds, while a request with
+    pictures of 12 million pixels was read and run, for each kind of file; and with none."""
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         async with Engine(EngineConfig(model=clip_b32(Path(folder) / "model", 2))) as engine:

@@ -13,7 +13,7 @@ import click
 
 from maxsimd.engine.media import Content, PdfPage, PictureAt
 
-# A page takes as long as a text of so many characters, or longer.
+# A page takes as long as a text of this many characters, or longer.
 _PAGE = 32_768
 KINDS = ("lines", "jsonl", "csv", "tsv", "parquet")
 _ENDINGS = {

@@ -26,7 +26,7 @@ def check_lines(explain: int, lines: Iterable[int]) -> None:
 
 
 def check_mapped(numbers: Iterable[int]) -> None:
-    """Refuses a request with so many numbers in the maps of each of its documents."""
+    """Refuses a request whose maps would have too much, by the `numbers` in those of each document."""
     mapped = sum(numbers)
     if mapped > MOST_MAPPED:
         raise RequestTooLargeError(

@@ -12,8 +12,8 @@ from maxsimd.engine.checkpoint.visual.processor import as_pillow, settings_of
 from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Page
 from maxsimd.engine.media import Picture
 
-# Pictures that the tower encodes together.
-_TOGETHER = 4
+# Pictures that the tower encodes together: some, or as many as have this many patches.
+_TOGETHER, _PATCHES = 4, 4096
 
 
 class SquareReader:
@@ -56,8 +56,9 @@ class SquareTower:
     def __call__(self, images: Sequence[ImageInputs], device: torch.device) -> list[torch.Tensor]:
         features: list[torch.Tensor] = []
         dtype = next(self._tower.parameters()).dtype
-        for first in range(0, len(images), _TOGETHER):
-            pixels = self.inputs(images[first : first + _TOGETHER], device)["pixel_values"]
+        together = max(_TOGETHER, _PATCHES // max(1, images[0].patches))
+        for first in range(0, len(images), together):
+            pixels = self.inputs(images[first : first + together], device)["pixel_values"]
             # [pictures, features, hidden], or [pictures, hidden]
             made = self._model.get_image_features(pixels.to(dtype)).pooler_output
             features += made if made.dim() == 3 else made[:, None]
