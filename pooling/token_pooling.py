@@ -31,6 +31,10 @@ class TokenPooling:
         )
 
 
-def merging_documents(factor: float) -> TokenPooling:
-    """Documents with about one vector for every `factor` tokens; the first token is left as it is."""
-    return TokenPooling(HierarchicalTokenPooling(factor), frozenset({Role.DOCUMENT}))
+def merging_documents(factor: float, left_alone: int = 1) -> TokenPooling:
+    """
+    Documents with about one vector for every `factor` tokens; the first
+    `left_alone` tokens are left as they are.
+    """
+    method = HierarchicalTokenPooling(factor, num_protected_tokens=left_alone)
+    return TokenPooling(method, frozenset({Role.DOCUMENT}))

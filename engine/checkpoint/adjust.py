@@ -40,7 +40,10 @@ def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
     if config.doc_token_pooling is not None:
         if model.score_task != "token_embed":
             raise ModelLoadError("doc_token_pooling is for late interaction")
-        model = replace(model, token_pooling=merging_documents(config.doc_token_pooling))
+        # A text begins with a token that stands for all of it, a page with none.
+        left_alone = 1 if model.vision is None else 0
+        pooling = merging_documents(config.doc_token_pooling, left_alone)
+        model = replace(model, token_pooling=pooling)
     if config.dimensions is not None:
         model = replace(model, tasks=_shortened(model.tasks, config.dimensions))
     return model

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 from transformers import (
     AutoProcessor,
     ColModernVBertForRetrieval,
@@ -224,3 +225,21 @@ async def test_content_that_the_model_does_not_read_is_refused_by_its_name(
     assert (await engine.score("a", [Content.of(["a", "b"])])).scores == (
         await engine.score("a", ["a\nb"])
     ).scores
+
+
+async def test_vectors_of_pages_are_merged_as_sentence_transformers_merges_them(
+    checkpoint: str, engines: Engines
+) -> None:
+    config = EngineConfig(model=checkpoint, dtype="float32", doc_token_pooling=3)
+    engine = await engines(config)
+    pooling = HierarchicalTokenPooling(3, num_protected_tokens=0)
+    model = reference(checkpoint)
+    (query,) = encoded(model, QUERIES[:1], "query")
+    pages = [pooling.pool_one(torch.from_numpy(page)).numpy() for page in encoded(model, PAGES, "document")]
+    await engine.clear_cache()
+    for _ in range(2):  # the second time they are cached
+        result = await engine.score(QUERIES[0], PAGES)
+        np.testing.assert_allclose(result.scores, [maxsim(query, page) for page in pages], atol=1e-4)
+    assert result.usage.cached_documents == len(PAGES)
+    with pytest.raises(InvalidRequestError, match="explain is not possible"):
+        await engine.score(QUERIES[0], PAGES, explain=True)
