@@ -51,7 +51,7 @@ def _file(kind: str, seed: int) -> bytes:
     random = np.random.default_rng(seed)
     coarse = Image.fromarray(random.integers(0, 256, (30, 40, 3), dtype=np.uint8))
     pixels = np.asarray(coarse.resize((_WIDTH, _HEIGHT), Image.Resampling.BICUBIC)).astype(np.int16)
-    pixels += random.integers(-8, 9, pixels.shape, dtype=np.int16)
+    pixels += random.integers(-3, 4, pixels.shape, dtype=np.int16)
     out = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(out, kind, quality=85)
     return out.getvalue()

@@ -123,7 +123,7 @@ class StepReport:
 @dataclass(frozen=True, slots=True)
 class StepEnding:
     """Runner to scheduler: the last stage of a step has begun; choose the next step, so that the device has
-    something to do afterwards."""
+    something to do afterwards. Not sent for a last stage of pictures, whose report is enough."""
 
     step_id: int
 

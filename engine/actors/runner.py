@@ -46,7 +46,8 @@ class RunnerActor(Actor[RunnerMessage]):
     """Owns the model, the transaction of each step, and the policy for steps that fail.
 
     A step is run in stages, each a transaction by itself; when the last begins, the scheduler is told and
-    chooses the next step meanwhile. A stage that fails on the way to delivery is tried again in halves, until
+    chooses the next step meanwhile. Only after pictures it chooses when they are done: their passes may take
+    seconds, and a small request that comes meanwhile is to be in the very next step. A stage that fails on the way to delivery is tried again in halves, until
     the sequence that breaks it stands alone; only that sequence's request fails. When that sequence comes
     again it runs alone at once. An error of the device, and whatever fails in delivery or commit, ends the
     engine.
@@ -91,7 +92,8 @@ class RunnerActor(Actor[RunnerMessage]):
         *stages, last = [part for stage in message.stages() for part in self._suspects.isolate(stage)]
         for stage in stages:
             await self._run(stage)
-        self._scheduler.post(StepEnding(message.step_id))
+        if not last.images:
+            self._scheduler.post(StepEnding(message.step_id))
         await self._run(last)
 
     async def _run(self, step: Step) -> None:
