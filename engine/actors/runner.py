@@ -47,10 +47,10 @@ class RunnerActor(Actor[RunnerMessage]):
 
     A step is run in stages, each a transaction by itself; when the last begins, the scheduler is told and
     chooses the next step meanwhile. Only after pictures it chooses when they are done: their passes may take
-    seconds, and a small request that comes meanwhile is to be in the very next step. A stage that fails on the way to delivery is tried again in halves, until
-    the sequence that breaks it stands alone; only that sequence's request fails. When that sequence comes
-    again it runs alone at once. An error of the device, and whatever fails in delivery or commit, ends the
-    engine.
+    seconds, and a small request that comes meanwhile is to be in the very next step. A stage that fails on
+    the way to delivery is tried again in halves, until the sequence that breaks it stands alone; only that
+    sequence's request fails. When that sequence comes again it runs alone at once. An error of the device,
+    and whatever fails in delivery or commit, ends the engine.
     """
 
     def __init__(
