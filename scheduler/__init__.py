@@ -3,7 +3,7 @@
 Pure Python and numpy: no torch and no asyncio, so that the policy can be simulated a million steps at a time.
 """
 
-from maxsimd.scheduler.filling import BesideSmall, StepLimits
+from maxsimd.scheduler.filling import StepLimits
 from maxsimd.scheduler.forecast import ServiceRate, StepTimes, WaitErrors
 from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.payload import (
@@ -25,7 +25,6 @@ from maxsimd.scheduler.weights import Share, share_of
 __all__ = [
     "OLDEST_SHARE",
     "OVERDUE_SHARE",
-    "BesideSmall",
     "CachedBatch",
     "Chunk",
     "DocumentPayload",

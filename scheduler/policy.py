@@ -4,6 +4,7 @@ Nothing here knows how a step is run, or what comes of it.
 """
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
@@ -13,6 +14,7 @@ from maxsimd.scheduler.held_features import HeldFeatures
 from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 from maxsimd.scheduler.shares import Shares
+from maxsimd.scheduler.small_requests import SmallRequests
 from maxsimd.scheduler.waiting import WaitingRequest
 from maxsimd.scheduler.weights import Share, share_of
 
@@ -26,8 +28,6 @@ OLDEST_SHARE = 1 / 8
 # docstrings at twice the load that can be served; with one giant in a hundred at a load of 0.95, they have
 # mean latencies of 0.52, 0.54 and 0.66 s and p99 of 1.4, 1.7 and 4.4 s.
 OVERDUE_SHARE = 1 / 4
-# For how many steps after the last small request the next is expected: for seconds, on a CPU.
-_STEPS_BESIDE_SMALL = 256
 # How many requests of which nothing fits are looked at to fill a step; it bounds the time of a step.
 _MAX_MISSES = 64
 
@@ -47,8 +47,9 @@ class Scheduler:
        more is cut to fill the step. At most one sequence is mid-prefill at a time.
     4. What room is left goes to the sequence that is mid-prefill.
 
-    While small requests come (`StepLimits.beside_small`), these passes have a smaller budget, and a still
-    smaller one where a small request is first; only small requests use what is left of the whole one.
+    While small requests come (`StepLimits.beside_small`), steps are short: these passes have a smaller
+    budget, or one sequence or picture of larger requests, whose pictures and sequences do not share a step.
+    Only small requests use what is left of the whole budget, and they are run first.
 
     Cached batches are scheduled like sequences and cost their price. So do pictures, each before the sequence
     that has it, which runs in a later step; they are run behind the step's sequences. What is larger than the
@@ -95,7 +96,7 @@ class Scheduler:
         self._steps = 0
         self._budget_divisor = 1
         self._reduced_steps = 0
-        self._steps_beside_small = 0
+        self._small = SmallRequests(limits.beside_small)
 
     @property
     def waiting_tokens(self) -> int:
@@ -183,7 +184,7 @@ class Scheduler:
         self._tokens += request.work - before
         self._sequences += len(sequences)
         self._cached += len(cached)
-        self._expect_small(request)
+        self._small.note(request)
         self._shares.charge(request, 0)
 
     def enter(self, request: WaitingRequest) -> None:
@@ -202,7 +203,7 @@ class Scheduler:
         request.due = self._scheduled_tokens + self._tokens
         self._sequences += request.num_sequences
         self._cached += request.num_cached
-        self._expect_small(request)
+        self._small.note(request)
         self._shares.join(request)
 
     def cancel(self, request_id: int) -> None:
@@ -229,17 +230,16 @@ class Scheduler:
         if not self._requests:
             return None
         budget = self._next_budget()
-        most = self._most_beside_small(budget)
-        filling = Filling(most, self.limits.sequences)
+        most = self._small.next_step(budget)
+        filling = Filling(budget, self.limits.sequences, most if most < budget else None)
         if not self._serve_oldest(filling):
             self._serve_passed_over(filling)
         self._serve_in_order(filling)
-        while filling.is_open and self._fill_gap(filling):
+        while filling.room > 0 and self._fill_gap(filling):
             self._shares.restore()
             self._serve_in_order(filling)
         self._shares.restore()
         if most < budget:
-            filling.room += budget - most
             self._serve_small(filling)
         self._features.end_step()
         self._steps += 1
@@ -248,23 +248,6 @@ class Scheduler:
     def _check_fits(self, longest: int) -> None:
         if not self.fits(longest):
             raise ValueError(f"{longest} tokens do not fit a step of {self.limits.tokens}")
-
-    def _expect_small(self, request: WaitingRequest) -> None:
-        if self._is_small(request):
-            self._steps_beside_small = _STEPS_BESIDE_SMALL
-
-    def _is_small(self, request: WaitingRequest) -> bool:
-        return self.limits.beside_small is not None and request.work <= self.limits.beside_small.without
-
-    def _most_beside_small(self, budget: int) -> int:
-        """How much of a step's budget larger requests may use."""
-        if self.limits.beside_small is None or not self._steps_beside_small:
-            return budget
-        self._steps_beside_small -= 1
-        first = self._shares.first()
-        has_small = first is not None and self._is_small(first)
-        small = self.limits.beside_small
-        return min(budget, small.with_one if has_small else small.without)
 
     def _next_budget(self) -> int:
         if self._reduced_steps == 0:
@@ -279,10 +262,10 @@ class Scheduler:
         self._oldest_credit = min(self._oldest_credit + part, self.limits.tokens)
         if self._oldest_credit <= 0:
             return False
-        while self._requests and filling.is_open and self._oldest_credit > -part:
+        while self._requests and filling.room > 0 and self._oldest_credit > -part:
             oldest, most = next(iter(self._requests.values())), math.ceil(self._oldest_credit + part)
             given = self._give(oldest, filling, most)
-            if not given and filling.is_empty:
+            if not given and filling.takes_oversized(oldest.request_id):
                 self._next_partial = oldest
                 given = self._continue_partial(filling, most)
             if not given:
@@ -301,13 +284,13 @@ class Scheduler:
 
     def _serve_passed_over(self, filling: Filling) -> None:
         request, self._passed_over = self._passed_over, None
-        if request is not None and not self._give(request, filling, filling.room):
-            self._continue_partial(filling, filling.room)
+        if request is not None and not self._give(request, filling):
+            self._continue_partial(filling)
 
     def _serve_in_order(self, filling: Filling) -> None:
         misses = 0
-        while filling.is_open and misses < _MAX_MISSES and (request := self._shares.first()) is not None:
-            if self._give(request, filling, filling.room):
+        while filling.room > 0 and misses < _MAX_MISSES and (request := self._shares.first()) is not None:
+            if self._give(request, filling):
                 continue
             if self._passed_over is None:
                 self._passed_over = request
@@ -315,30 +298,40 @@ class Scheduler:
             misses += 1
 
     def _serve_small(self, filling: Filling) -> None:
-        while filling.is_open and (request := self._shares.first()) is not None and self._is_small(request):
-            if not self._give(request, filling, filling.room):
+        while filling.room_for_small > 0 and (request := self._shares.first()) is not None:
+            is_small = filling.note(request.request_id, self._small.include(request))
+            if not is_small or not self._give(request, filling):
                 break
 
     def _fill_gap(self, filling: Filling) -> bool:
         """Fills what nothing else fits into; says whether it could."""
         if self._partial is None and self._next_partial is not None:
-            return self._give(self._next_partial, filling, filling.room) > 0
-        return self._continue_partial(filling, filling.room) > 0
+            return self._give(self._next_partial, filling) > 0
+        return self._continue_partial(filling) > 0
 
-    def _give(self, request: WaitingRequest, filling: Filling, most: int) -> int:
+    def _give(self, request: WaitingRequest, filling: Filling, most: int = sys.maxsize) -> int:
         """Adds to the step what of a request best uses the room, but at most `most` tokens of a sequence that
         has to be cut. Returns its cost in tokens: 0 when nothing could be added."""
+        filling.note(request.request_id, self._small.include(request))
         if request is self._partial and (given := self._continue_partial(filling, most)):
             return given
-        part = request.take(filling.room) if filling.takes_sequences else request.take_cached(filling.room)
-        if part is None and filling.takes_sequences and self._may_cut(request) and request.start_partial():
+        part = self._take(request, filling)
+        takes_sequence = filling.takes_sequence(request.request_id)
+        if part is None and takes_sequence and self._may_cut(request) and request.start_partial():
             self._partial = request
             self._next_partial = None
             return self._continue_partial(filling, most)
-        chosen = part or self._features.take(request, filling.room, self._oldest())
-        if chosen is None and filling.is_empty:
-            chosen = self._take_oversized(request)
-        return 0 if chosen is None else self._add(request, chosen, filling)
+        if part is None and filling.takes_image(request.request_id):
+            part = self._features.take(request, filling.room_of(request.request_id), self._oldest())
+        if part is None and filling.takes_oversized(request.request_id):
+            part = self._take_oversized(request)
+        return 0 if part is None else self._add(request, part, filling)
+
+    def _take(self, request: WaitingRequest, filling: Filling) -> Sequence | CachedBatch | ImageJob | None:
+        room = filling.room_of(request.request_id)
+        if filling.takes_sequence(request.request_id):
+            return request.take(room)
+        return request.take_cached(room) if filling.takes_cached(request.request_id) else None
 
     def _may_cut(self, request: WaitingRequest) -> bool:
         reserved = self._next_partial
@@ -367,11 +360,12 @@ class Scheduler:
         self._account(request, given)
         return given
 
-    def _continue_partial(self, filling: Filling, most: int) -> int:
+    def _continue_partial(self, filling: Filling, most: int = sys.maxsize) -> int:
         """Adds to the step up to `most` tokens of the sequence that is mid-prefill; returns how many."""
         request = self._partial
         if request is None or request.partial is None:
             return 0
+        filling.note(request.request_id, self._small.include(request))
         given = filling.lengthen(*request.partial, most)
         if not given:
             return 0

@@ -158,13 +158,15 @@ _BATCHES_TOGETHER = 4
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One forward pass, the cached documents scored after it, and then pictures to encode for later steps.
+    """One forward pass, the cached documents scored after it, and then pictures to encode for later steps;
+    before all that, the sequences and cached documents of the requests that are run `first`, by themselves.
     `step_id` counts steps; a step that is split keeps its id in all parts."""
 
     step_id: int
     chunks: tuple[Chunk, ...]
     cached: tuple[CachedBatch, ...] = ()
     images: tuple[ImageJob, ...] = ()
+    first: frozenset[int] = frozenset()
 
     @cached_property
     def num_tokens(self) -> int:
@@ -195,10 +197,16 @@ class Step:
     def stages(self) -> list["Step"]:
         """What is run and delivered one after the other: the chunks, then some cached batches at a time, so
         that the results of a forward pass do not wait for other requests' cached documents, and of neither
-        for pictures."""
-        stages = [Step(self.step_id, self.chunks)] if self.chunks else []
-        for start in range(0, len(self.cached), _BATCHES_TOGETHER):
-            stages.append(Step(self.step_id, (), self.cached[start : start + _BATCHES_TOGETHER]))
+        for pictures; first of all those of the requests that are run first."""
+        stages = []
+        for is_first in (True, False) if self.first else (False,):
+            chunks = [chunk for chunk in self.chunks if (chunk.sequence.request_id in self.first) is is_first]
+            cached = [batch for batch in self.cached if (batch.request_id in self.first) is is_first]
+            if chunks:
+                stages.append(Step(self.step_id, tuple(chunks)))
+            for start in range(0, len(cached), _BATCHES_TOGETHER):
+                together = tuple(cached[start : start + _BATCHES_TOGETHER])
+                stages.append(Step(self.step_id, (), together))
         if self.images:
             stages.append(Step(self.step_id, (), (), self.images))
         return stages

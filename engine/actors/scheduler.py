@@ -26,9 +26,9 @@ from maxsimd.scheduler import Scheduler, ServiceRate, Share, Step, StepTimes
 
 log = logging.getLogger(__name__)
 
-# The next step is chosen when this share of the time is left that the one on the device takes, but no later
-# than this many seconds before its end.
-_SHARE_LEFT, _LEAST_LEFT = 0.25, 0.005
+# The next step is chosen when this share of the time is left that the one on the device takes, but at least
+# and at most as many seconds before its end.
+_SHARE_LEFT, _LEAST_LEFT, _MOST_LEFT = 0.25, 0.005, 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +74,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         # What was worked out since something changed, by share and class of size.
         self._ahead: dict[tuple[Share, int], int] = {}
         small = scheduler.limits.beside_small
-        # While small requests come, steps that have as much as is allowed beside one tell the speed as well.
-        self.rate = ServiceRate(scheduler.limits.tokens if small is None else 2 * small.with_one)
+        # While small requests come, steps that have half of what is allowed beside them tell the speed too.
+        self.rate = ServiceRate(scheduler.limits.tokens if small is None else small)
         self.step_times = StepTimes()
         self.num_signs = 0
 
@@ -205,10 +205,11 @@ class SchedulerActor(Actor[SchedulerMessage]):
         """When (perf_counter) the step after one that has begun its last stage is to be chosen. On a GPU at
         once: a step takes no longer there than an alarm may be late."""
         now = time.perf_counter()
-        expected = self.rate.seconds(self._in_flight[step_id].work)
+        step = self._in_flight[step_id]
+        expected = self.rate.seconds(step.work - step.reported)
         if self._scheduler.limits.beside_small is None or expected is None:
             return now
-        return now + expected - max(_SHARE_LEFT * expected, _LEAST_LEFT)
+        return now + expected - min(max(_SHARE_LEFT * expected, _LEAST_LEFT), _MOST_LEFT)
 
     def _set_alarm(self) -> None:
         if self._alarm is None:

@@ -5,13 +5,12 @@ from typing import Any
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.scheduler import BesideSmall
 
 ON_A_CPU, ON_A_GPU = 2_048, 16_384
 _LEAST = 1_024
 _LEAST_BESIDE_SMALL = 256
-# In sixteenths of a step, with a small request and without one.
-_WITH_SMALL, _WITHOUT_SMALL = 3, 8
+# Of a step, and of the usual one where a step must hold longer texts.
+_SIXTEENTHS = 8
 
 # A step's tensors may take this share of what is free; keys, values and queries that are held need room too.
 _SHARE = 0.5
@@ -29,19 +28,14 @@ def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype,
     return budget if chunked else max(budget, model.max_tokens)
 
 
-def beside_small_requests(budget: int, device: torch.device) -> BesideSmall | None:
+def beside_small_requests(budget: int, device: torch.device) -> int | None:
     """How many tokens of larger requests a step may have while requests of a document or so come; None for as
-    many as fit. On a CPU whoever comes meanwhile waits for a step, but short steps do less in all: with 6
-    sixteenths of a step in either case, small requests took 2.7 to 3.1 times as long at p99 as alone, and
-    batches lost 9 to 12% of their throughput (`maxsimd bench mixed`, several runs); with 3 beside a small
-    request and 8 without one, 2.1 and 2.7 times, and 4 and 7%. Of a GPU that has not been measured."""
+    many as fit. On a CPU whoever comes meanwhile waits for a step, but short steps do less in all: with 8
+    sixteenths small requests took 2.9 and 3.3 times as long at p99 as alone, and batches lost 9 and 12% of
+    their throughput (`maxsimd bench mixed`, two runs). Of a GPU that has not been measured."""
     if device.type == "cuda":
         return None
-
-    def sixteenths(number: int) -> int:
-        return min(budget, max(_LEAST_BESIDE_SMALL, number * budget // 16))
-
-    return BesideSmall(sixteenths(_WITH_SMALL), sixteenths(_WITHOUT_SMALL))
+    return min(budget, max(_LEAST_BESIDE_SMALL, _SIXTEENTHS * min(budget, ON_A_CPU) // 16))
 
 
 def tokens_that_fit(free: int, bytes_a_token: int) -> int:

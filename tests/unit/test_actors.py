@@ -22,7 +22,7 @@ from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import RunOptions
 from maxsimd.engine.scoring.outcome import Result
-from maxsimd.scheduler import BesideSmall, ResultSlot, Scheduler, Step, StepLimits, WaitingRequest
+from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits, WaitingRequest
 from tests.unit.scheduled_requests import texts
 
 DEFAULTS = RunOptions()
@@ -31,7 +31,7 @@ DEFAULTS = RunOptions()
 class Device:
     """A scheduler actor, and what it has sent to the device."""
 
-    def __init__(self, steps_in_flight: int, beside_small: BesideSmall | None = None) -> None:
+    def __init__(self, steps_in_flight: int, beside_small: int | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.steps: list[Step] = []
         runner: Mailbox[RunnerMessage] = Mailbox(loop)
@@ -84,7 +84,7 @@ async def test_the_next_step_is_chosen_when_the_one_on_the_device_is_in_its_last
 
 
 async def test_where_steps_are_long_the_next_is_chosen_when_the_one_on_the_device_is_nearly_done() -> None:
-    device = Device(steps_in_flight=2, beside_small=BesideSmall(8, 8))
+    device = Device(steps_in_flight=2, beside_small=8)
     await device.admit(1, [8, 8, 8, 8])
     await device.report(device.steps[0], 0, 1, 0.5)
     device.actor.rate.observe(8_000_000, 1_000_000.0)  # a second for each step from now on
@@ -101,7 +101,7 @@ async def test_where_steps_are_long_the_next_is_chosen_when_the_one_on_the_devic
 
 
 async def test_a_step_that_ends_before_it_was_expected_to_is_followed_at_once() -> None:
-    device = Device(steps_in_flight=2, beside_small=BesideSmall(8, 8))
+    device = Device(steps_in_flight=2, beside_small=8)
     await device.admit(1, [8, 8, 8, 8])
     await device.report(device.steps[0], 0, 1, 0.5)
     device.actor.rate.observe(8_000_000, 1_000_000_000.0)

@@ -1,45 +1,17 @@
 """Pictures in the scheduler: encoded before their sequences, within the budget, and few features held."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import (
-    DocumentPayload,
     ImageJob,
-    PlacedImage,
-    ResultSlot,
     Scheduler,
     Sequence,
     Step,
     StepLimits,
-    Tokens,
 )
-from tests.unit.scheduled_requests import WORDS, query, texts
-
-# Price and features of a picture.
-Picture = tuple[int, int]
-
-
-def pages(
-    request_id: int, first_id: int, documents: list[list[Picture]], query_length: int, words: int = 3
-) -> tuple[list[Sequence], list[ImageJob]]:
-    """A query and documents, each with pictures and some words behind them."""
-    sequences, images = [query(request_id, first_id, query_length, max(1, len(documents)))], []
-    next_id = first_id + 1
-    for index, pictures in enumerate(documents):
-        slot, placed, length = ResultSlot(request_id, index), [], 0
-        for i, (price, features) in enumerate(pictures):
-            positions = np.arange(length, length + features)
-            placed.append(PlacedImage(next_id, positions, None, b""))
-            together = sum(features for _, features in pictures) if i == 0 else 0
-            images.append(ImageJob(next_id, request_id, price, together, None, slot))
-            next_id, length = next_id + 1, length + features
-        tokens = Tokens(WORDS[: length + words], images=tuple(placed))
-        sequences.append(Sequence.document(next_id, slot, "embed", tokens, DocumentPayload(first_id)))
-        next_id += 1
-    return sequences, images
+from tests.unit.scheduled_requests import Picture, pages, texts
 
 
 def dry(scheduler: Scheduler) -> list[Step]:

@@ -153,6 +153,15 @@ def test_a_step_is_run_in_stages_chunks_first(
     assert [batch for stage in stages for batch in stage.cached] == [*step.cached]
 
 
+def test_what_is_run_first_is_delivered_before_the_rest_is_run() -> None:
+    chunks = [Chunk(text, 0, 5) for request_id in (1, 2, 1) for text in texts(request_id, [5])]
+    step = Step(4, tuple(chunks), (cached(1, 7), cached(2, 8)), first=frozenset({2}))
+    stages = step.stages()
+    assert [stage.chunks for stage in stages] == [(chunks[1],), (), (chunks[0], chunks[2]), ()]
+    assert [stage.cached for stage in stages] == [(), (step.cached[1],), (), (step.cached[0],)]
+    assert all(not stage.first for stage in stages)
+
+
 def test_a_step_counts_the_tokens_that_are_run() -> None:
     made = query(0, 0, 10)
     assert Step(1, (Chunk(made, 0, 4), Chunk(made, 6, 10)), (cached(0, 100),)).num_tokens == 8
