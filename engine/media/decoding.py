@@ -73,10 +73,10 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
             limits.check_size(image.size)
             box = image.tile[0][1] if image.format == "GIF" and image.tile else None
             if image.format == "WEBP" and (still := _still_webp(image, data)) is not None:
-                return Picture(_pixels(still, None))
+                return _picture(still, None)
             image.load()
             _scale_transparent_colour(image, data)
-            return Picture(_pixels(image, box))
+            return _picture(image, box)
     except (PictureError, MemoryError):
         raise
     except pillow.UnidentifiedImageError:
@@ -95,7 +95,7 @@ def picture_of_pillow(image: Any, limits: PictureLimits) -> Picture:
     cannot be read."""
     limits.check_size(image.size)
     try:
-        return Picture(_pixels(image.copy(), None))
+        return _picture(image.copy(), None)
     except (PictureError, MemoryError):
         raise
     except Exception as error:
@@ -146,20 +146,21 @@ def _scale_transparent_colour(image: Any, data: bytes) -> None:
         image.info["transparency"] = tuple(value >> 8 for value in colour)
 
 
-def _pixels(image: Any, box: tuple[int, int, int, int] | None) -> NDArray[np.uint8]:
-    """uint8 [height, width, 3]. Outside of its `box`, if there is one, a picture is white."""
+def _picture(image: Any, box: tuple[int, int, int, int] | None) -> Picture:
+    """Outside of its `box`, if there is one, a picture is white."""
     from PIL import ImageOps
 
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode in _SIXTEEN_BITS:
-        return _of_sixteen_bits(np.asarray(image), image.info.get("transparency"))
+        return Picture(_of_sixteen_bits(np.asarray(image), image.info.get("transparency")))
     if image.mode == "F":
         raise PictureError("has floating-point pixels; send one with 8 or 16 bits a channel")
     pixels = array_of(image)
     if box is not None:
         left, upper, right, lower = box
         pixels[:upper], pixels[lower:], pixels[:, :left], pixels[:, right:] = 255, 255, 255, 255
-    return pixels
+    is_same = image.mode == "RGB" and "transparency" not in image.info and box is None
+    return Picture(pixels, image if is_same else None)
 
 
 def array_of(image: Any) -> NDArray[np.uint8]:

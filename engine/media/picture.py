@@ -2,19 +2,20 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
+from hashlib import sha256
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-_DIGEST_BYTES = 32
-
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Pixels in RGB, uint8 [height, width, 3], upright and without transparency. They are not changed."""
+    """Pixels in RGB, uint8 [height, width, 3], upright and without transparency. They are not changed. Where
+    Pillow has made them, its own `image` of them may be there as well."""
 
     pixels: NDArray[np.uint8]
+    image: Any = None
 
     @property
     def width(self) -> int:
@@ -29,8 +30,8 @@ class Picture:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of the pixels and their shape: the same for the same picture, in whatever file it came."""
-        shape = np.array(self.pixels.shape, dtype="<i8").tobytes()
-        digest = blake2b(shape, digest_size=_DIGEST_BYTES)
+        """Of the pixels and their shape: the same for the same picture, in whatever file it came. 32 bytes of
+        SHA-256, for which most processors have instructions of their own."""
+        digest = sha256(np.array(self.pixels.shape, dtype="<i8").tobytes())
         digest.update(np.ascontiguousarray(self.pixels).data)
         return digest.digest()

@@ -2,6 +2,7 @@
 else as windows, or as a page."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ from maxsimd.engine.preprocess.given_vectors import GivenVectors
 from maxsimd.engine.preprocess.long_inputs import InputName
 from maxsimd.engine.preprocess.pages import PageBuilder
 from maxsimd.engine.preprocess.request_ids import RequestIds
+from maxsimd.engine.preprocess.side_by_side import called_on_each
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder
 from maxsimd.engine.requests import Item, ScoreRequest
 from maxsimd.pooling.vectors import Vectors
@@ -201,17 +203,18 @@ class DocumentReader:
             return found
         given = {i: document for i, document in documents.items() if isinstance(document, Vectors)}
         found.update(self._given.documents(given))
+        contents = [(i, document) for i, document in documents.items() if isinstance(document, Content)]
         num_tokens = 0
-        for i, document in documents.items():
-            if isinstance(document, Content):
-                page = found[i] = self._page(document, i, ids, explain)
+        with closing(called_on_each(lambda each: self._page(*each, ids, explain), contents)) as pages:
+            for (i, _), page in zip(contents, pages, strict=True):
+                found[i] = page
                 if isinstance(page, _NewPage):
                     # Few bytes may be many pages: before all are read, too many are refused.
                     num_tokens += len(page.built.tokens)
                     ids.check_tokens(num_tokens)
         return {i: found[i] for i in documents}
 
-    def _page(self, content: Content, index: int, ids: RequestIds, explain: bool) -> _Found:
+    def _page(self, index: int, content: Content, ids: RequestIds, explain: bool) -> _Found:
         """One content: the pixels of its pictures are there only while it is read."""
         assert self._pages is not None
         name = InputName("documents", index)

@@ -1,5 +1,6 @@
 """Requests to embed or classify texts or pictures, each a sequence by itself."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
@@ -9,6 +10,7 @@ from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
 from maxsimd.engine.preprocess.pages import image_jobs, page_builder
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
+from maxsimd.engine.preprocess.side_by_side import called_on_each
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder, shortest_text
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import EmbedRequest
@@ -32,6 +34,7 @@ class TextStrategy:
         builder = TextBuilder(self._tokenizer, self._rules(request), long_inputs, "input")
         indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
         encoded = iter(builder.encode([*indexed.values()], indexed))
+        pages = self._read(request, builder.rules, ids)
         built: list[BuiltText] = []
         num_tokens = 0
         for i, text in enumerate(request.texts):
@@ -39,10 +42,7 @@ class TextStrategy:
                 case str():
                     built.append(builder.build(next(encoded), i))
                 case Content():
-                    assert self._pages is not None
-                    name = InputName("input", i)
-                    opened = self._pages.opened(text, name)
-                    built.append(self._pages.built(opened, builder.rules, name, ids))
+                    built.append(next(pages))
                     num_tokens += len(built[-1].tokens)
                     ids.check_tokens(num_tokens)
                 case _:
@@ -55,6 +55,20 @@ class TextStrategy:
         ]
         images = image_jobs(self._model.vision, sequences)
         return Prepared(sequences, len(sequences), sum(text.truncated for text in built), images=images)
+
+    def _read(self, request: EmbedRequest, rules: RoleRules, ids: RequestIds) -> Iterator[BuiltText]:
+        """The sequences of contents with pictures."""
+        pages = self._pages
+        contents = [(i, text) for i, text in enumerate(request.texts) if isinstance(text, Content)]
+        if pages is None:
+            assert not contents
+            return iter(())
+
+        def read(indexed: tuple[int, Content]) -> BuiltText:
+            name = InputName("input", indexed[0])
+            return pages.built(pages.opened(indexed[1], name), rules, name, ids)
+
+        return called_on_each(read, contents)
 
     def shortest_sequences(self) -> dict[str, int]:
         """How many tokens the shortest text has, by what errors call it."""

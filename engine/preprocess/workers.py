@@ -102,6 +102,14 @@ def yield_to_smaller() -> None:
         work.pool.rest(work)
 
 
+def start_helper(function: Callable[[], object]) -> threading.Thread | None:
+    """A thread that calls a function as a part of the work that this one does. None on a thread that is no
+    pool's, while the device has enough to do, and where as many help already as the pool has threads but one.
+    """
+    work = _running.work
+    return None if work is None else work.pool.start_helper(work, function)
+
+
 class WorkerPool:
     """A number of threads, started as work comes, each of which calls `initialise` first. All of them but one
     may do huge work at once, or the only one. `has_enough` says whether the device has enough to do."""
@@ -112,6 +120,7 @@ class WorkerPool:
         self._initialise = initialise
         self._has_enough = has_enough
         self._num_threads = threads
+        self._helpers = threading.Semaphore(threads - 1)
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._waiting: dict[int, deque[Work[Any]]] = {}
@@ -158,6 +167,26 @@ class WorkerPool:
             with self._changed:
                 self._changed.wait(min(_REST * worked, _LONGEST_NAP))
         work.resumed = time.perf_counter()
+
+    def start_helper(self, work: Work[Any], function: Callable[[], object]) -> threading.Thread | None:
+        """A thread that calls a function as a part of some work, if there may be one more."""
+        if self._has_enough() or not self._helpers.acquire(blocking=False):
+            return None
+
+        def help_with() -> None:
+            _running.work = work
+            try:
+                function()
+            finally:
+                self._helpers.release()
+
+        thread = threading.Thread(target=help_with, name="maxsimd-pool-helper", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread to give
+            self._helpers.release()
+            return None
+        return thread
 
     def close(self, seconds: float | None = None) -> None:
         """Cancels what waits, withdraws what is under way, and returns once all threads have ended, or none

@@ -92,7 +92,7 @@ def refuse_other_readers(path: str, image_processor: Any) -> None:
 
 def as_pillow(picture: Picture) -> Any:
     """The picture as processors take it: arrays they might read with channels in another place."""
-    return pillow_of(picture.pixels)
+    return pillow_of(picture.pixels) if picture.image is None else picture.image
 
 
 def blank(width: int, height: int) -> Any:
