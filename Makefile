@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-gpu test-clients screenshots docs soak lint wheel-test quickstart-test mutants bench bench-gpu clean
+.PHONY: serve test test-fast test-all test-gpu test-clients test-oracles screenshots docs soak lint wheel-test quickstart-test mutants bench bench-gpu clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -35,6 +35,10 @@ test-gpu:
 # Other people's clients against real servers, each in an environment of its own; CLIENT=with_cohere for one of them.
 test-clients: $(VENV)/.dev
 	$(BIN)/python -m tests.clients $(CLIENT)
+
+# Pages beside colpali-engine, in an environment of its own with torch's CUDA build; it needs no GPU.
+test-oracles: $(VENV)/.dev
+	MAXSIMD_ORACLES=1 $(BIN)/python -m pytest -q tests/oracles
 
 # The pictures of the playground in docs/, in light, in dark and on a phone; needs Chromium.
 screenshots: $(VENV)/.dev

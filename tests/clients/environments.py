@@ -19,12 +19,15 @@ _IN_PROCESS = "frameworks"
 
 def command(name: str, script: Path) -> list[str]:
     """How a file with checks is run; makes the environment if need be."""
-    locked = _HERE / "requirements" / f"{name}.txt"
-    if name == "node":
-        locked = _NODE / "package-lock.json"
-    _fill(name, locked)
     runner = _NODE / "run.mjs" if name == "node" else _HERE / "checks" / "run.py"
-    return [interpreter(name), str(runner), str(script)]
+    return [made(name), str(runner), str(script)]
+
+
+def made(name: str) -> str:
+    """What runs scripts in an environment, which is made if need be."""
+    locked = _HERE / "requirements" / f"{name}.txt"
+    _fill(name, _NODE / "package-lock.json" if name == "node" else locked)
+    return interpreter(name)
 
 
 def interpreter(name: str) -> str:
