@@ -10,7 +10,7 @@ from torch import nn
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.heads import modules_of
-from maxsimd.engine.execution import linear
+from maxsimd.engine.execution import linear, towers
 from maxsimd.engine.execution.packed_runner import ModelRunner
 from maxsimd.engine.execution.selfcheck.proof import compare, pooler_for
 from maxsimd.engine.execution.selfcheck.samples import Sample
@@ -20,11 +20,14 @@ def why_not_replaced(
     model: LoadedModel, runner: ModelRunner, samples: Sequence[Sample], compiled: bool
 ) -> str | None:
     """None if the model, in float32, gives the expected items for the samples with its linear layers
-    replaced, else a description of the mismatch. Leaves the layers as they were."""
+    replaced and, where kernels are compiled, its tower run by them; else a description of the mismatch.
+    Leaves all as it was."""
     replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide
     roots = [*model.encoders, *_head_modules(model)]
     try:
-        with _restored(roots):
+        with towers.attention_restored(_towers(model)), _restored(roots):
+            if compiled:
+                towers.use_kernels(_towers(model))
             for root in roots:
                 replace(root)
             comparison = compare(runner, pooler_for(model.tasks), samples)
@@ -44,14 +47,18 @@ def lay_out_weights(
         return 0
     for module in _head_modules(model):
         linear.compile_float32(module)
+    towers.use_kernels(_towers(model))
     # int8 is for the language model: what a tower makes of a picture is read by all that follows.
-    backbone, *tower = model.encoders
-    for module in [*tower, *([] if quantization == "int8" else [backbone])]:
+    for module in [*_towers(model), *([] if quantization == "int8" else [model.backbone])]:
         if dtype is torch.float32:
             linear.compile_float32(module)
         else:
             linear.compile_bfloat16(module)
-    return linear.compile_int8(backbone) if quantization == "int8" else 0
+    return linear.compile_int8(model.backbone) if quantization == "int8" else 0
+
+
+def _towers(model: LoadedModel) -> tuple[nn.Module, ...]:
+    return () if model.vision is None else model.vision.modules
 
 
 def _head_modules(model: LoadedModel) -> list[nn.Module]:
