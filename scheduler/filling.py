@@ -71,6 +71,10 @@ class Filling:
         """The tokens that are left for a request."""
         return self.room_for_small if self._small[request_id] else self.room
 
+    @property
+    def has_images(self) -> bool:
+        return bool(self._images)
+
     def note(self, request_id: int, is_small: bool) -> bool:
         """Notes whether a request is small, before anything of it is added; returns what it counts as."""
         return self._small.setdefault(request_id, is_small)

@@ -1,6 +1,7 @@
 """How many features of pictures are held for sequences that have not been scheduled."""
 
 import sys
+from collections.abc import Iterator
 
 from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.waiting import WaitingRequest
@@ -38,6 +39,15 @@ class HeldFeatures:
         elif request is oldest and request.next_features > most:
             self._reserved = request
         return image
+
+    def take_last(
+        self, request: WaitingRequest | None, most: int, oldest: WaitingRequest | None
+    ) -> Iterator[ImageJob]:
+        """Takes what pictures a request has left, if all that it has costs at most `most`: two short passes
+        of a tower take longer than one."""
+        if request is not None and request.work <= most:
+            while (image := self.take(request, None, oldest)) is not None:
+                yield image
 
     def end_step(self) -> None:
         """Lets what waits for a step's pictures into the next one."""

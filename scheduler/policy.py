@@ -52,9 +52,9 @@ class Scheduler:
     Only small requests use what is left of the whole budget, and they are run first.
 
     Cached batches are scheduled like sequences and cost their price. So do pictures, each before the sequence
-    that has it, which runs in a later step; they are run behind the step's sequences. What is larger than the
-    whole budget and cannot be cut makes up a step alone, when its request's turn comes and the step is still
-    empty.
+    that has it, which runs in a later step; they are run behind the step's sequences, and the last few of a
+    request come along with others, up to half a budget more. What is larger than the whole budget and cannot
+    be cut makes up a step alone, when its request's turn comes and the step is still empty.
 
     So nothing starves: a request of T tokens that is admitted while Q tokens wait is scheduled completely
     within (Q + T) / (oldest_share * budget) steps; to this add, once, what the step before and the request's
@@ -241,6 +241,9 @@ class Scheduler:
         self._shares.restore()
         if most < budget:
             self._serve_small(filling)
+        elif filling.has_images:
+            for image in self._features.take_last(self._shares.first(), budget // 2, self._oldest()):
+                self._add(self._requests[image.request_id], image, filling)
         self._features.end_step()
         self._steps += 1
         return filling.step(self._steps)

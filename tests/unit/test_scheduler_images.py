@@ -73,7 +73,8 @@ def test_every_sequence_runs_once_in_a_later_step_than_its_pictures(
         )
         assert scheduler.held_features == held <= max(features, most_alone)
         cost = sum(map(len, step.chunks)) + sum(image.price for image in step.images)
-        assert cost <= scheduler.limits.tokens or step.num_parts == 1
+        most = scheduler.limits.tokens * (1.5 if step.images else 1)
+        assert cost <= most or step.num_parts == 1
     assert encoded.keys() == jobs.keys()
     assert set(last) >= every.keys()
     for sequence_id, sequence in every.items():
@@ -154,6 +155,16 @@ def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
     assert [(len(stage.chunks), len(stage.images)) for stage in stages] == [(2, 0), (0, 2)]
     parts = [half for stage in step.halves() for half in stage.halves()]
     assert [(len(part.chunks), len(part.images)) for part in parts] == [(1, 0), (1, 0), (0, 1), (0, 1)]
+
+
+def test_the_last_pictures_of_a_request_make_no_step_of_their_own() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False))
+    for number, expected in ((12, [12]), (14, [9, 5]), (21, [9, 12])):
+        sequences, images = pages(0, 0, [[(10, 1)]] * number, query_length=1, words=0)
+        scheduler.admit(0, sequences, images=images)
+        steps = dry(scheduler)
+        assert [len(step.images) for step in steps if step.images] == expected
+        assert sum(len(step.chunks) for step in steps) == number + 1
 
 
 def test_a_picture_without_a_price_is_refused() -> None:
