@@ -157,6 +157,7 @@ def _picture(image: Any, box: tuple[int, int, int, int] | None) -> Picture:
         raise PictureError("has floating-point pixels; send one with 8 or 16 bits a channel")
     pixels = array_of(image)
     if box is not None:
+        pixels = pixels.copy()
         left, upper, right, lower = box
         pixels[:upper], pixels[lower:], pixels[:, :left], pixels[:, right:] = 255, 255, 255, 255
     is_same = image.mode == "RGB" and "transparency" not in image.info and box is None
@@ -167,6 +168,8 @@ def array_of(image: Any) -> NDArray[np.uint8]:
     """The pixels [height, width, 3] of a picture in RGB, on white where it is transparent, strip by strip:
     other threads run between two."""
     width, height = image.size
+    if width * height <= _STRIP_PIXELS:
+        return np.asarray(_in_rgb(image))
     pixels = np.empty((height, width, 3), dtype=np.uint8)
     for top, bottom in strips(width, height):
         pixels[top:bottom] = np.asarray(_in_rgb(image.crop((0, top, width, bottom))))
