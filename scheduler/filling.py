@@ -71,9 +71,9 @@ class Filling:
         """The tokens that are left for a request."""
         return self.room_for_small if self._small[request_id] else self.room
 
-    @property
-    def has_images(self) -> bool:
-        return bool(self._images)
+    def may_have_more_images_of(self, request_id: int) -> bool:
+        """Whether it has a picture of a request, and nothing that is larger than the budget."""
+        return self.room >= 0 and any(image.request_id == request_id for image in self._images)
 
     def note(self, request_id: int, is_small: bool) -> bool:
         """Notes whether a request is small, before anything of it is added; returns what it counts as."""

@@ -41,11 +41,11 @@ class HeldFeatures:
         return image
 
     def take_last(
-        self, request: WaitingRequest | None, most: int, oldest: WaitingRequest | None
+        self, request: WaitingRequest, most: int, oldest: WaitingRequest | None
     ) -> Iterator[ImageJob]:
         """Takes what pictures a request has left, if all that it has costs at most `most`: two short passes
         of a tower take longer than one."""
-        if request is not None and request.work <= most:
+        if request.work <= most:
             while (image := self.take(request, None, oldest)) is not None:
                 yield image
 

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import TypeAlias
 
 from maxsimd.scheduler.filling import Filling, StepLimits
 from maxsimd.scheduler.forecast import work_ahead
@@ -15,6 +16,7 @@ from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
 from maxsimd.scheduler.shares import Shares
 from maxsimd.scheduler.small_requests import SmallRequests
+from maxsimd.scheduler.step_budget import StepBudget
 from maxsimd.scheduler.waiting import WaitingRequest
 from maxsimd.scheduler.weights import Share, share_of
 
@@ -28,6 +30,8 @@ OLDEST_SHARE = 1 / 8
 # docstrings at twice the load that can be served; with one giant in a hundred at a load of 0.95, they have
 # mean latencies of 0.52, 0.54 and 0.66 s and p99 of 1.4, 1.7 and 4.4 s.
 OVERDUE_SHARE = 1 / 4
+Part: TypeAlias = Sequence | CachedBatch | ImageJob
+
 # How many requests of which nothing fits are looked at to fill a step; it bounds the time of a step.
 _MAX_MISSES = 64
 
@@ -49,7 +53,7 @@ class Scheduler:
 
     While small requests come (`StepLimits.beside_small`), steps are short: these passes have a smaller
     budget, or one sequence or picture of larger requests, whose pictures and sequences do not share a step.
-    Only small requests use what is left of the whole budget, and they are run first.
+    Only small requests use what is left of the whole budget, and but for pictures they are run first.
 
     Cached batches are scheduled like sequences and cost their price. So do pictures, each before the sequence
     that has it, which runs in a later step; they are run behind the step's sequences, and the last few of a
@@ -94,8 +98,7 @@ class Scheduler:
         self._passed_over: WaitingRequest | None = None
         self._oldest_credit = 0.0
         self._steps = 0
-        self._budget_divisor = 1
-        self._reduced_steps = 0
+        self._budget = StepBudget(limits.tokens)
         self._small = SmallRequests(limits.beside_small)
 
     @property
@@ -222,14 +225,13 @@ class Scheduler:
         is halved already, down to a 64th.
 
         What no longer fits and cannot be cut is still run, alone in its step."""
-        self._budget_divisor = min(self._budget_divisor * 2, 64)
-        self._reduced_steps = steps
+        self._budget.halve(steps)
 
     def schedule(self) -> Step | None:
         """Forms the next step, or returns None when nothing waits."""
         if not self._requests:
             return None
-        budget = self._next_budget()
+        budget = self._budget.next_step()
         most = self._small.next_step(budget)
         filling = Filling(budget, self.limits.sequences, most if most < budget else None)
         if not self._serve_oldest(filling):
@@ -241,9 +243,8 @@ class Scheduler:
         self._shares.restore()
         if most < budget:
             self._serve_small(filling)
-        elif filling.has_images:
-            for image in self._features.take_last(self._shares.first(), budget // 2, self._oldest()):
-                self._add(self._requests[image.request_id], image, filling)
+        elif budget == self.limits.tokens:
+            self._take_last_pictures(filling)
         self._features.end_step()
         self._steps += 1
         return filling.step(self._steps)
@@ -251,13 +252,6 @@ class Scheduler:
     def _check_fits(self, longest: int) -> None:
         if not self.fits(longest):
             raise ValueError(f"{longest} tokens do not fit a step of {self.limits.tokens}")
-
-    def _next_budget(self) -> int:
-        if self._reduced_steps == 0:
-            self._budget_divisor = 1
-            return self.limits.tokens
-        self._reduced_steps -= 1
-        return max(1, self.limits.tokens // self._budget_divisor)
 
     def _serve_oldest(self, filling: Filling) -> bool:
         """Gives the oldest request its part, if it is due one; says whether it was."""
@@ -301,10 +295,19 @@ class Scheduler:
             misses += 1
 
     def _serve_small(self, filling: Filling) -> None:
-        while filling.room_for_small > 0 and (request := self._shares.first()) is not None:
+        misses = 0
+        while filling.room_for_small > 0 and misses < _MAX_MISSES and (request := self._shares.first()):
             is_small = filling.note(request.request_id, self._small.include(request))
             if not is_small or not self._give(request, filling):
-                break
+                self._shares.set_aside(request)
+                misses += 1
+        self._shares.restore()
+
+    def _take_last_pictures(self, filling: Filling) -> None:
+        request = self._shares.first()
+        if request is not None and filling.may_have_more_images_of(request.request_id):
+            for image in self._features.take_last(request, self.limits.tokens // 2, self._oldest()):
+                self._add(request, image, filling)
 
     def _fill_gap(self, filling: Filling) -> bool:
         """Fills what nothing else fits into; says whether it could."""
@@ -327,10 +330,10 @@ class Scheduler:
         if part is None and filling.takes_image(request.request_id):
             part = self._features.take(request, filling.room_of(request.request_id), self._oldest())
         if part is None and filling.takes_oversized(request.request_id):
-            part = self._take_oversized(request)
+            part = self._take_oversized(request, takes_sequence)
         return 0 if part is None else self._add(request, part, filling)
 
-    def _take(self, request: WaitingRequest, filling: Filling) -> Sequence | CachedBatch | ImageJob | None:
+    def _take(self, request: WaitingRequest, filling: Filling) -> Part | None:
         room = filling.room_of(request.request_id)
         if filling.takes_sequence(request.request_id):
             return request.take(room)
@@ -342,15 +345,15 @@ class Scheduler:
         is_reserved = reserved is not None and reserved is not request and reserved.has_sequence
         return self.limits.chunked and self._partial is None and not is_reserved
 
-    def _take_oversized(self, request: WaitingRequest) -> Sequence | CachedBatch | ImageJob | None:
+    def _take_oversized(self, request: WaitingRequest, may_be_sequence: bool) -> Part | None:
         """What is larger than the whole budget and cannot be cut."""
-        sequence = None if self.limits.chunked else request.take_longest()
+        sequence = request.take_longest() if may_be_sequence and not self.limits.chunked else None
         if sequence is not None:
             return sequence
         image = self._features.take(request, None, self._oldest())
         return request.take_cached() if image is None else image
 
-    def _add(self, request: WaitingRequest, part: Sequence | CachedBatch | ImageJob, filling: Filling) -> int:
+    def _add(self, request: WaitingRequest, part: Part, filling: Filling) -> int:
         match part:
             case CachedBatch():
                 self._cached -= 1

@@ -36,6 +36,8 @@ def attend(
     """transformers' attention interface: query, key and value are [pictures, heads, patches, head_dim], and
     all patches of a picture see each other. Returns [pictures, patches, heads, head_dim]. What has a mask
     goes to torch."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
     if attention_mask is not None or is_causal or kwargs:
         made: torch.Tensor = sdpa_attention_forward(
             module,

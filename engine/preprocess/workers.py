@@ -38,8 +38,6 @@ class Work(Generic[T]):
         self.number = number
         self.future: Future[T] = Future()
         self.is_withdrawn = False
-        # When it was begun or last went on (perf_counter).
-        self.resumed = 0.0
 
     @property
     def is_large(self) -> bool:
@@ -58,12 +56,12 @@ class Work(Generic[T]):
         """Calls the function on this thread, unless it was withdrawn before it began."""
         if not self.future.set_running_or_notify_cancel():
             return
-        outer, _running.work = _running.work, self
-        self.resumed = time.perf_counter()
+        outer = _running.work, _running.resumed
+        _running.work, _running.resumed = self, time.perf_counter()
         try:
             _call(self.function, self.future)
         finally:
-            _running.work = outer
+            _running.work, _running.resumed = outer
 
 
 def _call(function: Callable[[], T], future: Future[T]) -> None:
@@ -80,9 +78,11 @@ def _call(function: Callable[[], T], future: Future[T]) -> None:
 
 
 class _Running(threading.local):
-    """The work that this thread runs; None for threads that are no pool's."""
+    """The work that this thread runs, None for threads that are no pool's, and when it was begun here or last
+    went on (perf_counter)."""
 
     work: Work[Any] | None = None
+    resumed = 0.0
 
 
 _running = _Running()
@@ -99,7 +99,7 @@ def yield_to_smaller() -> None:
         raise WithdrawnError
     work.pool.run_smaller(work.size_class)
     if work.is_large:
-        work.pool.rest(work)
+        work.pool.rest()
 
 
 def start_helper(function: Callable[[], object]) -> threading.Thread | None:
@@ -110,6 +110,12 @@ def start_helper(function: Callable[[], object]) -> threading.Thread | None:
     return None if work is None else work.pool.start_helper(work, function)
 
 
+def has_enough() -> bool:
+    """Whether the device of the pool whose work this thread does has enough to do."""
+    work = _running.work
+    return work is not None and work.pool.has_enough()
+
+
 class WorkerPool:
     """A number of threads, started as work comes, each of which calls `initialise` first. All of them but one
     may do huge work at once, or the only one. `has_enough` says whether the device has enough to do."""
@@ -118,7 +124,7 @@ class WorkerPool:
         self, threads: int, initialise: Callable[[], object], has_enough: Callable[[], bool] = lambda: False
     ) -> None:
         self._initialise = initialise
-        self._has_enough = has_enough
+        self.has_enough = has_enough
         self._num_threads = threads
         self._helpers = threading.Semaphore(threads - 1)
         self._threads: list[threading.Thread] = []
@@ -158,23 +164,24 @@ class WorkerPool:
         if work is not None:
             self._run(work)
 
-    def rest(self, work: Work[Any]) -> None:
-        """Keeps large work waiting for a while, or until other work comes, if the device has enough to do."""
-        worked = time.perf_counter() - work.resumed
+    def rest(self) -> None:
+        """Keeps the large work of this thread waiting for a while, or until other work comes, if the device
+        has enough to do."""
+        worked = time.perf_counter() - _running.resumed
         if worked < 0.001:
             return
-        if self._has_enough():
+        if self.has_enough():
             with self._changed:
                 self._changed.wait(min(_REST * worked, _LONGEST_NAP))
-        work.resumed = time.perf_counter()
+        _running.resumed = time.perf_counter()
 
     def start_helper(self, work: Work[Any], function: Callable[[], object]) -> threading.Thread | None:
         """A thread that calls a function as a part of some work, if there may be one more."""
-        if self._has_enough() or not self._helpers.acquire(blocking=False):
+        if self.has_enough() or not self._helpers.acquire(blocking=False):
             return None
 
         def help_with() -> None:
-            _running.work = work
+            _running.work, _running.resumed = work, time.perf_counter()
             try:
                 function()
             finally:

@@ -102,6 +102,25 @@ def test_what_cannot_be_cut_is_run_behind_small_requests_however_long_it_is() ->
     assert scheduler.waiting_tokens == 0
 
 
+def test_small_requests_are_served_whoever_stands_before_them() -> None:
+    scheduler = beside_small()
+    scheduler.admit(0, texts(0, [90] * 5), tenant="a")
+    scheduler.admit(1, texts(1, [5], first_id=10), tenant="b")
+    sequences, images = pages(2, 20, [[(10, 2)]], query_length=1, words=1)
+    scheduler.admit(2, sequences, images=images, tenant="c")
+    for request_id in range(3, 9):
+        scheduler.admit(request_id, texts(request_id, [5], first_id=100 * request_id), tenant="c")
+        assert request_id in scheduled(scheduler).request_ids
+
+
+def test_a_step_beside_small_requests_has_no_more_sequences_than_it_may() -> None:
+    scheduler = Scheduler(StepLimits(100, 1, chunked=False, beside_small=40))
+    scheduler.admit(0, texts(0, [90] * 3))
+    for request_id in range(1, 5):
+        scheduler.admit(request_id, texts(request_id, [5, 5], first_id=10 * request_id))
+    assert {len(step.chunks) for step in run_dry(scheduler)} == {1}
+
+
 def test_beside_small_requests_pages_are_encoded_and_read_in_different_steps() -> None:
     scheduler = beside_small()
     sequences, images = pages(0, 0, [[(60, 40)]] * 3, query_length=3, words=10)

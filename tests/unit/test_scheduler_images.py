@@ -1,17 +1,21 @@
 """Pictures in the scheduler: encoded before their sequences, within the budget, and few features held."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import (
     ImageJob,
+    PlacedImage,
+    ResultSlot,
     Scheduler,
     Sequence,
     Step,
     StepLimits,
+    Tokens,
 )
-from tests.unit.scheduled_requests import Picture, pages, texts
+from tests.unit.scheduled_requests import WORDS, Picture, pages, texts
 
 
 def dry(scheduler: Scheduler) -> list[Step]:
@@ -165,6 +169,56 @@ def test_the_last_pictures_of_a_request_make_no_step_of_their_own() -> None:
         steps = dry(scheduler)
         assert [len(step.images) for step in steps if step.images] == expected
         assert sum(len(step.chunks) for step in steps) == number + 1
+
+
+def test_last_pictures_come_along_with_their_own_request_alone() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False))
+    for request_id, price, words in ((0, 150, 60), (1, 10, 5)):
+        sequence, image = picture_and_text(request_id, price, words)
+        scheduler.admit(request_id, [sequence], images=[image])
+    first = scheduler.schedule()
+    assert first is not None
+    assert [image.request_id for image in first.images] == [0], "what fits no step is encoded alone"
+    assert {image.request_id for step in dry(scheduler) for image in step.images} == {1}
+
+
+def picture_and_text(request_id: int, price: int, words: int) -> tuple[Sequence, ImageJob]:
+    image = ImageJob(100 * request_id, request_id, price, 1, None)
+    tokens = Tokens(WORDS[:words], images=(PlacedImage(image.image_id, np.arange(1), None, b""),))
+    return Sequence.text(image.image_id + 1, ResultSlot(request_id, 0), "embed", tokens), image
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(DOCUMENTS, st.integers(1, 60), st.integers(0, 2), st.integers(-2, 2), st.integers(0, 3)),
+        min_size=1,
+        max_size=6,
+    ),
+    beside_small=st.sampled_from([None, 10, 40]),
+    chunked=st.booleans(),
+)
+def test_tenants_that_come_at_any_time_have_all_of_their_pictures_and_sequences_run(
+    requests: list[tuple[list[list[Picture]], int, int, int, int]], beside_small: int | None, chunked: bool
+) -> None:
+    scheduler = Scheduler(StepLimits(60, 4, chunked, beside_small=beside_small, features=50))
+    steps = []
+    for request_id, (documents, query_length, tenant, priority, between) in enumerate(requests):
+        limited = [[(price, min(features, 15)) for price, features in pictures] for pictures in documents]
+        sequences, images = pages(request_id, 1000 * request_id, limited, query_length)
+        scheduler.admit(request_id, sequences, (), priority, str(tenant), images=images)
+        for _ in range(between):
+            if (step := scheduler.schedule()) is not None:
+                steps.append(step)
+    steps += dry(scheduler)
+    assert scheduler.waiting_tokens == scheduler.held_features == 0
+    encoded = [image.image_id for step in steps for image in step.images]
+    assert len(encoded) == len(set(encoded))
+    assert len(encoded) == sum(len(pictures) for request in requests for pictures in request[0])
+    for step in steps:
+        for stage in step.stages():
+            assert len(stage.chunks) <= 4
+            assert len(stage.images) <= 1 or sum(image.price for image in stage.images) <= 90
 
 
 def test_a_picture_without_a_price_is_refused() -> None:
