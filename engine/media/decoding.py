@@ -32,6 +32,8 @@ _MOST_PIXELS = 150_000_000
 _MOST_AT_ONCE = 2_000_000
 # What is copied in one go, within a millisecond or so.
 _STRIP_PIXELS = 512 * 1024
+# Where EXIF says how a picture is turned.
+_ORIENTATION = 0x0112
 # Where PNG's header has the bits a channel and the kind of colour, and the kinds.
 _DEPTH, _COLOUR, _GREY, _RGB = 24, 25, 0, 2
 
@@ -95,7 +97,9 @@ def picture_of_pillow(image: Any, limits: PictureLimits) -> Picture:
     cannot be read."""
     limits.check_size(image.size)
     try:
-        return _picture(image.copy(), None)
+        # It is turned in place, so one that is not upright must not be the caller's own.
+        is_upright = image.getexif().get(_ORIENTATION, 1) == 1
+        return _picture(image if is_upright else image.copy(), None)
     except (PictureError, MemoryError):
         raise
     except Exception as error:

@@ -10,7 +10,7 @@ from maxsimd.engine.preprocess.workers import has_enough, start_helper
 Item = TypeVar("Item")
 T = TypeVar("T")
 
-# So many results may wait to be read, or a few more. Who reads them may find that they are too many in all.
+# Results that may wait to be read, give or take a few: their reader may stop because a request has too many.
 _MOST_UNREAD = 8
 
 

@@ -38,7 +38,8 @@ class PixelScale:
         """Float32 numbers of pixels [n, 3, ...] in a byte each."""
         shape = (1, len(self.mean), *[1] * (pixels.dim() - 2))
         mean, std = (torch.tensor(each, device=pixels.device).view(shape) for each in (self.mean, self.std))
-        return (pixels.float() * self.factor - mean) / std
+        numbers = pixels.to(torch.float32, copy=True)
+        return numbers.mul_(self.factor).sub_(mean).div_(std)
 
 
 def resized(image_processor: Any, image: Any) -> Any:
