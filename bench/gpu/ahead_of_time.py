@@ -1,4 +1,4 @@
-"""Triton kernels compiled ahead of time for a GPU that need not be there, and what their machine code says."""
+"""Compiles Triton kernels ahead of time, for a GPU that need not be there, and reads their machine code."""
 
 import functools
 import re
@@ -38,8 +38,8 @@ _SHORTEST_LOOP = 12
 @dataclass(frozen=True, slots=True)
 class Source:
     """A kernel as it is launched: the types of its arguments (32-bit integers where none is given), its
-    constants, and the compiler's options. As in a launch, addresses, sizes and strides are multiples of 16, but
-    for `varying` ones."""
+    constants, and the compiler's options. As in a launch, addresses, sizes and strides are multiples of 16,
+    but for `varying` ones."""
 
     kernel: Any
     types: Mapping[str, str]

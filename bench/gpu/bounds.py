@@ -63,7 +63,7 @@ class TurnCycles:
     operations: float
 
     def alone(self) -> float:
-        """For one program a multiprocessor: what is multiplied is needed at once, so that nothing overlaps."""
+        """For one program a multiprocessor: what it multiplies it needs at once, so that nothing overlaps."""
         return self.tensor + max(self.issue, self.special)
 
     def together(self) -> float:
@@ -96,8 +96,8 @@ def most_tflops(code: MachineCode, gpu: Gpu) -> float:
 
 
 def _shape_of(instruction: str) -> tuple[int, int, int, int]:
-    """m, n and k of a tensor instruction, and how many warps issue it together. Raises ValueError for one that
-    is not known."""
+    """m, n and k of a tensor instruction, and how many warps issue it together. Raises ValueError for one
+    that is not known."""
     if (large := _SHAPE.search(instruction)) is not None:
         return int(large[2]), int(large[3]), int(large[4]), 4
     if (small := _SMALL_SHAPE.search(instruction)) is not None:
