@@ -129,7 +129,7 @@ def _still_webp(image: Any, data: bytes) -> Any:
             )
         return None
     pillow = _pillow()
-    decoded_image = pillow.new(image.mode, (width, height))
+    decoded_image = pillow.new(image.mode, (width, height), None)  # not filled, which would take long at once
     for top, bottom in strips(width, height):
         strip = pillow.fromarray(rgba[top:bottom])
         decoded_image.paste(strip if image.mode == "RGBA" else strip.convert(image.mode), (0, top))
@@ -184,7 +184,7 @@ def pillow_of(pixels: NDArray[np.uint8]) -> Any:
     """A picture of Pillow's with these pixels [height, width, 3], in the same way."""
     height, width, _ = pixels.shape
     pillow = _pillow()
-    image = pillow.new("RGB", (width, height))
+    image = pillow.new("RGB", (width, height), None)  # not filled, which would take long at once
     for top, bottom in strips(width, height):
         image.paste(pillow.fromarray(np.ascontiguousarray(pixels[top:bottom])), (0, top))
     return image

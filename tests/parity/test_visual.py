@@ -166,7 +166,7 @@ async def test_pages_that_are_cut_between_steps_score_as_whole(checkpoint: str, 
     if not whole.device_model.prepared.runner.chunked:
         pytest.skip("a bidirectional model reads a page in one step")
     expected = (await whole.score("What is it?", PAGES, cache="bypass")).scores
-    for budget in (5, 7, 16, 33):
+    for budget in (1, 2, 3, 5, 7, 11, 16, 33):
         config = EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=budget)
         cut = await engines(config)
         result = await cut.score("What is it?", PAGES, cache="bypass")
