@@ -18,8 +18,10 @@ VARYING = frozenset(
         "prefix_keys",
         "window",
         "repeats",
-        "query_offsets",
-        "document_offsets",
+        "query_starts",
+        "query_stops",
+        "document_starts",
+        "document_stops",
         "pair_queries",
         "pair_documents",
     }

@@ -128,7 +128,8 @@ def _maxsim_contenders(shape: MaxSimShape, device: torch.device) -> tuple[dict[s
         from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
 
         first, every = torch.zeros_like(offsets[:-1]), torch.arange(shape.documents, device=device).int()
-        queries, packed = PackedTokens(query, one, shape.query), PackedTokens(rows, offsets, max(lengths))
+        queries = PackedTokens(query, one[:1], one[1:], shape.query)
+        packed = PackedTokens(rows, offsets[:-1], offsets[1:], max(lengths))
         contenders[OURS] = lambda: maxsim(queries, packed, Pairs(first, every), -1e9)
     if device.type == "cuda":
         if (flash := _package("flash_maxsim")) is not None:

@@ -12,6 +12,7 @@ from maxsimd.engine.execution.layout import Layout, PrefillChunk, SharedGroup
 from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference
+from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.test_maxsim import problems, random_ragged
 from tests.unit.test_packed import RAGGED, attention_problems, make_step
@@ -67,6 +68,43 @@ def check_maxsim(device: str) -> None:
     queries, documents = on(queries, device), on(documents, device)
     torch.testing.assert_close(maxsim_triton(queries, documents, pairs).cpu(), exact, atol=1e-5, rtol=1e-5)
     assert maxsim_triton(queries, documents, []).shape == (0,)
+
+
+@st.composite
+def scattered_texts(draw: st.DrawFn, rows: int, longest: int) -> list[tuple[int, int]]:
+    """Where texts start and stop that lie anywhere among `rows` rows."""
+    length = st.integers(0, longest)
+    texts = draw(st.lists(st.tuples(st.integers(0, rows), length), min_size=1, max_size=6))
+    return [(start, min(rows, start + tokens)) for start, tokens in texts]
+
+
+def check_maxsim_of_scattered_texts(device: str) -> None:
+    """Texts that lie apart, overlap, and come in any order, among rows that belong to none."""
+    from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
+
+    @settings(max_examples=25, deadline=None)
+    @given(scattered_texts(60, 40), scattered_texts(300, 150), st.sampled_from([None, 3]))
+    def compare(
+        queries: list[tuple[int, int]], documents: list[tuple[int, int]], split_k: int | None
+    ) -> None:
+        query_rows, document_rows = (random_ragged([rows], 32, rows).values for rows in (60, 300))
+        pairs = [(q, d) for q in range(len(queries)) for d in range(len(documents))]
+        exact = maxsim_reference(
+            Ragged.from_items([query_rows[start:stop] for start, stop in queries]),
+            Ragged.from_items([document_rows[start:stop] for start, stop in documents]),
+            pairs,
+        )
+
+        def packed(rows: torch.Tensor, texts: list[tuple[int, int]]) -> PackedTokens:
+            starts, stops = torch.tensor(texts, dtype=torch.int32, device=device).T.contiguous()
+            return PackedTokens(rows.to(device), starts, stops, max(stop - start for start, stop in texts))
+
+        indices = torch.tensor(pairs, dtype=torch.int32, device=device).T.contiguous()
+        of_queries, of_documents = packed(query_rows, queries), packed(document_rows, documents)
+        ours = maxsim(of_queries, of_documents, Pairs(*indices), EMPTY_DOCUMENT_SCORE, split_k=split_k)
+        torch.testing.assert_close(ours.cpu(), exact, atol=1e-5, rtol=1e-5)
+
+    compare()
 
 
 DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
@@ -231,6 +269,7 @@ def check_projection(device: str) -> None:
 
 CHECKS = [
     check_maxsim,
+    check_maxsim_of_scattered_texts,
     check_attention_of_whole_sequences,
     check_attention_of_chunks,
     check_attention_after_prefixes,

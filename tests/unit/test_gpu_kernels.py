@@ -26,8 +26,9 @@ def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], Non
 CAPABILITIES = [80, 90, 100]
 # Shared memory that a program may have, of the smallest cards of a generation (86 and 89 among those of 8).
 SHARED = {80: 99, 90: 227, 100: 227}
-VARYING = {"longest_query", "split_k", "count", "prefix_keys", "window", "repeats", "query_offsets"}
-VARYING |= {"document_offsets", "pair_queries", "pair_documents"}
+INDICES = ("query_starts", "query_stops", "document_starts", "document_stops")
+INDICES += ("pair_queries", "pair_documents")
+VARYING = {"longest_query", "split_k", "count", "prefix_keys", "window", "repeats", *INDICES}
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "i8": "*i8"}
 Items = tuple[tuple[str, Any], ...]
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -101,7 +102,7 @@ def test_maxsim_compiles(dtype: str, query: int, capability: int) -> None:
     tiles = maxsim.tiles_for(torch.device("cpu"), 128, BYTES.get(dtype, 2), query)
     types = {"queries": "*bf16" if dtype == "i8" else POINTERS[dtype], "documents": POINTERS[dtype]}
     types |= dict.fromkeys(("scales", "best_of_split", "scores"), "*fp32")
-    types |= dict.fromkeys(("query_offsets", "document_offsets", "pair_queries", "pair_documents"), "*i32")
+    types |= dict.fromkeys(INDICES, "*i32")
     constants = {"SCALED": dtype == "i8", "WHOLE": tiles.dim >= 128, "EMPTY": -1e9}
     constants |= {"BLOCK_Q": tiles.query, "BLOCK_D": tiles.document, "BLOCK_DIM": tiles.dim}
     for kernel in (maxsim.maxsim_kernel, maxsim.sum_kernel):

@@ -37,7 +37,14 @@ MAX_SPLIT_K = 64
 
 # Arguments that differ from launch to launch: a specialisation for each would mean a compilation for each.
 _VARYING = ("longest_query", "split_k")
-_OFFSETS = ("query_offsets", "document_offsets", "pair_queries", "pair_documents")
+_INDICES = (
+    "query_starts",
+    "query_stops",
+    "document_starts",
+    "document_stops",
+    "pair_queries",
+    "pair_documents",
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -47,13 +54,15 @@ def _add_similarity(similarity, q, d, SCALED: tl.constexpr):  # type: ignore[no-
     return add_product(similarity, q, tl.trans(d))
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)  # type: ignore[untyped-decorator]
 def maxsim_kernel(  # type: ignore[no-untyped-def]
-    queries,  # [Tq, dim]
-    documents,  # [Td, dim]
-    scales,  # float32 [Td], of int8 documents
-    query_offsets,  # int32 [queries + 1]
-    document_offsets,  # int32 [documents + 1]
+    queries,  # [rows, dim]
+    documents,  # [rows, dim]
+    scales,  # float32 [rows], of int8 documents
+    query_starts,  # int32 [queries]
+    query_stops,  # int32 [queries]
+    document_starts,  # int32 [documents]
+    document_stops,  # int32 [documents]
     pair_queries,  # int32 [pairs]
     pair_documents,  # int32 [pairs]
     best_of_split,  # float32 [pairs, split_k, longest query]
@@ -75,10 +84,10 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     split = tl.program_id(1)
     query = tl.load(pair_queries + pair)
     document = tl.load(pair_documents + pair)
-    query_start = tl.load(query_offsets + query)
-    query_stop = tl.load(query_offsets + query + 1)
-    document_start = tl.load(document_offsets + document)
-    document_stop = tl.load(document_offsets + document + 1)
+    query_start = tl.load(query_starts + query)
+    query_stop = tl.load(query_stops + query)
+    document_start = tl.load(document_starts + document)
+    document_stop = tl.load(document_stops + document)
     # Splits consist of whole tiles, so that only the last split has a partial one.
     tiles = tl.cdiv(tl.cdiv(document_stop - document_start, BLOCK_D), split_k)
     split_start = document_start + split * tiles * BLOCK_D
@@ -118,11 +127,13 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + position, best, mask=in_query)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)  # type: ignore[untyped-decorator]
 def sum_kernel(  # type: ignore[no-untyped-def]
     best_of_split,  # float32 [pairs, split_k, longest query]
-    query_offsets,  # int32 [queries + 1]
-    document_offsets,  # int32 [documents + 1]
+    query_starts,  # int32 [queries]
+    query_stops,  # int32 [queries]
+    document_starts,  # int32 [documents]
+    document_stops,  # int32 [documents]
     pair_queries,  # int32 [pairs]
     pair_documents,  # int32 [pairs]
     scores,  # float32 [pairs]
@@ -135,8 +146,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     pair = tl.program_id(0)
     query = tl.load(pair_queries + pair)
     document = tl.load(pair_documents + pair)
-    tokens = tl.load(query_offsets + query + 1) - tl.load(query_offsets + query)
-    empty = tl.load(document_offsets + document + 1) == tl.load(document_offsets + document)
+    tokens = tl.load(query_stops + query) - tl.load(query_starts + query)
+    empty = tl.load(document_stops + document) == tl.load(document_starts + document)
     first_split = best_of_split + pair.to(tl.int64) * split_k * longest_query
     total = 0.0
     for first in range(0, tokens, BLOCK_Q):
@@ -151,13 +162,15 @@ def sum_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTokens:
-    """The token embeddings `values` [tokens, dim] of many texts end to end, where text i has the rows
-    `offsets[i]` to `offsets[i + 1]` (int32 on the device); `longest` is the length of the longest text.
+    """The token embeddings of many texts: text i has the rows `starts[i]` to `stops[i]` (int32 [texts] on the
+    device) of `values` [rows, dim]. Texts may lie apart, in any order, and share rows. `longest` is at least
+    the length of the longest text.
 
-    With `scales`, float32 [tokens], the values are int8 and each row is multiplied by its scale."""
+    With `scales`, float32 [rows], the values are int8 and each row is multiplied by its scale."""
 
     values: torch.Tensor
-    offsets: torch.Tensor
+    starts: torch.Tensor
+    stops: torch.Tensor
     longest: int
     scales: torch.Tensor | None = None
 
@@ -183,7 +196,7 @@ def maxsim(
     The tokens of each document are divided among `split_k` programs, by default among as many as keep the
     device busy. A document without tokens scores `empty_score`."""
     values, device, dim = documents.values.contiguous(), documents.values.device, documents.values.shape[1]
-    count, longest_query = len(pairs.queries), queries.longest
+    count, longest_query = len(pairs.queries), max(1, queries.longest)
     scores = torch.empty(count, dtype=torch.float32, device=device)
     if count == 0:
         return scores
@@ -192,7 +205,14 @@ def maxsim(
     if split_k is None:
         split_k = choose_split_k(multiprocessors(device), programs, documents.longest // tiles.document)
     best = torch.empty(count, split_k, longest_query, dtype=torch.float32, device=device)
-    indices = (queries.offsets, documents.offsets, pairs.queries, pairs.documents)
+    indices = (
+        queries.starts,
+        queries.stops,
+        documents.starts,
+        documents.stops,
+        pairs.queries,
+        pairs.documents,
+    )
     maxsim_kernel[(programs, split_k)](
         queries.values.contiguous(),
         values,

@@ -20,13 +20,18 @@ def maxsim_triton(
     if not pairs:
         return torch.empty(0, dtype=torch.float32, device=device)
     indices = np.asarray(pairs, dtype=np.int32)
-    numbers = [np.asarray(queries.offsets), np.asarray(documents.offsets), indices[:, 0], indices[:, 1]]
+    query_offsets, document_offsets = np.asarray(queries.offsets), np.asarray(documents.offsets)
+    numbers = [
+        *(query_offsets[:-1], query_offsets[1:]),
+        *(document_offsets[:-1], document_offsets[1:]),
+        *(indices[:, 0], indices[:, 1]),
+    ]
     together = to_device(np.concatenate(numbers).astype(np.int32), device)
-    query_offsets, document_offsets, pair_queries, pair_documents = together.split([len(x) for x in numbers])
+    on_device = together.split([len(x) for x in numbers])
     return maxsim(
-        PackedTokens(queries.values, query_offsets, max(1, *queries.lengths)),
-        PackedTokens(documents.values, document_offsets, max(documents.lengths), documents.scales),
-        Pairs(pair_queries, pair_documents),
+        PackedTokens(queries.values, *on_device[0:2], max(queries.lengths)),
+        PackedTokens(documents.values, *on_device[2:4], max(documents.lengths), documents.scales),
+        Pairs(*on_device[4:]),
         EMPTY_DOCUMENT_SCORE,
         split_k=split_k,
     )
