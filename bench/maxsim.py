@@ -37,7 +37,7 @@ def time_maxsim(documents: int, dim: int, rounds: int) -> dict[str, Any]:
     lengths = np.random.default_rng(0).integers(20, 341, documents).tolist()
     rows = torch.nn.functional.normalize(torch.randn(sum(lengths), dim), dim=-1)
     query = torch.nn.functional.normalize(torch.randn(32, dim), dim=-1)
-    pairs = [(0, i) for i in range(documents)]
+    pairs = np.column_stack([np.zeros(documents, dtype=np.int64), np.arange(documents)])
     exact = maxsim_reference(Ragged(query, (0, 32)), Ragged.from_lengths(rows, lengths), pairs)
 
     def ours(dtype: torch.dtype) -> Callable[[], Any]:

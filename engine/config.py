@@ -127,6 +127,12 @@ class EngineConfig:
         "Memory for embeddings of documents, or for scores of pairs, in MiB, so that none is run twice; 0 "
         "for none; by default a sixteenth of what is free at the start, from 64 to 4,096.",
     )
+    device_cache_mb: int | None = option(
+        None,
+        "Memory of the GPU for a second copy of cached embeddings, in MiB, so that they need not be copied "
+        "to it again; 0 for none; by default as much as the cache may take, and at most a quarter of what "
+        "the model and a step leave free.",
+    )
     cache_dir: str | None = option(
         None,
         "Folder to cache embeddings of documents in as well; servers may share it.",
@@ -166,7 +172,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.steps_in_flight not in (1, 2):
             raise ValueError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
-        for name in ("max_queued_tokens", "window_overlap", "cache_mb"):
+        for name in ("max_queued_tokens", "window_overlap", "cache_mb", "device_cache_mb"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must not be negative, not {value}")

@@ -120,6 +120,8 @@ class _CacheCollector(Collector):
             ("misses", "Documents whose embeddings or scores were not there", cache.misses),
             ("skipped", "Embeddings that were not cached because writing did not keep up", cache.skipped),
             ("evictions", "Embeddings or scores that went to make room", cache.evictions),
+            ("device_hits", "Cached documents that were on the GPU when they were scored", cache.device_hits),
+            ("device_copies", "Cached documents that were copied to the GPU first", cache.device_copies),
         )
         for name, help, value in counts:
             yield CounterMetricFamily(f"maxsimd_cache_{name}", help, value=value)
@@ -128,6 +130,8 @@ class _CacheCollector(Collector):
             ("memory_bytes", "Memory that they take", cache.memory_bytes),
             ("disk_bytes", "Disk that they take", cache.disk_bytes),
             ("staged", "Embeddings that are still to be written", cache.num_staged),
+            ("device_entries", "Embeddings that are on the GPU as well", cache.device_entries),
+            ("device_bytes", "Memory of the GPU that is set aside for them", cache.device_bytes),
         )
         for name, help, value in sizes:
             yield GaugeMetricFamily(f"maxsimd_cache_{name}", help, value=value)

@@ -112,7 +112,7 @@ class _OneRowPool(PoolingMethod):
 
     def _finish(self, pooled: torch.Tensor) -> Ragged:
         vectors = self.head(pooled)
-        return Ragged(vectors, tuple(range(len(vectors) + 1)))
+        return Ragged.one_row_each(vectors)
 
 
 class ClsPool(_OneRowPool):

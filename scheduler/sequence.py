@@ -109,11 +109,11 @@ class CachedBatch:
     request_id: int
     waits_for: int
     price: int
-    documents: tuple[Any, ...]
+    documents: Any
     given_query: Any = None
 
     def __post_init__(self) -> None:
-        if self.price < 1 or not self.documents:
+        if self.price < 1 or not len(self.documents):
             raise ValueError("a cached batch needs a price of at least one token and a document")
 
 

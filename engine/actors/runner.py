@@ -34,7 +34,7 @@ from maxsimd.engine.actors.messages import (
 from maxsimd.engine.actors.suspects import Suspects
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.execution import ModelRunner
-from maxsimd.engine.scoring.documents import CacheHit, Duplicate, SkippedSequence
+from maxsimd.engine.scoring.documents import CachedDocuments, CacheHit, Duplicate, SkippedSequence
 from maxsimd.engine.scoring.outcome import Arrival, RequestFailure, Result, StepOutcome
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import CachedBatch, Chunk, ImageJob, Sequence, Step
@@ -229,7 +229,8 @@ class RunnerActor(Actor[RunnerMessage]):
 def _indexes_of(part: Sequence | CachedBatch | ImageJob) -> tuple[int, ...]:
     """Which of its request's values are made of it alone; none for queries and prefixes."""
     if isinstance(part, CachedBatch):
-        return tuple(document.slot.index for document in part.documents)
+        documents: CachedDocuments = part.documents
+        return tuple(slot.index for slot in documents.slots)
     slot = part.slot if isinstance(part, ImageJob) else part.payload.slot
     return () if slot is None else (slot.index,)
 

@@ -7,7 +7,6 @@ from maxsimd.engine.actors.messages import Commit, DropRequest, ForgetAttempt, S
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.scoring.outcome import Arrival, Output, StepOutcome
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.transfer import to_host
 
 
@@ -64,7 +63,7 @@ class ScoringActor(Actor[ScoringMessage]):
         slots = tuple(slot for i in plain if (slot := pooled.sequences[i].payload.slot) is not None)
         items = pooled.items
         if len(plain) < len(pooled.sequences):
-            items = Ragged.from_items([items[i] for i in plain])
+            items = items.take(plain)
         return [Output(slots, items, scalar=pooled.task == "classify" and self._num_labels == 1)]
 
 

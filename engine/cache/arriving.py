@@ -46,13 +46,15 @@ class Arriving:
         host, about = self._on_host, self._abouts[index]
         scales = None
         if host.scales is not None:
-            scales = _copy(host.scales[host.offsets[index] : host.offsets[index + 1]])
-        return CachedEmbedding(_copy(host[index]), scales, about.tokens, about.truncated)
+            scales = _copy(host.scales[int(host.offsets[index]) : int(host.offsets[index + 1])])
+        return CachedEmbedding(_copy(host[index]), scales, about.tokens, about.truncated, about.key)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy made by this thread alone. torch would start OpenMP threads for each thread that copies. With
     more of them than cores, those of the device thread sleep between operations instead of spinning: then
     MaxSim takes twice as long, and a forward pass a tenth longer."""
+    if tensor.numel() == 0:  # as one of other numbers it cannot be seen
+        return torch.empty_like(tensor)
     bytes_ = tensor.view(torch.uint8).numpy().copy()
     return torch.from_numpy(bytes_).view(tensor.dtype)

@@ -29,7 +29,7 @@ class DiskStore:
     What cannot be read is as if it were not there, and what cannot be written is left out."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._database = GuardedDatabase(folder)
         self._warnings = Warnings(folder)
         self._usage = Usage(0, 0, 0)
@@ -97,10 +97,10 @@ class DiskStore:
     def _portions(self, entries: Iterable[tuple[bytes, CachedEmbedding]]) -> Iterator[Entries]:
         """Entries in portions that are written at once. What has no room alone is left out."""
         portion: Entries = []
-        size, most = 0, min(PORTION, self._limit // 4)
+        size, most = 0, min(PORTION, self.limit // 4)
         for key, entry in entries:
             room = _most_bytes(entry.nbytes)
-            if room > min(self._limit - _OVERHEAD, LARGEST - PAGE):
+            if room > min(self.limit - _OVERHEAD, LARGEST - PAGE):
                 continue
             if portion and size + room > most:
                 yield portion
@@ -116,12 +116,12 @@ class DiskStore:
         tables.write(connection, data)
         self._count(connection)
         # It is longer than that only where an earlier limit was higher.
-        if self._usage.file_bytes > self._limit:
-            tables.shrink(connection, self._usage.file_bytes - self._limit)
+        if self._usage.file_bytes > self.limit:
+            tables.shrink(connection, self._usage.file_bytes - self.limit)
 
     def _make_room(self, connection: sqlite3.Connection, nbytes: int) -> None:
         """Drops the oldest entries, where there are not as many bytes left."""
-        while (lacking := tables.count(connection).nbytes + nbytes - self._limit) > 0:
+        while (lacking := tables.count(connection).nbytes + nbytes - self.limit) > 0:
             dropped = tables.drop_oldest(connection, lacking)
             if dropped == 0:
                 return

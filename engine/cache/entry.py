@@ -27,12 +27,14 @@ _START = _HEADER.size + _CHECKSUM.size
 class CachedEmbedding:
     """`rows` [tokens, dim] in float32, bfloat16 or int8, the last with a scale [tokens] a row, on the CPU.
 
-    `tokens` is how many were run for it, and `truncated` whether the document was cut."""
+    `tokens` is how many were run for it, and `truncated` whether the document was cut. It is cached under
+    `key`; a caller's own embedding has none."""
 
     rows: torch.Tensor
     scales: torch.Tensor | None
     tokens: int
     truncated: bool
+    key: bytes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,13 +67,12 @@ class CachedEmbedding:
         if _checksum(key, header, payload) != _CHECKSUM.unpack_from(data, _HEADER.size)[0]:
             return None
         if rows == 0:
-            return cls(
-                torch.zeros(0, dim, dtype=dtype), torch.zeros(0) if scaled else None, tokens, bool(truncated)
-            )
+            none = torch.zeros(0, dim, dtype=dtype), torch.zeros(0) if scaled else None
+            return cls(*none, tokens, bool(truncated), key)
         whole = bytearray(payload)  # torch wants memory that it may write to
         values = torch.frombuffer(whole, dtype=dtype, count=rows * dim).view(rows, dim)
         scales = torch.frombuffer(whole, dtype=torch.float32, count=rows, offset=size) if scaled else None
-        return cls(values, scales, tokens, bool(truncated))
+        return cls(values, scales, tokens, bool(truncated), key)
 
 
 def _checksum(*parts: bytes | memoryview) -> int:

@@ -32,6 +32,7 @@ class ScoreCache:
     """Scores by the digest of all that they depend on, in at most `limit` bytes of memory. Thread-safe."""
 
     num_staged = skipped = disk_bytes = 0
+    device_entries = device_bytes = device_hits = device_copies = 0
 
     def __init__(self, limit: int) -> None:
         self._memory: MemoryStore[CachedScore] = MemoryStore(limit)

@@ -9,6 +9,7 @@ from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.entry import CachedEmbedding, Precision, rounded
 from maxsimd.engine.cache.fit import FitWatch
 from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.cache.writer import CacheWriter
 from maxsimd.pooling.ragged import Ragged
 
@@ -26,7 +27,8 @@ class EmbeddingCache:
     What was written to disk last is read into memory beside whatever else a start does.
 
     `fingerprint` is the digest of the model and its options; `precision` is what embeddings are cached in,
-    and, so that a hit and a miss score identically, what new ones are rounded to before use."""
+    and, so that a hit and a miss score identically, what new ones are rounded to before use. On a GPU a
+    second copy of those that are used is in the `slab`, which is set once, before the cache is used."""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class EmbeddingCache:
         # What is on disk is found there.
         self._fit = None if disk is not None else FitWatch(memory, "embeddings", _ADVICE)
         self._lock = threading.Lock()
+        self.slab: EmbeddingSlab | None = None
         self.hits = 0
         self.misses = 0
         self._enough = threading.Event()
@@ -112,6 +115,8 @@ class EmbeddingCache:
         """Forgets an entry."""
         self._writer.drop(key)
         self._memory.drop(key)
+        if self.slab is not None:
+            self.slab.drop(key)
         if self._disk is not None:
             self._disk.drop(key)
 
@@ -125,6 +130,8 @@ class EmbeddingCache:
         self._stop_warming()
         self._writer.clear()
         self._memory.clear()
+        if self.slab is not None:
+            self.slab.clear()
         if self._disk is not None:
             self._disk.clear()
 
@@ -166,6 +173,31 @@ class EmbeddingCache:
     def skipped(self) -> int:
         """How many embeddings were not cached because writing did not keep up."""
         return self._writer.skipped
+
+    @property
+    def limit(self) -> int:
+        """How many bytes of embeddings may be cached on the host, in memory and on disk."""
+        return self._memory.limit + (0 if self._disk is None else self._disk.limit)
+
+    @property
+    def device_entries(self) -> int:
+        """How many embeddings are on the device as well."""
+        return 0 if self.slab is None else len(self.slab)
+
+    @property
+    def device_bytes(self) -> int:
+        """What is set aside for them there."""
+        return 0 if self.slab is None else self.slab.nbytes
+
+    @property
+    def device_hits(self) -> int:
+        """How many cached documents were scored without being copied to the device."""
+        return 0 if self.slab is None else self.slab.hits
+
+    @property
+    def device_copies(self) -> int:
+        """How many were copied to it first."""
+        return 0 if self.slab is None else self.slab.copied
 
     @property
     def entries(self) -> int:

@@ -13,6 +13,7 @@ from maxsimd.engine.device.allocators import settle_allocators
 from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.open_cache import open_cache
 from maxsimd.engine.device.open_calibration import open_calibration
+from maxsimd.engine.device.open_slab import open_slab
 from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.device.warmup import checked_maxsim, warm_up
 from maxsimd.engine.errors import ModelLoadError
@@ -67,6 +68,7 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     if device.type == "cuda":
         warm_up(model, prepared.runner, pooler)
     if cache is not None:
+        cache.slab = open_slab(config, model, cache, device, prepared.dtype, maxsim_name == "triton")
         cache.wait_until_warm(_WARMING_SECONDS)
     return DeviceModel(
         _without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache, calibration

@@ -18,7 +18,7 @@ from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.actors.scoring import ScoringActor
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
-from maxsimd.engine.scoring.maxsim import maxsim_apart_avx512
+from maxsimd.engine.scoring.maxsim import choose_maxsim_spans, maxsim_apart_avx512
 from maxsimd.engine.stats import DeviceStats
 
 T = TypeVar("T")
@@ -97,6 +97,7 @@ class DeviceActors:
             device_model.prepared.dtype,
             takes_int8=device_model.maxsim_name == "triton",
             maxsim_apart=maxsim_apart_avx512 if device_model.maxsim_name == "avx512" else None,
+            maxsim_spans=choose_maxsim_spans(device_model.maxsim_name),
             cache=device_model.cache,
         )
         scoring = ScoringActor(Mailbox(loop), scorer, len(model.labels))

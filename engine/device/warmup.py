@@ -37,7 +37,7 @@ def why_wrong(maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype
     random = np.random.default_rng(0)
     queries = Ragged.from_lengths(_unit_rows(random, sum(_QUERIES), dim).to(dtype), _QUERIES)
     documents = Ragged.from_lengths(_unit_rows(random, sum(_DOCUMENTS), dim).to(dtype), _DOCUMENTS)
-    pairs = [(q, d) for q in range(len(_QUERIES)) for d in range(len(_DOCUMENTS))]
+    pairs = np.array([(q, d) for q in range(len(_QUERIES)) for d in range(len(_DOCUMENTS))])
     exact = maxsim_reference(queries, documents, pairs)
     try:
         q, d = (Ragged(items.values.to(device), items.offsets) for items in (queries, documents))

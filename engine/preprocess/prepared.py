@@ -71,7 +71,7 @@ def usage_of(prepared: Prepared) -> Usage:
     """What a request used, in tokens."""
     tokens = sum(len(sequence) for sequence in prepared.sequences if not sequence.is_prefix)
     # Of documents that came as their embeddings no token was run.
-    of_each = [document.embedding.tokens for batch in prepared.cached for document in batch.documents]
+    of_each = [embedding.tokens for batch in prepared.cached for embedding in batch.documents.embeddings]
     cached = [run for run in of_each if run]
     tokens += sum(cached) + prepared.cached_tokens
     return Usage(tokens, tokens - prepared.num_new_tokens, len(cached) + prepared.cached_documents)

@@ -35,7 +35,7 @@ from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder, shortest_text
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import ScoreRequest
-from maxsimd.engine.scoring.documents import CachedDocument
+from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, Window
 from maxsimd.scheduler import Sequence as TokenSequence
@@ -254,7 +254,9 @@ def _priced(
     documents: list[CachedDocument], rows: int, query_id: int, given_query: torch.Tensor | None
 ) -> CachedBatch:
     price = ceil(rows / ROWS_PER_TOKEN + len(documents) / DOCUMENTS_PER_TOKEN)
-    return CachedBatch(documents[0].slot.request_id, query_id, price, tuple(documents), given_query)
+    return CachedBatch(
+        documents[0].slot.request_id, query_id, price, CachedDocuments.of(documents), given_query
+    )
 
 
 def _query_rows(request: ScoreRequest, queries: Sequence[_Query]) -> NDArray[np.int64]:

@@ -6,19 +6,22 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from maxsimd.engine.cache import About, Arriving, CachedEmbedding, EmbeddingCache
-from maxsimd.engine.scoring.documents import CacheHit, Duplicate, SkippedSequence
+from maxsimd.engine.scoring.asked import Asked
+from maxsimd.engine.scoring.documents import CachedDocuments, CacheHit, Duplicate, SkippedSequence
 from maxsimd.engine.scoring.matches import score_with_matches
-from maxsimd.engine.scoring.maxsim import MaxSim, MaxSimApart
+from maxsimd.engine.scoring.maxsim import MaxSim, MaxSimApart, MaxSimSpans
 from maxsimd.engine.scoring.outcome import Output, Releases, RequestFailure
 from maxsimd.engine.scoring.query_store import QueryStore
 from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, as_named, score_pairs
 from maxsimd.engine.scoring.window_store import WindowStore
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import Ragged, decoded
+from maxsimd.pooling.spans import Spans
+from maxsimd.pooling.transfer import joined_on, to_device
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, ResultSlot, Sequence
 
 _NO_QUERY = "the query's embedding is no longer stored"
@@ -37,21 +40,6 @@ class _Target:
     explained: Explained | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """The embeddings of queries, the pairs of (query index, document index) to score, the slot of each pair's
-    score, and how the score is to be explained, if it is."""
-
-    embeddings: list[torch.Tensor]
-    pairs: list[tuple[int, int]]
-    slots: list[ResultSlot]
-    explained: list[Explained | None]
-
-    @property
-    def queries(self) -> Ragged:
-        return Ragged.from_items(self.embeddings)
-
-
 @dataclass(slots=True, eq=False)
 class ScoredDocuments:
     """What one call of `DocumentScorer.score` makes; complete when it returns."""
@@ -62,9 +50,8 @@ class ScoredDocuments:
     consumers: Counter[int] = field(default_factory=Counter)
     complete: set[int] = field(default_factory=set)
 
-    def add(self, scores: torch.Tensor, slots: ListOf[ResultSlot]) -> None:
-        one_each = Ragged(scores[:, None], tuple(range(len(slots) + 1)))
-        self.outputs.append(Output(tuple(slots), one_each, scalar=True))
+    def add(self, scores: torch.Tensor, slots: tuple[ResultSlot, ...]) -> None:
+        self.outputs.append(Output(slots, Ragged.one_row_each(scores[:, None]), scalar=True))
 
     @property
     def releases(self) -> Releases:
@@ -75,8 +62,9 @@ class DocumentScorer:
     """Owns the queries whose documents are still to come, and documents of which windows are missing.
 
     Documents are compared on `device` in the precision `dtype`, or as int8 where they are cached so and
-    `takes_int8` says that `maxsim` reads it. Cached ones are compared where they lie, if there is a
-    `maxsim_apart` that can. Used by the scoring actor alone."""
+    `takes_int8` says that `maxsim` reads it. Cached ones are compared where they lie on the host, if there is
+    a `maxsim_apart` that can, or in the cache's slab on the device, by `maxsim_spans` if there is one, else
+    end to end. Used by the scoring actor alone."""
 
     def __init__(
         self,
@@ -87,15 +75,18 @@ class DocumentScorer:
         *,
         takes_int8: bool = False,
         maxsim_apart: MaxSimApart | None = None,
+        maxsim_spans: MaxSimSpans | None = None,
         cache: EmbeddingCache | None = None,
     ) -> None:
         self._similarity = similarity
         self._maxsim = maxsim
         self._maxsim_apart = maxsim_apart if similarity in TOKEN_SIMILARITIES else None
+        self._maxsim_spans = maxsim_spans if similarity in TOKEN_SIMILARITIES else None
         self._takes_int8 = takes_int8 and similarity in TOKEN_SIMILARITIES
         self.device = device
         self._dtype = dtype
         self._cache = cache
+        self._slab = None if cache is None else cache.slab
         self.queries = QueryStore()
         self.windows = WindowStore()
 
@@ -108,7 +99,7 @@ class DocumentScorer:
         scores are delivered. Before it is called again for sequences of a step that failed, `forget` must be
         called with their ids."""
         made = ScoredDocuments()
-        new_rows: dict[bytes, Ragged] = {}
+        new_rows: dict[bytes, tuple[Ragged, int]] = {}
         for task in pooled:
             self._store_queries(task)
             documents, items = self._complete_documents(task, made)
@@ -136,16 +127,17 @@ class DocumentScorer:
         self.windows.drop_request(request_id)
 
     def _store_queries(self, pooled: Pooled) -> None:
-        for sequence, item in pooled:
+        for i, sequence in enumerate(pooled.sequences):
             if sequence.num_consumers:
-                self.queries.put(sequence, item)
+                self.queries.put(sequence, pooled.items[i])
 
     def _complete_documents(self, pooled: Pooled, made: ScoredDocuments) -> tuple[list[Sequence], Ragged]:
         """The documents that are complete with this step, and their embeddings. A document that is read
         through windows is complete when its last window is there."""
         payloads = [sequence.payload.document for sequence in pooled.sequences]
-        if all(document is not None and document.window is None for document in payloads):
-            return list(pooled.sequences), pooled.items
+        if all(document is None or document.window is None for document in payloads):
+            there = [i for i, document in enumerate(payloads) if document is not None]
+            return [pooled.sequences[i] for i in there], pooled.items.take(there)
         documents, items = [], []
         for (sequence, item), document in zip(pooled, payloads, strict=True):
             if document is None:
@@ -164,10 +156,10 @@ class DocumentScorer:
         self,
         documents: list[Sequence],
         items: Ragged,
-        new_rows: dict[bytes, Ragged],
+        new_rows: dict[bytes, tuple[Ragged, int]],
         made: ScoredDocuments,
     ) -> list[tuple[list[Sequence], Ragged]]:
-        """Starts copying new embeddings to the host for the cache.
+        """Starts copying new embeddings to the host for the cache, and to the slab.
 
         Returns the rows to score with: cacheable documents in the cache's precision (so that a hit and a miss
         score identically), others unchanged."""
@@ -179,13 +171,15 @@ class DocumentScorer:
         parts = []
         if len(cacheable) < len(documents):
             others = [i for i, document in enumerate(documents) if _cache_key(document) is None]
-            parts.append(([documents[i] for i in others], Ragged.from_items([items[i] for i in others])))
-            items = Ragged.from_items([items[i] for i in cacheable])
+            parts.append(([documents[i] for i in others], items.take(others)))
+            items = items.take(cacheable)
             documents = [documents[i] for i in cacheable]
         rounded = self._cache.rounded(items)
-        made.new_embeddings.append(Arriving([self._about(document) for document in documents], rounded))
-        for i, document in enumerate(documents):
-            new_rows[_required_key(document)] = rounded.item(i)
+        arriving = Arriving([self._about(document) for document in documents], rounded)
+        made.new_embeddings.append(arriving)
+        new_rows |= {key: (rounded, i) for i, key in enumerate(arriving.keys)}
+        if self._slab is not None:
+            self._slab.put(arriving.keys, rounded)
         return [*parts, (documents, rounded)]
 
     def _about(self, sequence: Sequence) -> About:
@@ -196,47 +190,82 @@ class DocumentScorer:
         return About(_required_key(sequence), tokens, document.truncated)
 
     def _score_skipped(
-        self, skipped: ListOf[SkippedSequence], new_rows: dict[bytes, Ragged], made: ScoredDocuments
+        self,
+        skipped: ListOf[SkippedSequence],
+        new_rows: dict[bytes, tuple[Ragged, int]],
+        made: ScoredDocuments,
     ) -> None:
         duplicates = [one.sequence for one in skipped if isinstance(one, Duplicate)]
         if duplicates:
-            rows = Ragged.join([new_rows[_required_key(sequence)] for sequence in duplicates])
+            found = [new_rows[_required_key(sequence)] for sequence in duplicates]
+            rows = Ragged.join([rounded.item(i) for rounded, i in found])
             self._against_queries([_target(sequence) for sequence in duplicates], rows, made)
         hits = [one for one in skipped if isinstance(one, CacheHit)]
         if hits:
             asked = self._find_queries([_target(hit.sequence) for hit in hits], made)
-            self._score_cached(asked, [hit.embedding for hit in hits], made)
+            entries = [hit.embedding for hit in hits]
+            self._score_cached(asked, entries, [entry.key for entry in entries], made)
 
     def _score_batch(self, batch: CachedBatch, made: ScoredDocuments) -> None:
         """Scores cached documents, all against one query."""
+        documents: CachedDocuments = batch.documents
         try:
             query = self._query(batch.waits_for, batch.given_query)
         except KeyError:
             made.failures.append(RequestFailure(batch.request_id, _NO_QUERY))
             return
-        made.consumers[batch.waits_for] += len(batch.documents)
-        pairs = [(0, i) for i in range(len(batch.documents))]
-        slots = [document.slot for document in batch.documents]
-        asked = _Asked([query], pairs, slots, [document.explained for document in batch.documents])
-        self._score_cached(asked, [document.embedding for document in batch.documents], made)
+        made.consumers[batch.waits_for] += len(documents)
+        asked = Asked.of_one(query, documents.slots, documents.explained)
+        self._score_cached(asked, documents.embeddings, documents.keys, made)
 
-    def _score_cached(self, asked: _Asked, entries: ListOf[CachedEmbedding], made: ScoredDocuments) -> None:
+    def _score_cached(
+        self,
+        asked: Asked,
+        entries: ListOf[CachedEmbedding],
+        keys: ListOf[bytes | None],
+        made: ScoredDocuments,
+    ) -> None:
+        if self._slab is None:
+            self._score_from_host(asked, entries, made)
+            return
+        located = self._slab.locate(keys, entries)
+        if not len(located.absent):
+            self._score_spans(asked, located.spans, made)
+            return
+        self._score_spans(asked.of_documents(located.resident), located.spans, made)
+        absent = [entries[i] for i in located.absent.tolist()]
+        self._score_from_host(asked.of_documents(located.absent), absent, made)
+
+    def _score_spans(self, asked: Asked, documents: Spans, made: ScoredDocuments) -> None:
+        """Scores documents in the slab. All that reads them is launched before this returns."""
+        if not len(asked.pairs):
+            return
+        if self._maxsim_spans is None:
+            self._score_asked(asked, documents.gathered(), made)
+            return
+        queries = asked.queries.decoded(self._dtype)
+        scores = as_named(
+            self._similarity, self._maxsim_spans(queries, documents, asked.pairs), queries, asked.pairs
+        )
+        self._add(scores, asked, lambda i: documents.item(i).decoded(self._dtype).values, made)
+
+    def _score_from_host(self, asked: Asked, entries: ListOf[CachedEmbedding], made: ScoredDocuments) -> None:
         if self._maxsim_apart is None:
             self._score_asked(asked, self._end_to_end(entries), made)
-        elif asked.pairs:
-            documents = [Ragged(entry.rows, (0, len(entry.rows)), entry.scales) for entry in entries]
-            scores = self._maxsim_apart(asked.queries.decoded(self._dtype), documents, asked.pairs)
-            scores = as_named(self._similarity, scores, asked.queries, asked.pairs)
-            self._add(scores, asked, lambda i: documents[i].decoded(self._dtype).values, made)
+        elif len(asked.pairs):
+            queries = asked.queries.decoded(self._dtype)
+            rows = [(entry.rows, entry.scales) for entry in entries]
+            scores = self._maxsim_apart(queries, rows, asked.pairs)
+            scores = as_named(self._similarity, scores, queries, asked.pairs)
+            self._add(scores, asked, lambda i: decoded(*rows[i], self._dtype), made)
 
     def _end_to_end(self, entries: ListOf[CachedEmbedding]) -> Ragged:
         """Cached embeddings end to end on the device. They travel in the cache's precision."""
-        rows = Ragged.from_items([entry.rows for entry in entries])
         scales = [entry.scales for entry in entries if entry.scales is not None]
-        return Ragged(
-            to_device(rows.values, self.device),
-            rows.offsets,
-            to_device(torch.cat(scales), self.device) if scales else None,
+        return Ragged.from_lengths(
+            joined_on(self.device, [entry.rows for entry in entries]),
+            [len(entry.rows) for entry in entries],
+            joined_on(self.device, scales) if scales else None,
         )
 
     def _query(self, query_id: int, given: torch.Tensor | None) -> torch.Tensor:
@@ -249,49 +278,51 @@ class DocumentScorer:
         """Scores item i for target i; fails the requests whose queries are no longer stored."""
         self._score_asked(self._find_queries(targets, made), items, made)
 
-    def _score_asked(self, asked: _Asked, items: Ragged, made: ScoredDocuments) -> None:
-        if not asked.pairs:
+    def _score_asked(self, asked: Asked, items: Ragged, made: ScoredDocuments) -> None:
+        if not len(asked.pairs):
             return
+        queries = asked.queries
         if items.scales is None or not self._takes_int8:
             items = items.decoded(self._dtype)
-        scores = score_pairs(self._similarity, asked.queries, items, asked.pairs, self._maxsim)
+        else:
+            queries = queries.decoded(self._dtype)
+        scores = score_pairs(self._similarity, queries, items, asked.pairs, self._maxsim)
         self._add(scores, asked, lambda i: items.item(i).decoded(self._dtype).values, made)
 
     def _add(
         self,
         scores: torch.Tensor,
-        asked: _Asked,
+        asked: Asked,
         document: Callable[[int], torch.Tensor],
         made: ScoredDocuments,
     ) -> None:
         """Adds the scores of all pairs, those that are to be explained with their matches; `document` gives
         the rows of a document that were scored."""
-        explained = {i: how for i, how in enumerate(asked.explained) if how is not None}
-        if not explained:
+        if not asked.explained:
             made.add(scores, asked.slots)
             return
         with_matches = []
-        for i, how in explained.items():
-            query, item = asked.pairs[i]
+        for i, how in asked.explained.items():
+            query, item = asked.pairs[i].tolist()
             embedding = asked.embeddings[query].to(self._dtype)
             with_matches.append(
                 score_with_matches(
                     scores[i], embedding, document(item), how, self._similarity == "meanmaxsim"
                 )
             )
-        slots = tuple(asked.slots[i] for i in explained)
+        slots = tuple(asked.slots[i] for i in asked.explained)
         made.outputs.append(Output(slots, Ragged.from_items(with_matches), scalar=False))
-        others = [i for i in range(len(asked.pairs)) if i not in explained]
+        others = [i for i in range(len(asked.pairs)) if i not in asked.explained]
         if others:
-            made.add(scores[others], [asked.slots[i] for i in others])
+            made.add(scores[others], tuple(asked.slots[i] for i in others))
 
-    def _find_queries(self, targets: list[_Target], made: ScoredDocuments) -> _Asked:
+    def _find_queries(self, targets: list[_Target], made: ScoredDocuments) -> Asked:
         """The query of target i for item i; fails the requests whose queries are no longer stored."""
         position: dict[int, int] = {}
         embeddings: list[torch.Tensor] = []
         pairs: list[tuple[int, int]] = []
         slots: list[ResultSlot] = []
-        explained: list[Explained | None] = []
+        explained: dict[int, Explained] = {}
         for i, target in enumerate(targets):
             query_id = target.query_id
             if query_id not in position:
@@ -301,11 +332,12 @@ class DocumentScorer:
                     made.failures.append(RequestFailure(target.slot.request_id, _NO_QUERY))
                     continue
                 position[query_id] = len(embeddings) - 1
+            if target.explained is not None:
+                explained[len(pairs)] = target.explained
             pairs.append((position[query_id], i))
             slots.append(target.slot)
-            explained.append(target.explained)
             made.consumers[query_id] += target.consumers
-        return _Asked(embeddings, pairs, slots, explained)
+        return Asked(embeddings, np.array(pairs, dtype=np.int64).reshape(-1, 2), tuple(slots), explained)
 
 
 def _target(sequence: Sequence) -> _Target:

@@ -1,8 +1,8 @@
 """Scores of pairs of items, by the similarity that the model was trained for."""
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maxsimd.engine.scoring.maxsim import MaxSim
 from maxsimd.pooling.ragged import Ragged
@@ -16,17 +16,17 @@ def score_pairs(
     similarity: str,
     queries: Ragged,
     documents: Ragged,
-    pairs: Sequence[tuple[int, int]],
+    pairs: NDArray[np.int64],
     maxsim: MaxSim,
 ) -> torch.Tensor:
-    """float32 [pairs] for pairs of (query index, document index).
+    """float32 [n] for pairs [n, 2] of a query's index and a document's.
 
     `maxsim` as in ColBERT; `meanmaxsim` is that divided by the number of query tokens; `cosine` and `dot`
     are of items of one row each.
     """
     if similarity in TOKEN_SIMILARITIES:
         return as_named(similarity, maxsim(queries, documents, pairs), queries, pairs)
-    first, second = to_device(torch.tensor(pairs).T.contiguous(), documents.values.device)
+    first, second = to_device(np.ascontiguousarray(pairs.T), documents.values.device)
     q, d = queries.values[first].float(), documents.values[second].float()
     if similarity == "cosine":
         return torch.nn.functional.cosine_similarity(q, d, dim=-1)
@@ -34,10 +34,10 @@ def score_pairs(
 
 
 def as_named(
-    similarity: str, scores: torch.Tensor, queries: Ragged, pairs: Sequence[tuple[int, int]]
+    similarity: str, scores: torch.Tensor, queries: Ragged, pairs: NDArray[np.int64]
 ) -> torch.Tensor:
-    """MaxSim's scores [pairs] as one of `TOKEN_SIMILARITIES` has them."""
+    """MaxSim's scores [n] as one of `TOKEN_SIMILARITIES` has them."""
     if similarity == "maxsim":
         return scores
-    tokens = [max(1, queries.lengths[query]) for query, _ in pairs]
-    return scores / to_device(torch.tensor(tokens), scores.device)
+    tokens = np.maximum(1, np.diff(queries.offsets))[pairs[:, 0]]
+    return scores / to_device(tokens, scores.device)

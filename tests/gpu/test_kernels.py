@@ -12,12 +12,19 @@ from maxsimd.engine.execution.attention.check import find_mismatch
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from tests.checkpoints import cross_encoders
 from tests.unit.kernel_checks import CHECKS, on
+from tests.unit.pairs import pairs_of
+from tests.unit.slab_checks import check_scores_from_a_slab
 from tests.unit.test_maxsim import random_ragged
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_kernel_equals_plain_torch(check: Callable[[str], None]) -> None:
     check("cuda")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_documents_in_a_slab_score_as_their_embeddings(precision: str) -> None:
+    check_scores_from_a_slab("cuda", "triton", precision)
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
@@ -38,6 +45,6 @@ def test_attention_equals_plain_attention(
 def test_maxsim_in_plain_torch_equals_the_reference() -> None:
     """The way of a GPU without Triton."""
     queries, documents = random_ragged([5, 33], 64, 1), random_ragged([70, 0, 1, 300], 64, 2)
-    pairs = [(q, d) for q in range(2) for d in range(4)]
+    pairs = pairs_of([(q, d) for q in range(2) for d in range(4)])
     ours = maxsim_tiled(on(queries, "cuda"), on(documents, "cuda"), pairs)
     torch.testing.assert_close(ours.cpu(), maxsim_reference(queries, documents, pairs), atol=1e-4, rtol=1e-4)

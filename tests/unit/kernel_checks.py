@@ -14,6 +14,7 @@ from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
+from tests.unit.pairs import Pairs
 from tests.unit.test_maxsim import problems, random_ragged
 from tests.unit.test_packed import RAGGED, attention_problems, make_step
 
@@ -36,9 +37,7 @@ def check_maxsim(device: str) -> None:
 
     @settings(max_examples=40, deadline=None)
     @given(problems(), st.sampled_from([1, 2, 7]), st.sampled_from(DTYPES))
-    def compare(
-        problem: tuple[Ragged, Ragged, list[tuple[int, int]]], split_k: int, dtype: torch.dtype
-    ) -> None:
+    def compare(problem: tuple[Ragged, Ragged, Pairs], split_k: int, dtype: torch.dtype) -> None:
         queries, documents, pairs = problem
         queries, documents = queries.decoded(dtype), documents.decoded(dtype)
         exact = maxsim_reference(queries, documents, pairs)
@@ -48,7 +47,7 @@ def check_maxsim(device: str) -> None:
 
     @settings(max_examples=15, deadline=None)
     @given(problems(), st.sampled_from(DTYPES))
-    def compare_int8(problem: tuple[Ragged, Ragged, list[tuple[int, int]]], dtype: torch.dtype) -> None:
+    def compare_int8(problem: tuple[Ragged, Ragged, Pairs], dtype: torch.dtype) -> None:
         queries, documents, pairs = problem
         queries = queries.decoded(dtype)
         scales = documents.values.abs().amax(dim=1).clamp(min=1e-12) / 127

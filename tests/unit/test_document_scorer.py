@@ -1,6 +1,5 @@
 """The document scorer against plain MaxSim: what each step scores, holds, releases, fails and stages."""
 
-from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,12 +10,13 @@ from maxsimd.engine.cache import Arriving, CachedEmbedding, EmbeddingCache, Prec
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.scoring.document_scorer import DocumentScorer, ScoredDocuments
-from maxsimd.engine.scoring.documents import CachedDocument, CacheHit, Duplicate
+from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments, CacheHit, Duplicate
 from maxsimd.engine.scoring.maxsim import maxsim_apart_avx512, maxsim_avx512, maxsim_reference
 from maxsimd.engine.scoring.outcome import RequestFailure
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence, Tokens, Window
+from tests.unit.pairs import Pairs
 
 pytestmark = pytest.mark.fast
 
@@ -67,7 +67,7 @@ class ReadsInt8:
 
     given: list[Ragged] = field(default_factory=list)
 
-    def __call__(self, queries: Ragged, documents: Ragged, pairs: ListOf[tuple[int, int]]) -> torch.Tensor:
+    def __call__(self, queries: Ragged, documents: Ragged, pairs: Pairs) -> torch.Tensor:
         self.given.append(documents)
         return maxsim_reference(queries, documents.decoded(torch.float32), pairs)
 
@@ -90,7 +90,7 @@ def scores(made: ScoredDocuments) -> dict[ResultSlot, float]:
     found: dict[ResultSlot, float] = {}
     for output in made.outputs:
         assert output.scalar
-        assert output.items.offsets == tuple(range(len(output.slots) + 1))
+        assert output.items.lengths == [1] * len(output.slots)
         assert output.items.values.shape == (len(output.slots), 1)
         for slot, item in zip(output.slots, output.items, strict=True):
             assert slot not in found
@@ -99,9 +99,8 @@ def scores(made: ScoredDocuments) -> dict[ResultSlot, float]:
 
 
 def cached_batch(query_id: int, documents: list[tuple[ResultSlot, CachedEmbedding]]) -> CachedBatch:
-    return CachedBatch(
-        documents[0][0].request_id, query_id, 1, tuple(CachedDocument(*document) for document in documents)
-    )
+    columns = CachedDocuments.of([CachedDocument(*document) for document in documents])
+    return CachedBatch(documents[0][0].request_id, query_id, 1, columns)
 
 
 def test_new_documents_of_several_queries_and_requests_are_scored_in_one_batch() -> None:
@@ -481,10 +480,10 @@ def test_int8_is_taken_for_both_similarities_of_tokens_only_where_the_backend_ta
 
 
 def test_two_queries_of_one_batch_are_each_found_and_each_given_once() -> None:
-    seen: list[tuple[int, list[tuple[int, int]]]] = []
+    seen: list[tuple[int, list[list[int]]]] = []
 
-    def maxsim(queries: Ragged, documents: Ragged, pairs: ListOf[tuple[int, int]]) -> torch.Tensor:
-        seen.append((len(queries), list(pairs)))
+    def maxsim(queries: Ragged, documents: Ragged, pairs: Pairs) -> torch.Tensor:
+        seen.append((len(queries), pairs.tolist()))
         return maxsim_reference(queries, documents, pairs)
 
     ours = DocumentScorer("maxsim", maxsim, CPU, torch.float32)
@@ -495,7 +494,7 @@ def test_two_queries_of_one_batch_are_each_found_and_each_given_once() -> None:
         [],
         [],
     )
-    assert seen == [(2, [(0, 0), (1, 2), (0, 3)])]
+    assert seen == [(2, [[0, 0], [1, 2], [0, 3]])]
     assert made.outputs[0].slots == (ResultSlot(7, 0), ResultSlot(7, 2), ResultSlot(7, 3))
 
 

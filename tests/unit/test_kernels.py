@@ -26,6 +26,7 @@ from maxsimd.engine.ops.cpu.linear import (
 )
 from maxsimd.engine.scoring.maxsim import maxsim_avx512, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
+from tests.unit.pairs import Pairs
 from tests.unit.test_maxsim import problems
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -43,7 +44,7 @@ def test_the_kernels_are_built_where_they_can_run() -> None:
 @needs_kernels
 @given(problems())
 def test_maxsim_in_float32_equals_the_reference(
-    problem: tuple[Ragged, Ragged, list[tuple[int, int]]],
+    problem: tuple[Ragged, Ragged, Pairs],
 ) -> None:
     torch.testing.assert_close(maxsim_avx512(*problem), maxsim_reference(*problem), atol=1e-5, rtol=1e-5)
 
@@ -51,7 +52,7 @@ def test_maxsim_in_float32_equals_the_reference(
 @needs_kernels
 @given(problems())
 def test_maxsim_in_bfloat16_equals_the_reference_on_rounded_embeddings(
-    problem: tuple[Ragged, Ragged, list[tuple[int, int]]],
+    problem: tuple[Ragged, Ragged, Pairs],
 ) -> None:
     """Sums are float32 throughout, so nothing is lost but what rounding the embeddings loses."""
     queries, documents, pairs = problem

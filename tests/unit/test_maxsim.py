@@ -10,6 +10,7 @@ from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.scoring.maxsim import choose_maxsim, maxsim_reference, maxsim_tiled, tiled
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.pooling.ragged import Ragged
+from tests.unit.pairs import Pairs, pairs_of
 
 
 def random_ragged(lengths: list[int], dim: int, seed: int) -> Ragged:
@@ -18,30 +19,30 @@ def random_ragged(lengths: list[int], dim: int, seed: int) -> Ragged:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Ragged, Ragged, list[tuple[int, int]]]:
+def problems(draw: st.DrawFn) -> tuple[Ragged, Ragged, Pairs]:
     dim = draw(st.sampled_from([1, 3, 16, 48]))
     queries = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     documents = draw(st.lists(st.integers(0, 70), min_size=1, max_size=8))
     index = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
     pairs = draw(st.lists(index, max_size=20))
-    return random_ragged(queries, dim, 1), random_ragged(documents, dim, 2), pairs
+    return random_ragged(queries, dim, 1), random_ragged(documents, dim, 2), pairs_of(pairs)
 
 
 @given(problems())
-def test_the_cpu_backend_equals_the_reference(problem: tuple[Ragged, Ragged, list[tuple[int, int]]]) -> None:
+def test_the_cpu_backend_equals_the_reference(problem: tuple[Ragged, Ragged, Pairs]) -> None:
     torch.testing.assert_close(maxsim_tiled(*problem), maxsim_reference(*problem), atol=1e-5, rtol=1e-5)
 
 
 def test_the_reference_equals_sentence_transformers() -> None:
     queries, documents = random_ragged([5, 32, 1], 16, 1), random_ragged([9, 1, 40, 17], 16, 2)
-    pairs = [(q, d) for q in range(3) for d in range(4)]
+    pairs = pairs_of([(q, d) for q in range(3) for d in range(4)])
     expected = sentence_transformers_maxsim(list(queries), list(documents)).flatten()
     torch.testing.assert_close(maxsim_reference(queries, documents, pairs), expected)
 
 
 def test_a_document_without_tokens_ranks_below_all_others() -> None:
     queries, documents = random_ragged([4], 8, 1), random_ragged([0, 3], 8, 2)
-    empty, other = maxsim_tiled(queries, documents, [(0, 0), (0, 1)]).tolist()
+    empty, other = maxsim_tiled(queries, documents, pairs_of([(0, 0), (0, 1)])).tolist()
     assert empty < -1e8 < other
 
 
@@ -66,7 +67,7 @@ def test_other_similarities_follow_their_definition(similarity: str) -> None:
     length = 3 if similarity == "meanmaxsim" else 1
     queries = Ragged.from_lengths(torch.randn(2 * length, 8), [length] * 2)
     documents = Ragged.from_lengths(torch.randn(3 * length, 8), [length] * 3)
-    pairs = [(0, 2), (1, 0), (1, 1)]
+    pairs = pairs_of([(0, 2), (1, 0), (1, 1)])
     scores = score_pairs(similarity, queries, documents, pairs, maxsim_reference)
     for score, (q, d) in zip(scores, pairs, strict=True):
         if similarity == "cosine":
@@ -80,7 +81,7 @@ def test_other_similarities_follow_their_definition(similarity: str) -> None:
 
 @given(problems())
 def test_bfloat16_products_are_close_to_the_reference(
-    problem: tuple[Ragged, Ragged, list[tuple[int, int]]],
+    problem: tuple[Ragged, Ragged, Pairs],
 ) -> None:
     queries, documents, pairs = problem
     rounded = Ragged(documents.values.bfloat16(), documents.offsets)

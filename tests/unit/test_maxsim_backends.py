@@ -1,6 +1,5 @@
 """MaxSim backends on what is ragged, empty, scaled or not a number; and which backend a name means."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,9 @@ from maxsimd.engine.scoring.maxsim import (
     tiled,
 )
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
-from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.ragged import Ragged, offsets_of
+from maxsimd.pooling.spans import Spans
+from tests.unit.pairs import Pairs, pairs_of
 
 pytestmark = pytest.mark.fast
 
@@ -36,7 +37,7 @@ BACKENDS = [
     ),
 ]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-Problem = tuple[Ragged, Ragged, list[tuple[int, int]]]
+Problem = tuple[Ragged, Ragged, Pairs]
 
 
 def ragged(lengths: list[int], dim: int, seed: int) -> Ragged:
@@ -44,7 +45,7 @@ def ragged(lengths: list[int], dim: int, seed: int) -> Ragged:
     return Ragged.from_lengths(torch.randn(sum(lengths), dim, generator=random), lengths)
 
 
-def plain(queries: Ragged, documents: Ragged, pairs: list[tuple[int, int]]) -> list[float]:
+def plain(queries: Ragged, documents: Ragged, pairs: Pairs) -> list[float]:
     """The definition, number by number, in double precision."""
     found = []
     for q, d in pairs:
@@ -63,7 +64,7 @@ def problems(draw: st.DrawFn) -> Problem:
     documents = draw(st.lists(st.integers(0, 70), min_size=1, max_size=6))
     pair = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
     pairs = draw(st.lists(pair, max_size=10) | st.just([(0, i) for i in range(len(documents))]))
-    return ragged(queries, dim, 1), ragged(documents, dim, 2), pairs
+    return ragged(queries, dim, 1), ragged(documents, dim, 2), pairs_of(pairs)
 
 
 @pytest.mark.parametrize("maxsim", BACKENDS)
@@ -100,10 +101,10 @@ def test_int8_embeddings_score_as_their_decoded_values(maxsim: MaxSim, problem: 
 @pytest.mark.parametrize("maxsim", BACKENDS)
 def test_a_document_without_tokens_has_the_lowest_score_of_all(maxsim: MaxSim) -> None:
     queries, documents = ragged([3, 2], 4, 1), ragged([0, 2, 0], 4, 2)
-    scores = maxsim(queries, documents, [(0, 0), (1, 1), (1, 2)])
+    scores = maxsim(queries, documents, pairs_of([(0, 0), (1, 1), (1, 2)]))
     assert scores[[0, 2]].tolist() == [EMPTY_DOCUMENT_SCORE] * 2 == [-1e9] * 2
-    assert maxsim(queries, ragged([0], 4, 2), [(0, 0)]).tolist() == [-1e9]
-    assert maxsim(queries, documents, []).shape == (0,)
+    assert maxsim(queries, ragged([0], 4, 2), pairs_of([(0, 0)])).tolist() == [-1e9]
+    assert maxsim(queries, documents, pairs_of([])).shape == (0,)
 
 
 @pytest.mark.parametrize("maxsim", BACKENDS)
@@ -114,7 +115,7 @@ def test_a_document_or_query_that_is_no_number_makes_its_own_scores_no_number(
     queries, documents = ragged([3, 2], 4, 1), ragged([40, 5, 33], 4, 2)
     documents[1][:] = torch.nan
     queries[1][0] = torch.nan
-    pairs = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2)]
+    pairs = pairs_of([(0, 0), (0, 1), (0, 2), (1, 0), (1, 2)])
     scores = maxsim(queries.decoded(dtype), documents.decoded(dtype), pairs)
     assert scores.isnan().tolist() == [False, True, False, True, True]
 
@@ -125,13 +126,13 @@ def test_a_document_or_query_that_is_no_number_makes_its_own_scores_no_number(
 def test_one_row_that_is_no_number_is_enough(maxsim: MaxSim, row: int, dtype: torch.dtype) -> None:
     queries, documents = ragged([3], 4, 1), ragged([40, 40], 4, 2)
     documents[1][row] = torch.nan
-    scores = maxsim(queries.decoded(dtype), documents.decoded(dtype), [(0, 0), (0, 1)])
+    scores = maxsim(queries.decoded(dtype), documents.decoded(dtype), pairs_of([(0, 0), (0, 1)]))
     assert scores.isnan().tolist() == [False, True]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 12))
 def test_tiles_are_runs_of_documents_that_fit_or_one_that_does_not(lengths: list[int], rows: int) -> None:
-    offsets = tiled._offsets(np.array(lengths))
+    offsets = offsets_of(np.array(lengths))
     assert offsets.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     tiles = list(tiled._tiles(offsets, rows))
     assert [first for first, _ in tiles] == [0, *(last for _, last in tiles[:-1])]
@@ -150,7 +151,7 @@ def test_scores_do_not_depend_on_the_size_of_a_tile(
 ) -> None:
     queries = ragged([3, 16], 8, 1).decoded(dtype)
     documents = ragged([40, 1, 64, 33, 32, 90, 2, 5], 8, 2).decoded(dtype)
-    pairs = [(q, d) for q in range(2) for d in range(8)]
+    pairs = pairs_of([(q, d) for q in range(2) for d in range(8)])
     monkeypatch.setattr(tiled, "TILE_BYTES", tile_bytes)
     sizes: list[int] = []
     product = tiled._product
@@ -162,7 +163,7 @@ def test_scores_do_not_depend_on_the_size_of_a_tile(
     lengths = documents.lengths
     expected = []
     for most in rows:
-        tiles = tiled._tiles(tiled._offsets(np.array(lengths)), most)
+        tiles = tiled._tiles(offsets_of(np.array(lengths)), most)
         expected += [sum(lengths[first:last]) for first, last in tiles]
     assert sizes == expected
 
@@ -238,7 +239,7 @@ def test_scores_are_made_on_the_documents_device() -> None:
     queries, documents = ragged([3], 4, 1), ragged([2, 5], 4, 2)
     elsewhere = [Ragged(items.values.to("meta"), items.offsets) for items in (queries, documents)]
     for maxsim in (maxsim_reference, maxsim_tiled):
-        scores = maxsim(elsewhere[0], elsewhere[1], [(0, 1), (0, 0)])
+        scores = maxsim(elsewhere[0], elsewhere[1], pairs_of([(0, 1), (0, 0)]))
         assert (scores.device.type, scores.shape) == ("meta", (2,))
 
 
@@ -248,7 +249,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
 
     def kernel(q: Any, q_offsets: Any, d: Any, d_offsets: Any, pairs: Any, empty: float) -> torch.Tensor:
-        calls.append((q.dtype, d.dtype, list(pairs), empty))
+        calls.append((q.dtype, d.dtype, [*map(tuple, pairs.tolist())], empty))
         return maxsim_reference(Ragged(q, q_offsets), Ragged(d, d_offsets), pairs)
 
     monkeypatch.setattr(avx512, "maxsim", kernel)
@@ -259,7 +260,7 @@ def test_the_kernel_is_given_pairs_of_one_query_together_and_scores_come_back_in
     kernel_calls: list[tuple[Any, ...]],
 ) -> None:
     queries, documents = ragged([2, 3, 1], 4, 1), ragged([4, 2, 5], 4, 2)
-    pairs = [(2, 0), (0, 1), (1, 1), (2, 2), (0, 0)]
+    pairs = pairs_of([(2, 0), (0, 1), (1, 1), (2, 2), (0, 0)])
     scores = maxsim_avx512(queries, documents, pairs)
     assert scores.tolist() == pytest.approx(plain(queries, documents, pairs), abs=1e-4)
     assert kernel_calls[0][2] == [(0, 1), (0, 0), (1, 1), (2, 0), (2, 2)]
@@ -268,15 +269,15 @@ def test_the_kernel_is_given_pairs_of_one_query_together_and_scores_come_back_in
 
 def test_the_kernel_computes_in_the_documents_precision(kernel_calls: list[tuple[Any, ...]]) -> None:
     queries, documents = ragged([2], 4, 1), ragged([4], 4, 2)
-    maxsim_avx512(queries, documents.decoded(torch.bfloat16), [(0, 0)])
-    maxsim_avx512(queries.decoded(torch.bfloat16), documents, [(0, 0)])
+    maxsim_avx512(queries, documents.decoded(torch.bfloat16), pairs_of([(0, 0)]))
+    maxsim_avx512(queries.decoded(torch.bfloat16), documents, pairs_of([(0, 0)]))
     assert [call[:2] for call in kernel_calls] == [(torch.bfloat16,) * 2, (torch.float32,) * 2]
 
 
 def test_what_the_kernel_does_not_take_goes_the_plain_way(kernel_calls: list[tuple[Any, ...]]) -> None:
     queries, documents = ragged([2], 5, 1), ragged([4], 5, 2).decoded(torch.bfloat16)
-    scores = maxsim_avx512(queries, documents, [(0, 0)])
-    assert torch.equal(scores, maxsim_tiled(queries, documents, [(0, 0)]))
+    scores = maxsim_avx512(queries, documents, pairs_of([(0, 0)]))
+    assert torch.equal(scores, maxsim_tiled(queries, documents, pairs_of([(0, 0)])))
     assert kernel_calls == []
 
 
@@ -291,10 +292,12 @@ class Launches:
     ) -> torch.Tensor:
         self.noted.append((queries, documents, pairs, split_k))
         items = [
-            Ragged(packed.values, tuple(packed.offsets.tolist()), packed.scales).decoded(torch.float32)
+            Spans(packed.values, packed.starts.numpy(), packed.stops.numpy(), packed.scales)
+            .gathered()
+            .decoded(torch.float32)
             for packed in (queries, documents)
         ]
-        wanted = list(zip(pairs.queries.tolist(), pairs.documents.tolist(), strict=True))
+        wanted = np.column_stack([pairs.queries, pairs.documents])
         scores = maxsim_reference(items[0], items[1], wanted)
         return torch.where(scores == EMPTY_DOCUMENT_SCORE, empty_score, scores)
 
@@ -309,9 +312,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return launches
 
 
-def _triton(
-    queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, int]], *split: int
-) -> torch.Tensor:
+def _triton(queries: Ragged, documents: Ragged, pairs: Pairs, *split: int) -> torch.Tensor:
     from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
 
     return maxsim_triton(queries, documents, pairs, *split)
@@ -319,12 +320,14 @@ def _triton(
 
 def test_triton_is_given_all_indices_as_int32_and_the_longest_lengths(launches: Launches) -> None:
     queries, documents = ragged([2, 7, 1], 4, 1), ragged([0, 3, 9, 2], 4, 2)
-    pairs = [(2, 0), (0, 1), (1, 2), (1, 3), (0, 2)]
+    pairs = pairs_of([(2, 0), (0, 1), (1, 2), (1, 3), (0, 2)])
     scores = _triton(queries, documents, pairs, 5)
     assert scores.tolist() == pytest.approx(plain(queries, documents, pairs), abs=1e-4)
     [(packed_queries, packed_documents, indices, split_k)] = launches.noted
     assert (packed_queries.longest, packed_documents.longest, split_k) == (7, 9, 5)
-    for numbers in (packed_queries.offsets, packed_documents.offsets, indices.queries, indices.documents):
+    for packed in (packed_queries, packed_documents):
+        assert packed.starts.dtype is packed.stops.dtype is torch.int32
+    for numbers in (indices.queries, indices.documents):
         assert numbers.dtype is torch.int32
     assert packed_queries.scales is None
     assert packed_documents.scales is None
@@ -334,7 +337,7 @@ def test_triton_is_given_int8_rows_with_their_scales(launches: Launches) -> None
     queries = ragged([2], 4, 1)
     values = torch.randint(-127, 128, (7, 4), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     documents = Ragged(values, (0, 3, 7), torch.linspace(0.1, 0.7, 7))
-    pairs = [(0, 1), (0, 0)]
+    pairs = pairs_of([(0, 1), (0, 0)])
     scores = _triton(queries, documents, pairs)
     assert scores.tolist() == pytest.approx(plain(queries, documents.decoded(torch.float32), pairs), rel=1e-4)
     assert launches.noted[0][1].values.dtype is torch.int8
@@ -342,15 +345,15 @@ def test_triton_is_given_int8_rows_with_their_scales(launches: Launches) -> None
 
 
 def test_triton_is_given_room_for_one_token_where_no_query_has_any(launches: Launches) -> None:
-    _triton(ragged([0, 0], 4, 1), ragged([2], 4, 2), [(1, 0)])
+    _triton(ragged([0, 0], 4, 1), ragged([2], 4, 2), pairs_of([(1, 0)]))
     assert launches.noted[0][0].longest == 1
 
 
 def test_triton_is_not_launched_for_no_pair(launches: Launches) -> None:
-    scores = _triton(ragged([2], 4, 1), ragged([2], 4, 2), [])
+    scores = _triton(ragged([2], 4, 1), ragged([2], 4, 2), pairs_of([]))
     assert (scores.shape, scores.dtype, scores.device) == ((0,), torch.float32, CPU)
     elsewhere = Ragged(torch.empty(2, 4, device="meta"), (0, 2))
-    assert _triton(elsewhere, elsewhere, []).device.type == "meta"
+    assert _triton(elsewhere, elsewhere, pairs_of([])).device.type == "meta"
     assert launches.noted == []
 
 

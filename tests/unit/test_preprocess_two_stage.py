@@ -252,10 +252,8 @@ def test_cached_documents_are_not_run_but_scored_in_batches_of_their_query(task:
     assert slots_of(prepared) == [0, 2]
     (batch,) = prepared.cached
     assert (batch.request_id, batch.waits_for, batch.price) == (7, 100, 3)
-    assert [(one.slot, one.embedding.tokens) for one in batch.documents] == [
-        (ResultSlot(7, 1), 3),
-        (ResultSlot(7, 3), 5),
-    ]
+    assert batch.documents.slots == (ResultSlot(7, 1), ResultSlot(7, 3))
+    assert [embedding.tokens for embedding in batch.documents.embeddings] == [3, 5]
     assert prepared.sequences[0].num_consumers == 4
     assert prepared.results == 4
     assert prepared.combine([1, 2, 3, 4]).tolist() == [1, 2, 3, 4, 2]
@@ -270,14 +268,16 @@ def test_cached_documents_of_two_queries_are_in_batches_of_their_own() -> None:
     cache.put([(cache.key("w5", "as it is"), embedding())])
     prepared = score(["w1", "w2"], ["w5", "w5"], cache=cache)
     assert [batch.waits_for for batch in prepared.cached] == [100, 101]
-    assert [[one.slot.index for one in batch.documents] for batch in prepared.cached] == [[0], [1]]
+    assert [[slot.index for slot in batch.documents.slots] for batch in prepared.cached] == [[0], [1]]
 
 
 def batches(*rows: int) -> list[tuple[int, int]]:
     """How many documents each batch has, and its price, for documents of these numbers of rows."""
     documents = [CachedDocument(ResultSlot(7, i), embedding(rows=n)) for i, n in enumerate(rows)]
     made = list(in_batches(documents, 100))
-    assert [one for batch in made for one in batch.documents] == documents
+    assert [slot for batch in made for slot in batch.documents.slots] == [one.slot for one in documents]
+    embeddings = [embedding for batch in made for embedding in batch.documents.embeddings]
+    assert embeddings == [one.embedding for one in documents]
     assert {(batch.request_id, batch.waits_for) for batch in made} <= {(7, 100)}
     return [(len(batch.documents), batch.price) for batch in made]
 

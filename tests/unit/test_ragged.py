@@ -38,7 +38,7 @@ def test_items_are_found_by_index_by_iteration_and_by_offsets(lengths: list[int]
             assert torch.equal(made[i], item)
             assert torch.equal(one, item)
             assert torch.equal(made.item(i).values, item)
-            assert made.item(i).offsets == (0, len(item))
+            assert made.item(i).offsets.tolist() == [0, len(item)]
 
 
 @given(LENGTHS, LENGTHS, st.booleans())
@@ -76,7 +76,7 @@ def test_int8_rows_are_decoded_by_their_scales_whatever_the_tile(
     finally:
         ragged._DECODED_TOGETHER = before
     assert decoded.scales is None
-    assert decoded.offsets == items.offsets
+    assert decoded.offsets.tolist() == items.offsets.tolist()
     assert decoded.values.dtype is dtype
     rows = zip(items.values.tolist(), items.scales.tolist(), strict=True)
     exact = torch.tensor([[x * scale for x in row] for row, scale in rows]).reshape(-1, 3).to(dtype)
@@ -100,7 +100,7 @@ def test_on_another_device_scales_are_applied_there() -> None:
     assert decoded.values.device.type == "meta"
     assert decoded.values.dtype is torch.bfloat16
     assert decoded.values.shape == (5, 3)
-    assert (decoded.offsets, decoded.scales) == (items.offsets, None)
+    assert (decoded.lengths, decoded.scales) == (items.lengths, None)
 
 
 class OnGpu(torch.Tensor):
@@ -117,3 +117,27 @@ def test_there_they_are_multiplied_as_on_a_cpu() -> None:
     elsewhere = Ragged(items.values.as_subclass(OnGpu), items.offsets, items.scales)
     decoded = elsewhere.decoded(torch.float32).values.as_subclass(torch.Tensor)
     torch.testing.assert_close(decoded, items.decoded(torch.float32).values)
+
+
+@given(LENGTHS, st.data(), st.booleans())
+def test_items_are_taken_in_any_order_with_their_scales(
+    lengths: list[int], data: st.DataObject, scaled: bool
+) -> None:
+    items = _scaled(lengths) if scaled else Ragged.from_items(_items(lengths))
+    wanted = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
+    taken = items.take(wanted)
+    assert taken.lengths == [lengths[i] for i in wanted]
+    exact = [items.decoded(torch.float32)[i] for i in wanted]
+    for item, expected in zip(taken.decoded(torch.float32), exact, strict=True):
+        assert torch.equal(item, expected)
+
+
+def test_items_that_follow_one_another_are_taken_without_a_copy() -> None:
+    items = _scaled([2, 1, 3, 1])
+    taken = items.take([1, 2])
+    assert taken.values.data_ptr() == items[1].data_ptr()
+    assert taken.offsets.tolist() == [0, 1, 4]
+
+
+def test_rows_are_items_by_themselves() -> None:
+    assert Ragged.one_row_each(torch.zeros(3, 2)).lengths == [1, 1, 1]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from maxsimd.engine.scoring.maxsim import maxsim_reference
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.pooling.ragged import Ragged
+from tests.unit.pairs import pairs_of
 
 pytestmark = pytest.mark.fast
 
@@ -45,7 +46,7 @@ def test_a_similarity_follows_its_definition(
     q = Ragged.from_lengths(3 * torch.randn(sum(queries), 5, generator=random), queries)
     d = Ragged.from_lengths(2 * torch.randn(sum(documents), 5, generator=random), documents)
     index = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
-    pairs = data.draw(st.lists(index, min_size=1, max_size=8))
+    pairs = pairs_of(data.draw(st.lists(index, min_size=1, max_size=8)))
     scores = score_pairs(similarity, q, d, pairs, maxsim_reference)
     assert scores.dtype is torch.float32
     assert scores.shape == (len(pairs),)
@@ -57,11 +58,11 @@ def test_vectors_of_half_precision_are_multiplied_in_float32(similarity: str) ->
     random = torch.Generator().manual_seed(0)
     values = torch.randn(2, 64, generator=random).bfloat16()
     q, d = Ragged(values[:1], (0, 1)), Ragged(values[1:], (0, 1))
-    [score] = score_pairs(similarity, q, d, [(0, 0)], maxsim_reference).tolist()
+    [score] = score_pairs(similarity, q, d, pairs_of([(0, 0)]), maxsim_reference).tolist()
     assert score == pytest.approx(_plain(similarity, values[:1].float(), values[1:].float()), abs=1e-5)
 
 
 @pytest.mark.parametrize(("similarity", "expected"), [("maxsim", 0.0), ("meanmaxsim", 0.0)])
 def test_a_query_without_tokens_scores_zero(similarity: str, expected: float) -> None:
     q, d = Ragged(torch.zeros(0, 4), (0, 0)), Ragged(torch.ones(2, 4), (0, 2))
-    assert score_pairs(similarity, q, d, [(0, 0)], maxsim_reference).tolist() == [expected]
+    assert score_pairs(similarity, q, d, pairs_of([(0, 0)]), maxsim_reference).tolist() == [expected]

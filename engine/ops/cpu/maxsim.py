@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT16, FLOAT32, INT8, kernels
 
@@ -17,21 +18,22 @@ def is_supported(dtype: torch.dtype, dim: int) -> bool:
 
 def maxsim(
     queries: torch.Tensor,
-    query_offsets: Sequence[int],
+    query_offsets: NDArray[np.int64],
     documents: torch.Tensor,
-    document_offsets: Sequence[int],
-    pairs: Sequence[tuple[int, int]],
+    document_offsets: NDArray[np.int64],
+    pairs: NDArray[np.int64],
     empty_score: float,
 ) -> torch.Tensor:
-    """Scores float32 [pairs] of queries [Tq, dim] and documents [Td, dim] of one precision, on the CPU.
+    """Scores float32 [n] of queries [Tq, dim] and documents [Td, dim] of one precision, on the CPU, for pairs
+    [n, 2] of a query and a document.
 
     Sums and maxima are float32 in either precision. A document without tokens scores `empty_score`."""
     kernel = kernels().maxsimd_maxsim_float32
     if documents.dtype is torch.bfloat16:
         kernel = kernels().maxsimd_maxsim_bfloat16
     queries, documents = queries.contiguous(), documents.contiguous()
-    starts, stops = np.asarray(query_offsets, dtype=np.int64), np.asarray(document_offsets, dtype=np.int64)
-    indices = np.ascontiguousarray(np.asarray(pairs, dtype=np.int64).reshape(-1, 2))
+    starts, stops = _as_read(query_offsets), _as_read(document_offsets)
+    indices = _as_read(pairs)
     scores = np.full(len(indices), empty_score, dtype=np.float32)
     kernel(
         queries.data_ptr(),
@@ -48,9 +50,9 @@ def maxsim(
 
 def maxsim_apart(
     queries: torch.Tensor,
-    query_offsets: Sequence[int],
+    query_offsets: NDArray[np.int64],
     documents: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-    pairs: Sequence[tuple[int, int]],
+    pairs: NDArray[np.int64],
     empty_score: float,
 ) -> torch.Tensor:
     """As `maxsim`, of documents that lie each by itself: rows [tokens, dim] in float32, bfloat16, float16, or
@@ -72,8 +74,7 @@ def maxsim_apart(
         ],
         dtype=np.int64,
     )
-    starts = np.asarray(query_offsets, dtype=np.int64)
-    indices = np.ascontiguousarray(np.asarray(pairs, dtype=np.int64).reshape(-1, 2))
+    starts, indices = _as_read(query_offsets), _as_read(pairs)
     scores = np.full(len(indices), empty_score, dtype=np.float32)
     kernel(
         queries.data_ptr(),
@@ -85,3 +86,8 @@ def maxsim_apart(
         scores.ctypes.data,
     )
     return torch.from_numpy(scores)
+
+
+def _as_read(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers as the kernels read them: end to end, of 64 bits."""
+    return np.ascontiguousarray(numbers, dtype=np.int64)

@@ -5,24 +5,32 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.scoring.maxsim import avx512
-from maxsimd.engine.scoring.maxsim.avx512 import maxsim_apart_avx512, maxsim_avx512
+from maxsimd.engine.scoring.maxsim.avx512 import Rows, maxsim_apart_avx512, maxsim_avx512
 from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
 from maxsimd.engine.scoring.maxsim.tiled import maxsim_tiled
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.spans import Spans
 
-# (queries, documents, pairs of (query index, document index)) -> float32 scores [pairs]
-MaxSim = Callable[[Ragged, Ragged, Sequence[tuple[int, int]]], torch.Tensor]
-# The same for documents that do not lie end to end, each a Ragged of one item.
-MaxSimApart = Callable[[Ragged, Sequence[Ragged], Sequence[tuple[int, int]]], torch.Tensor]
+# (queries, documents, pairs [n, 2] of query index and document index) -> float32 scores [n]
+MaxSim = Callable[[Ragged, Ragged, NDArray[np.int64]], torch.Tensor]
+# The same for documents that do not lie end to end: anywhere in one tensor,
+MaxSimSpans = Callable[[Ragged, Spans, NDArray[np.int64]], torch.Tensor]
+# or each in a tensor of its own.
+MaxSimApart = Callable[[Ragged, Sequence[Rows], NDArray[np.int64]], torch.Tensor]
 
 __all__ = [
     "MaxSim",
     "MaxSimApart",
+    "MaxSimSpans",
+    "Rows",
     "choose_maxsim",
+    "choose_maxsim_spans",
     "maxsim_apart_avx512",
     "maxsim_avx512",
     "maxsim_reference",
@@ -53,3 +61,12 @@ def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True
         f"the MaxSim backend {name!r} cannot run on this {device.type}; "
         'use maxsim="auto", "tiled" or "reference"'
     )
+
+
+def choose_maxsim_spans(name: str) -> MaxSimSpans | None:
+    """The backend of that name for documents anywhere in one tensor; None where it needs them end to end."""
+    if name != "triton":
+        return None
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_spans_triton
+
+    return maxsim_spans_triton

@@ -1,8 +1,8 @@
 """MaxSim in its plainest form, against which all faster backends are tested."""
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maxsimd.pooling.ragged import Ragged
 
@@ -10,11 +10,12 @@ from maxsimd.pooling.ragged import Ragged
 EMPTY_DOCUMENT_SCORE = -1e9
 
 
-def maxsim_reference(queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+def maxsim_reference(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torch.Tensor:
     """score(q, d) = sum over query tokens i of max over document tokens j of <q_i, d_j>.
 
     Source: Khattab & Zaharia, ColBERT (SIGIR 2020), equation 3. `queries.values` is [Tq, dim] and
-    `documents.values` [Td, dim], already normalised if the model normalises; returns float32 [pairs].
+    `documents.values` [Td, dim], already normalised if the model normalises; `pairs` [n, 2] are the indices
+    of a query and a document each. Returns float32 [n].
     """
     scores = torch.full((len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device)
     for i, (query, document) in enumerate(pairs):

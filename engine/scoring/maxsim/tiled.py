@@ -1,13 +1,14 @@
 """MaxSim for the CPU: products over tiles of documents that stay in cache, then maxima in two levels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
-from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.ragged import Ragged, offsets_of
+from maxsimd.pooling.spans import Spans
 from maxsimd.pooling.transfer import to_device
 
 # Rows over which the first level takes maxima, halving by halving: a power of two. A document's similarities
@@ -23,21 +24,20 @@ COLUMNS = 16
 Rows = NDArray[np.int64]
 
 
-def maxsim_tiled(queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+def maxsim_tiled(queries: Ragged, documents: Ragged, pairs: Rows) -> torch.Tensor:
     """As `maxsim_reference`, with products in the documents' precision and sums in float32.
 
     Plain torch operations, so it runs on any device."""
     scores = torch.full((len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device)
     lengths = np.diff(documents.offsets)
-    pairs_of: dict[int, list[int]] = {}
-    for i, (query, document) in enumerate(pairs):
-        if lengths[document]:
-            pairs_of.setdefault(query, []).append(i)
-    for query, indices in pairs_of.items():
-        wanted = np.array([pairs[i][1] for i in indices])
+    of_query, of_document = pairs[:, 0], pairs[:, 1]
+    there = np.flatnonzero(lengths[of_document])
+    for query in np.unique(of_query[there]).tolist():
+        indices = there[of_query[there] == query]
+        wanted = of_document[indices]
         tokens = _tokens_of(wanted, documents, lengths)
         best = _best_matches(queries[query].to(tokens.dtype), tokens, lengths[wanted])
-        scores[to_device(torch.tensor(indices), scores.device)] = best.sum(dim=1)
+        scores[to_device(indices, scores.device)] = best.sum(dim=1)
     return scores
 
 
@@ -46,7 +46,7 @@ def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Rows) -> t
 
     `tokens` holds the rows of documents of these lengths, none of them 0, end to end."""
     blocks = -(-lengths // BLOCK)  # of each document
-    offsets, block_offsets = _offsets(lengths), _offsets(blocks)
+    offsets, block_offsets = offsets_of(lengths), offsets_of(blocks)
     filled = to_device(_filled_rows(lengths, blocks, offsets), tokens.device)
     best_of_block = torch.empty(int(block_offsets[-1]), len(query), device=tokens.device)
     if len(query) == 0:
@@ -112,7 +112,7 @@ def _maxima(similarity: torch.Tensor) -> torch.Tensor:
 def _filled_rows(lengths: Rows, blocks: Rows, offsets: Rows) -> Rows:
     """The indices of the documents' rows, each document padded to whole blocks with its last row."""
     rows = blocks * BLOCK
-    within = np.arange(rows.sum()) - np.repeat(_offsets(rows)[:-1], rows)
+    within = np.arange(rows.sum()) - np.repeat(offsets_of(rows)[:-1], rows)
     filled: Rows = np.repeat(offsets[:-1], rows) + np.minimum(within, np.repeat(lengths - 1, rows))
     return filled
 
@@ -127,16 +127,9 @@ def _tiles(offsets: Rows, rows: int) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _offsets(lengths: Rows) -> Rows:
-    return np.concatenate([[0], np.cumsum(lengths)])
-
-
 def _tokens_of(wanted: Rows, documents: Ragged, lengths: Rows) -> torch.Tensor:
     """The rows of the wanted documents, end to end."""
     first, last = int(wanted[0]), int(wanted[-1])
     if np.array_equal(wanted, np.arange(first, last + 1)):
-        return documents.values[documents.offsets[first] : documents.offsets[last + 1]]
-    counts = lengths[wanted]
-    starts = np.asarray(documents.offsets)[wanted]
-    rows = np.repeat(starts - _offsets(counts)[:-1], counts) + np.arange(counts.sum())
-    return documents.values[to_device(rows, documents.values.device)]
+        return documents.values[int(documents.offsets[first]) : int(documents.offsets[last + 1])]
+    return Spans(documents.values, documents.offsets[wanted], documents.offsets[wanted + 1]).gathered().values

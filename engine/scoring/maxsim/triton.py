@@ -1,37 +1,42 @@
-"""MaxSim by the Triton kernel: all indices and offsets of a step reach the device in one copy."""
-
-from collections.abc import Sequence
+"""MaxSim by the Triton kernel: all indices and bounds of a step reach the device in one copy."""
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.spans import Spans
 from maxsimd.pooling.transfer import to_device
 
 
 def maxsim_triton(
-    queries: Ragged, documents: Ragged, pairs: Sequence[tuple[int, int]], split_k: int | None = None
+    queries: Ragged, documents: Ragged, pairs: NDArray[np.int64], split_k: int | None = None
 ) -> torch.Tensor:
     """As `maxsim_reference`; documents may be int8 rows with a scale each. The kernel divides each document
     among `split_k` programs, by default as many as keep the device busy."""
+    return maxsim_spans_triton(queries, Spans.of(documents), pairs, split_k)
+
+
+def maxsim_spans_triton(
+    queries: Ragged, documents: Spans, pairs: NDArray[np.int64], split_k: int | None = None
+) -> torch.Tensor:
+    """The same of documents that lie anywhere in one tensor."""
     device = documents.values.device
-    if not pairs:
+    if len(pairs) == 0:
         return torch.empty(0, dtype=torch.float32, device=device)
-    indices = np.asarray(pairs, dtype=np.int32)
-    query_offsets, document_offsets = np.asarray(queries.offsets), np.asarray(documents.offsets)
-    numbers = [
-        *(query_offsets[:-1], query_offsets[1:]),
-        *(document_offsets[:-1], document_offsets[1:]),
-        *(indices[:, 0], indices[:, 1]),
-    ]
+    indices = np.asarray(pairs, dtype=np.int64)
+    numbers = [queries.offsets[:-1], queries.offsets[1:], documents.starts, documents.stops, *indices.T]
     together = to_device(np.concatenate(numbers).astype(np.int32), device)
-    on_device = together.split([len(x) for x in numbers])
+    on_device = together.split([len(part) for part in numbers])
+    longest_query, longest = int(np.diff(queries.offsets).max()), int(documents.lengths.max())
+    # The kernel multiplies numbers of one precision, int8 aside.
+    values = queries.values if documents.scales is not None else queries.values.to(documents.values.dtype)
     return maxsim(
-        PackedTokens(queries.values, *on_device[0:2], max(queries.lengths)),
-        PackedTokens(documents.values, *on_device[2:4], max(documents.lengths), documents.scales),
-        Pairs(*on_device[4:]),
+        PackedTokens(values, on_device[0], on_device[1], max(1, longest_query)),
+        PackedTokens(documents.values, on_device[2], on_device[3], longest, documents.scales),
+        Pairs(on_device[4], on_device[5]),
         EMPTY_DOCUMENT_SCORE,
         split_k=split_k,
     )

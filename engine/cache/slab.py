@@ -1,0 +1,172 @@
+"""Cached embeddings that stay on the device, so that scoring them again copies nothing to it.
+
+The slab is a second copy of what the cache has on the host: a document is cached where the host says so, and
+only then looked for here. What is not here is copied again.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, repeat
+
+import numpy as np
+import torch
+
+from maxsimd.engine.cache.entry import CachedEmbedding
+from maxsimd.engine.cache.segments import ABSENT, Indices, Segments
+from maxsimd.pooling.ragged import Ragged, decoded
+from maxsimd.pooling.spans import Spans
+from maxsimd.pooling.transfer import join_into, joined_on
+
+# A document's first row and number of rows are one number in the index, so that one look-up finds both.
+_LENGTH_BITS = 31
+_LENGTH = (1 << _LENGTH_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Located:
+    """Of some documents those that are in the slab: `resident` [n] are their indices, and `spans` [n] where
+    they lie; `absent` are the indices of the rest."""
+
+    resident: Indices
+    spans: Spans
+    absent: Indices
+
+
+class EmbeddingSlab:
+    """Embeddings by their cache key in one tensor of `rows` rows: of `dim` numbers of `dtype`, and if that is
+    int8 with a float32 scale a row.
+
+    Only the device thread calls `put` and `locate`, which launch copies on the device's current stream;
+    `drop` and `clear`, which change nothing on the device, may be called from anywhere. What `locate` has
+    found stays as it is until whatever was launched before the next call of `put` or `locate` has run:
+    these alone write to rows, and a stream runs what it is given in order. So rows that a launched step may
+    still read can be given to another document at once.
+
+    A second `put` under a key takes the place of the first, so that a step may be tried again."""
+
+    def __init__(self, rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._segments = Segments(rows)
+        self._values = torch.empty(self._segments.rows, dim, dtype=dtype, device=device)
+        self._scales: torch.Tensor | None = None
+        if dtype is torch.int8:
+            self._scales = torch.empty(self._segments.rows, dtype=torch.float32, device=device)
+        self._index: dict[bytes | None, int] = {}
+        self._keys: list[list[bytes]] = [[] for _ in range(self._segments.count)]
+        self._lock = threading.Lock()
+        self.hits = self.copied = self.evictions = 0
+
+    def __len__(self) -> int:
+        """How many documents are in it."""
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the device's memory, used or not."""
+        return self._values.nbytes + (0 if self._scales is None else self._scales.nbytes)
+
+    def put(self, keys: Sequence[bytes], embeddings: Ragged) -> None:
+        """Copies embeddings that are on the device, as far as they fit."""
+        if self._scales is None:
+            embeddings = embeddings.decoded(self._values.dtype)
+        with self._lock:
+            self._segments.begin_turn()
+            lengths = np.diff(embeddings.offsets)
+            starts = self._reserve(lengths)
+            for first, last in _runs(starts, lengths):
+                rows = slice(*embeddings.offsets[[first, last]].tolist())
+                to = slice(int(starts[first]), int(starts[first]) + rows.stop - rows.start)
+                self._values[to] = embeddings.values[rows]
+                if self._scales is not None:
+                    assert embeddings.scales is not None
+                    self._scales[to] = embeddings.scales[rows]
+            self._enter(keys, starts, lengths)
+
+    def locate(self, keys: Sequence[bytes | None], embeddings: Sequence[CachedEmbedding]) -> Located:
+        """Where the documents under these keys lie. Those that are not in the slab are copied to it from
+        their `embeddings` on the host, as far as they fit; what has no key stays out."""
+        with self._lock:
+            self._segments.begin_turn()
+            found = self._look_up(keys)
+            self._segments.touch(found[found != ABSENT] >> _LENGTH_BITS)
+            self.hits += int(np.count_nonzero(found != ABSENT))
+            absent = np.flatnonzero(found == ABSENT)
+            wanted = {key: embeddings[i] for i in absent.tolist() if (key := keys[i]) is not None}
+            if wanted:
+                self._copy_from_host([*wanted], [*wanted.values()])
+                found[absent] = self._look_up([keys[i] for i in absent.tolist()])
+                absent = np.flatnonzero(found == ABSENT)
+        resident = np.flatnonzero(found != ABSENT) if len(absent) else np.arange(len(found))
+        starts, lengths = found[resident] >> _LENGTH_BITS, found[resident] & _LENGTH
+        return Located(resident, Spans(self._values, starts, starts + lengths, self._scales), absent)
+
+    def drop(self, key: bytes) -> None:
+        """Forgets a document."""
+        with self._lock:
+            self._index.pop(key, None)
+
+    def clear(self) -> None:
+        """Forgets all documents."""
+        with self._lock:
+            self._index.clear()
+            for keys in self._keys:
+                keys.clear()
+            self._segments.clear()
+
+    def _look_up(self, keys: Sequence[bytes | None]) -> Indices:
+        return np.fromiter(map(self._index.get, keys, repeat(ABSENT)), np.int64, len(keys))
+
+    def _copy_from_host(self, keys: list[bytes], embeddings: list[CachedEmbedding]) -> None:
+        lengths = np.array([len(embedding.rows) for embedding in embeddings])
+        starts = self._reserve(lengths)
+        for first, last in _runs(starts, lengths):
+            run = embeddings[first:last]
+            start, stop = int(starts[first]), int(starts[last - 1] + lengths[last - 1])
+            self._copy_run(run, slice(start, stop))
+            self.copied += len(run)
+        self._enter(keys, starts, lengths)
+
+    def _copy_run(self, run: list[CachedEmbedding], to: slice) -> None:
+        rows = [embedding.rows for embedding in run]
+        scales = [embedding.scales for embedding in run if embedding.scales is not None]
+        if rows[0].dtype is self._values.dtype:
+            join_into(rows, self._values[to])
+            if self._scales is not None:
+                join_into(scales, self._scales[to])
+            return
+        device = self._values.device
+        together = joined_on(device, rows)
+        on_device = joined_on(device, scales) if scales else None
+        self._values[to] = decoded(together, on_device, self._values.dtype)
+
+    def _reserve(self, lengths: Indices) -> Indices:
+        """The first rows for documents of these lengths; `ABSENT` for those that do not fit."""
+        starts, emptied = self._segments.reserve(lengths)
+        for segment in emptied:
+            for key in self._keys[segment]:
+                found = self._index.get(key, ABSENT)
+                if found != ABSENT and (found >> _LENGTH_BITS) // self._segments.size == segment:
+                    del self._index[key]
+                    self.evictions += 1
+            self._keys[segment].clear()
+        return starts
+
+    def _enter(self, keys: Sequence[bytes], starts: Indices, lengths: Indices) -> None:
+        """Makes documents findable whose rows have been copied, and those no longer that did not fit."""
+        packed = starts << _LENGTH_BITS | lengths
+        found = zip(keys, packed.tolist(), self._segments.of(starts).tolist(), strict=True)
+        for key, rows, segment in found:
+            if rows < 0:
+                self._index.pop(key, None)
+                continue
+            self._index[key] = rows
+            self._keys[segment].append(key)
+
+
+def _runs(starts: Indices, lengths: Indices) -> Iterator[tuple[int, int]]:
+    """Runs of documents, as (first, last), that lie end to end from `starts` on; those that are absent are in
+    none."""
+    together = (starts[1:] == starts[:-1] + lengths[:-1]) & (starts[:-1] != ABSENT)
+    for first, last in pairwise([0, *(np.flatnonzero(~together) + 1).tolist(), len(starts)]):
+        if first < last and starts[first] != ABSENT:
+            yield first, last

@@ -1,0 +1,66 @@
+"""Sets aside the device's memory for cached embeddings."""
+
+import logging
+
+import torch
+
+from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.cache.slab import EmbeddingSlab
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.budget import ON_A_GPU, bytes_a_token
+from maxsimd.engine.device.open_cache import MIB
+from maxsimd.engine.errors import ModelLoadError
+
+log = logging.getLogger(__name__)
+
+# Of what the model and a step's tensors leave free; keys, values and queries that are held need room too.
+_SHARE = 0.25
+# With fewer rows a slab holds no more than a few documents.
+_FEWEST_ROWS = 1024
+
+
+def open_slab(
+    config: EngineConfig,
+    model: LoadedModel,
+    cache: EmbeddingCache,
+    device: torch.device,
+    dtype: torch.dtype,
+    takes_int8: bool,
+) -> EmbeddingSlab | None:
+    """The slab that a configuration asks for; None on a CPU, and where it is off or there is no room for it.
+    It holds embeddings as they are scored: in `dtype`, or as int8 if they are cached so and MaxSim
+    `takes_int8`. Raises ModelLoadError where the device has less memory than it was told to set aside."""
+    if device.type != "cuda" or config.device_cache_mb == 0:
+        return None
+    dtype = torch.int8 if takes_int8 and cache.precision == "int8" else dtype
+    dim = model.tasks[model.score_task].dim
+    if config.device_cache_mb is None:
+        free, _ = torch.cuda.mem_get_info(device)
+        step = (config.max_batch_tokens or ON_A_GPU) * bytes_a_token(model.backbone.config, dtype)
+        limit = default_limit(free, step, cache.limit)
+    else:
+        limit = config.device_cache_mb * MIB
+    rows = rows_within(limit, dim, dtype)
+    if rows < _FEWEST_ROWS:
+        return None
+    try:
+        slab = EmbeddingSlab(rows, dim, dtype, device)
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(
+            f"the GPU has no {limit // MIB} MiB left for cached embeddings; set device_cache_mb lower"
+        ) from error
+    log.info("cached embeddings may take %d MiB of the GPU's memory (device_cache_mb)", slab.nbytes // MIB)
+    return slab
+
+
+def default_limit(free: int, step: int, cached: int) -> int:
+    """How many bytes a slab takes where nobody said, of `free` ones: a share of what a step's tensors leave,
+    and no more than what may be `cached` at all."""
+    return min(cached, int(_SHARE * max(0, free - step)))
+
+
+def rows_within(limit: int, dim: int, dtype: torch.dtype) -> int:
+    """How many rows take at most `limit` bytes, those of int8 with their scales."""
+    scale = torch.float32.itemsize if dtype is torch.int8 else 0
+    return limit // (dim * dtype.itemsize + scale)

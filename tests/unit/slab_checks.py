@@ -1,0 +1,135 @@
+"""What holds of a slab of cached embeddings on any device, whatever is put there, asked for and forgotten."""
+
+import random
+from typing import cast
+
+import numpy as np
+import torch
+
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
+from maxsimd.engine.cache.entry import rounded
+from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.slab import EmbeddingSlab
+from maxsimd.engine.scoring.document_scorer import DocumentScorer, ScoredDocuments
+from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments
+from maxsimd.engine.scoring.maxsim import choose_maxsim, choose_maxsim_spans, maxsim_reference
+from maxsimd.pooling.dispatch import Pooled
+from maxsimd.pooling.ragged import Ragged
+from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence, Tokens
+from tests.unit.pairs import pairs_of
+
+DIM, ROWS, MOST_ROWS = 16, 160, 18
+TASK = "token_embed"
+KEYS = [bytes([i]) for i in range(24)]
+
+
+def unit_rows(seed: int, count: int) -> torch.Tensor:
+    rows = torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(rows, dim=-1)
+
+
+def cached(seed: int, count: int, precision: Precision, key: bytes | None) -> CachedEmbedding:
+    return CachedEmbedding(*rounded(unit_rows(seed, count), precision), count, False, key)
+
+
+def exact_score(query: torch.Tensor, document: CachedEmbedding, dtype: torch.dtype) -> float:
+    rows = Ragged(document.rows, (0, len(document.rows)), document.scales).decoded(dtype)
+    query = query.to(dtype)
+    return maxsim_reference(Ragged(query, (0, len(query))), rows, pairs_of([(0, 0)])).item()
+
+
+class Scored:
+    """A document scorer with a slab that holds only some of the documents, beside the host's own copies."""
+
+    def __init__(self, device: str, backend: str, precision: Precision) -> None:
+        self.precision = precision
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.device = torch.device(device)
+        takes_int8 = backend == "triton" and precision == "int8"
+        self.cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
+        self.slab = EmbeddingSlab(ROWS, DIM, torch.int8 if takes_int8 else self.dtype, self.device)
+        self.cache.slab = self.slab
+        self.scorer = DocumentScorer(
+            "maxsim",
+            choose_maxsim(backend, self.device)[1],
+            self.device,
+            self.dtype,
+            takes_int8=takes_int8,
+            maxsim_spans=choose_maxsim_spans(backend),
+            cache=self.cache,
+        )
+        self.query = unit_rows(0, 5).to(self.dtype)
+        self.scorer.queries.put(Sequence.query(1, 7, TASK, _tokens(5), 1 << 30), self.query.to(self.device))
+        self.host: dict[bytes, CachedEmbedding] = {}
+
+    def run(self, seeds: dict[bytes, tuple[int, int]]) -> None:
+        """New documents under these keys, of these seeds and lengths: scored, and put into the slab."""
+        embeddings = {key: unit_rows(*how).to(self.dtype) for key, how in seeds.items()}
+        documents = [
+            Sequence.document(100 + i, ResultSlot(7, i), TASK, _tokens(3), DocumentPayload(1, key))
+            for i, key in enumerate(seeds)
+        ]
+        items = Ragged.from_items([rows.to(self.device) for rows in embeddings.values()])
+        with torch.inference_mode():
+            made = self.scorer.score([Pooled(TASK, tuple(documents), items)], [], [])
+        [arriving] = made.new_embeddings
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.host |= {key: arriving.entry(i) for i, key in enumerate(seeds)}
+        self._compare(made, [*seeds])
+
+    def ask(self, keys: list[bytes], given: int = 0) -> None:
+        """Cached documents under these keys, and some that a caller brought."""
+        entries = [self.host[key] for key in keys]
+        entries += [cached(1000 + i, 3 + i, self.precision, None) for i in range(given)]
+        documents = [CachedDocument(ResultSlot(7, i), entry) for i, entry in enumerate(entries)]
+        with torch.inference_mode():
+            made = self.scorer.score([], [], [CachedBatch(7, 1, 1, CachedDocuments.of(documents))])
+        self._compare(made, keys, entries)
+
+    def _compare(
+        self, made: ScoredDocuments, keys: list[bytes], entries: list[CachedEmbedding] | None = None
+    ) -> None:
+        expected = [
+            exact_score(self.query, entry, self.dtype) for entry in entries or [self.host[k] for k in keys]
+        ]
+        found = np.full(len(expected), np.nan)
+        for output in made.outputs:
+            for slot, score in zip(output.slots, output.items.values[:, 0].tolist(), strict=True):
+                assert np.isnan(found[slot.index]), "no document is scored twice"
+                found[slot.index] = score
+        np.testing.assert_allclose(found, expected, atol=1e-3 if self.dtype is torch.float32 else 5e-2)
+        assert sum(made.consumers.values()) == len(expected)
+
+
+def check_scores_from_a_slab(device: str, backend: str, precision: str) -> None:
+    """Random turns of new documents, attempts that are repeated, cached ones, some forgotten, and all."""
+    scored = Scored(device, backend, cast("Precision", precision))
+    draw = random.Random(3)
+    for turn in range(40):
+        seeds = {
+            key: (draw.randrange(1 << 20), draw.randint(0, MOST_ROWS))
+            for key in draw.sample(KEYS, draw.randint(1, 6))
+        }
+        match draw.randrange(8):
+            case 0 | 1:
+                scored.run(seeds)
+            case 2:
+                scored.run(seeds)
+                scored.run({key: (seed + 1, count) for key, (seed, count) in seeds.items()})
+            case 3 if turn % 2:
+                scored.cache.clear()
+            case 4:
+                for key in seeds:
+                    scored.slab.drop(key)
+            case _:
+                there = [key for key in KEYS if key in scored.host]
+                scored.ask(draw.sample(there, draw.randint(0, len(there))), given=1 + turn % 2)
+    scored.cache.close()
+    assert scored.slab.hits > 20
+    assert scored.slab.copied > 20
+    assert scored.slab.evictions > 10
+
+
+def _tokens(count: int) -> Tokens:
+    return Tokens(np.zeros(count, dtype=np.int32))
