@@ -9,29 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Arguments that differ from launch to launch, of which the compiler knows no divisor.
-VARYING = frozenset(
-    {
-        "longest_query",
-        "split_k",
-        "count",
-        "prefix_keys",
-        "window",
-        "repeats",
-        "query_starts",
-        "query_stops",
-        "document_starts",
-        "document_stops",
-        "pair_queries",
-        "pair_documents",
-    }
-)
+# Arguments that differ from launch to launch, of which the compiler knows no divisor, beside those that a
+# kernel itself says must not be specialised.
+VARYING = frozenset({"count", "prefix_keys", "window", "repeats"})
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "i8": "*i8"}
 
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
 _BRANCH = re.compile(r"\bBRA(?:\.\S+)?\s+(?:\S+,\s*)?0x([0-9a-f]+)")
 _REGISTERS = re.compile(r"REG:(\d+) STACK:(\d+)")
 _TENSOR = re.compile(r"\b(?:HGMMA|IGMMA|QGMMA|HMMA|IMMA|QMMA|UTC\w*MMA)\b")
+_EXIT = re.compile(r"^EXIT\b")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 # A loop of fewer instructions waits for something; it is no loop of work.
 _SHORTEST_LOOP = 12
@@ -135,6 +122,11 @@ def _compiled(
     from triton.backends.compiler import GPUTarget
 
     types = dict(signature)
+    varying |= {
+        parameter.name
+        for parameter in kernel.params
+        if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+    }
     even = [name for name, kind in types.items() if kind not in ("constexpr", "fp32") and name not in varying]
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even}
     source = triton.compiler.ASTSource(kernel, signature=types, constexprs=dict(constants), attrs=attributes)
@@ -142,9 +134,9 @@ def _compiled(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(found.asm["cubin"])
-        usage, code = _tool("-res-usage", path), _tool("-sass", path)
-    registers = _REGISTERS.search(usage)
-    assert registers is not None, usage
+        code = _machine_code(path)
+    registers = _REGISTERS.search(code)
+    assert registers is not None, code
     placed = [(int(address, 16), text) for address, text in _INSTRUCTION.findall(code)]
     spills = sum(1 for _, text in placed if _opcode(text).split(".")[0] in ("LDL", "STL"))
     return MachineCode(
@@ -158,19 +150,27 @@ def _compiled(
     )
 
 
-def _tool(option: str, cubin: Path) -> str:
+def _machine_code(cubin: Path) -> str:
+    """What a program takes, and its instructions."""
     from triton.backends import nvidia
 
-    command = [str(Path(nvidia.__file__).parent / "bin" / "cuobjdump"), option, str(cubin)]
+    tool = str(Path(nvidia.__file__).parent / "bin" / "cuobjdump")
+    command = [tool, "-res-usage", "-sass", str(cubin)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def unpredicated(instruction: str) -> str:
+    """An instruction without the condition on which it is run."""
+    return _PREDICATE.sub("", instruction)
+
+
 def _opcode(instruction: str) -> str:
-    return _PREDICATE.sub("", instruction).split(" ")[0]
+    return unpredicated(instruction).split(" ")[0]
 
 
 def _loops(placed: list[tuple[int, str]]) -> list[Loop]:
-    """Innermost loops: from the target of a branch backwards to the branch, without others in between."""
+    """Innermost loops: from the target of a branch backwards to the branch, without others in between. No
+    loop holds the end of the program: a branch from beyond it returns from code that is seldom run."""
     spans = []
     for address, text in placed:
         branch = _BRANCH.search(text)
@@ -178,7 +178,7 @@ def _loops(placed: list[tuple[int, str]]) -> list[Loop]:
             continue
         start = int(branch[1], 16)
         inside = tuple(text for at, text in placed if start <= at <= address)
-        if len(inside) >= _SHORTEST_LOOP:
+        if len(inside) >= _SHORTEST_LOOP and not any(_EXIT.match(text) for text in inside):
             spans.append((start, address, inside))
     return [
         Loop(inside)

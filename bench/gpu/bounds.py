@@ -3,15 +3,19 @@
 import re
 from dataclasses import dataclass
 
-from maxsimd.bench.gpu.ahead_of_time import Loop, MachineCode
+from maxsimd.bench.gpu.ahead_of_time import Loop, MachineCode, unpredicated
 
 # Of a multiprocessor, from the CUDA programming guide's tables for compute capabilities 8.0, 9.0 and 10.0.
 _REGISTERS, _THREADS, _SCHEDULERS = 65_536, 2048, 4
 # Registers are given to a warp in units of this many.
 _REGISTER_UNIT = 256
 _RESERVED_SHARED = 1024
-# Results a cycle of a multiprocessor's units of special functions.
-_SPECIAL = 16
+# Results a cycle of a multiprocessor's units of special functions, and of those that compare, add integers
+# and combine bits.
+_SPECIAL, _COMPARE = 16, 64
+_COMPARING = re.compile(
+    r"^(?:FMNMX3?|FSEL|FSETP|ISETP|SEL|IMNMX|VIMNMX3?|VIADDMNMX|VIADD|IADD3|LEA|LOP3|PLOP3|PRMT|SHF|SGXT)\b"
+)
 # Bytes a cycle that a multiprocessor reads of its shared memory.
 _SHARED_BYTES = 128
 # m x n x k of tensor instructions: HGMMA is issued by the four warps of a group together.
@@ -29,7 +33,8 @@ _SMALL = {
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """What the arithmetic takes of a GPU: multiprocessors, their clock in GHz, how many operations in 16 bits
-    their tensor cores do a cycle, bytes a second of memory, and bytes of a multiprocessor's shared memory."""
+    their tensor cores do a cycle, bytes a second of memory and of the second-level cache, and bytes of a
+    multiprocessor's shared memory, and of that and its first-level cache together."""
 
     name: str
     capability: int
@@ -37,11 +42,14 @@ class Gpu:
     clock: float
     tensor: int
     bandwidth: float
+    cache_bandwidth: float
     shared: int
+    first_level: int
 
 
-H100 = Gpu("H100", 90, 132, 1.75, 4096, 3.35e12, 228 * 1024)
-H200 = Gpu("H200", 90, 132, 1.75, 4096, 4.8e12, 228 * 1024)
+# The caches' rate is what others have measured.
+H100 = Gpu("H100", 90, 132, 1.75, 4096, 3.35e12, 5.5e12, 228 * 1024, 256 * 1024)
+H200 = Gpu("H200", 90, 132, 1.75, 4096, 4.8e12, 5.5e12, 228 * 1024, 256 * 1024)
 
 
 def resident_programs(code: MachineCode, gpu: Gpu) -> int:
@@ -60,15 +68,26 @@ class TurnCycles:
     tensor: float
     issue: float
     special: float
+    compare: float
     operations: float
+
+    @property
+    def rest(self) -> float:
+        """Of all but the tensor cores: these units work at the same time."""
+        return max(self.issue, self.special, self.compare)
 
     def alone(self) -> float:
         """For one program a multiprocessor: what it multiplies it needs at once, so that nothing overlaps."""
-        return self.tensor + max(self.issue, self.special)
+        return self.tensor + self.rest
 
     def together(self) -> float:
         """For several programs: while one multiplies, another computes."""
-        return max(self.tensor, self.issue, self.special)
+        return max(self.tensor, self.rest)
+
+    def shared_by(self, programs: int) -> float:
+        """For as many programs a multiprocessor, which do not take turns by themselves: of the time in which
+        one does not multiply, the others are taken to multiply in all but one part in `programs`."""
+        return max(self.tensor + self.rest / programs, self.rest)
 
 
 def turn_cycles(code: MachineCode, loop: Loop, gpu: Gpu) -> TurnCycles:
@@ -84,6 +103,8 @@ def turn_cycles(code: MachineCode, loop: Loop, gpu: Gpu) -> TurnCycles:
         max(operations / gpu.tensor, shared_bytes / _SHARED_BYTES),
         len(loop) * code.warps / _SCHEDULERS,
         loop.powers * code.warps * 32 / _SPECIAL,
+        loop.count(lambda instruction: _COMPARING.match(unpredicated(instruction)) is not None)
+        * (code.warps * 32 / _COMPARE),
         operations,
     )
 
@@ -92,6 +113,13 @@ def most_tflops(code: MachineCode, gpu: Gpu) -> float:
     """The TFLOP/s beyond which a kernel cannot get whose time goes into its main loop."""
     cycles = turn_cycles(code, code.main_loop, gpu)
     taken = cycles.alone() if resident_programs(code, gpu) == 1 else cycles.together()
+    return cycles.operations / taken * gpu.multiprocessors * gpu.clock / 1e3
+
+
+def expected_tflops(code: MachineCode, gpu: Gpu) -> float:
+    """As `most_tflops`, where the programs of a multiprocessor overlap by chance."""
+    cycles = turn_cycles(code, code.main_loop, gpu)
+    taken = cycles.shared_by(resident_programs(code, gpu))
     return cycles.operations / taken * gpu.multiprocessors * gpu.clock / 1e3
 
 

@@ -1,6 +1,8 @@
 """`maxsimd bench gpu` and `maxsimd bench kernels`."""
 
 import asyncio
+import importlib.util
+import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +20,18 @@ if TYPE_CHECKING:
 @click.command("kernels")
 @click.option("--rounds", type=int, default=50, show_default=True, help="Turns; medians are reported.")
 @click.option("--out", type=click.Path(file_okay=False), help="Folder for the report, its figures and plots.")
-def bench_kernels(rounds: int, out: str | None) -> None:
+@click.option(
+    "--compiled", is_flag=True, help="Instead, what they take when compiled, and bounds; needs no GPU."
+)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="File for --compiled as JSON.")
+def bench_kernels(rounds: int, out: str | None, compiled: bool, json_file: str | None) -> None:
     """The kernels on this GPU, beside plain torch, flash-maxsim and late-interaction-kernels where
     installed."""
+    if compiled:
+        _print_compiled(json_file)
+        return
+    if json_file is not None:
+        raise click.UsageError("--json goes with --compiled; otherwise, --out names a folder")
     from maxsimd.bench.gpu.kernels import measure_kernels
 
     device = _gpu()
@@ -50,6 +61,18 @@ def bench_gpu(only: tuple[str, ...], out: str | None) -> None:
             config = EngineConfig(model=checkpoint, device="cuda")
             figures["trace"] = asyncio.run(measure_busy_share(config, shorter))
     _finish("serving-gpu", "Servers on a GPU", figures, out)
+
+
+def _print_compiled(json_file: str | None) -> None:
+    from maxsimd.bench.gpu import compiled
+
+    if importlib.util.find_spec("triton") is None:
+        raise click.ClickException("kernels are compiled by triton, which is not installed")
+    rows = list(compiled.rows())
+    click.echo(compiled.as_text(rows))
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(compiled.as_json(rows), indent=1) + "\n", encoding="utf-8")
+        click.echo(f"wrote {json_file}", err=True)
 
 
 def _finish(name: str, title: str, figures: dict[str, Any], out: str | None) -> None:

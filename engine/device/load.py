@@ -58,11 +58,11 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     calibration = open_calibration(config, model)
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
     prepared = prepare(model, config, device)
+    as_int8 = cache is not None and cache.precision == "int8"
     if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto":
         dim = model.tasks[model.score_task].dim
-        maxsim_name, maxsim = checked_maxsim(maxsim_name, maxsim, dim, device, prepared.dtype)
+        maxsim_name, maxsim = checked_maxsim(maxsim_name, maxsim, dim, device, prepared.dtype, int8=as_int8)
     # Embeddings leave a fused head as they are cached and scored; int8 is rounded from float32.
-    as_int8 = cache is not None and cache.precision == "int8"
     results = torch.float32 if as_int8 else prepared.dtype
     pooler = _pooler(model, prepared, results if maxsim_name == "triton" else None)
     if device.type == "cuda":

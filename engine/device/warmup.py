@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import torch
 
+from maxsimd.engine.cache.entry import rounded
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.execution import ModelRunner
 from maxsimd.engine.execution.selfcheck.proof import step_of
@@ -17,34 +18,59 @@ log = logging.getLogger(__name__)
 
 # Scores of random unit vectors, with products of rounded numbers summed in float32.
 _TOLERANCE = 1e-2
-_QUERIES, _DOCUMENTS = (32, 5), (1, 180, 0, 40)
+# Queries of every length that has a kernel of its own, and one longer than what a program takes at a time.
+_QUERIES = (5, 33, 65, 129, 300)
+# Documents that are scored whole, and one that is divided among programs, so that parts are summed.
+_DOCUMENTS = ((1, 180, 0, 40), (2000,))
 
 
 def checked_maxsim(
-    name: str, maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype
+    name: str, maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype, *, int8: bool = False
 ) -> tuple[str, MaxSim]:
-    """The backend, compiled for embeddings of `dim` dimensions; where it fails or is wrong on this device,
-    the one in plain torch, with a warning."""
-    mismatch = why_wrong(maxsim, dim, device, dtype)
+    """The backend, compiled for embeddings of `dim` dimensions in all lengths and types that it may meet;
+    where it fails or is wrong on this device, the one in plain torch, with a warning.
+
+    With `int8`, documents come as int8 rows too."""
+    mismatch = why_wrong(maxsim, dim, device, dtype, int8=int8)
     if mismatch is None:
         return name, maxsim
     log.warning("MaxSim by %s is not used: %s", name, mismatch)
     return choose_maxsim("tiled", device)
 
 
-def why_wrong(maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_wrong(
+    maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype, *, int8: bool = False
+) -> str | None:
     """None where random texts score as by the reference, else a description of the mismatch."""
     random = np.random.default_rng(0)
     queries = Ragged.from_lengths(_unit_rows(random, sum(_QUERIES), dim).to(dtype), _QUERIES)
-    documents = Ragged.from_lengths(_unit_rows(random, sum(_DOCUMENTS), dim).to(dtype), _DOCUMENTS)
-    pairs = np.array([(q, d) for q in range(len(_QUERIES)) for d in range(len(_DOCUMENTS))])
-    exact = maxsim_reference(queries, documents, pairs)
+    for lengths in _DOCUMENTS:
+        rows = _unit_rows(random, sum(lengths), dim)
+        documents = [Ragged.from_lengths(rows.to(dtype), lengths)]
+        if int8:
+            values, scales = rounded(rows, "int8")
+            documents.append(Ragged(values, documents[0].offsets, scales))
+        for items in documents:
+            mismatch = _mismatch(maxsim, queries, items, device)
+            if mismatch is not None:
+                return mismatch
+    return None
+
+
+def _mismatch(maxsim: MaxSim, queries: Ragged, documents: Ragged, device: torch.device) -> str | None:
+    pairs = np.array([(q, d) for q in range(len(queries)) for d in range(len(documents))])
+    exact = maxsim_reference(queries, documents.decoded(torch.float32), pairs)
     try:
-        q, d = (Ragged(items.values.to(device), items.offsets) for items in (queries, documents))
-        worst = float((maxsim(q, d, pairs).cpu() - exact).abs().max())
+        scores = maxsim(_on(queries, device), _on(documents, device), pairs).cpu()
     except Exception as error:
         return f"it failed: {error}"
+    worst = float((scores - exact).abs().max())
     return None if worst <= _TOLERANCE else f"its scores differ from plain ones by {worst:.2g}"
+
+
+def _on(items: Ragged, device: torch.device) -> Ragged:
+    scales = None if items.scales is None else items.scales.to(device)
+    return Ragged(items.values.to(device), items.offsets, scales)
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,23 +51,95 @@ def check_maxsim(device: str) -> None:
     def compare_int8(problem: tuple[Ragged, Ragged, Pairs], dtype: torch.dtype) -> None:
         queries, documents, pairs = problem
         queries = queries.decoded(dtype)
-        scales = documents.values.abs().amax(dim=1).clamp(min=1e-12) / 127
-        rounded = Ragged(
-            (documents.values / scales[:, None]).round().to(torch.int8), documents.offsets, scales
-        )
+        rounded = quantised(documents)
         exact = maxsim_reference(queries, rounded.decoded(torch.float32), pairs)
         ours = maxsim_triton(on(queries, device), on(rounded, device), pairs)
         torch.testing.assert_close(ours.cpu(), exact, atol=1e-4, rtol=1e-4)
 
     compare()
     compare_int8()
-    # More dimensions than a tile has.
     queries, documents = random_ragged([5, 33], 200, 1), random_ragged([70, 0, 1], 200, 2)
-    pairs = [(0, 0), (1, 0), (1, 1), (0, 2)]
-    exact = maxsim_reference(queries, documents, pairs)
-    queries, documents = on(queries, device), on(documents, device)
-    torch.testing.assert_close(maxsim_triton(queries, documents, pairs).cpu(), exact, atol=1e-5, rtol=1e-5)
-    assert maxsim_triton(queries, documents, []).shape == (0,)
+    assert maxsim_triton(on(queries, device), on(documents, device), []).shape == (0,)
+
+
+def quantised(items: Ragged) -> Ragged:
+    """As int8 rows with a scale each."""
+    scales = items.values.abs().amax(dim=1).clamp(min=1e-12) / 127
+    return Ragged((items.values / scales[:, None]).round().to(torch.int8), items.offsets, scales)
+
+
+def check_maxsim_of_all_sizes(device: str) -> None:
+    """Queries of every class with a tile of its own, in one batch; documents around the sizes of tiles; all
+    dimensions in a tile, and in chunks; every device's table of tiles, where the kernel is interpreted."""
+    from maxsimd.engine.ops.triton import maxsim
+    from maxsimd.engine.ops.triton.launch import Limits
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+    query_lengths, document_lengths = [129, 5, 64, 33, 300, 32], [64, 0, 1, 65, 130, 200]
+    pairs = [(0, 1), (5, 0), (4, 4), (1, 2), (2, 5), (3, 3), (5, 5), (1, 1), (0, 3), (2, 0)]
+    ampere, hopper, blackwell = (
+        Limits(generation, kib * 1024, 1) for generation, kib in ((8, 163), (9, 227), (10, 227))
+    )
+    for dim, dtype, limits in [
+        (128, torch.bfloat16, hopper),
+        (128, torch.float16, blackwell),
+        (96, torch.bfloat16, hopper),
+        (200, torch.float32, ampere),
+        (1024, torch.bfloat16, hopper),
+        (42, torch.bfloat16, Limits(8, 99 * 1024, 1)),
+    ]:
+        queries, documents = (
+            random_ragged(lengths, dim, seed).decoded(dtype)
+            for lengths, seed in ((query_lengths, 1), (document_lengths, 2))
+        )
+        for ours in (documents, quantised(documents.decoded(torch.float32))):
+            exact = maxsim_reference(queries.decoded(torch.float32), ours.decoded(torch.float32), pairs)
+            with pytest.MonkeyPatch.context() as patch:
+                if device == "cpu":
+                    patch.setattr(maxsim, "limits", lambda device, limits=limits: limits)
+                found = maxsim_triton(on(queries, device), on(ours, device), pairs)
+            torch.testing.assert_close(found.cpu(), exact, atol=1e-3, rtol=1e-4)
+
+
+def check_maxsim_of_a_long_document(device: str) -> None:
+    """In so many splits that their maxima are summed in several turns, the last split with less than a
+    tile."""
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+    queries, documents = random_ragged([5, 70], 32, 1), random_ragged([900, 3], 32, 2)
+    for split_k, pairs in ((None, [(1, 0), (1, 1)]), (70, [(0, 0), (0, 1)])):
+        exact = maxsim_reference(queries, documents, pairs)
+        found = maxsim_triton(on(queries, device), on(documents, device), pairs, split_k)
+        torch.testing.assert_close(found.cpu(), exact, atol=1e-4, rtol=1e-4)
+
+
+def check_maxsim_of_nan(device: str) -> None:
+    """A NaN among a document's rows makes its scores NaN, and no other's."""
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+    queries, documents = random_ragged([5, 40], 128, 1), random_ragged([70, 200, 9], 128, 2)
+    for row in (70, 71, 200, 269):
+        broken = documents.values.clone()
+        broken[row, 3] = torch.nan
+        items = Ragged(broken.bfloat16(), documents.offsets)
+        pairs = [(q, d) for q in range(2) for d in range(3)]
+        for split_k in (1, 3):
+            found = maxsim_triton(
+                on(queries.decoded(torch.bfloat16), device), on(items, device), pairs, split_k
+            )
+            assert found.isnan().tolist() == [d == 1 for _, d in pairs]
+
+
+def check_types_of_maxsim(device: str) -> None:
+    """Types that do not agree are refused before the compiler meets them."""
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+    queries, documents = random_ragged([5], 32, 1), random_ragged([7], 32, 2)
+    with pytest.raises(ValueError, match="convert either"):
+        maxsim_triton(on(queries, device), on(documents.decoded(torch.bfloat16), device), [(0, 0)])
+    scaled = Ragged(documents.values, documents.offsets, torch.ones(7))
+    with pytest.raises(ValueError, match="must be int8"):
+        maxsim_triton(on(queries, device), on(scaled, device), [(0, 0)])
 
 
 @st.composite
@@ -269,6 +342,10 @@ def check_projection(device: str) -> None:
 CHECKS = [
     check_maxsim,
     check_maxsim_of_scattered_texts,
+    check_maxsim_of_all_sizes,
+    check_maxsim_of_a_long_document,
+    check_maxsim_of_nan,
+    check_types_of_maxsim,
     check_attention_of_whole_sequences,
     check_attention_of_chunks,
     check_attention_after_prefixes,

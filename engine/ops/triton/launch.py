@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -23,10 +24,25 @@ def generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What tiles are chosen by: the major number of a GPU's compute capability, bytes of shared memory that
+    one program may have, and the number of multiprocessors.
+
+    Shared memory differs within a generation: 227 KiB in data centres, 99 in most other cards."""
+
+    generation: int
+    shared_memory: int
+    multiprocessors: int
+
+
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """The number of a GPU's multiprocessors; 1 for other devices."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def limits(device: torch.device) -> Limits:
+    """Those of a GPU; for other devices, where kernels are interpreted, those of the smallest."""
+    if device.type != "cuda":
+        return Limits(0, 99 * 1024, 1)
+    found = torch.cuda.get_device_properties(device)
+    return Limits(found.major, found.shared_memory_per_block_optin, found.multi_processor_count)
 
 
 def next_power_of_two(n: int) -> int:

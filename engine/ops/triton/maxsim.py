@@ -1,163 +1,16 @@
-"""MaxSim as a Triton kernel: each program walks over the tokens of a document and holds running maxima in
-registers. Nothing is padded or copied, and no similarity is written to memory.
-"""
+"""MaxSim on torch tensors, by Triton kernels: see `maxsim_kernels`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
-from maxsimd.engine.ops.triton.launch import generation, multiprocessors, next_power_of_two
-from maxsimd.engine.ops.triton.product import add_product
+from maxsimd.engine.ops.triton.launch import limits
+from maxsimd.engine.ops.triton.maxsim_kernels import maxsim_kernel, sum_kernel
+from maxsimd.engine.ops.triton.maxsim_tiles import PairGroup, Tiles, choose_split_k, tiles_for
 
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """What one program works on at a time: `query` query tokens, `document` document tokens and `dim`
-    dimensions; and its number of warps."""
-
-    query: int
-    document: int
-    dim: int
-    warps: int
-
-
-# By the major number of the compute capability: the tiles for queries that fit into the first one's `query`
-# tokens, and for longer queries. `dim` counts 16-bit numbers. Several tiles must fit into shared memory at
-# once.
-TILES = {
-    8: (Tiles(32, 64, 128, 4), Tiles(64, 64, 128, 4)),
-    9: (Tiles(32, 128, 128, 4), Tiles(128, 128, 128, 8)),
-    10: (Tiles(32, 128, 128, 4), Tiles(128, 128, 128, 8)),
-}
-_OTHER_TILES = (Tiles(32, 32, 64, 4), Tiles(32, 32, 64, 4))
-
-MAX_SPLIT_K = 64
-
-# Arguments that differ from launch to launch: a specialisation for each would mean a compilation for each.
-_VARYING = ("longest_query", "split_k")
-_INDICES = (
-    "query_starts",
-    "query_stops",
-    "document_starts",
-    "document_stops",
-    "pair_queries",
-    "pair_documents",
-)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_similarity(similarity, q, d, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
-    if SCALED:  # int8 documents; every precision represents all int8 values exactly
-        d = d.to(tl.float32).to(q.dtype)
-    return add_product(similarity, q, tl.trans(d))
-
-
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)  # type: ignore[untyped-decorator]
-def maxsim_kernel(  # type: ignore[no-untyped-def]
-    queries,  # [rows, dim]
-    documents,  # [rows, dim]
-    scales,  # float32 [rows], of int8 documents
-    query_starts,  # int32 [queries]
-    query_stops,  # int32 [queries]
-    document_starts,  # int32 [documents]
-    document_stops,  # int32 [documents]
-    pair_queries,  # int32 [pairs]
-    pair_documents,  # int32 [pairs]
-    best_of_split,  # float32 [pairs, split_k, longest query]
-    dim,
-    longest_query,
-    split_k,
-    SCALED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """Program (pair and query tile, split): the best similarity of each token in a tile of the query within
-    one split of the document. Neighbouring programs read the same document. With `WHOLE`, all dimensions fit
-    into one tile, so that the innermost loop runs over document tokens and its loads are prefetched."""
-    query_tiles = tl.cdiv(longest_query, BLOCK_Q)
-    pair = tl.program_id(0) // query_tiles
-    query_tile = tl.program_id(0) % query_tiles
-    split = tl.program_id(1)
-    query = tl.load(pair_queries + pair)
-    document = tl.load(pair_documents + pair)
-    query_start = tl.load(query_starts + query)
-    query_stop = tl.load(query_stops + query)
-    document_start = tl.load(document_starts + document)
-    document_stop = tl.load(document_stops + document)
-    # Splits consist of whole tiles, so that only the last split has a partial one.
-    tiles = tl.cdiv(tl.cdiv(document_stop - document_start, BLOCK_D), split_k)
-    split_start = document_start + split * tiles * BLOCK_D
-    split_stop = tl.minimum(split_start + tiles * BLOCK_D, document_stop)
-
-    position = query_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    in_query = query_start + position < query_stop
-    columns = tl.arange(0, BLOCK_DIM)
-    query_rows = queries + (query_start + position)[:, None].to(tl.int64) * dim
-    best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-    if WHOLE:
-        of_query = in_query[:, None] & (columns < dim)[None, :]
-        q = tl.load(query_rows + columns[None, :], mask=of_query, other=0.0)  # [BLOCK_Q, BLOCK_DIM]
-    if query_start + query_tile * BLOCK_Q >= query_stop:
-        split_stop = split_start
-    for document_tile in range(split_start, split_stop, BLOCK_D):
-        document_token = document_tile + tl.arange(0, BLOCK_D)
-        in_document = document_token < split_stop
-        document_rows = documents + document_token[:, None].to(tl.int64) * dim
-        similarity = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-        if WHOLE:
-            of_document = in_document[:, None] & (columns < dim)[None, :]
-            d = tl.load(document_rows + columns[None, :], mask=of_document, other=0)  # [BLOCK_D, BLOCK_DIM]
-            similarity = _add_similarity(similarity, q, d, SCALED)
-        else:
-            for first in range(0, dim, BLOCK_DIM):
-                here = first + columns[None, :]
-                q = tl.load(query_rows + here, mask=in_query[:, None] & (here < dim), other=0.0)
-                d = tl.load(document_rows + here, mask=in_document[:, None] & (here < dim), other=0)
-                similarity = _add_similarity(similarity, q, d, SCALED)
-        if SCALED:
-            scale = tl.load(scales + document_token, mask=in_document, other=0.0)
-            similarity = similarity * scale[None, :]
-        similarity = tl.where(in_document[None, :], similarity, float("-inf"))
-        best = tl.maximum(best, tl.max(similarity, axis=1))
-    out = best_of_split + (pair.to(tl.int64) * split_k + split) * longest_query
-    tl.store(out + position, best, mask=in_query)
-
-
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)  # type: ignore[untyped-decorator]
-def sum_kernel(  # type: ignore[no-untyped-def]
-    best_of_split,  # float32 [pairs, split_k, longest query]
-    query_starts,  # int32 [queries]
-    query_stops,  # int32 [queries]
-    document_starts,  # int32 [documents]
-    document_stops,  # int32 [documents]
-    pair_queries,  # int32 [pairs]
-    pair_documents,  # int32 [pairs]
-    scores,  # float32 [pairs]
-    longest_query,
-    split_k,
-    EMPTY: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-):
-    """Program i: the score of pair i, the sum over its query tokens of the best similarity in any split."""
-    pair = tl.program_id(0)
-    query = tl.load(pair_queries + pair)
-    document = tl.load(pair_documents + pair)
-    tokens = tl.load(query_stops + query) - tl.load(query_starts + query)
-    empty = tl.load(document_stops + document) == tl.load(document_starts + document)
-    first_split = best_of_split + pair.to(tl.int64) * split_k * longest_query
-    total = 0.0
-    for first in range(0, tokens, BLOCK_Q):
-        token = first + tl.arange(0, BLOCK_Q)
-        best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-        for split in range(split_k):
-            of_split = first_split + split * longest_query + token
-            best = tl.maximum(best, tl.load(of_split, mask=token < tokens, other=float("-inf")))
-        total += tl.sum(tl.where(token < tokens, best, 0.0), axis=0)
-    tl.store(scores + pair, tl.where(empty, EMPTY, total))
+# Numbers that a program of `sum_kernel` loads at a time.
+_SUMMED_TOGETHER = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,10 +30,14 @@ class PackedTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Which query is scored with which document: indices, int32 [pairs] each, on the device."""
+    """Which query is scored with which document: indices, int32 [pairs] each, on the device.
+
+    `groups`, which `group_by_query_length` makes, says how long queries are; without it, all are taken to be
+    as long as the longest."""
 
     queries: torch.Tensor
     documents: torch.Tensor
+    groups: tuple[PairGroup, ...] | None = None
 
 
 def maxsim(
@@ -191,20 +48,46 @@ def maxsim(
     *,
     split_k: int | None = None,
 ) -> torch.Tensor:
-    """Scores float32 [pairs], in two launches.
+    """Scores float32 [pairs], in one launch for each group of pairs; in two where a group's queries are
+    longer than a tile, or its documents are split.
 
     The tokens of each document are divided among `split_k` programs, by default among as many as keep the
-    device busy. A document without tokens scores `empty_score`."""
-    values, device, dim = documents.values.contiguous(), documents.values.device, documents.values.shape[1]
-    count, longest_query = len(pairs.queries), max(1, queries.longest)
-    scores = torch.empty(count, dtype=torch.float32, device=device)
-    if count == 0:
-        return scores
-    tiles = tiles_for(device, dim, queries.values.itemsize, longest_query)
-    programs = count * triton.cdiv(longest_query, tiles.query)
+    device busy. A document without tokens scores `empty_score`, and one with a NaN scores NaN. Raises
+    ValueError where queries and documents are of different types, unless documents are int8 with scales."""
+    _check_types(queries, documents)
+    scores = torch.empty(len(pairs.queries), dtype=torch.float32, device=documents.values.device)
+    first = 0
+    for group in pairs.groups or (PairGroup(len(scores), max(1, queries.longest)),):
+        stop = first + group.count
+        of_group = Pairs(pairs.queries[first:stop], pairs.documents[first:stop])
+        if group.count:
+            _score_group(
+                queries, documents, of_group, group.longest_query, empty_score, split_k, scores[first:stop]
+            )
+        first = stop
+    return scores
+
+
+def _score_group(
+    queries: PackedTokens,
+    documents: PackedTokens,
+    pairs: Pairs,
+    longest_query: int,
+    empty_score: float,
+    split_k: int | None,
+    scores: torch.Tensor,
+) -> None:
+    values, dim = documents.values.contiguous(), documents.values.shape[1]
+    device = limits(values.device)
+    tiles = tiles_for(device, dim, queries.values.itemsize, values.itemsize, longest_query)
+    query_tiles = triton.cdiv(longest_query, tiles.query)
+    programs = len(scores) * query_tiles
     if split_k is None:
-        split_k = choose_split_k(multiprocessors(device), programs, documents.longest // tiles.document)
-    best = torch.empty(count, split_k, longest_query, dtype=torch.float32, device=device)
+        split_k = choose_split_k(device.multiprocessors, programs, documents.longest // tiles.document)
+    is_complete = query_tiles == split_k == 1
+    best = scores
+    if not is_complete:
+        best = torch.empty(len(scores), split_k, longest_query, dtype=torch.float32, device=values.device)
     indices = (
         queries.starts,
         queries.stops,
@@ -216,41 +99,46 @@ def maxsim(
     maxsim_kernel[(programs, split_k)](
         queries.values.contiguous(),
         values,
-        values if documents.scales is None else documents.scales,
+        scores if documents.scales is None else documents.scales,
         *indices,
         best,
-        dim,
-        longest_query,
-        split_k,
-        SCALED=documents.scales is not None,
-        WHOLE=dim <= tiles.dim,
-        BLOCK_Q=tiles.query,
-        BLOCK_D=tiles.document,
-        BLOCK_DIM=tiles.dim,
-        num_warps=tiles.warps,
-    )
-    sum_kernel[(count,)](
-        best,
-        *indices,
         scores,
         longest_query,
         split_k,
         EMPTY=empty_score,
+        SCALED=documents.scales is not None,
+        DIM=dim,
         BLOCK_Q=tiles.query,
+        BLOCK_D=tiles.document,
+        BLOCK_DIM=tiles.dim,
+        FOLD=tiles.fold,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
-    return scores
+    if not is_complete:
+        sum_kernel[(len(scores),)](
+            best,
+            *indices,
+            scores,
+            longest_query,
+            split_k,
+            EMPTY=empty_score,
+            BLOCK_Q=tiles.query,
+            BLOCK_SPLITS=summed_splits(tiles),
+        )
 
 
-def tiles_for(device: torch.device, dim: int, itemsize: int, longest_query: int) -> Tiles:
-    """The tiles for a device and queries of at most `longest_query` tokens, with embeddings of `dim` numbers
-    of `itemsize` bytes each."""
-    short, long = TILES.get(generation(device), _OTHER_TILES)
-    tiles = short if longest_query <= short.query else long
-    return replace(tiles, dim=min(tiles.dim * 2 // itemsize, next_power_of_two(dim)))
+def summed_splits(tiles: Tiles) -> int:
+    """How many splits a program of `sum_kernel` loads at a time."""
+    return _SUMMED_TOGETHER // tiles.query
 
 
-def choose_split_k(multiprocessors: int, programs: int, tiles_of_longest: int) -> int:
-    """Number of document splits that yields about two programs per multiprocessor, given the number of
-    programs without splits and the tiles in the longest document."""
-    wanted = -(-2 * multiprocessors // programs)
-    return max(1, min(wanted, tiles_of_longest, MAX_SPLIT_K))
+def _check_types(queries: PackedTokens, documents: PackedTokens) -> None:
+    of_queries, of_documents = queries.values.dtype, documents.values.dtype
+    if documents.scales is not None:
+        if of_documents != torch.int8 or not of_queries.is_floating_point:
+            raise ValueError(f"documents with scales must be int8, not {of_documents}")
+    elif of_documents != of_queries:
+        raise ValueError(
+            f"queries are {of_queries} and documents {of_documents}: convert either to the other"
+        )

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from maxsimd.engine.ops.triton.launch import generation, next_power_of_two
+from maxsimd.engine.ops.triton.launch import Limits, limits, next_power_of_two
 from maxsimd.engine.ops.triton.product import add_product
 
 # One program holds all dimensions of a row in registers until it has the row's length.
@@ -104,10 +104,10 @@ def is_supported(dim: int) -> bool:
     return dim <= LARGEST_DIM
 
 
-def tiles_for(device: torch.device, dim: int, itemsize: int) -> Tiles:
+def tiles_for(device: Limits, dim: int, itemsize: int) -> Tiles:
     """The tiles for a device, embeddings of `dim` dimensions, and hidden states of `itemsize` bytes a
     number."""
-    tiles = _TILES if generation(device) >= 9 and itemsize == 2 else _SMALL_TILES
+    tiles = _TILES if device.shared_memory >= 200 * 1024 and itemsize == 2 else _SMALL_TILES
     return tiles[max(128, next_power_of_two(dim))]
 
 
@@ -121,7 +121,7 @@ def project(
     out = torch.empty(len(rows), dim, dtype=dtype, device=hidden.device)
     if len(rows) == 0:
         return out
-    tiles = tiles_for(hidden.device, dim, hidden.itemsize)
+    tiles = tiles_for(limits(hidden.device), dim, hidden.itemsize)
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     projection_kernel[(triton.cdiv(len(rows), tiles.rows),)](
         hidden,

@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
+from maxsimd.engine.ops.triton.maxsim_tiles import group_by_query_length
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.spans import Spans
@@ -27,16 +28,21 @@ def maxsim_spans_triton(
     if len(pairs) == 0:
         return torch.empty(0, dtype=torch.float32, device=device)
     indices = np.asarray(pairs, dtype=np.int64)
+    order, groups = group_by_query_length(np.diff(queries.offsets)[indices[:, 0]])
+    if order is not None:
+        indices = indices[order]
     numbers = [queries.offsets[:-1], queries.offsets[1:], documents.starts, documents.stops, *indices.T]
+    numbers.append(np.empty(0) if order is None else np.argsort(order))
     together = to_device(np.concatenate(numbers).astype(np.int32), device)
-    on_device = together.split([len(part) for part in numbers])
+    parts = iter(together.split([len(part) for part in numbers]))
     longest_query, longest = int(np.diff(queries.offsets).max()), int(documents.lengths.max())
     # The kernel multiplies numbers of one precision, int8 aside.
     values = queries.values if documents.scales is not None else queries.values.to(documents.values.dtype)
-    return maxsim(
-        PackedTokens(values, on_device[0], on_device[1], max(1, longest_query)),
-        PackedTokens(documents.values, on_device[2], on_device[3], longest, documents.scales),
-        Pairs(on_device[4], on_device[5]),
+    scores = maxsim(
+        PackedTokens(values, next(parts), next(parts), longest_query),
+        PackedTokens(documents.values, next(parts), next(parts), longest, documents.scales),
+        Pairs(next(parts), next(parts), groups),
         EMPTY_DOCUMENT_SCORE,
         split_k=split_k,
     )
+    return scores if order is None else scores[next(parts)]

@@ -1,0 +1,273 @@
+"""MaxSim as Triton kernels: each program walks over the tokens of a document and holds running maxima in
+registers. Nothing is padded or copied, and no similarity is written to memory.
+
+A tile's similarities are [document tokens, query tokens]: from tile to tile the maximum over document tokens
+is one between numbers of the same thread, and threads exchange theirs once, at the document's end. Where a
+tile reaches beyond the document's end, it repeats the last token, which changes no maximum: the loop compares
+no positions.
+"""
+
+import triton
+import triton.language as tl
+
+from maxsimd.engine.ops.triton.launch import INTERPRETED
+from maxsimd.engine.ops.triton.maxsim_int8 import every_fourth, unpack_words
+from maxsimd.engine.ops.triton.product import add_product
+
+# Arguments that differ from launch to launch: a specialisation for each would mean a compilation for each.
+VARYING = ("longest_query", "split_k")
+# Views of longer arrays, whose addresses are multiples of 4 only.
+VIEWS = (
+    "scales",
+    "query_starts",
+    "query_stops",
+    "document_starts",
+    "document_stops",
+    "pair_queries",
+    "pair_documents",
+    "best_of_split",
+    "scores",
+)
+_ANY_NAN = tl.constexpr(tl.PropagateNan.ALL)
+_PLAIN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _larger(a, b):  # type: ignore[no-untyped-def]
+    return tl.maximum(a, b, propagate_nan=_ANY_NAN)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _largest(x, axis: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest along an axis, NaN where any is NaN."""
+    if _PLAIN:  # the interpreter is slow at reductions by functions of ours, and leaves NaN out of its own
+        result = tl.max(x, axis) + tl.sum(tl.where(x != x, x, 0.0), axis)
+    else:
+        result = tl.reduce(x, axis, _larger)
+    return result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _with_tile(best, similarity, FOLD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The running maxima [BLOCK_D / FOLD, BLOCK_Q] with another tile's similarities [BLOCK_D, BLOCK_Q].
+
+    `FOLD` 2 halves the registers of maxima: tensor cores give a thread rows that are eight apart, of which it
+    remembers the larger."""
+    if FOLD == 2:
+        in_twos = tl.reshape(similarity, (BLOCK_D // 16, 2, 8, BLOCK_Q))
+        similarity = tl.reshape(_largest(in_twos, 1), (BLOCK_D // 2, BLOCK_Q))
+    return _larger(best, similarity)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_by_chunks(  # type: ignore[no-untyped-def]
+    best,
+    query_rows,
+    in_query,
+    documents,
+    scales,
+    start,
+    stop,
+    SCALED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """Where a tile of all dimensions is too large: one loop over tiles and, within each, over chunks of
+    dimensions, so that the loads of all its turns are prefetched."""
+    CHUNKS: tl.constexpr = (DIM + BLOCK_DIM - 1) // BLOCK_DIM
+    similarity = tl.zeros((BLOCK_D, BLOCK_Q), tl.float32)
+    for turn in range(tl.cdiv(stop - start, BLOCK_D) * CHUNKS):
+        columns = (turn % CHUNKS) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)[None, :]
+        row = tl.minimum(start + (turn // CHUNKS) * BLOCK_D + tl.arange(0, BLOCK_D), stop - 1)
+        of_document = documents + row[:, None].to(tl.int64) * DIM + columns
+        if DIM % BLOCK_DIM == 0:
+            q = tl.load(query_rows + columns, mask=in_query[:, None], other=0.0)
+            d = tl.load(of_document)
+        else:
+            q = tl.load(query_rows + columns, mask=in_query[:, None] & (columns < DIM), other=0.0)
+            d = tl.load(of_document, mask=columns < DIM, other=0)
+        if SCALED:
+            d = d.to(tl.float32).to(q.dtype)
+        similarity = add_product(similarity, d, tl.trans(q))
+        if turn % CHUNKS == CHUNKS - 1:
+            if SCALED:
+                similarity = similarity * tl.load(scales + row)[:, None]
+            best = _with_tile(best, similarity, FOLD, BLOCK_D, BLOCK_Q)
+            similarity = tl.zeros((BLOCK_D, BLOCK_Q), tl.float32)
+    return best
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_by_tiles(  # type: ignore[no-untyped-def]
+    best,
+    q,
+    documents,
+    start,
+    stop,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """With the query's tile q [BLOCK_Q, BLOCK_DIM] in shared memory for the whole document."""
+    transposed = tl.trans(q)  # out of the loop, or it would be written to shared memory in each turn
+    columns = tl.arange(0, BLOCK_DIM)[None, :]
+    for tile in range(start, stop, BLOCK_D):
+        row = tl.minimum(tile + tl.arange(0, BLOCK_D), stop - 1)
+        of_document = documents + row[:, None].to(tl.int64) * DIM + columns
+        d = tl.load(of_document) if DIM == BLOCK_DIM else tl.load(of_document, mask=columns < DIM, other=0.0)
+        similarity = add_product(tl.zeros((BLOCK_D, BLOCK_Q), tl.float32), d, transposed)
+        best = _with_tile(best, similarity, FOLD, BLOCK_D, BLOCK_Q)
+    return best
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_by_words(  # type: ignore[no-untyped-def]
+    best,
+    q,
+    documents,
+    scales,
+    start,
+    stop,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """As `_best_by_tiles`, for int8 documents whose dimensions are a multiple of 4: they are read as words of
+    four, and the product is the sum of four, one for each byte of the words."""
+    q0, q1, q2, q3 = every_fourth(q, BLOCK_Q, BLOCK_DIM)
+    q0, q1, q2, q3 = tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3)
+    columns = tl.arange(0, BLOCK_DIM // 4)[None, :]
+    first_row = tl.minimum(start + tl.arange(0, BLOCK_D), stop - 1)
+    scale = tl.load(scales + first_row, mask=first_row >= start, other=0.0)
+    for tile in range(start, stop, BLOCK_D):
+        row = tl.minimum(tile + tl.arange(0, BLOCK_D), stop - 1)
+        words = (documents + row[:, None].to(tl.int64) * DIM).to(tl.pointer_type(tl.int32)) + columns
+        packed = tl.load(words) if DIM == BLOCK_DIM else tl.load(words, mask=columns < DIM // 4, other=0)
+        d0, d1, d2, d3 = unpack_words(packed, q.dtype)
+        similarity = add_product(tl.zeros((BLOCK_D, BLOCK_Q), tl.float32), d0, q0)
+        similarity = add_product(similarity, d1, q1)
+        similarity = add_product(similarity, d2, q2)
+        similarity = add_product(similarity, d3, q3) * scale[:, None]
+        # Nothing prefetches scales but this: they are those of the next turn.
+        scale = tl.load(scales + tl.minimum(tile + BLOCK_D + tl.arange(0, BLOCK_D), stop - 1))
+        best = _with_tile(best, similarity, FOLD, BLOCK_D, BLOCK_Q)
+    return best
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=VIEWS)  # type: ignore[untyped-decorator]
+def maxsim_kernel(  # type: ignore[no-untyped-def]
+    queries,  # [rows, DIM]
+    documents,  # [rows, DIM]
+    scales,  # float32 [rows], of int8 documents
+    query_starts,  # int32 [queries]
+    query_stops,  # int32 [queries]
+    document_starts,  # int32 [documents]
+    document_stops,  # int32 [documents]
+    pair_queries,  # int32 [pairs]
+    pair_documents,  # int32 [pairs]
+    best_of_split,  # float32 [pairs, split_k, longest query]
+    scores,  # float32 [pairs]
+    longest_query,
+    split_k,
+    EMPTY: tl.constexpr,
+    SCALED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """Program (pair and query tile, split): the best similarity of each token in a tile of the query within
+    one split of the document; or the pair's score, where that is the whole query and the whole document.
+
+    Neighbouring programs read the same document."""
+    query_tiles = tl.cdiv(longest_query, BLOCK_Q)
+    pair = tl.program_id(0) // query_tiles
+    query_tile = tl.program_id(0) % query_tiles
+    split = tl.program_id(1)
+    query = tl.load(pair_queries + pair)
+    document = tl.load(pair_documents + pair)
+    query_start = tl.load(query_starts + query) + query_tile * BLOCK_Q
+    query_stop = tl.load(query_stops + query)
+    document_start = tl.load(document_starts + document)
+    document_stop = tl.load(document_stops + document)
+    # Splits consist of whole tiles, so that only the last split has a partial one.
+    tiles = tl.cdiv(tl.cdiv(document_stop - document_start, BLOCK_D), split_k)
+    start = document_start + split * tiles * BLOCK_D
+    stop = tl.minimum(start + tiles * BLOCK_D, document_stop)
+    if query_start >= query_stop:
+        stop = start
+
+    token = tl.arange(0, BLOCK_Q)
+    in_query = query_start + token < query_stop
+    query_rows = queries + (query_start + token)[:, None].to(tl.int64) * DIM
+    best = tl.full((BLOCK_D // FOLD, BLOCK_Q), float("-inf"), tl.float32)
+    if BLOCK_DIM < DIM or (SCALED and (DIM % 4 != 0 or BLOCK_DIM < 64)):
+        best = _best_by_chunks(
+            best, query_rows, in_query, documents, scales, start, stop,
+            SCALED, DIM, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD,
+        )  # fmt: skip
+    else:
+        columns = tl.arange(0, BLOCK_DIM)[None, :]
+        q = tl.load(query_rows + columns, mask=in_query[:, None] & (columns < DIM), other=0.0)
+        if SCALED:
+            best = _best_by_words(
+                best, q, documents, scales, start, stop, DIM, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD
+            )
+        else:
+            best = _best_by_tiles(best, q, documents, start, stop, DIM, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD)
+
+    of_token = tl.where(in_query, _largest(best, 0), 0.0)
+    if (query_tiles == 1) & (split_k == 1):
+        score = tl.sum(of_token, axis=0)
+        tl.store(scores + pair, tl.where(document_start == document_stop, EMPTY, score))
+    else:
+        out = best_of_split + (pair.to(tl.int64) * split_k + split) * longest_query
+        tl.store(out + query_tile * BLOCK_Q + token, of_token, mask=in_query)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=VIEWS)  # type: ignore[untyped-decorator]
+def sum_kernel(  # type: ignore[no-untyped-def]
+    best_of_split,  # float32 [pairs, split_k, longest query]
+    query_starts,  # int32 [queries]
+    query_stops,  # int32 [queries]
+    document_starts,  # int32 [documents]
+    document_stops,  # int32 [documents]
+    pair_queries,  # int32 [pairs]
+    pair_documents,  # int32 [pairs]
+    scores,  # float32 [pairs]
+    longest_query,
+    split_k,
+    EMPTY: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Program i: the score of pair i, the sum over its query tokens of the best similarity in any split.
+
+    Each load brings a tile of splits and query tokens, since a load after another would wait for memory as
+    often as there are splits."""
+    pair = tl.program_id(0)
+    query = tl.load(pair_queries + pair)
+    document = tl.load(pair_documents + pair)
+    tokens = tl.load(query_stops + query) - tl.load(query_starts + query)
+    is_empty = tl.load(document_starts + document) == tl.load(document_stops + document)
+    of_pair = best_of_split + pair.to(tl.int64) * split_k * longest_query
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    for first in range(0, tokens, BLOCK_Q):
+        token = first + tl.arange(0, BLOCK_Q)
+        best = tl.full((BLOCK_SPLITS, BLOCK_Q), float("-inf"), tl.float32)
+        for first_split in range(0, split_k, BLOCK_SPLITS):
+            split = first_split + tl.arange(0, BLOCK_SPLITS)[:, None]
+            there = (split < split_k) & (token < tokens)[None, :]
+            at = of_pair + split * longest_query + token[None, :]
+            best = _larger(best, tl.load(at, mask=there, other=float("-inf")))
+        total += tl.where(token < tokens, _largest(best, 0), 0.0)
+    score = tl.sum(total, axis=0)
+    tl.store(scores + pair, tl.where(is_empty, EMPTY, score))

@@ -1,0 +1,122 @@
+"""The tiles of MaxSim by device, precision and length of queries, and among how many programs a document is
+divided.
+
+Chosen by the compiled kernels' registers and shared memory: `maxsimd bench kernels --compiled` prints them.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What one program works on at a time: `query` query tokens and `document` document tokens, of `dim`
+    dimensions; its number of warps; and how many tiles of the document are on their way at a time.
+
+    `fold` 2 remembers one maximum for two rows of a tile that are in the same thread."""
+
+    query: int
+    document: int
+    dim: int
+    warps: int
+    stages: int
+    fold: int
+
+
+# Queries up to these lengths, and longer ones, have tiles of their own, where the device has room for them.
+QUERY_CLASSES = (32, 64, 128)
+
+# By tensor cores and shared memory: the tiles for queries up to their `query` tokens, the last for longer
+# ones. All have at least two programs on a multiprocessor, so that one multiplies while another compares.
+#
+# Hopper multiplies 64 rows at least, with operands from shared memory: document tokens are its rows. Products
+# with 256 columns read the fewest bytes of shared memory for what they multiply; those of 64 columns would be
+# held up by it.
+_HOPPER = (
+    Tiles(32, 64, 128, 4, 3, 2),
+    Tiles(64, 64, 128, 4, 3, 2),
+    Tiles(128, 64, 128, 4, 3, 2),
+    Tiles(256, 64, 128, 4, 3, 2),
+)
+# A thread gets a row of products, whose two halves are of the same document token.
+_BLACKWELL = (Tiles(32, 64, 128, 4, 3, 1), Tiles(64, 64, 128, 4, 3, 1), Tiles(128, 64, 128, 8, 3, 1))
+_AMPERE = _HOPPER[:3]
+_SMALL = _HOPPER[:2]
+# Of float32, which tensor cores do not multiply exactly: threads do, and need registers for both operands.
+_FLOAT32 = Tiles(32, 64, 32, 4, 2, 1)
+
+_KIB = 1024
+# Bytes of shared memory that a program may take beyond those of its tiles.
+_BESIDE_TILES = 4 * _KIB
+# Registers hold all bytes that a thread unpacks of a tile of int8 numbers.
+_MOST_UNPACKED = 64 * 512
+
+MAX_SPLIT_K = 64
+# A split of fewer tiles takes less time than the second launch that splits need.
+_FEWEST_TILES_OF_SPLIT = 4
+
+
+def tiles_for(
+    limits: Limits, dim: int, query_itemsize: int, document_itemsize: int, longest_query: int
+) -> Tiles:
+    """The tiles for a device, embeddings of `dim` numbers of these many bytes each, and queries of at most
+    `longest_query` tokens. A tile has all dimensions, unless that is too large for the device."""
+    if query_itemsize == 4:
+        return replace(_FLOAT32, dim=min(_FLOAT32.dim, next_power_of_two(dim)))
+    shared = limits.shared_memory - _BESIDE_TILES
+    table = _table(limits)
+    longest_tile = next((tiles for tiles in table if longest_query <= tiles.query), table[-1])
+    whole = replace(longest_tile, dim=next_power_of_two(dim))
+    is_unpacked = document_itemsize < query_itemsize
+    for stages in (whole.stages, 2):
+        tiles = replace(whole, stages=stages)
+        of_document = tiles.document * tiles.dim
+        fits = tiles.query * tiles.dim * query_itemsize + stages * of_document * document_itemsize <= shared
+        if fits and not (is_unpacked and of_document * max(1, tiles.query // 64) > _MOST_UNPACKED):
+            return tiles
+    in_chunks = longest_tile if longest_tile.query <= 128 else table[2]
+    # Numbers that are unpacked need registers for both forms, and fewer of them may be on their way.
+    stages = 2 if is_unpacked else in_chunks.stages
+    return replace(in_chunks, dim=128 if in_chunks.query <= 64 else 64, stages=stages)
+
+
+def _table(limits: Limits) -> tuple[Tiles, ...]:
+    if limits.shared_memory >= 200 * _KIB:
+        return _HOPPER if limits.generation == 9 else _BLACKWELL
+    return _AMPERE if limits.shared_memory >= 160 * _KIB else _SMALL
+
+
+def choose_split_k(multiprocessors: int, programs: int, tiles_of_longest: int) -> int:
+    """Number of document splits that yields about two programs per multiprocessor, given the number of
+    programs without splits and the tiles in the longest document."""
+    wanted = -(-2 * multiprocessors // programs)
+    return max(1, min(wanted, tiles_of_longest // _FEWEST_TILES_OF_SPLIT, MAX_SPLIT_K))
+
+
+@dataclass(frozen=True, slots=True)
+class PairGroup:
+    """`count` pairs that follow one another, whose queries have at most `longest_query` tokens."""
+
+    count: int
+    longest_query: int
+
+
+def group_by_query_length(
+    query_tokens: NDArray[np.integer],
+) -> tuple[NDArray[np.intp] | None, tuple[PairGroup, ...]]:
+    """Sorts pairs, of which each has a query of `query_tokens` [pairs] tokens, so that those of one class of
+    `QUERY_CLASSES` follow one another: one long query does not give its tile to all pairs of a step.
+
+    Returns the order, indices [pairs] of the pairs, and its groups. The order is None if pairs need no
+    sorting."""
+    classes = np.searchsorted(QUERY_CLASSES, query_tokens)
+    order = None if (np.diff(classes) >= 0).all() else np.argsort(classes, kind="stable")
+    groups = []
+    for each in np.unique(classes):
+        of_class = query_tokens[classes == each]
+        groups.append(PairGroup(len(of_class), max(1, int(of_class.max()))))
+    return order, tuple(groups)
