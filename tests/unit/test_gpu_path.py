@@ -228,6 +228,24 @@ def test_a_maxsim_that_is_wrong_or_fails_is_replaced(caplog: pytest.LogCaptureFi
     assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
 
 
+def test_maxsim_is_checked_in_every_length_and_type_that_it_may_meet() -> None:
+    def wrong_where(condition: Callable[[Ragged, Ragged], bool]) -> Any:
+        def scores(queries: Ragged, documents: Ragged, pairs: Any) -> torch.Tensor:
+            exact = maxsim_reference(queries, documents.decoded(torch.float32), pairs)
+            return exact / 2 if condition(queries, documents) else exact
+
+        return scores
+
+    def name(condition: Callable[[Ragged, Ragged], bool], *, int8: bool = False) -> str:
+        return warmup.checked_maxsim("x", wrong_where(condition), 16, CPU, torch.float32, int8=int8)[0]
+
+    assert name(lambda queries, documents: False, int8=True) == "x"
+    assert name(lambda queries, documents: documents.scales is not None) == "x"
+    assert name(lambda queries, documents: documents.scales is not None, int8=True) == "tiled"
+    assert name(lambda queries, documents: max(documents.lengths) > 1000) == "tiled"
+    assert name(lambda queries, documents: max(queries.lengths) > 256) == "tiled"
+
+
 def test_a_model_is_warmed_up_by_what_it_will_run(model: LoadedModel) -> None:
     pooler = DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()})
     warmup.warm_up(model, PackedRunner(model, CPU, GroupedBackend()), pooler)

@@ -42,7 +42,8 @@ def limits(device: torch.device) -> Limits:
     if device.type != "cuda":
         return Limits(0, 99 * 1024, 1)
     found = torch.cuda.get_device_properties(device)
-    return Limits(found.major, found.shared_memory_per_block_optin, found.multi_processor_count)
+    shared_memory: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Limits(found.major, shared_memory, found.multi_processor_count)
 
 
 def next_power_of_two(n: int) -> int:

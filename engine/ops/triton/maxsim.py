@@ -59,24 +59,28 @@ def maxsim(
     first = 0
     for group in pairs.groups or (PairGroup(len(scores), max(1, queries.longest)),):
         stop = first + group.count
-        of_group = Pairs(pairs.queries[first:stop], pairs.documents[first:stop])
+        of_group = _Group(
+            queries, documents, pairs.queries[first:stop], pairs.documents[first:stop], group.longest_query
+        )
         if group.count:
-            _score_group(
-                queries, documents, of_group, group.longest_query, empty_score, split_k, scores[first:stop]
-            )
+            _score(of_group, empty_score, split_k, scores[first:stop])
         first = stop
     return scores
 
 
-def _score_group(
-    queries: PackedTokens,
-    documents: PackedTokens,
-    pairs: Pairs,
-    longest_query: int,
-    empty_score: float,
-    split_k: int | None,
-    scores: torch.Tensor,
-) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Pairs whose queries have at most `longest_query` tokens, so that they have the same tiles."""
+
+    queries: PackedTokens
+    documents: PackedTokens
+    pair_queries: torch.Tensor
+    pair_documents: torch.Tensor
+    longest_query: int
+
+
+def _score(group: _Group, empty_score: float, split_k: int | None, scores: torch.Tensor) -> None:
+    queries, documents, longest_query = group.queries, group.documents, group.longest_query
     values, dim = documents.values.contiguous(), documents.values.shape[1]
     device = limits(values.device)
     tiles = tiles_for(device, dim, queries.values.itemsize, values.itemsize, longest_query)
@@ -93,8 +97,8 @@ def _score_group(
         queries.stops,
         documents.starts,
         documents.stops,
-        pairs.queries,
-        pairs.documents,
+        group.pair_queries,
+        group.pair_documents,
     )
     maxsim_kernel[(programs, split_k)](
         queries.values.contiguous(),

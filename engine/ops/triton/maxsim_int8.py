@@ -38,7 +38,7 @@ _TO_FLOAT16 = _for_each_byte(
 _CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def unpack_words(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """The four int8 numbers of each 32-bit word, the lowest byte first, as four tensors of `dtype`."""
     if _PLAIN or dtype == tl.float32:
@@ -48,16 +48,26 @@ def unpack_words(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
         b3 = (words >> 24).to(tl.float32).to(dtype)
     elif dtype == tl.bfloat16:
         b0, b1, b2, b3 = tl.inline_asm_elementwise(
-            _TO_BFLOAT16, _CONSTRAINTS, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
+            _TO_BFLOAT16,
+            _CONSTRAINTS,
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
         )
     else:
         b0, b1, b2, b3 = tl.inline_asm_elementwise(
-            _TO_FLOAT16, _CONSTRAINTS, [words], dtype=(tl.float16,) * 4, is_pure=True, pack=2
+            _TO_FLOAT16,
+            _CONSTRAINTS,
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
         )
     return b0, b1, b2, b3
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def every_fourth(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of x [ROWS, COLUMNS], the columns i, i + 4, i + 8, ... for i of 0 to 3: four tensors [ROWS,
     COLUMNS / 4], to go with the four of `unpack_words`."""

@@ -32,7 +32,7 @@ _ANY_NAN = tl.constexpr(tl.PropagateNan.ALL)
 _PLAIN = tl.constexpr(INTERPRETED)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _larger(a, b):  # type: ignore[no-untyped-def]
     return tl.maximum(a, b, propagate_nan=_ANY_NAN)
 
