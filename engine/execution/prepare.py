@@ -18,6 +18,7 @@ from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
 from maxsimd.engine.execution.attention.select import choose_attention
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.cuda_graphs import with_graphs
+from maxsimd.engine.execution.fused_layers import fuse
 from maxsimd.engine.execution.modes import (
     OneByOne,
     Packed,
@@ -33,7 +34,8 @@ from maxsimd.engine.execution.selfcheck.proof import step_of
 from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
 from maxsimd.engine.execution.selfcheck.samples import Sample, make_samples
 from maxsimd.engine.execution.selfcheck.threads import one_thread
-from maxsimd.engine.execution.weights import lay_out_weights, why_not_replaced
+from maxsimd.engine.execution.weights import lay_out_weights, why_not_fused, why_not_replaced
+from maxsimd.engine.ops import triton as triton_ops
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +88,11 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     with one_thread(), _samples(model) as (samples, layers):
         in_proof = _in_float32(backend)
         execution = choose_execution(model, device, in_proof, samples, config.packing == "auto")
+        fused = isinstance(execution, Packed) and _may_fuse(config, device)
         mismatch = None
-        if not isinstance(execution, OneByOne) and device.type == "cpu":
+        if fused:
+            mismatch = why_not_fused(model, make_runner(execution, model, device, in_proof), samples)
+        elif not isinstance(execution, OneByOne) and device.type == "cpu":
             runner = make_runner(execution, model, device, in_proof)
             mismatch = why_not_replaced(model, runner, samples, compiled)
     proof_seconds = time.perf_counter() - started
@@ -96,7 +101,9 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     for module in model.encoders:
         cast(module, dtype)
     quantized = 0
-    if mismatch is None:
+    if fused:
+        _fuse(model, mismatch)
+    elif mismatch is None:
         quantized = lay_out_weights(model, device, dtype, config.quantization, compiled)
     elif config.quantization == "int8":
         raise ModelLoadError(f"the linear layers of {model.name!r} cannot have int8 weights: {mismatch}")
@@ -121,6 +128,19 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
         proof_seconds,
         quantized,
     )
+
+
+def _may_fuse(config: EngineConfig, device: torch.device) -> bool:
+    """Whether our kernels for whole layers are wanted and run here; they multiply no int8 weights."""
+    return config.kernels == "auto" and config.quantization == "none" and triton_ops.runs_on(device)
+
+
+def _fuse(model: LoadedModel, mismatch: str | None) -> None:
+    """Fuses the layers of a backbone that is as it will run, unless it does not give the same with them."""
+    if mismatch is None:
+        log.info("%d modules are fused", fuse(model.backbone))
+    else:
+        log.warning("layers are not fused, which is slower: %s", mismatch)
 
 
 def _refuse_quantization(config: EngineConfig, possible: bool) -> None:

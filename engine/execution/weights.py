@@ -1,5 +1,6 @@
-"""Lays out the weights of linear layers for the kernels that multiply them, in models whose layers can be
-replaced: some models read their layers' weights instead of calling the layers.
+"""Replaces a model's layers by those that our kernels run, where the model gives the same with them: on a CPU
+linear layers, whose weights are laid out for the kernels that multiply them, and on a GPU fused layers. Some
+models read their layers' weights instead of calling the layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +12,9 @@ from torch import nn
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.execution import linear, towers
+from maxsimd.engine.execution.fused_layers import fuse
 from maxsimd.engine.execution.packed_runner import ModelRunner
-from maxsimd.engine.execution.selfcheck.proof import compare, pooler_for
+from maxsimd.engine.execution.selfcheck.proof import compare, compare_in_parts, pooler_for
 from maxsimd.engine.execution.selfcheck.samples import Sample
 
 
@@ -34,6 +36,24 @@ def why_not_replaced(
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None if comparison.agrees else f"results differ: {comparison}"
+
+
+def why_not_fused(model: LoadedModel, runner: ModelRunner, samples: Sequence[Sample]) -> str | None:
+    """None if the model, in float32, gives the expected items for the samples with its layers fused, cut
+    sequences and shared prefixes included where it is run so; else a description of the mismatch. Leaves all
+    as it was."""
+    pooler = pooler_for(model.tasks)
+    try:
+        with _restored([model.backbone]):
+            fuse(model.backbone)
+            comparisons = [compare(runner, pooler, samples)]
+            if runner.chunked:
+                longest = max(samples, key=lambda sample: len(sample.sequence))
+                comparisons.append(compare_in_parts(runner, pooler, longest))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    mismatches = [str(comparison) for comparison in comparisons if not comparison.agrees]
+    return f"results differ: {mismatches[0]}" if mismatches else None
 
 
 def lay_out_weights(

@@ -1,0 +1,6 @@
+"""Layers of a packed model on a GPU with fewer and fused launches: modules that take the positions of those that
+transformers builds, found by structure and tried before they are used."""
+
+from maxsimd.engine.execution.fused_layers.replace import fuse
+
+__all__ = ["fuse"]

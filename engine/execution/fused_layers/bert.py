@@ -1,0 +1,148 @@
+"""The parts of layers built as BERT's (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, MiniLM) in seven launches: one
+product for queries, keys and values; attention; the output product; sum and norm; the first product with GELU
+in it; the second product; sum and norm. transformers takes twelve besides attention's own.
+
+Where the GELU product does not run, the product and GELU are two launches.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from maxsimd.engine.execution.attention.interface import attend
+from maxsimd.engine.execution.fused_layers.linears import JoinedLinear, is_plain
+from maxsimd.engine.execution.fused_layers.trial import (
+    ROWS,
+    agrees,
+    asks_the_same,
+    random_like,
+    recorded,
+)
+from maxsimd.engine.ops.qkv import QKV
+
+
+class FusedSelfAttention(nn.Module):
+    """Queries, keys and values as one product, and packed attention.
+
+    The module that it replaces is handed on to attention, which tells layers apart by it."""
+
+    def __init__(self, replaced: Any, asked: QKV) -> None:
+        super().__init__()
+        self.product = JoinedLinear([replaced.query, replaced.key, replaced.value])
+        self.heads, _, self.head_dim = asked.query.shape
+        self.scaling, self.window = asked.scaling, asked.window
+        self._replaced = (replaced,)  # out of the module tree
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """[1, rows, hidden] to [1, rows, hidden]."""
+        rows = hidden_states.shape[1]
+        qkv = self.product(hidden_states[0]).view(rows, 3, self.heads, self.head_dim)
+        query, key, value = qkv.permute(1, 2, 0, 3)[:, None].unbind()  # [1, heads, rows, head_dim] each
+        out, _ = attend(
+            self._replaced[0],
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            sliding_window=self.window,
+            **kwargs,
+        )
+        return out.reshape(1, rows, -1), None
+
+
+class FusedIntermediate(nn.Module):
+    """A linear layer and the exact GELU after it."""
+
+    def __init__(self, replaced: Any) -> None:
+        super().__init__()
+        self.dense = replaced.dense
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        from maxsimd.engine.ops.triton.gelu_product import gelu_product, is_supported
+
+        weight, bias = self.dense.weight, self.dense.bias
+        if is_supported(hidden_states.device, weight.dtype, weight.shape[1]):
+            return gelu_product(hidden_states[0], weight, bias)[None]
+        return nn.functional.gelu(self.dense(hidden_states))
+
+
+class FusedOutput(nn.Module):
+    """A linear layer, and the residual sum and layer norm after it as one kernel."""
+
+    def __init__(self, replaced: Any) -> None:
+        super().__init__()
+        self.dense, self.LayerNorm = replaced.dense, replaced.LayerNorm
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        from maxsimd.engine.ops.triton.layer_norm import add_layer_norm
+
+        norm = self.LayerNorm
+        made = self.dense(hidden_states[0])
+        return add_layer_norm(made, input_tensor[0], norm.weight, norm.bias, norm.eps)[None]
+
+
+def fused_self_attention(module: Any) -> FusedSelfAttention | None:
+    """What replaces a self-attention of BERT's structure whose queries, keys and values are products of one
+    input; None for any other module."""
+    if _children(module) != {"query", "key", "value", "dropout"} or type(module.dropout) is not nn.Dropout:
+        return None
+    layers = (module.query, module.key, module.value)
+    if not all(is_plain(layer) for layer in layers) or len({layer.weight.shape for layer in layers}) != 1:
+        return None
+    x = random_like((1, ROWS, module.query.in_features), module.query.weight)
+    theirs = recorded(lambda attention: module(x, step_attention=attention)[0])
+    if theirs is None:
+        return None
+    fused = FusedSelfAttention(module, theirs[0])
+    ours = recorded(lambda attention: fused(x, step_attention=attention)[0])
+    right = ours is not None and asks_the_same(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    return fused if right else None
+
+
+def fused_intermediate(module: Any) -> FusedIntermediate | None:
+    """What replaces the first half of a feed-forward of BERT's structure with the exact GELU; None for any
+    other module."""
+    if _children(module) != {"dense", "intermediate_act_fn"} or not is_plain(module.dense):
+        return None
+    # All that an activation may be told from the exact GELU by, beyond what rounding does.
+    steps = torch.linspace(-6, 6, 97, device=module.dense.weight.device)
+    difference = module.intermediate_act_fn(steps) - nn.functional.gelu(steps)
+    if not float(difference.abs().max()) <= 1e-5:
+        return None
+    return _tried(FusedIntermediate(module), module, (module.dense.in_features,))
+
+
+def fused_output(module: Any) -> FusedOutput | None:
+    """What replaces the module that ends the attention or the feed-forward of BERT's structure; None for any
+    other module."""
+    from maxsimd.engine.ops.triton.layer_norm import is_supported
+
+    if _children(module) != {"dense", "LayerNorm", "dropout"} or not is_plain(module.dense):
+        return None
+    norm = module.LayerNorm
+    if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
+        return None
+    width = module.dense.out_features
+    if norm.normalized_shape != (width,) or not is_supported(width):
+        return None
+    return _tried(FusedOutput(module), module, (module.dense.in_features, width))
+
+
+def _tried(fused: Any, module: Any, widths: tuple[int, ...]) -> Any:
+    """The new module if it gives what the other gives for random rows of these widths, else None."""
+    like = module.dense.weight
+    rows = [random_like((1, ROWS, width), like, seed) for seed, width in enumerate(widths)]
+    with torch.inference_mode():
+        return fused if agrees(fused(*rows), module(*rows)) else None
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}

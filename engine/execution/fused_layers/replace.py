@@ -1,0 +1,72 @@
+"""Finds the modules of a backbone that fused ones may take the position of, tries each, and replaces it."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from maxsimd.engine.execution.fused_layers.bert import (
+    FusedSelfAttention,
+    fused_intermediate,
+    fused_output,
+    fused_self_attention,
+)
+from maxsimd.engine.execution.fused_layers.decoder import FusedDecoderLayer, fused_decoder_layer
+
+log = logging.getLogger(__name__)
+
+_MAKERS: tuple[Callable[[Any], nn.Module | None], ...] = (
+    fused_decoder_layer,
+    fused_self_attention,
+    fused_intermediate,
+    fused_output,
+)
+
+
+def fuse(backbone: nn.Module) -> int:
+    """Replaces what can be replaced in a backbone that runs packed, on its device and in its precision;
+    returns the number of modules. What is not built as expected, or gives something else, stays.
+
+    One module after the other, so that only one has its weights twice in memory."""
+    replaced = 0
+    failures: set[str] = set()
+    for name in [name for name, _ in backbone.named_modules() if name]:
+        owner, _, attribute = name.rpartition(".")
+        try:
+            parent = backbone.get_submodule(owner)
+            module = parent._modules[attribute]
+        except (AttributeError, KeyError):
+            continue  # it was part of a module that is replaced by now
+        fused = _fused(module, failures)
+        if fused is not None:
+            setattr(parent, attribute, fused)
+            _release(fused)
+            replaced += 1
+    for failure in sorted(failures):
+        log.warning("layers are left as they are, which is slower: %s", failure)
+    return replaced
+
+
+def _fused(module: Any, failures: set[str]) -> nn.Module | None:
+    """What may take a module's position; None if there is nothing that does the same. Adds to `failures`
+    what failed with modules that are built as expected."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return None
+    for make in _MAKERS:
+        try:
+            fused = make(module)
+        except Exception as error:  # its forward takes other arguments, or the kernels failed
+            failures.add(f"{type(module).__name__}: {type(error).__name__}: {error}")
+            continue
+        if fused is not None:
+            return fused
+    return None
+
+
+def _release(fused: nn.Module) -> None:
+    """Frees the layers whose weights a fused module has copies of; attention modules live on without them."""
+    if isinstance(fused, FusedSelfAttention):
+        fused._replaced[0]._modules.clear()
+    elif isinstance(fused, FusedDecoderLayer):
+        fused._attention[0]._modules.clear()
