@@ -71,7 +71,8 @@ class Loop:
 @dataclass(frozen=True, slots=True)
 class MachineCode:
     """What a program of a compiled kernel takes, of `warps` warps: `registers` a thread, bytes of `shared`
-    memory, instructions that `spill` registers to memory, and its innermost `loops`."""
+    memory, instructions that `spill` registers to memory, its innermost `loops`, and `wide_loads` of 16 bytes
+    a thread from global memory."""
 
     capability: int
     warps: int
@@ -80,6 +81,7 @@ class MachineCode:
     spills: int
     instructions: int
     loops: tuple[Loop, ...] = field(repr=False)
+    wide_loads: int = 0
 
     @property
     def main_loop(self) -> Loop:
@@ -147,6 +149,7 @@ def _compiled(
         spills + (1 if int(registers[2]) else 0),
         len(placed),
         tuple(_loops(placed)),
+        sum(1 for _, text in placed if _opcode(text).startswith("LDG") and ".128" in _opcode(text)),
     )
 
 

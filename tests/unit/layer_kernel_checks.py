@@ -137,8 +137,10 @@ def check_gelu_product(device: str) -> None:
     x = torch.cat([steps, torch.zeros(512, 63, dtype=dtype)], dim=1)
     weight = torch.eye(64, dtype=dtype)
     ours = gelu_product(x.to(device), weight.to(device), None).float().cpu()[:, 0]
-    exact = gelu_product_reference(x, weight, None)[:, 0].float()
-    atol, rtol = (3e-7, 1e-6) if dtype is torch.float32 else (1e-6, 2e-3)
+    # In float64 and without cancellation: torch's own GELU in float32 is off by more than the kernel's.
+    wide = steps[:, 0].double()
+    exact = (0.5 * wide * torch.special.erfc(-wide * 0.5**0.5)).float()
+    atol, rtol = (4e-7, 1e-6) if dtype is torch.float32 else (1e-6, 2e-3)
     torch.testing.assert_close(ours, exact, atol=atol, rtol=rtol)
 
 

@@ -1,4 +1,4 @@
-"""Layers of a packed model on a GPU with fewer and fused launches: modules that take the positions of those that
+"""Layers of a packed model on a GPU in few launches: modules that take the positions of those that
 transformers builds, found by structure and tried before they are used."""
 
 from maxsimd.engine.execution.fused_layers.replace import fuse

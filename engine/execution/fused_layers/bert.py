@@ -1,6 +1,6 @@
 """The parts of layers built as BERT's (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, MiniLM) in seven launches: one
 product for queries, keys and values; attention; the output product; sum and norm; the first product with GELU
-in it; the second product; sum and norm. transformers takes twelve besides attention's own.
+in it; the second product; sum and norm. transformers takes twelve.
 
 Where the GELU product does not run, the product and GELU are two launches.
 """
@@ -117,7 +117,8 @@ def fused_intermediate(module: Any) -> FusedIntermediate | None:
     difference = module.intermediate_act_fn(steps) - nn.functional.gelu(steps)
     if not float(difference.abs().max()) <= 1e-5:
         return None
-    return _tried(FusedIntermediate(module), module, (module.dense.in_features,))
+    fused = FusedIntermediate(module)
+    return fused if _give_the_same(fused, module, (module.dense.in_features,)) else None
 
 
 def fused_output(module: Any) -> FusedOutput | None:
@@ -133,15 +134,15 @@ def fused_output(module: Any) -> FusedOutput | None:
     width = module.dense.out_features
     if norm.normalized_shape != (width,) or not is_supported(width):
         return None
-    return _tried(FusedOutput(module), module, (module.dense.in_features, width))
+    fused = FusedOutput(module)
+    return fused if _give_the_same(fused, module, (module.dense.in_features, width)) else None
 
 
-def _tried(fused: Any, module: Any, widths: tuple[int, ...]) -> Any:
-    """The new module if it gives what the other gives for random rows of these widths, else None."""
-    like = module.dense.weight
-    rows = [random_like((1, ROWS, width), like, seed) for seed, width in enumerate(widths)]
+def _give_the_same(fused: nn.Module, module: Any, widths: tuple[int, ...]) -> bool:
+    """Whether two modules give the same for random rows of these widths."""
+    rows = [random_like((1, ROWS, width), module.dense.weight, seed) for seed, width in enumerate(widths)]
     with torch.inference_mode():
-        return fused if agrees(fused(*rows), module(*rows)) else None
+        return agrees(fused(*rows), module(*rows))
 
 
 def _children(module: nn.Module) -> set[str]:

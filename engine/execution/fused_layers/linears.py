@@ -23,7 +23,7 @@ class JoinedLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-def is_plain(module: object) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether a module is a linear layer and nothing else: no adapter, no quantised weight, no hook."""
     return (
         type(module) is nn.Linear
@@ -36,7 +36,8 @@ def is_plain(module: object) -> bool:
 def add_product_(total: torch.Tensor, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     """Adds a linear layer's output for `x` [rows, inputs] to `total` [rows, outputs]. Without a bias the
     product does it, in float32 and rounded once; otherwise its output is rounded first."""
-    if layer.bias is None:
+    bias: torch.Tensor | None = layer.bias
+    if bias is None:
         return total.addmm_(x, layer.weight.t())
     return total.add_(layer(x))
 

@@ -23,9 +23,7 @@ class RecordedAttention:
     asked: list[QKV] = field(default_factory=list)
 
     def of_layer(self, module: Any, qkv: QKV) -> torch.Tensor:
-        self.asked.append(
-            QKV(qkv.query.clone(), qkv.key.clone(), qkv.value.clone(), qkv.scaling, qkv.window)
-        )
+        self.asked.append(QKV(qkv.query.clone(), qkv.key.clone(), qkv.value.clone(), qkv.scaling, qkv.window))
         like = qkv.new_output()
         return random_like(like.shape, like, seed=1)
 

@@ -22,7 +22,15 @@ LARGEST_HEAD = 256
 
 # Numbers that a program of two warps holds: 16 a thread.
 _NUMBERS = 1024
-_WARPS = 2
+WARPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What one program works on: a number of `heads`, whose halves are padded to `half` numbers."""
+
+    heads: int
+    half: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +93,12 @@ def is_supported(head_dim: int) -> bool:
     return head_dim % 2 == 0 and head_dim <= LARGEST_HEAD
 
 
+def blocks_for(heads: int, head_dim: int) -> Blocks:
+    """The blocks for rows of that many heads of queries and keys together."""
+    half = next_power_of_two(head_dim // 2)
+    return Blocks(min(next_power_of_two(heads), _NUMBERS // (2 * half)), half)
+
+
 def norm_rotary_(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -98,11 +112,9 @@ def norm_rotary_(
     if rows == 0:
         return
     queries, together = heads[0], sum(heads)
-    half = head_dim // 2
-    block_half = next_power_of_two(half)
-    block_heads = min(next_power_of_two(together), _NUMBERS // (2 * block_half))
+    blocks = blocks_for(together, head_dim)
     norms_or_none = (qkv, qkv, 0.0) if norms is None else (norms.query, norms.key, norms.epsilon)
-    norm_rotary_kernel[(rows, triton.cdiv(together, block_heads))](
+    norm_rotary_kernel[(rows, triton.cdiv(together, blocks.heads))](
         qkv,
         cos.contiguous(),
         sin.contiguous(),
@@ -110,12 +122,12 @@ def norm_rotary_(
         qkv.stride(0),
         queries,
         together,
-        half,
+        head_dim // 2,
         norms_or_none[2],
         NORMED=norms is not None,
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=block_half,
-        num_warps=_WARPS,
+        BLOCK_HEADS=blocks.heads,
+        BLOCK_HALF=blocks.half,
+        num_warps=WARPS,
     )
 
 

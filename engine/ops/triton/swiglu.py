@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 # Numbers of a row that a program of four warps computes: 8 a thread, which are one load of 16 bytes.
-_BLOCK = 1024
-_WARPS = 4
+BLOCK = 1024
+WARPS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -41,8 +41,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     width = both // 2
     out = gate_up.new_empty(rows, width)
     if rows:
-        grid = (rows, triton.cdiv(width, _BLOCK))
-        swiglu_kernel[grid](gate_up, out, width, gate_up.stride(0), BLOCK=_BLOCK, num_warps=_WARPS)
+        grid = (rows, triton.cdiv(width, BLOCK))
+        swiglu_kernel[grid](gate_up, out, width, gate_up.stride(0), BLOCK=BLOCK, num_warps=WARPS)
     return out
 
 

@@ -1,0 +1,100 @@
+"""The kernels of fused layers as the layers of well-known models launch them, to be compiled ahead of time:
+each with its name, its source, and the bytes that a row makes it read and write."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from maxsimd.bench.gpu.ahead_of_time import POINTERS, VARYING, Source
+
+ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel for one shape; `bytes_a_row` is what it reads and writes of a row of its input, weights left
+    out, which stay in the caches."""
+
+    name: str
+    source: Source
+    bytes_a_row: int
+
+
+def variants(dtype: str = "bf16") -> Iterator[Variant]:
+    """All variants in a precision; the product with GELU in 16 bits alone."""
+    for width in (384, 1024, 4096, 8192):
+        yield _add_layer_norm(width, dtype)
+        yield from (_rms_norm(width, dtype, added=added) for added in (False, True))
+    # Qwen3-0.6B and 8B, Llama-3.2-1B, a head of 256.
+    for heads, head_dim, normed in ((24, 128, True), (40, 128, True), (40, 64, False), (24, 256, True)):
+        yield _norm_rotary(heads, head_dim, dtype, normed=normed)
+    yield _swiglu(3072, dtype)
+    if ITEMSIZE[dtype] == 2:
+        yield from gelu_products(dtype)
+
+
+def gelu_products(dtype: str = "bf16") -> Iterator[Variant]:
+    """The product with GELU for every tile, with the shape of XLM-R-large."""
+    from maxsimd.engine.ops.triton import gelu_product
+
+    width, columns = 1024, 4096
+    for tiles in gelu_product.TILES:
+        constants = {"BIASED": True, "BLOCK_ROWS": tiles.rows, "BLOCK_COLUMNS": tiles.columns}
+        constants |= {"BLOCK_DEPTH": tiles.depth, "GROUP": gelu_product.GROUP}
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        types = dict.fromkeys(("x", "weight", "bias", "out"), POINTERS[dtype])
+        source = Source(gelu_product.gelu_product_kernel, types, constants, options)
+        name = f"gelu product {tiles.rows}x{tiles.columns}"
+        yield Variant(name, source, ITEMSIZE[dtype] * (width + columns))
+
+
+def _add_layer_norm(width: int, dtype: str) -> Variant:
+    from maxsimd.engine.ops.triton.layer_norm import add_layer_norm_kernel
+
+    arguments = ("x", "residual", "weight", "bias", "out")
+    source = _of_rows(add_layer_norm_kernel, arguments, width, dtype, {})
+    return Variant(f"add and layer norm {width}", source, 3 * width * ITEMSIZE[dtype])
+
+
+def _rms_norm(width: int, dtype: str, *, added: bool) -> Variant:
+    from maxsimd.engine.ops.triton.rms_norm import rms_norm_kernel
+
+    arguments = ("x", "residual", "weight", "total", "out")
+    source = _of_rows(rms_norm_kernel, arguments, width, dtype, {"ADDED": added})
+    passes = 4 if added else 2
+    return Variant(f"{'add and ' * added}RMS norm {width}", source, passes * width * ITEMSIZE[dtype])
+
+
+def _of_rows(
+    kernel: Any, arguments: tuple[str, ...], width: int, dtype: str, constants: dict[str, Any]
+) -> Source:
+    from maxsimd.engine.ops.triton.rows import row_tile
+
+    tile = row_tile(width)
+    types = dict.fromkeys(arguments, POINTERS[dtype]) | {"epsilon": "fp32"}
+    return Source(kernel, types, constants | {"BLOCK": tile.numbers}, {"num_warps": tile.warps})
+
+
+def _norm_rotary(heads: int, head_dim: int, dtype: str, *, normed: bool) -> Variant:
+    from maxsimd.engine.ops.triton import rotary
+
+    block = rotary.blocks_for(heads, head_dim)
+    types = dict.fromkeys(("qkv", "cos", "sin", "query_weight", "key_weight"), POINTERS[dtype])
+    constants = {"NORMED": normed, "BLOCK_HEADS": block.heads, "BLOCK_HALF": block.half}
+    source = Source(
+        rotary.norm_rotary_kernel,
+        types | {"epsilon": "fp32"},
+        constants,
+        {"num_warps": rotary.WARPS},
+        VARYING | {"queries", "heads"},
+    )
+    name = f"{'norm and ' * normed}rotary {heads} heads of {head_dim}"
+    return Variant(name, source, 2 * heads * head_dim * ITEMSIZE[dtype] + 2 * head_dim * ITEMSIZE[dtype])
+
+
+def _swiglu(width: int, dtype: str) -> Variant:
+    from maxsimd.engine.ops.triton import swiglu
+
+    types = dict.fromkeys(("gate_up", "out"), POINTERS[dtype])
+    source = Source(swiglu.swiglu_kernel, types, {"BLOCK": swiglu.BLOCK}, {"num_warps": swiglu.WARPS})
+    return Variant(f"SwiGLU {width}", source, 3 * width * ITEMSIZE[dtype])
