@@ -314,7 +314,8 @@ class DocumentScorer:
         made.outputs.append(Output(slots, Ragged.from_items(with_matches), scalar=False))
         others = [i for i in range(len(asked.pairs)) if i not in asked.explained]
         if others:
-            made.add(scores[others], tuple(asked.slots[i] for i in others))
+            rows = to_device(torch.tensor(others), scores.device)
+            made.add(scores[rows], tuple(asked.slots[i] for i in others))
 
     def _find_queries(self, targets: list[_Target], made: ScoredDocuments) -> Asked:
         """The query of target i for item i; fails the requests whose queries are no longer stored."""

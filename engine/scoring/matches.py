@@ -47,8 +47,8 @@ def score_with_matches(
     matches = best_matches(query, document, explained.rows)
     score = score.float()
     if len(document):
-        there = torch.tensor(explained.rows, device=matches.device) > 0
-        best = matches[:, there, 1].amax(dim=1)
+        of_windows = [matches[:, i, 1] for i, rows in enumerate(explained.rows) if rows]
+        best = torch.stack(of_windows).amax(dim=0)
         exact = best.mean() if is_mean else best.sum()
         score = torch.where((exact - score).abs() <= _SAME, score, exact)
     parts = [score.reshape(1, 1), matches.reshape(-1, 1)]

@@ -1,0 +1,315 @@
+"""A GPU that is not there. Its tensors are torch's fake ones on "cuda", which have a shape and no contents, so
+a CPU build of torch runs whole models on it. Tensors of the host are real.
+
+Every operation passes through `FakeGPU`, which raises a `Fault` where a real GPU would fail or the host would
+wait, and counts kernels, copies and allocations.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.dry_run.faults import FreedMemory, HostWaits, MixedDevices, NotCapturable, Race
+
+aten = torch.ops.aten
+
+GPU = torch.device("cuda")
+
+# Operations that change or allocate no more than what describes a tensor, or memory without contents.
+_NO_KERNEL = {
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
+    aten.detach_, aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_, aten.as_strided_, aten.resize_,
+    aten.set_,
+}  # fmt: skip
+# Operations that launch more than one kernel. torch's variable-length attention fills a state of random
+# numbers that it does not use.
+_MORE_KERNELS = {"torch_attn::_varlen_attn": 2}
+_MASKED = {aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put}
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was done since these were made: kernels by their names, copies in both directions with their
+    bytes, allocations on the device, and how often the host has waited where it may. Operations on nothing at
+    all launch no kernel."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    to_device: int = 0
+    bytes_to_device: int = 0
+    to_host: int = 0
+    bytes_to_host: int = 0
+    allocations: int = 0
+    waits: int = 0
+
+    @property
+    def num_launches(self) -> int:
+        return self.launches.total()
+
+    @property
+    def transfers(self) -> int:
+        return self.to_device + self.to_host
+
+
+class Graph:
+    """A captured graph, as far as it can be wrong: the memory that it reads and does not own."""
+
+    def __init__(self) -> None:
+        self._own: set[int] = set()
+        self._reads: dict[int, StorageWeakRef] = {}
+
+    def note(self, read: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        self._own |= {_address(tensor) for tensor in made}
+        for tensor in read:
+            if _address(tensor) not in self._own:
+                self._reads[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+
+    def check(self) -> None:
+        """Raises FreedMemory where a replay would read what is not there any more."""
+        freed = sum(read.expired() for read in self._reads.values())
+        if freed:
+            raise FreedMemory(f"a replay reads {freed} tensors that were freed since the capture")
+
+
+class FakeGPU(TorchDispatchMode):
+    """The device, while it is entered. Where the host would wait, this raises, unless it `may_wait`: then
+    that is counted, and the numbers that it waits for are random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+        self.may_wait = False
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._pinned: dict[int, torch.UntypedStorage] = {}
+        self._graph: Graph | None = None
+        # Memory of the host that copies may still be reading or writing.
+        self._being_read: set[int] = set()
+        self._being_written: set[int] = set()
+
+    def __enter__(self) -> "FakeGPU":
+        self._fake.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._fake.__exit__(*raised)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """As `cuda_graphs.Capture`: while `run` runs, what a graph cannot hold raises."""
+        graph = self._graph = Graph()
+        try:
+            run()
+        finally:
+            self._graph = None
+
+        def replay() -> None:
+            graph.check()
+            self.counts.launches["graph"] += 1
+
+        return replay
+
+    @property
+    def is_capturing(self) -> bool:
+        return self._graph is not None
+
+    @contextmanager
+    def counted(self) -> Iterator[Counts]:
+        """The counts of what is done in the meantime alone."""
+        before, self.counts = self.counts, Counts()
+        try:
+            yield self.counts
+        finally:
+            self.counts = before
+
+    def arrive(self) -> None:
+        """All work that was launched so far is done."""
+        self._being_read.clear()
+        self._being_written.clear()
+
+    def launch(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """One of our own kernels with its arguments by name."""
+        tensors = {key: x for key, x in arguments.items() if isinstance(x, torch.Tensor)}
+        for key, tensor in tensors.items():
+            if not is_on_gpu(tensor):
+                raise MixedDevices(f"{name} is handed {key} on the host")
+        if self._graph is not None:
+            self._graph.note([*tensors.values()], [])
+        self.counts.launches[name] += 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args = tuple(map(_with_index, args))
+        kwargs = {key: _with_index(x) for key, x in (kwargs or {}).items()}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        device = kwargs.get("device")
+        if func.overloadpacket is aten._to_copy and device is not None:
+            if is_on_gpu(args[0]) and device.type == "cpu":
+                self._wait(f"{_described(args[0])} is copied to memory of the host that is not pinned")
+                return _random(args[0], kwargs.get("dtype"))
+            if not is_on_gpu(args[0]) and device.type == "cuda":
+                self._count_copy(args[0], kwargs, to_device=True)
+                return self._allocated(func(*args, **kwargs))
+        if func.overloadpacket is aten.copy_ and is_on_gpu(args[0]) != is_on_gpu(args[1]):
+            return self._copy_between(*args, **kwargs)
+        if any(map(is_on_gpu, tensors)) or (device is not None and device.type == "cuda"):
+            return self._on_device(func, args, kwargs, tensors)
+        return self._on_host(func, args, kwargs, tensors)
+
+    def _copy_between(self, into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+        on_host = source if is_on_gpu(into) else into
+        if torch.broadcast_shapes(into.shape, source.shape) != into.shape:
+            raise RuntimeError(f"{_described(source)} does not fit into {_described(into)}")
+        self._count_copy(on_host, {"non_blocking": non_blocking}, to_device=is_on_gpu(into))
+        return into
+
+    def _count_copy(self, on_host: torch.Tensor, how: Mapping[str, Any], *, to_device: bool) -> None:
+        if on_host.numel() == 0:
+            return
+        way = f"{_described(on_host)} is copied {'to the device' if to_device else 'to the host'}"
+        if self._graph is not None:
+            raise NotCapturable(f"{way} within a captured graph")
+        if not self._is_pinned(on_host):
+            self._wait(f"{way}, and the memory of the host is not pinned")
+        elif not how.get("non_blocking"):
+            self._wait(f"{way}, and non_blocking is not set")
+        if to_device:
+            self.counts.to_device += 1
+            self.counts.bytes_to_device += on_host.nbytes
+            self._being_read.add(_address(on_host))
+        else:
+            self.counts.to_host += 1
+            self.counts.bytes_to_host += on_host.nbytes
+            self._being_written.add(_address(on_host))
+
+    def _wait(self, why: str) -> None:
+        if self._graph is not None:
+            raise NotCapturable(f"{why} within a captured graph")
+        if not self.may_wait:
+            raise HostWaits(why)
+        self.counts.waits += 1
+        self.arrive()
+
+    def _on_host(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        if func.overloadpacket is aten.is_pinned:
+            return self._is_pinned(args[0])
+        self._check_races(func, tensors)
+        is_new = func.overloadpacket is aten.lift_fresh  # of torch.tensor and torch.from_numpy
+        pinned = func.overloadpacket is aten._pin_memory or kwargs.get("pin_memory")
+        with unset_fake_temporarily():
+            if func.overloadpacket is aten._pin_memory:
+                made = args[0].clone()
+            else:
+                made = func(*args, **(kwargs | {"pin_memory": False} if pinned else kwargs))
+                if pinned:
+                    made.zero_()  # so that what is read of it is the same in every run
+        if pinned:
+            self._pinned[_address(made)] = made.untyped_storage()
+        if self._graph is not None and (is_new or _new(made, tensors)):
+            raise NotCapturable(f"{func} makes a tensor of the host within a captured graph")
+        return made
+
+    def _on_device(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        for tensor in tensors:
+            # A number of the host may be an operand.
+            if not is_on_gpu(tensor) and tensor.dim() > 0:
+                raise MixedDevices(f"{func} is handed {_described(tensor)} of the host")
+        if func.overloadpacket in _MASKED:
+            _check_masks(args)
+        try:
+            made = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            why = f"{func} needs the contents of {_described(*tensors[:1])}"
+            if func.overloadpacket is not aten._local_scalar_dense:
+                raise HostWaits(why) from error
+            self._wait(why)
+            return _random(args[0], None).item()
+        new = _new(made, tensors)
+        self._allocated(*new)
+        if self._graph is not None:
+            self._graph.note([tensor for tensor in tensors if is_on_gpu(tensor)], new)
+        changed = [args[0]] if func._schema.is_mutable and isinstance(args[0], torch.Tensor) else []
+        if func.overloadpacket not in _NO_KERNEL and any(x.numel() for x in [*new, *changed]):
+            name = func._schema.name
+            self.counts.launches[name.removeprefix("aten::")] += _MORE_KERNELS.get(name, 1)
+        return made
+
+    def _allocated(self, *made: torch.Tensor) -> Any:
+        self.counts.allocations += len({_address(tensor) for tensor in made if tensor.numel()})
+        return made[0] if made else None
+
+    def _check_races(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        """Of what a copy reads, the device needs the numbers as they are; what a copy writes is not there
+        yet. Freeing either is safe: torch waits with such memory."""
+        if any(_address(tensor) in self._being_written for tensor in tensors):
+            raise Race(f"{func} reads what is still being copied to the host")
+        if func._schema.is_mutable and _address(tensors[0]) in self._being_read:
+            raise Race(f"{func} overwrites what is still being copied to the device")
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return _address(tensor) in self._pinned
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def _with_index(argument: Any) -> Any:
+    """The device with its index, which torch would ask CUDA for."""
+    return torch.device("cuda:0") if isinstance(argument, torch.device) and argument == GPU else argument
+
+
+def _random(like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Numbers of the host in place of the device's: 0 or 1 if they are whole."""
+    with unset_fake_temporarily():
+        return torch.rand(like.shape).round(decimals=0 if not like.is_floating_point() else 3).to(
+            like.dtype if dtype is None else dtype
+        )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of the tensor's memory, which its views have in common with it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _new(made: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors among the results that have memory of their own."""
+    before = {_address(tensor) for tensor in given}
+    results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in results if tensor.numel() and _address(tensor) not in before]
+
+
+def _check_masks(args: tuple[Any, ...]) -> None:
+    """Values that are written where a mask is set are counted first, unless there is only one of them."""
+    indices, values = args[1], args[2]
+    if values.numel() > 1 and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices):
+        raise HostWaits(f"{_described(values)} is written where a mask says")
+
+
+def _described(tensor: torch.Tensor | None = None) -> str:
+    if tensor is None:
+        return "nothing"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

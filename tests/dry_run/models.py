@@ -1,0 +1,195 @@
+"""Models on the GPU that is not there: loaded and proven on the CPU as always, then moved, and run by what a
+GPU runs them by.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.actors.actor import Mailbox
+from maxsimd.engine.actors.messages import Commit, Pool, Score
+from maxsimd.engine.actors.pooling import PoolingActor
+from maxsimd.engine.actors.scoring import ScoringActor
+from maxsimd.engine.cache import EmbeddingCache, Precision
+from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.checkpoint.heads import modules_of
+from maxsimd.engine.device.load import _pooler
+from maxsimd.engine.execution.attention.base import AttentionBackend
+from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
+from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+from maxsimd.engine.execution.attention.varlen import VarlenBackend
+from maxsimd.engine.execution.cuda_graphs import GraphedRunner
+from maxsimd.engine.execution.modes import Execution, Packed, choose_execution, make_runner, tasks_for
+from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
+from maxsimd.engine.execution.precision import cast
+from maxsimd.engine.execution.prepare import PreparedModel, _samples
+from maxsimd.engine.scoring.document_scorer import DocumentScorer
+from maxsimd.engine.scoring.documents import SkippedSequence
+from maxsimd.engine.scoring.maxsim import choose_maxsim
+from maxsimd.engine.scoring.outcome import StepOutcome
+from maxsimd.pooling.dispatch import Pooled
+from maxsimd.scheduler import Step
+from tests.dry_run.gpu import GPU, FakeGPU
+
+CPU = torch.device("cpu")
+DTYPE = torch.bfloat16
+
+BACKENDS: dict[str, Callable[[], AttentionBackend[Any]]] = {
+    "varlen": lambda: VarlenBackend(GPU),
+    "triton": TritonBackend,
+    "torch": GroupedBackend,
+}
+
+# What replaces layers of a backbone that has been moved to a GPU, one function a line.
+FUSING: Sequence[Callable[[nn.Module], object]] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class OnCPU:
+    """A model as it is loaded, and how it was proven to run."""
+
+    model: LoadedModel
+    execution: Execution
+
+
+def load(path: str, **settings: Any) -> OnCPU:
+    """Loads a checkpoint and proves its execution, with attention laid out as GPUs have it."""
+    model = load_model(EngineConfig(model=path, **settings), CPU)
+    attention = GroupedBackend(TritonBackend.arrangement, supports_first_rows=False)
+    with _samples(model) as (samples, _):
+        execution = choose_execution(model, CPU, attention, samples, True)
+    return OnCPU(model, execution)
+
+
+class OnGPU:
+    """A model on the device, with the actors that pool and score its steps."""
+
+    def __init__(
+        self, gpu: FakeGPU, loaded: OnCPU, backend: str = "triton", precision: Precision = "bfloat16"
+    ) -> None:
+        """Moves the model, unless it is there already, and makes a runner with the attention of that name."""
+        self.gpu = gpu
+        self.model = loaded.model
+        self.execution = loaded.execution
+        for module in self.model.encoders:
+            cast(module, DTYPE)
+        move([*self.model.encoders, *(m for task in self.model.tasks.values() for m in modules_of(task.head))])
+        for fuse in FUSING:
+            fuse(self.model.backbone)
+        self.backend = BACKENDS[backend]()
+        self.runner = make_runner(self.execution, self.model, GPU, self.backend)
+        self.cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
+        prepared = self._prepared(self.runner)
+        results = torch.float32 if precision == "int8" else DTYPE
+        _, maxsim = choose_maxsim("auto", GPU)
+        scorer = DocumentScorer(
+            self.model.similarity, maxsim, GPU, DTYPE, takes_int8=True, cache=self.cache
+        )
+        self._loop = asyncio.new_event_loop()
+        self.pooler = _pooler(self.model, prepared, results)
+        self._pooling = PoolingActor(Mailbox(self._loop), self.pooler)
+        self._scoring = ScoringActor(Mailbox(self._loop), scorer, len(self.model.labels))
+
+    def _prepared(self, runner: ModelRunner) -> PreparedModel:
+        tasks = tasks_for(self.execution, self.model)
+        return PreparedModel(runner, tasks, DTYPE, "packed", self.backend.name, None, (), 0.0, 0)
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self.execution, Packed)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the model has a vector a token, by which it scores."""
+        return self.model.score_task == "token_embed" and self.model.listwise is None
+
+    def close(self) -> None:
+        self._loop.close()
+        self.cache.close()
+
+    def graphed(self, step: Step) -> GraphedRunner:
+        """The runner whose small steps are replayed."""
+        assert isinstance(self.runner, PackedRunner)
+        runner = GraphedRunner(self.runner, GPU)
+        runner.capture_all(self.backend, step, self.gpu.capture)  # type: ignore[arg-type]
+        return runner
+
+    def run(
+        self, step: Step, skipped: Sequence[SkippedSequence] = (), runner: ModelRunner | None = None
+    ) -> StepOutcome:
+        """All that the device thread does with a step, up to the copy of its results, and what it releases
+        when they have arrived."""
+        runner = self.runner if runner is None else runner
+        pooled: list[Pooled] = []
+        if step.chunks:
+            hidden, cursor = runner.forward(step)
+            pooled = self._ask(self._pooling, Pool(hidden, cursor))
+        if step.images:
+            runner.encode(step.images)
+        outcome: StepOutcome = self._ask(self._scoring, Score(pooled, list(skipped), step.cached))
+        assert not outcome.failures
+        assert outcome.arrival is not None
+        self._ask(self._scoring, Commit(outcome.releases))
+        return outcome
+
+    def _ask(self, actor: Any, message: Any) -> Any:
+        return self._loop.run_until_complete(actor.receive(message))
+
+    def free(self, *sequence_ids: int) -> None:
+        for sequence_id in sequence_ids:
+            self.runner.free(sequence_id)
+            self.pooler.free(sequence_id)
+
+
+@contextmanager
+def one_layer_less(backbone: nn.Module) -> Iterator[None]:
+    """The backbone without its last layer; raises where it is not found."""
+    parent, name, layers = layer_list(backbone)
+    setattr(parent, name, layers[:-1])
+    try:
+        yield
+    finally:
+        setattr(parent, name, layers)
+
+
+def layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList]:
+    """The list that has as many modules as the model has layers, with its parent and name."""
+    count = backbone.config.get_text_config().num_hidden_layers
+    [found] = [
+        (parent, name, child)
+        for parent in backbone.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    return found
+
+
+def move(modules: Sequence[nn.Module]) -> None:
+    """Moves what `Module.to` would move: parameters and buffers. Those that modules share stay shared."""
+    moved: dict[int, torch.Tensor] = {}
+
+    def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        if id(tensor) not in moved:
+            there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=GPU)
+            if isinstance(tensor, nn.Parameter):
+                there = nn.Parameter(there, requires_grad=False)
+            moved[id(tensor)] = there
+            keep_alive.append(tensor)
+        return moved[id(tensor)]
+
+    keep_alive: list[torch.Tensor] = []  # an id means nothing once its tensor is gone
+    for root in modules:
+        for module in root.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = on_gpu(tensor)
