@@ -86,7 +86,7 @@ class Graph:
 
 class FakeGPU(TorchDispatchMode):
     """The device, while it is entered. Where the host would wait, this raises, unless it `may_wait`: then
-    that is counted, and the numbers that it waits for are random."""
+    that is counted, and a number that it waits for is 0, or random where there are several."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,8 @@ class FakeGPU(TorchDispatchMode):
         if func.overloadpacket is aten._to_copy and device is not None:
             if is_on_gpu(args[0]) and device.type == "cpu":
                 self._wait(f"{_described(args[0])} is copied to memory of the host that is not pinned")
-                return _random(args[0], kwargs.get("dtype"))
+                with unset_fake_temporarily():
+                    return torch.rand(args[0].shape).to(kwargs.get("dtype") or args[0].dtype)
             if not is_on_gpu(args[0]) and device.type == "cuda":
                 self._count_copy(args[0], kwargs, to_device=True)
                 return self._allocated(func(*args, **kwargs))
@@ -188,18 +189,18 @@ class FakeGPU(TorchDispatchMode):
         way = f"{_described(on_host)} is copied {'to the device' if to_device else 'to the host'}"
         if self._graph is not None:
             raise NotCapturable(f"{way} within a captured graph")
+        if to_device:
+            self.counts.to_device += 1
+            self.counts.bytes_to_device += on_host.nbytes
+        else:
+            self.counts.to_host += 1
+            self.counts.bytes_to_host += on_host.nbytes
         if not self._is_pinned(on_host):
             self._wait(f"{way}, and the memory of the host is not pinned")
         elif not how.get("non_blocking"):
             self._wait(f"{way}, and non_blocking is not set")
-        if to_device:
-            self.counts.to_device += 1
-            self.counts.bytes_to_device += on_host.nbytes
-            self._being_read.add(_address(on_host))
         else:
-            self.counts.to_host += 1
-            self.counts.bytes_to_host += on_host.nbytes
-            self._being_written.add(_address(on_host))
+            (self._being_read if to_device else self._being_written).add(_address(on_host))
 
     def _wait(self, why: str) -> None:
         if self._graph is not None:
@@ -243,10 +244,11 @@ class FakeGPU(TorchDispatchMode):
             made = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             why = f"{func} needs the contents of {_described(*tensors[:1])}"
-            if func.overloadpacket is not aten._local_scalar_dense:
-                raise HostWaits(why) from error
+            if func.overloadpacket is not aten._local_scalar_dense and self._graph is None:
+                raise HostWaits(why) from error  # there is no telling how large the result is
             self._wait(why)
-            return _random(args[0], None).item()
+            with unset_fake_temporarily():
+                return torch.zeros((), dtype=args[0].dtype).item()
         new = _new(made, tensors)
         self._allocated(*new)
         if self._graph is not None:
@@ -266,7 +268,7 @@ class FakeGPU(TorchDispatchMode):
         yet. Freeing either is safe: torch waits with such memory."""
         if any(_address(tensor) in self._being_written for tensor in tensors):
             raise Race(f"{func} reads what is still being copied to the host")
-        if func._schema.is_mutable and _address(tensors[0]) in self._being_read:
+        if func._schema.is_mutable and func.overloadpacket not in _NO_KERNEL and _address(tensors[0]) in self._being_read:
             raise Race(f"{func} overwrites what is still being copied to the device")
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -280,14 +282,6 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 def _with_index(argument: Any) -> Any:
     """The device with its index, which torch would ask CUDA for."""
     return torch.device("cuda:0") if isinstance(argument, torch.device) and argument == GPU else argument
-
-
-def _random(like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Numbers of the host in place of the device's: 0 or 1 if they are whole."""
-    with unset_fake_temporarily():
-        return torch.rand(like.shape).round(decimals=0 if not like.is_floating_point() else 3).to(
-            like.dtype if dtype is None else dtype
-        )
 
 
 def _address(tensor: torch.Tensor) -> int:

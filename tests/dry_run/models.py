@@ -36,7 +36,7 @@ from maxsimd.engine.scoring.maxsim import choose_maxsim
 from maxsimd.engine.scoring.outcome import StepOutcome
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import Step
-from tests.dry_run.gpu import GPU, FakeGPU
+from tests.dry_run.gpu import GPU, FakeGPU, is_on_gpu
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
@@ -149,12 +149,13 @@ class OnGPU:
 
 
 @contextmanager
-def one_layer_less(backbone: nn.Module) -> Iterator[None]:
-    """The backbone without its last layer; raises where it is not found."""
+def one_layer_less(backbone: nn.Module) -> Iterator[int]:
+    """The backbone without its last layer; gives the number of layers that it had. Raises where they are not
+    found."""
     parent, name, layers = layer_list(backbone)
     setattr(parent, name, layers[:-1])
     try:
-        yield
+        yield len(layers)
     finally:
         setattr(parent, name, layers)
 
@@ -174,19 +175,19 @@ def layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList]:
 def move(modules: Sequence[nn.Module]) -> None:
     """Moves what `Module.to` would move: parameters and buffers. Those that modules share stay shared."""
     moved: dict[int, torch.Tensor] = {}
+    originals: list[torch.Tensor] = []  # an id means nothing once its tensor is gone
 
     def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu":
+        if is_on_gpu(tensor):
             return tensor
         if id(tensor) not in moved:
             there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=GPU)
             if isinstance(tensor, nn.Parameter):
                 there = nn.Parameter(there, requires_grad=False)
             moved[id(tensor)] = there
-            keep_alive.append(tensor)
+            originals.append(tensor)
         return moved[id(tensor)]
 
-    keep_alive: list[torch.Tensor] = []  # an id means nothing once its tensor is gone
     for root in modules:
         for module in root.modules():
             for tensors in (module._parameters, module._buffers):

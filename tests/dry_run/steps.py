@@ -3,7 +3,8 @@ cached, read through windows or explained, and pictures.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from maxsimd.engine.cache import CachedEmbedding, Precision
 from maxsimd.engine.cache.entry import rounded
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint.visual.vision import ImageInputs
+from maxsimd.engine.execution.features import FeatureStore
+from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.scoring.documents import CachedDocument, CacheHit, Duplicate
 from maxsimd.scheduler import (
@@ -22,13 +26,13 @@ from maxsimd.scheduler import (
     Explained,
     ImageJob,
     ResultSlot,
-    Role,
     Sequence,
     Step,
     Tokens,
     Window,
 )
-from tests.dry_run.models import OnGPU
+from tests.dry_run.gpu import GPU
+from tests.dry_run.models import DTYPE, OnGPU
 
 Drive = Callable[[OnGPU], None]
 
@@ -185,6 +189,27 @@ def drives(on: OnGPU) -> Iterator[Drive]:
         yield pictures
 
 
+def with_features_ready(on: OnGPU) -> None:
+    """Replaces the tower by one that has the features of any picture at once."""
+    assert on.model.vision is not None
+    assert isinstance(on.runner, PackedRunner)
+    deep = getattr(on.model.vision.modules[0], "deepstack_visual_indexes", ())
+    config = on.model.backbone.config.get_text_config()  # type: ignore[operator, union-attr]
+    tower = _ReadyTower(config.hidden_size * (1 + len(deep)))
+    on.runner._features = FeatureStore(replace(on.model.vision, tower=tower), GPU)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyTower:
+    width: int
+
+    def inputs(self, images: ListOf[ImageInputs], device: torch.device) -> dict[str, torch.Tensor]:
+        return {}
+
+    def __call__(self, images: ListOf[ImageInputs], device: torch.device) -> list[torch.Tensor]:
+        return [torch.empty(image.features, self.width, dtype=DTYPE, device=device) for image in images]
+
+
 def _unattended(on: OnGPU, length: int) -> dict[str, Any]:
     """Of a query that is filled up with tokens that nobody attends to, if the model has such."""
     expansion = on.model.query.expansion
@@ -197,6 +222,3 @@ def _entry(on: OnGPU, tokens: int) -> CachedEmbedding:
     precision: Precision = on.cache.precision
     values, scales = rounded(rows, precision)
     return CachedEmbedding(values, scales, tokens, False)
-
-
-__all__ = ["LENGTHS", "Role", "drives", "plain_step"]

@@ -13,6 +13,7 @@ from maxsimd.engine.checkpoint.visual.vision import PictureReader, Tower
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.media import Picture
 from maxsimd.engine.media.decoding import pillow_of
+from maxsimd.pooling.transfer import to_device
 
 # Of numbers around 1: float32 may be rounded otherwise.
 _TOLERANCE = 1e-5
@@ -37,7 +38,7 @@ class PixelScale:
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Float32 numbers of pixels [n, 3, ...] in a byte each."""
         shape = (1, len(self.mean), *[1] * (pixels.dim() - 2))
-        mean, std = (torch.tensor(each, device=pixels.device).view(shape) for each in (self.mean, self.std))
+        mean, std = (to_device(torch.tensor(x), pixels.device).view(shape) for x in (self.mean, self.std))
         numbers = pixels.to(torch.float32, copy=True)
         return numbers.mul_(self.factor).sub_(mean).div_(std)
 
@@ -78,4 +79,4 @@ def check_as_called(
 
 def together(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
     """Arrays end to end, on the device."""
-    return torch.from_numpy(np.concatenate(arrays)).to(device)
+    return to_device(np.concatenate(arrays), device)

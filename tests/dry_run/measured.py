@@ -1,0 +1,121 @@
+"""What a plain step of a model costs on the GPU that is not there, and the table of all models' costs that the
+tests hold: `held.txt`.
+"""
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import two_towers, vision_language, visual
+from tests.dry_run.entering import fake_gpu
+from tests.dry_run.gpu import Counts
+from tests.dry_run.models import OnCPU, OnGPU, load, one_layer_less
+from tests.dry_run.steps import LENGTHS, plain_step
+from tests.parity.families import FAMILIES, LISTWISE
+
+HELD = Path(__file__).with_name("held.txt")
+# Whose libraries make the host wait within a step, or a pass over pictures, and cannot be told not to: the
+# padded ones, token pooling (clusters are formed on the host), and the towers of Qwen-VL and Idefics3.
+MAY_WAIT = {"DeBERTa-v2", "MPNet", "SGPT", "native multi-vector, token pooling"}
+TOWERS_WAIT = {
+    "colqwen2", "colqwen2_merged", "colqwen2_5", "colqwen3", "colqwen3_of_pictures", "qwen3_vl_embedding",
+    "colmodernvbert", "colsmol",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A small checkpoint: how it is built, and what is given on the command line beside it."""
+
+    name: str
+    build: Callable[[Path], str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    packed: bool = True
+
+    @property
+    def may_wait(self) -> bool:
+        return self.name in MAY_WAIT
+
+
+_VISUAL = (
+    visual.colpali, visual.colqwen2, visual.colmodernvbert, vision_language.colqwen2_5,
+    vision_language.colqwen3, vision_language.colsmol, vision_language.qwen3_vl_embedding, two_towers.clip,
+    two_towers.siglip,
+)  # fmt: skip
+CHECKPOINTS = [
+    *(Checkpoint(one.name, one.build, one.settings, one.packed) for one in (*FAMILIES, LISTWISE)),
+    *(Checkpoint(build.__name__, build) for build in _VISUAL),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one step of whole sequences: kernels a layer and outside of the layers, copies in both directions,
+    bytes to the device a token, and how often the host waits."""
+
+    layer: int
+    outside: int
+    copies: int
+    bytes_a_token: int
+    waits: int
+
+
+def cost_of(on: OnGPU) -> Cost:
+    """A layer is what there is less when the last one is taken away."""
+    step = plain_step(on.model)
+    whole = _counted(on, lambda: on.run(step))
+    with one_layer_less(on.model.backbone) as layers:
+        layer = whole.num_launches - _counted(on, lambda: on.run(step)).num_launches
+    return Cost(
+        layer,
+        whole.num_launches - layer * layers,
+        whole.transfers,
+        round(whole.bytes_to_device / sum(LENGTHS)),
+        whole.waits,
+    )
+
+
+def _counted(on: OnGPU, run: Callable[[], object]) -> Counts:
+    with on.gpu.counted() as counts:
+        run()
+    return counts
+
+
+def measure(checkpoint: Checkpoint, loaded: OnCPU) -> Cost:
+    """The cost of a model that is not on the device yet."""
+    with fake_gpu() as gpu:
+        gpu.may_wait = checkpoint.may_wait
+        on = OnGPU(gpu, loaded, "varlen")
+        try:
+            return cost_of(on)
+        finally:
+            on.close()
+
+
+def measure_all(folder: Path) -> dict[str, Cost]:
+    """Builds all checkpoints; takes about a minute."""
+    costs = {}
+    for number, checkpoint in enumerate(CHECKPOINTS):
+        loaded = load(checkpoint.build(folder / str(number)), **checkpoint.settings)
+        costs[checkpoint.name] = measure(checkpoint, loaded)
+    return costs
+
+
+def table_of(costs: dict[str, Cost]) -> str:
+    """A line a model, its name last."""
+    names = [each.name for each in fields(Cost)]
+    rows = ["  ".join(names)]
+    for name, cost in costs.items():
+        numbers = (str(number).rjust(len(x)) for number, x in zip(astuple(cost), names, strict=True))
+        rows.append("  ".join([*numbers, name]))
+    return "\n".join(rows) + "\n"
+
+
+def held() -> dict[str, Cost]:
+    _, *rows = HELD.read_text(encoding="utf-8").splitlines()
+    costs = {}
+    for row in rows:
+        *numbers, name = row.split(maxsplit=len(fields(Cost)))
+        costs[name] = Cost(*map(int, numbers))
+    return costs
