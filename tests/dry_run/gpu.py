@@ -5,6 +5,7 @@ Every operation passes through `FakeGPU`, which raises a `Fault` where a real GP
 wait, and counts kernels, copies and allocations.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,8 +27,12 @@ from torch.utils._pytree import tree_leaves
 from tests.dry_run.faults import FreedMemory, HostWaits, MixedDevices, NotCapturable, Race
 
 aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 GPU = torch.device("cuda")
+
+# One for the process, so that what has been moved to the device can be used whenever it is entered.
+_MEMORY = FakeTensorMode(allow_non_fake_inputs=True)
 
 # Operations that change or allocate no more than what describes a tensor, or memory without contents.
 _NO_KERNEL = {
@@ -92,7 +97,6 @@ class FakeGPU(TorchDispatchMode):
         super().__init__()
         self.counts = Counts()
         self.may_wait = False
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._graph: Graph | None = None
         # Memory of the host that copies may still be reading or writing.
@@ -100,13 +104,13 @@ class FakeGPU(TorchDispatchMode):
         self._being_written: set[int] = set()
 
     def __enter__(self) -> "FakeGPU":
-        self._fake.__enter__()
+        _MEMORY.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self._fake.__exit__(*raised)
+        _MEMORY.__exit__(*raised)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """As `cuda_graphs.Capture`: while `run` runs, what a graph cannot hold raises."""
@@ -157,9 +161,9 @@ class FakeGPU(TorchDispatchMode):
         kwargs = {key: _with_index(x) for key, x in (kwargs or {}).items()}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if func._can_decompose():
+        if _is_composed(func):
             with self:
-                return func.decompose(*args, **kwargs)
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         device = kwargs.get("device")
         if func.overloadpacket is aten._to_copy and device is not None:
@@ -273,6 +277,12 @@ class FakeGPU(TorchDispatchMode):
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return _address(tensor) in self._pinned
+
+
+@functools.cache
+def _is_composed(func: Any) -> bool:
+    """Whether torch does an operation by others, with all devices alike."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE))
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:

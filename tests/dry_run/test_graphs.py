@@ -1,0 +1,61 @@
+"""Small steps are captured and replayed: nothing within a graph is left to the host, and a replay allocates
+and copies no more than is held.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from maxsimd.engine.execution.attention.base import CapturableBackend
+from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.dry_run.entering import fake_gpu
+from tests.dry_run.gpu import FakeGPU
+from tests.dry_run.models import BACKENDS, OnGPU, load
+from tests.dry_run.steps import Ids, plain_step, step_of
+
+# Of a replay by itself, for a model that takes token ids, positions and types: tensors that are made on the
+# device, one of which is a copy of the result, and copies from the host.
+ALLOCATIONS, COPIES = 6, 5
+
+BUILDS = (
+    cross_encoders.bert, late_interaction.stanford, late_interaction.pylate_modernbert, cross_encoders.qwen3,
+    bi_encoders.embeddinggemma,
+)  # fmt: skip
+CAPTURABLE = [name for name, backend in BACKENDS.items() if isinstance(backend(), CapturableBackend)]
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGPU]:
+    with fake_gpu() as gpu:
+        yield gpu
+
+
+@pytest.mark.parametrize("backend", CAPTURABLE)
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
+def test_small_steps_are_replayed(
+    build: Callable[[Path], str], backend: str, gpu: FakeGPU, checkpoints: SharedCheckpoints
+) -> None:
+    on = OnGPU(gpu, load(checkpoints(build)), backend)
+    runner = on.graphed(plain_step(on.model))
+    ids = Ids(on.model)
+    for lengths in ([9, 30, 1], [20], [60, 4], [200, 100]):
+        step = step_of(*(ids.text(length) for length in lengths))
+        with gpu.counted() as counts:
+            runner.forward(step)
+        assert counts.launches["graph"] == 1
+        assert set(counts.launches) <= {"graph", "copy_", "clone"}
+        spared = 0 if on.model.takes_type_ids else 1
+        assert (counts.allocations, counts.to_device) == (ALLOCATIONS - spared, COPIES - spared)
+        on.run(step, runner=runner)
+    on.close()
+
+
+def test_long_steps_are_not(gpu: FakeGPU, checkpoints: SharedCheckpoints) -> None:
+    on = OnGPU(gpu, load(checkpoints(cross_encoders.bert)), CAPTURABLE[0])
+    runner = on.graphed(plain_step(on.model))
+    with gpu.counted() as counts:
+        runner.forward(step_of(*(Ids(on.model).text(length) for length in (300, 300))))
+    assert "graph" not in counts.launches
+    on.close()
