@@ -1,64 +1,63 @@
 """MaxSim, attention and projection by themselves: ours, plain torch, and what packages offer."""
 
-import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from maxsimd.bench.gpu.limits import copy_bandwidth, product_peak
-from maxsimd.bench.timing import Run, medians
+from maxsimd.bench.gpu.limits import Limits, copies_beyond_cache, measure_limits
+from maxsimd.bench.gpu.maxsim_contenders import (
+    OURS,
+    contenders,
+    draw,
+    rounded_contenders,
+)
+from maxsimd.bench.gpu.shapes import ATTENTION_SHAPES, MAXSIM_SHAPES, AttentionShape, MaxSimShape
+from maxsimd.bench.timing import Run, Timing, one_after_another, timings
 from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import QKV
-from maxsimd.pooling.ragged import Ragged
 
 Figures = dict[str, Any]
-OURS = "maxsimd"
+Copy = TypeVar("Copy")
+
+# By how much of the largest number results may differ from exact ones.
+TOLERANCE = 0.02
+# Documents whose scores are compared with the definition.
+_COMPARED = 50
+# As many copies of small data as fill any cache.
+_MOST_COPIES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class MaxSimShape:
-    """One query of `query` tokens, and `documents` whose lengths lie between the two numbers of `tokens`."""
+class Setting:
+    """Where and how long to measure: `rounds` turns on a device with these limits."""
 
-    name: str
-    query: int
-    documents: int
-    tokens: tuple[int, int]
-    dim: int = 128
+    device: torch.device
+    rounds: int
+    limits: Limits
 
-
-MAXSIM_SHAPES = (
-    MaxSimShape("ColBERT, 10,000 documents of 180 tokens", 32, 10_000, (180, 180)),
-    MaxSimShape("ColPali, 500 pages of 1,024 tokens", 1024, 500, (1024, 1024)),
-    MaxSimShape("ragged, 1,000 documents of 20 to 340 tokens", 32, 1000, (20, 340)),
-    MaxSimShape("one document of 8,192 tokens", 32, 1, (8192, 8192)),
-)
+    def copies(self, nbytes: int) -> int:
+        """How many copies of data of `nbytes` to use in turns."""
+        return min(_MOST_COPIES, copies_beyond_cache(nbytes, self.device))
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """`sequences` of `tokens` tokens give or take a half, with `heads` heads of queries and `kv_heads` of
-    keys and values."""
+class Work:
+    """What a call has to do at least: operations, and bytes to read."""
 
-    name: str
-    sequences: int
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    causal: bool
+    operations: float
+    nbytes: float
 
-
-ATTENTION_SHAPES = (
-    AttentionShape("XLM-RoBERTa large, 8 x 2,048 tokens", 8, 2048, 16, 16, 64, False),
-    AttentionShape("XLM-RoBERTa large, 128 x 128 tokens", 128, 128, 16, 16, 64, False),
-    AttentionShape("Qwen3 0.6B, 16 x 1,024 tokens", 16, 1024, 16, 8, 128, True),
-)
+    def seconds(self, limits: Limits) -> float:
+        """The least time that a device with these limits takes."""
+        return max(self.operations / limits.product, self.nbytes / limits.fastest_read)
 
 
 @torch.inference_mode()
@@ -67,123 +66,158 @@ def measure_kernels(
     rounds: int,
     maxsim_shapes: tuple[MaxSimShape, ...] = MAXSIM_SHAPES,
     attention_shapes: tuple[AttentionShape, ...] = ATTENTION_SHAPES,
-    rows: int = 32_768,
+    rows: int = 16_384,
 ) -> Figures:
-    """Milliseconds of all contenders that are installed, and our rate as a share of the device's limit."""
-    peak, bandwidth = product_peak(device, torch.bfloat16), copy_bandwidth(device)
-    limits = {"product_tflops": round(peak / 1e12, 1), "copy_tbytes_per_s": round(bandwidth / 1e12, 2)}
-    figures: Figures = {"limits": limits}
+    """Milliseconds of all contenders that are installed and right, on data that is not in the device's cache,
+    and our rate as a share of the device's limit."""
+    limits = measure_limits(device)
+    setting = Setting(device, rounds, limits)
+    figures: Figures = {"limits": limits.figures()}
     for shape in maxsim_shapes:
-        contenders, tokens = _maxsim_contenders(shape, device)
-        flops = 2.0 * shape.query * tokens * shape.dim
-        floor = max(flops / peak, tokens * shape.dim * 2 / bandwidth)
-        figures[f"MaxSim: {shape.name}"] = _compared(medians(contenders, device, rounds), floor)
+        figures |= measure_maxsim(shape, setting)
     for case in attention_shapes:
-        contenders, pairs = _attention_contenders(case, device)
-        floor = 4.0 * pairs * case.heads * case.head_dim / peak
-        figures[f"attention: {case.name}"] = _compared(medians(contenders, device, rounds), floor)
-    contenders = _projection_contenders(rows, 1024, 128, device)
-    floor = max(2.0 * rows * 1024 * 128 / peak, rows * 1024 * 2 / bandwidth)
-    figures[f"projection: {rows:,} rows, 1,024 to 128"] = _compared(
-        medians(contenders, device, rounds), floor
-    )
+        figures |= measure_attention(case, setting)
+    return figures | measure_projection(rows, 1024, 128, setting)
+
+
+def measure_maxsim(shape: MaxSimShape, setting: Setting) -> Figures:
+    """The figures of a shape; with documents in int8 too where it says so."""
+    first = draw(shape, setting.device, 0)
+    scored = [first]
+    scored += [draw(shape, setting.device, seed) for seed in range(1, setting.copies(first.nbytes))]
+    operations = 2.0 * shape.query * len(first.rows) * shape.dim
+    name, in_int8 = f"MaxSim: {shape.name}", f"MaxSim: {shape.name}, in int8"
+    ready = prepared(contenders(shape, setting.device), scored, first.exact(_COMPARED))
+    figures = _measured(name, ready, Work(operations, first.nbytes), setting)
+    if not shape.rounded:
+        return figures
+    del ready
+    scored = [each.rounded() for each in scored]
+    first = scored[0]
+    ready = prepared(rounded_contenders(shape, setting.device), scored, first.exact(_COMPARED))
+    figures |= _measured(in_int8, ready, Work(operations, first.nbytes), setting)
+    if f"{OURS}_ms" in figures[in_int8]:
+        in_16_bits = min(value for key, value in figures[name].items() if key.endswith("_ms"))
+        ratio = _digits(in_16_bits / figures[in_int8][f"{OURS}_ms"])
+        figures[in_int8]["times_as_fast_as_the_best_in_16_bits"] = ratio
     return figures
 
 
-def _compared(seconds: dict[str, float], floor: float) -> Figures:
-    figures: Figures = {f"{name}_ms": round(taken * 1e3, 4) for name, taken in seconds.items()}
-    if OURS in seconds:
-        figures["share_of_what_the_device_can"] = _digits(floor / seconds[OURS])
-        others = [taken for name, taken in seconds.items() if name != OURS]
-        figures["times_as_fast_as_the_best_other"] = _digits(min(others) / seconds[OURS])
-    return figures
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
-def _maxsim_contenders(shape: MaxSimShape, device: torch.device) -> tuple[dict[str, Run], int]:
-    low, high = shape.tokens
-    lengths = np.random.default_rng(0).integers(low, high + 1, shape.documents).tolist()
-    rows, query = (
-        torch.nn.functional.normalize(torch.randn(count, shape.dim, device=device), dim=-1).bfloat16()
-        for count in (sum(lengths), shape.query)
-    )
-    documents = Ragged.from_lengths(rows, lengths)
-    padded = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
-    hidden = torch.arange(padded.shape[1], device=device) >= torch.tensor(lengths, device=device)[:, None]
-
-    def plain() -> torch.Tensor:
-        similarity = padded @ query.T  # [documents, tokens, query]
-        return similarity.masked_fill_(hidden[:, :, None], -torch.inf).amax(dim=1).float().sum(dim=1)
-
-    contenders: dict[str, Run] = {"padded torch": plain}
-    # The kernels get their indices on the device, as those of the packages do.
-    offsets, one = (
-        torch.tensor(bounds, dtype=torch.int32, device=device)
-        for bounds in (documents.offsets, (0, shape.query))
-    )
-    if triton_ops.runs_on(device):
-        from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
-
-        first, every = torch.zeros_like(offsets[:-1]), torch.arange(shape.documents, device=device).int()
-        queries = PackedTokens(query, one[:1], one[1:], shape.query)
-        packed = PackedTokens(rows, offsets[:-1], offsets[1:], max(lengths))
-        contenders[OURS] = lambda: maxsim(queries, packed, Pairs(first, every), -1e9)
-    if device.type == "cuda":
-        if (flash := _package("flash_maxsim")) is not None:
-            contenders["flash-maxsim"] = lambda: flash.flash_maxsim_packed(query, rows, offsets, max(lengths))
-        if (late := _package("late_interaction_kernels")) is not None:
-            contenders["late-interaction-kernels"] = lambda: late.maxsim_varlen(
-                query, rows, one, offsets, shape.query, max(lengths)
-            )
-    return contenders, sum(lengths)
-
-
-def _attention_contenders(shape: AttentionShape, device: torch.device) -> tuple[dict[str, Run], int]:
+def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
+    """The figures of the backends that run on the device, beside a product a sequence."""
     from maxsimd.engine.execution.attention.select import candidates
 
-    draw = np.random.default_rng(0)
-    lengths = draw.integers(shape.tokens // 2, shape.tokens * 3 // 2 + 1, shape.sequences).tolist()
-    starts = [0, *accumulate(lengths)]
-    q, k, v = (
-        torch.randn(sum(lengths), heads, shape.head_dim, device=device).bfloat16().transpose(0, 1)
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    lengths = (
+        np.random.default_rng(0)
+        .integers(shape.tokens // 2, shape.tokens * 3 // 2 + 1, shape.sequences)
+        .tolist()
     )
+    starts = [0, *accumulate(lengths)]
     groups = tuple(Group(start, 1, n, (n,)) for start, n in zip(starts, lengths, strict=False))
-    qkv = QKV(q, k, v, shape.head_dim**-0.5)
+    layout = Layout(shape.causal, groups)
+    drawn = partial(_draw_qkv, shape, sum(lengths), setting.device)
+    first = drawn()
+    nbytes = sum(x.nbytes for x in (first.query, first.key, first.value))
+    qkvs = [first, *(drawn() for _ in range(setting.copies(nbytes) - 1))]
+
+    def by(backend: AttentionBackend[Any]) -> Callable[[QKV], Run]:
+        metadata = backend.prepare(layout, setting.device)
+        return lambda qkv: partial(backend.full, qkv, metadata)
+
+    found = candidates(setting.device, torch.bfloat16)
+    makers = {"one by one": by(OneByOneBackend())}
+    makers |= {OURS if name == "triton" else name: by(make()) for name, make in found.items()}
+    wide = QKV(first.query.float(), first.key.float(), first.value.float(), first.scaling)
+    exact = by(OneByOneBackend())(wide)()
     pairs = sum(n * (n + 1) // 2 if shape.causal else n * n for n in lengths)
-
-    def by(backend: AttentionBackend[Any]) -> Run:
-        metadata = backend.prepare(Layout(shape.causal, groups), device)
-        return lambda: backend.full(qkv, metadata)
-
-    found = {name: by(make()) for name, make in candidates(device, torch.bfloat16).items()}
-    contenders: dict[str, Run] = {"one by one": by(OneByOneBackend())}
-    contenders |= {OURS if name == "triton" else name: run for name, run in found.items()}
-    return contenders, pairs
+    work = Work(4.0 * pairs * shape.heads * shape.head_dim, nbytes)
+    return _measured(f"attention: {shape.name}", prepared(makers, qkvs, exact), work, setting)
 
 
-def _projection_contenders(rows: int, width: int, dim: int, device: torch.device) -> dict[str, Run]:
-    hidden = torch.randn(rows, width, device=device).bfloat16()
+def measure_projection(rows: int, width: int, dim: int, setting: Setting) -> Figures:
+    """The figures of a ColBERT head on `rows` hidden states of `width` numbers."""
+    device = setting.device
     weight = (torch.randn(dim, width, device=device) * width**-0.5).bfloat16()
     pooled = torch.arange(0, rows, 1, device=device)
+    count = setting.copies(rows * width * 2)
+    states = [torch.randn(rows, width, device=device).bfloat16() for _ in range(count)]
 
-    def plain() -> torch.Tensor:
+    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize((hidden[pooled] @ weight.T).float(), dim=-1).bfloat16()
 
-    contenders: dict[str, Run] = {"torch": plain}
+    makers: dict[str, Callable[[torch.Tensor], Run]] = {
+        "torch": lambda hidden: partial(plain, hidden, weight)
+    }
     if triton_ops.runs_on(device):
         from maxsimd.engine.ops.triton.projection import Projection, project
 
         projection = Projection(weight, None, 1e-12)
-        contenders[OURS] = lambda: project(hidden, pooled, projection, torch.bfloat16)
-    return contenders
+        makers[OURS] = lambda hidden: partial(project, hidden, pooled, projection, torch.bfloat16)
+    ready = prepared(makers, states, plain(states[0].float(), weight.float()))
+    work = Work(2.0 * rows * width * dim, rows * width * 2.0)
+    return _measured(f"projection: {rows:,} rows, {width:,} to {dim}", ready, work, setting)
 
 
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The contenders that are right, each of which uses one copy of the data after the other; and why others
+    are not."""
+
+    runs: Mapping[str, Run]
+    failures: Mapping[str, str]
+
+
+def prepared(
+    makers: Mapping[str, Callable[[Copy], Run]], copies: Sequence[Copy], exact: torch.Tensor
+) -> Prepared:
+    """Makes each contender's calls, and compares what the first gives with its first numbers in `exact`."""
+    runs, failures = {}, {}
+    for name, make in makers.items():
+        try:
+            calls = [make(copy) for copy in copies]
+            found: Any = calls[0]()
+            first = found.flatten()[: exact.numel()].float()
+            difference = float((first - exact.flatten()).abs().max() / exact.abs().max())
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {error}"
+            continue
+        if difference <= TOLERANCE:
+            runs[name] = one_after_another(calls)
+        else:
+            failures[name] = f"its results differ by {difference:.2g} of the largest"
+    return Prepared(runs, failures)
+
+
+def _measured(name: str, ready: Prepared, work: Work, setting: Setting) -> Figures:
+    """Two tables: calls without a gap, with rates; and calls that are waited for, one by one."""
+    taken = timings(ready.runs, setting.device, setting.rounds)
+    streamed = _compared(taken, work, setting.limits)
+    streamed |= {f"{contender}_failed": why for contender, why in ready.failures.items()}
+    alone = {f"{contender}_ms": _digits(each.alone * 1e3) for contender, each in taken.items()}
+    return {name: streamed, f"{name}, each call alone": alone}
+
+
+def _compared(taken: Mapping[str, Timing], work: Work, limits: Limits) -> Figures:
+    figures: Figures = {f"{name}_ms": _digits(each.streamed * 1e3) for name, each in taken.items()}
+    if OURS not in taken:
+        return figures
+    ours = taken[OURS].streamed
+    figures["share_of_what_the_device_can"] = _digits(work.seconds(limits) / ours)
+    others = [each.streamed for name, each in taken.items() if name != OURS]
+    if others:
+        figures["times_as_fast_as_the_best_other"] = _digits(min(others) / ours)
+    figures["tflops"] = _digits(work.operations / ours / 1e12)
+    figures["tbytes_per_s"] = _digits(work.nbytes / ours / 1e12)
+    return figures
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _draw_qkv(shape: AttentionShape, rows: int, device: torch.device) -> QKV:
+    q, k, v = (
+        torch.randn(rows, heads, shape.head_dim, device=device).bfloat16().transpose(0, 1)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    return QKV(q, k, v, shape.head_dim**-0.5)
