@@ -1,5 +1,6 @@
 """Whole servers under load, with random weights of jina-colbert-v2's shape."""
 
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 
 from maxsimd.bench.datasets import random_requests
 from maxsimd.bench.load import drive
-from maxsimd.bench.peers.systems import maxsimd
+from maxsimd.bench.peers.systems import Server
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 
 Figures = dict[str, Any]
@@ -81,10 +82,12 @@ async def measure_serving(
     checkpoint: str, device: str, workloads: tuple[Workload, ...] = WORKLOADS
 ) -> dict[str, Figures]:
     """The figures of each workload on a server of its own that encodes every document."""
-    options = ("--device", device, "--max-body-mb", "512")
+    # A checkout that is not installed has no command by that name.
+    command = (sys.executable, "-m", "maxsimd", "serve", "--cache-mb", "0")
+    server = Server("maxsimd", (*command, "--device", device, "--max-body-mb", "512"))
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        async with maxsimd("maxsimd", *options).run(checkpoint, Path(folder, "log")) as running:
+        async with server.run(checkpoint, Path(folder, "log")) as running:
             for number, workload in enumerate(workloads):
                 warm = random_requests(4, min(8, workload.documents), workload.input_len, 0.5, False, seed=99)
                 await drive(running.send, warm, 4, None, 0)

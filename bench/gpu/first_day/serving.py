@@ -1,0 +1,44 @@
+"""Measures a whole server under load, and how busy the device is in an engine."""
+
+import asyncio
+from dataclasses import replace
+
+import click
+
+from maxsimd.bench.gpu.first_day.found import show_all
+from maxsimd.bench.gpu.first_day.model import LARGE, SMALL, checkpoint
+from maxsimd.bench.gpu.serving import WORKLOADS, Workload, measure_serving
+from maxsimd.bench.gpu.trace import measure_busy_share
+from maxsimd.bench.running import run_and_clean_up
+from maxsimd.engine import EngineConfig
+
+_DRY = (Workload("few", 6, 1, 64, 0.5, 3),)
+
+
+@click.group()
+def main() -> None:
+    """Whole servers on this GPU."""
+
+
+@main.command("serve")
+@click.option("--requests", type=int, help="No more requests of the first workload, and no other workload.")
+@click.option("--dry", is_flag=True, help="A tiny model on the CPU.")
+def serve(requests: int | None, dry: bool) -> None:
+    """Prints the figures of the published workloads."""
+    workloads = WORKLOADS if requests is None else (replace(WORKLOADS[0], requests=requests),)
+    model, device = checkpoint(SMALL if dry else LARGE), "cpu" if dry else "cuda"
+    show_all(run_and_clean_up(measure_serving(model, device, _DRY if dry else workloads)))
+
+
+@main.command("trace")
+@click.option("--requests", default=400, show_default=True)
+@click.option("--dry", is_flag=True, help="A tiny model on the CPU.")
+def trace(requests: int, dry: bool) -> None:
+    """Prints the share of time in which a kernel runs, and the gaps between kernels."""
+    workload = _DRY[0] if dry else replace(WORKLOADS[0], requests=requests)
+    config = EngineConfig(model=checkpoint(SMALL if dry else LARGE), device="cpu" if dry else "cuda")
+    show_all({"trace": asyncio.run(measure_busy_share(config, workload))})
+
+
+if __name__ == "__main__":
+    main()
