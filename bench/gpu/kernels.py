@@ -128,7 +128,7 @@ def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
     makers = {"one by one": by(OneByOneBackend())}
     makers |= {OURS if name == "triton" else name: by(make()) for name, make in found.items()}
     wide = QKV(first.query.float(), first.key.float(), first.value.float(), first.scaling)
-    exact = by(OneByOneBackend())(wide)()
+    exact = OneByOneBackend().full(wide, OneByOneBackend().prepare(layout, setting.device))
     pairs = sum(n * (n + 1) // 2 if shape.causal else n * n for n in lengths)
     work = Work(4.0 * pairs * shape.heads * shape.head_dim, nbytes)
     return _measured(f"attention: {shape.name}", prepared(makers, qkvs, exact), work, setting)

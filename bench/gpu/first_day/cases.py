@@ -40,7 +40,7 @@ class Case:
 def poison() -> None:
     """From here on, memory that is allocated without contents holds NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def maxsim_cases(dims: tuple[int, ...] = (48, 96, 128, 200, 256, 1024)) -> Iterator[Case]:

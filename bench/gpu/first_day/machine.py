@@ -5,6 +5,7 @@ import importlib.metadata
 import inspect
 import shutil
 from collections.abc import Callable
+from functools import partial
 
 import click
 import torch
@@ -26,7 +27,7 @@ def main(dry: bool) -> None:
     for name, value in machine().items():
         show(name, value)
     for package in _PACKAGES:
-        _fact(package, lambda package=package: importlib.metadata.version(package))
+        _fact(package, partial(importlib.metadata.version, package))
     for program in _PROGRAMS:
         show(program, shutil.which(program))
     _fact("parameters of varlen_attn", _varlen_parameters)
