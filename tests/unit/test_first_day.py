@@ -124,7 +124,7 @@ def test_predictions_name_figures_that_are_measured() -> None:
 
 # All steps of a stage take a minute or two here; of those that are alike, one.
 FEW = {
-    "1": ["limits", "smallest maxsim", "rows behind 2^31"],
+    "1": ["smallest maxsim"],
     "2": ["forward, auto"],
     "3": ["kernels", "tiles"],
     "4": ["trace"],

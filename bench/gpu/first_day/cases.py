@@ -82,7 +82,7 @@ class _Maxsim:
         pairs = [(q, d) for q in range(2) for d in range(len(self.lengths))]
         found = maxsim_triton(queries, documents, pairs, self.split_k)
         exact = maxsim_reference(queries.decoded(torch.float32), documents.decoded(torch.float32), pairs)
-        _compare(found, exact, _A_TOKEN * self.query)
+        compare(found, exact, _A_TOKEN * self.query)
 
 
 # Tokens before a chunk, or of a prefix.
@@ -123,7 +123,7 @@ class _Attention:
             earlier = [earlier[0]] * len(self.lengths)
         exact = self._attended(OneByOneBackend(), _wide(qkv), [KV(*map(_wide_on_cpu, kv)) for kv in earlier])
         found = self._attended(TritonBackend(), qkv, earlier)
-        _compare(found.cpu(), exact, _TOLERANCE[self.dtype])
+        compare(found.cpu(), exact, _TOLERANCE[self.dtype])
 
     def _heads(self, count: int, rows: int, device: torch.device) -> torch.Tensor:
         """As models hand them on: a view [heads, rows, head_dim] of rows with their heads side by side."""
@@ -183,9 +183,9 @@ class _Projected:
         pooled = torch.randint(300, (131,), device=device)
         exact = torch.nn.functional.linear(hidden[pooled].float(), weight.float(), bias)
         plain = project(hidden, pooled, Projection(weight, bias, None), torch.float32)
-        _compare(plain, exact, 1e-4 * float(exact.abs().max()))
+        compare(plain, exact, 1e-4 * float(exact.abs().max()))
         normalized = project(hidden, pooled, Projection(weight, bias, 1e-12), torch.float32)
-        _compare(normalized, torch.nn.functional.normalize(exact, dim=-1), 1e-4)
+        compare(normalized, torch.nn.functional.normalize(exact, dim=-1), 1e-4)
 
 
 def _wide(qkv: QKV) -> QKV:
@@ -202,8 +202,9 @@ def _unit_rows(rows: int, dim: int, device: torch.device) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.randn(rows, dim, device=device), dim=-1)
 
 
-def _compare(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
-    """Where `found` holds a NaN, the kernel did not write, or wrote it."""
+def compare(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
+    """Raises an AssertionError where numbers differ by more, or `found` holds a NaN: then the kernel did not
+    write there, or wrote that."""
     missing = int(found.isnan().sum())
     assert missing == 0, f"{missing} of {found.numel()} numbers are NaN"
     worst = float((found.float() - exact.float()).abs().max())

@@ -52,7 +52,7 @@ def main(attention: str, graphs: str, small_steps: bool, rounds: int, dry: bool)
     show(f"forward, {name}: runner", type(model.prepared.runner).__name__)
     for count, tokens in _DRY if dry else _SMALL_STEPS if small_steps else _FULL:
         step = _step(model, count, tokens)
-        taken = _measure(partial(model.prepared.runner.forward, step), model.device, rounds)
+        taken = _measure(partial(model.prepared.runner.forward, step), model.device, 1 if dry else rounds)
         of_step = f"forward, {name}, {count} x {tokens:,} tokens"
         show(f"{of_step}: ms", round(taken.streamed * 1e3, 4))
         show(f"{of_step}: host_ms", round(taken.host * 1e3, 4))

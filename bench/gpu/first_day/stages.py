@@ -20,6 +20,7 @@ def _does_anything_run() -> list[Step]:
         _ours("smallest maxsim", 200, "smallest", "maxsim"),
         _ours("smallest attention", 150, "smallest", "attention"),
         _ours("smallest projection", 100, "smallest", "projection"),
+        _ours("smallest layers", 100, "smallest", "layers"),
         _ours("rows behind 2^31", 90, "far_rows"),
         *(
             Step(
@@ -28,7 +29,7 @@ def _does_anything_run() -> list[Step]:
                 90,
                 needs="compute-sanitizer",
             )
-            for kernel, cases in (("maxsim", "0"), ("attention", "1"), ("projection", "0"))
+            for kernel, cases in (("maxsim", "0"), ("attention", "1"), ("projection", "0"), ("layers", "0"))
         ),
         _pytest("tests of kernels", 240, "tests/gpu/test_kernels.py"),
     ]

@@ -1,0 +1,117 @@
+"""The smallest launches of the kernels of fused layers, beside their references in plain torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+
+from maxsimd.bench.gpu.first_day.cases import DTYPES, Case, compare
+from maxsimd.engine.ops.triton.gelu_product import gelu_product, gelu_product_reference, is_supported
+from maxsimd.engine.ops.triton.layer_norm import add_layer_norm, add_layer_norm_reference
+from maxsimd.engine.ops.triton.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from maxsimd.engine.ops.triton.rotary import HeadNorms, norm_rotary_, norm_rotary_reference
+from maxsimd.engine.ops.triton.swiglu import swiglu, swiglu_reference
+
+# Both sides round once, perhaps to neighbours: as a share of the largest number.
+_TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 2e-5}
+_ROWS = 33
+
+
+def layer_cases(
+    widths: tuple[int, ...] = (100, 384, 1024, 4096), heads: tuple[int, ...] = (32, 64, 80, 128, 256)
+) -> Iterator[Case]:
+    """All kernels in all precisions, with rows of these widths and heads of these sizes."""
+    of_width = {
+        "add and layer norm": _add_layer_norm,
+        "RMS norm": _rms_norm,
+        "add and RMS norm": _add_rms_norm,
+        "SwiGLU": _swiglu,
+    }
+    for dtype, width, (name, check) in product(DTYPES, widths, of_width.items()):
+        yield Case(f"{name} {dtype}, {width} wide", partial(check, _Numbers(dtype), width))
+    for dtype, head_dim, normed in product(DTYPES, heads, (True, False)):
+        name = f"rotary {dtype}, heads of {head_dim}, {'with' if normed else 'without'} norm"
+        yield Case(name, partial(_rotary, _Numbers(dtype), head_dim, normed))
+    for dtype, rows, columns in product(("bf16", "fp16"), (1, _ROWS, 16_384), (100, 4096)):
+        name = f"GELU product {dtype}, {rows} rows, 1,024 to {columns}"
+        yield Case(name, partial(_gelu_product, _Numbers(dtype), rows, columns))
+
+
+def small_layer_cases() -> Iterator[Case]:
+    """A few, for an interpreter."""
+    names = (
+        "add and layer norm bf16",
+        "RMS norm bf16",
+        "add and RMS norm bf16",
+        "SwiGLU bf16",
+        "rotary bf16",
+    )
+    return (case for case in layer_cases((48,), (32,)) if case.name.startswith(names))
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Random numbers of a precision, and how far results in it may be from those of the reference."""
+
+    dtype: str
+
+    def draw(self, device: torch.device, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, device=device) * scale).to(DTYPES[self.dtype])
+
+    def compare(self, found: torch.Tensor, exact: torch.Tensor) -> None:
+        assert found.dtype is exact.dtype, f"{found.dtype} is not {exact.dtype}"
+        compare(found, exact, _TOLERANCE[self.dtype] * float(exact.abs().max()))
+
+
+def _add_layer_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
+    x, residual = (numbers.draw(device, _ROWS, width) for _ in range(2))
+    weight, bias = (numbers.draw(device, width) for _ in range(2))
+    exact = add_layer_norm_reference(x, residual, weight, bias, 1e-5)
+    numbers.compare(add_layer_norm(x, residual, weight, bias, 1e-5), exact)
+
+
+def _rms_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
+    x, weight = numbers.draw(device, _ROWS, width), numbers.draw(device, width)
+    numbers.compare(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+
+
+def _add_rms_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
+    x, residual = (numbers.draw(device, _ROWS, width) for _ in range(2))
+    weight = numbers.draw(device, width)
+    exact = add_rms_norm_reference(x, residual, weight, 1e-6)
+    for found, wanted in zip(add_rms_norm(x, residual, weight, 1e-6), exact, strict=True):
+        numbers.compare(found, wanted)
+
+
+def _swiglu(numbers: _Numbers, width: int, device: torch.device) -> None:
+    gate_up = numbers.draw(device, _ROWS, 2 * width)
+    numbers.compare(swiglu(gate_up), swiglu_reference(gate_up))
+
+
+def _rotary(numbers: _Numbers, head_dim: int, normed: bool, device: torch.device) -> None:
+    heads = (6, 3)
+    qkv = numbers.draw(device, _ROWS, heads[0] + 2 * heads[1], head_dim)
+    cos, sin = (numbers.draw(device, _ROWS, head_dim) for _ in range(2))
+    weights = (numbers.draw(device, head_dim), numbers.draw(device, head_dim))
+    norms = HeadNorms(*weights, 1e-6) if normed else None
+    exact = norm_rotary_reference(qkv, cos, sin, heads, norms)
+    norm_rotary_(qkv, cos, sin, heads, norms)
+    numbers.compare(qkv, exact)
+
+
+def _gelu_product(numbers: _Numbers, rows: int, columns: int, device: torch.device) -> None:
+    width = 1024
+    if not is_supported(device, DTYPES[numbers.dtype], width):
+        print(f"the GELU product does not run on this {device.type}", flush=True)
+        return
+    x, bias = numbers.draw(device, rows, width), numbers.draw(device, columns)
+    weight = numbers.draw(device, columns, width, scale=width**-0.5)
+    for given in (bias, None):
+        numbers.compare(gelu_product(x, weight, given), gelu_product_reference(x, weight, given))
