@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-gpu test-clients test-oracles screenshots docs soak lint wheel-test quickstart-test mutants bench bench-gpu carried first-day clean
+.PHONY: serve test test-fast test-all test-gpu test-clients test-oracles screenshots docs soak lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -81,9 +81,9 @@ bench-gpu:
 	$(GPU_PYTHON) -m maxsimd bench allpool
 	$(GPU_PYTHON) -m maxsimd bench gpu --out bench/results
 
-# What a GPU machine without a network needs besides a CUDA build of torch, into build/carried.
-carried: $(VENV)/.dev
-	$(BIN)/python -m maxsimd.bench.gpu.first_day.carried pack build/carried
+# What a GPU machine without a network needs besides a CUDA build of torch, into build/offline.
+offline-files: $(VENV)/.dev
+	$(BIN)/python -m maxsimd.bench.gpu.first_day.offline pack build/offline
 
 # All that only a GPU can show, in five stages of at most ten minutes; STAGE=1 for one of them. build/first-day has
 # what was found beside what was predicted.

@@ -8,13 +8,13 @@
 # Each stage ends within ten minutes. --dry runs it small on a CPU. Results: $OUT/stage-*.{txt,json,log}.
 #
 # It runs from a plain checkout with torch and triton. What else it needs (other packages, the default model's
-# tokeniser) it takes from the folder $CARRIED, made where there is a network by
-#   python -m maxsimd.bench.gpu.first_day.carried pack build/carried
+# tokeniser) it takes from the folder $OFFLINE, made where there is a network by
+#   python -m maxsimd.bench.gpu.first_day.offline pack build/offline
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${GPU_PYTHON:-python3}
 out=${OUT:-build/first-day}
-carried=${CARRIED:-build/carried}
+offline=${OFFLINE:-build/offline}
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/tests/typings${PYTHONPATH:+:$PYTHONPATH}"
 
 stage=${1:-}
@@ -26,10 +26,10 @@ esac
 shift
 
 # A failure here is no reason to stop: what is missing shows in the steps that need it.
-if [ -d "$carried" ]; then
+if [ -d "$offline" ]; then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
-    "$python" -m maxsimd.bench.gpu.first_day.carried unpack "$carried" "$site"
+    "$python" -m maxsimd.bench.gpu.first_day.offline unpack "$offline" "$site"
     export PYTHONPATH="$PYTHONPATH:$site"
 fi
 

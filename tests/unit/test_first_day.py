@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxsimd.bench.gpu.first_day.__main__ import run_stage
-from maxsimd.bench.gpu.first_day.carried import pack_model, unpack_model
+from maxsimd.bench.gpu.first_day.offline import pack_model, unpack_model
 from maxsimd.bench.gpu.first_day.predictions import PREDICTIONS, Prediction, rows_of
 from maxsimd.bench.gpu.first_day.stages import STAGES
 from maxsimd.bench.gpu.first_day.steps import Step
@@ -145,7 +145,7 @@ def test_a_stage_runs_small_on_a_cpu(stage: str, only: list[str], tmp_path: Path
         ["bench/gpu/first_day.sh", stage, "--dry", *chosen],
         cwd=ROOT,
         env=os.environ
-        | {"OUT": str(tmp_path), "GPU_PYTHON": sys.executable, "CARRIED": str(tmp_path / "none")},
+        | {"OUT": str(tmp_path), "GPU_PYTHON": sys.executable, "OFFLINE": str(tmp_path / "none")},
         capture_output=True,
         text=True,
         check=False,
