@@ -59,7 +59,7 @@ class Scored:
         if self.scales is not None:
             rows = rows * self.scales[: len(rows), None]
         queries = Ragged(self.query.float(), (0, len(self.query)))
-        pairs = [(0, document) for document in range(count)]
+        pairs = np.array([(0, document) for document in range(count)])
         return maxsim_reference(queries, Ragged.from_lengths(rows, self.lengths[:count]), pairs)
 
 

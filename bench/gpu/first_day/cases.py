@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
 
+import numpy as np
 import torch
 
 from maxsimd.engine.execution.attention.base import AttentionBackend
@@ -75,11 +76,11 @@ class _Maxsim:
         rows = _unit_rows(sum(self.lengths), self.dim, device)
         if self.dtype == "int8":
             scales = rows.abs().amax(dim=1) / 127
-            documents = Ragged.from_lengths((rows / scales[:, None]).round().to(torch.int8), self.lengths)
-            documents = Ragged(documents.values, documents.offsets, scales)
+            rounded = (rows / scales[:, None]).round().to(torch.int8)
+            documents = Ragged.from_lengths(rounded, self.lengths, scales)
         else:
             documents = Ragged.from_lengths(rows.to(precision), self.lengths)
-        pairs = [(q, d) for q in range(2) for d in range(len(self.lengths))]
+        pairs = np.array([(q, d) for q in range(2) for d in range(len(self.lengths))])
         found = maxsim_triton(queries, documents, pairs, self.split_k)
         exact = maxsim_reference(queries.decoded(torch.float32), documents.decoded(torch.float32), pairs)
         compare(found, exact, _A_TOKEN * self.query)

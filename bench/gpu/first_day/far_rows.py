@@ -2,14 +2,16 @@
 wrap."""
 
 import click
+import numpy as np
 import torch
 
 from maxsimd.bench.gpu.first_day.cases import poison
 from maxsimd.bench.gpu.first_day.found import show
 from maxsimd.engine.ops.triton.projection import Projection, project
 from maxsimd.engine.scoring.maxsim import maxsim_reference
-from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+from maxsimd.engine.scoring.maxsim.triton import maxsim_spans_triton
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.spans import Spans
 
 _DIM, _WIDTH = 128, 1024
 # 2.56e9 int8 numbers, and 2.25e9 of hidden states.
@@ -41,16 +43,12 @@ def _maxsim(rows: int, device: torch.device) -> float:
     scales = torch.full((rows,), 1 / (127 * _DIM**0.5), device=device)
     boundary = min((1 << 31) // _DIM, rows // 2)
     starts = (0, boundary - _LENGTH // 2, rows - _LENGTH)
-    # Everything between the documents is one document too, which no pair names.
-    bounds = [bound for start in starts for bound in (start, start + _LENGTH)]
-    documents = Ragged(values, tuple(sorted({0, *bounds, rows})), scales)
-    numbers = [documents.offsets.index(start) for start in starts]
-    query = torch.nn.functional.normalize(torch.randn(32, _DIM, device=device), dim=-1)
-    found = maxsim_triton(Ragged(query, (0, 32)), documents, [(0, number) for number in numbers])
-    chosen = [slice(start, start + _LENGTH) for start in starts]
-    near = torch.cat([values[part].float() * scales[part, None] for part in chosen])
-    pairs = [(0, i) for i in range(3)]
-    exact = maxsim_reference(Ragged(query, (0, 32)), Ragged.from_lengths(near, [_LENGTH] * 3), pairs)
+    stops = tuple(start + _LENGTH for start in starts)
+    documents = Spans(values, np.array(starts), np.array(stops), scales)
+    query = Ragged(torch.nn.functional.normalize(torch.randn(32, _DIM, device=device), dim=-1), (0, 32))
+    pairs = np.array([(0, document) for document in range(len(starts))])
+    found = maxsim_spans_triton(query, documents, pairs)
+    exact = maxsim_reference(query, documents.gathered().decoded(torch.float32), pairs)
     return _worst(found, exact)
 
 

@@ -54,13 +54,16 @@ def _supervise(kernel: str, dry: bool, processes: int) -> None:
 
 
 def _cases(kernel: str, dry: bool) -> "list[Case]":
-    from maxsimd.bench.gpu.first_day import cases, layer_cases
+    if kernel == "layers":
+        from maxsimd.bench.gpu.first_day import layer_cases
+
+        return list(layer_cases.small_layer_cases() if dry else layer_cases.layer_cases())
+    from maxsimd.bench.gpu.first_day import cases
 
     of_kernel = {
         "maxsim": (cases.maxsim_cases, cases.small_maxsim_cases),
         "attention": (cases.attention_cases, cases.small_attention_cases),
         "projection": (cases.projection_cases, cases.small_projection_cases),
-        "layers": (layer_cases.layer_cases, layer_cases.small_layer_cases),
     }
     all_cases, small_cases = of_kernel[kernel]
     return list(small_cases() if dry else all_cases())

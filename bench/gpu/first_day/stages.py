@@ -31,6 +31,7 @@ def _does_anything_run() -> list[Step]:
             )
             for kernel, cases in (("maxsim", "0"), ("attention", "1"), ("projection", "0"), ("layers", "0"))
         ),
+        _ours("machine code", 120, "machine_code"),
         _pytest("tests of kernels", 240, "tests/gpu/test_kernels.py"),
     ]
 
