@@ -1,4 +1,4 @@
-"""A GPU that is not there. Its tensors are torch's fake ones on "cuda", which have a shape and no contents, so
+"""A GPU that is not there. Its tensors are torch's fake ones on "cuda", with a shape and no contents, so
 a CPU build of torch runs whole models on it. Tensors of the host are real.
 
 Every operation passes through `FakeGPU`, which raises a `Fault` where a real GPU would fail or the host would
@@ -272,7 +272,11 @@ class FakeGPU(TorchDispatchMode):
         yet. Freeing either is safe: torch waits with such memory."""
         if any(_address(tensor) in self._being_written for tensor in tensors):
             raise Race(f"{func} reads what is still being copied to the host")
-        if func._schema.is_mutable and func.overloadpacket not in _NO_KERNEL and _address(tensors[0]) in self._being_read:
+        if (
+            func._schema.is_mutable
+            and func.overloadpacket not in _NO_KERNEL
+            and _address(tensors[0]) in self._being_read
+        ):
             raise Race(f"{func} overwrites what is still being copied to the device")
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:

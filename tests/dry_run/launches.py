@@ -94,9 +94,7 @@ def launches_on(gpu: FakeGPU) -> Iterator[None]:
         names = kernel.arg_names
         _expect(len(args) <= len(names), f"{kernel.__name__} is given {len(args)} arguments")
         given = dict(zip(names, args, strict=False)) | {x: options[x] for x in names if x in options}
-        missing = [
-            param.name for param in kernel.params if param.name not in given and not param.has_default
-        ]
+        missing = [param.name for param in kernel.params if param.name not in given and not param.has_default]
         _expect(not missing, f"{kernel.__name__} is not given {', '.join(missing)}")
         programs = grid(given | options) if callable(grid) else grid
         within = all(0 < n <= most for n, most in zip(programs, _MOST_PROGRAMS, strict=False))

@@ -1,5 +1,5 @@
-"""What a plain step of a model costs on the GPU that is not there, and the table of all models' costs that the
-tests hold: `held.txt`.
+"""What a plain step of a model costs on the GPU that is not there, and the table of all models' costs that
+the tests hold: `held.txt`.
 """
 
 from collections.abc import Callable

@@ -80,7 +80,8 @@ class OnGPU:
         self.execution = loaded.execution
         for module in self.model.encoders:
             cast(module, DTYPE)
-        move([*self.model.encoders, *(m for task in self.model.tasks.values() for m in modules_of(task.head))])
+        heads = [module for task in self.model.tasks.values() for module in modules_of(task.head)]
+        move([*self.model.encoders, *heads])
         for fuse in FUSING:
             fuse(self.model.backbone)
         self.backend = BACKENDS[backend]()
@@ -89,9 +90,7 @@ class OnGPU:
         prepared = self._prepared(self.runner)
         results = torch.float32 if precision == "int8" else DTYPE
         _, maxsim = choose_maxsim("auto", GPU)
-        scorer = DocumentScorer(
-            self.model.similarity, maxsim, GPU, DTYPE, takes_int8=True, cache=self.cache
-        )
+        scorer = DocumentScorer(self.model.similarity, maxsim, GPU, DTYPE, takes_int8=True, cache=self.cache)
         self._loop = asyncio.new_event_loop()
         self.pooler = _pooler(self.model, prepared, results)
         self._pooling = PoolingActor(Mailbox(self._loop), self.pooler)

@@ -61,9 +61,7 @@ class Ids:
 
     def document(self, length: int, payload: DocumentPayload, **others: Any) -> Sequence:
         key = next(self.next)
-        return Sequence.document(
-            key, ResultSlot(0, key), self.task, self.tokens(length, **others), payload
-        )
+        return Sequence.document(key, ResultSlot(0, key), self.task, self.tokens(length, **others), payload)
 
 
 def step_of(*parts: Sequence | Chunk, **others: Any) -> Step:

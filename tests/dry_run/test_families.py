@@ -1,4 +1,4 @@
-"""Every family runs on a GPU without mixing devices and without waiting for it, and at a cost that is held."""
+"""Every family runs on a GPU without mixing devices or waiting for it, and at a cost that is held."""
 
 import pytest
 

@@ -11,6 +11,7 @@ from maxsimd.engine.execution.attention.interface import NAME, StepAttention, re
 from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
 from maxsimd.engine.execution.fused_layers import fuse
 from maxsimd.engine.execution.layout import Group, Layout
+from maxsimd.engine.ops.triton.launch import Limits
 from tests.unit import fused_layer_checks as checks
 from tests.unit.interpreted import run_interpreted
 from tests.unit.launches import launches
@@ -60,8 +61,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are launched and tables are asked for as on a GPU of compute capability 9, and trials, which
     compare what was not computed, end well."""
     monkeypatch.setattr("maxsimd.engine.ops.triton.launch.INTERPRETED", True)
-    for module in ("attention", "gelu_product"):
-        monkeypatch.setattr(f"maxsimd.engine.ops.triton.{module}.generation", lambda device: 9)
+    monkeypatch.setattr("maxsimd.engine.ops.triton.attention.generation", lambda device: 9)
+    hopper = Limits(9, 227 * 1024, 132)
+    monkeypatch.setattr("maxsimd.engine.ops.triton.gelu_product.limits", lambda device: hopper)
     for module in ("bert", "decoder"):
         for name in ("agrees", "asks_the_same"):
             monkeypatch.setattr(f"maxsimd.engine.execution.fused_layers.{module}.{name}", lambda *given: True)

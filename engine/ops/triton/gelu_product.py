@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from maxsimd.engine.ops.triton.launch import INTERPRETED, generation, multiprocessors
+from maxsimd.engine.ops.triton.launch import INTERPRETED, limits
 from maxsimd.engine.ops.triton.product import add_product
 
 # Generations whose shared memory (227 KiB a program) holds the tiles below.
@@ -121,12 +121,12 @@ def is_supported(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether the kernel takes rows of `width` numbers on a device, and is ahead of the library there."""
     if dtype not in (torch.float16, torch.bfloat16) or width % TILES[0].depth:
         return False
-    return generation(device) in _GENERATIONS or (device.type == "cpu" and INTERPRETED)
+    return limits(device).generation in _GENERATIONS or (device.type == "cpu" and INTERPRETED)
 
 
 def tiles_for(device: torch.device, count: int, columns: int) -> Tiles:
     """The tiles for a result [count, columns]."""
-    wanted = multiprocessors(device)
+    wanted = limits(device).multiprocessors
     for tiles in TILES:
         if triton.cdiv(count, tiles.rows) * triton.cdiv(columns, tiles.columns) >= wanted:
             return tiles
