@@ -12,12 +12,13 @@ from maxsimd.engine.execution.attention.check import find_mismatch
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from tests.checkpoints import cross_encoders
 from tests.unit.kernel_checks import CHECKS, on
+from tests.unit.layer_kernel_checks import CHECKS as LAYER_CHECKS
 from tests.unit.pairs import pairs_of
 from tests.unit.slab_checks import check_scores_from_a_slab
 from tests.unit.test_maxsim import random_ragged
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", [*CHECKS, *LAYER_CHECKS])
 def test_a_kernel_equals_plain_torch(check: Callable[[str], None]) -> None:
     check("cuda")
 

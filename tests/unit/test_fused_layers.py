@@ -24,6 +24,12 @@ def test_a_model_with_fused_layers_scores_as_without(name: str) -> None:
     run_interpreted(checks.check_scores, name)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+def test_so_it_does_with_kernels_interpreted_from_the_start(name: str) -> None:
+    run_interpreted(checks.check_scores_from_the_start, name)
+
+
 @pytest.mark.parametrize("name", ["bert", "qwen3"])
 def test_so_it_does_in_bfloat16(name: str) -> None:
     run_interpreted(checks.check_bfloat16, name)

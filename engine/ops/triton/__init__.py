@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs: MaxSim, attention, and projection with normalisation.
+"""Triton kernels for GPUs: MaxSim, attention, projection with normalisation, and what layers are fused of.
 
 Each module holds one kernel, its tiles by architecture, and the function that launches it on torch tensors.
 They also run on a CPU when Triton interprets them (TRITON_INTERPRET=1), which is how they are tested without
