@@ -303,6 +303,19 @@ def bench_vectors(documents: int, tokens: int, rounds: int, json_file: str | Non
     publish({"rounds": rounds}, run_and_clean_up(measure_vectors(documents, tokens, rounds)), json_file)
 
 
+@bench.command("slab")
+@click.option("--documents", type=int, default=10_000, show_default=True, help="Cached documents.")
+@click.option("--tokens", type=int, default=180, show_default=True, help="Vectors of each.")
+@click.option("--dim", type=int, default=128, show_default=True, help="Dimensions of a vector.")
+@click.option("--rounds", type=int, default=9, show_default=True, help="Rounds; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_slab(documents: int, tokens: int, dim: int, rounds: int, json_file: str | None) -> None:
+    """Host work of cached documents: on the GPU already, and copied there."""
+    from maxsimd.bench.slab import measure_slab
+
+    publish({"rounds": rounds}, measure_slab(documents, tokens, dim, rounds), json_file)
+
+
 @bench.command("files")
 @click.option("--documents", type=int, default=10_000, show_default=True, help="Lines of the file.")
 @click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")

@@ -32,7 +32,9 @@ def joined_on(device: torch.device, parts: Sequence[torch.Tensor]) -> torch.Tens
     """A copy of host tensors [rows, ...], end to end, on the device, as `join_into` makes it."""
     if device.type != "cuda":
         return torch.cat(list(parts)).to(device)
-    out = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype, device=device)
+    out = torch.empty(
+        sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=parts[0].dtype, device=device
+    )
     join_into(parts, out)
     return out
 
@@ -47,7 +49,7 @@ def join_into(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         return
     done = 0
     for piece in _pieces(parts, _PIECE_BYTES):
-        rows = sum(map(len, piece))
+        rows = sum(part.shape[0] for part in piece)
         pinned = torch.empty(rows, *out.shape[1:], dtype=out.dtype, pin_memory=True)
         torch.cat(piece, out=pinned)
         out[done : done + rows].copy_(pinned, non_blocking=True)

@@ -117,7 +117,7 @@ class EmbeddingSlab:
         return np.fromiter(map(self._index.get, keys, repeat(ABSENT)), np.int64, len(keys))
 
     def _copy_from_host(self, keys: list[bytes], embeddings: list[CachedEmbedding]) -> None:
-        lengths = np.array([len(embedding.rows) for embedding in embeddings])
+        lengths = np.array([embedding.rows.shape[0] for embedding in embeddings])
         starts = self._reserve(lengths)
         for first, last in _runs(starts, lengths):
             run = embeddings[first:last]
@@ -136,8 +136,8 @@ class EmbeddingSlab:
             return
         device = self._values.device
         together = joined_on(device, rows)
-        on_device = joined_on(device, scales) if scales else None
-        self._values[to] = decoded(together, on_device, self._values.dtype)
+        with_scales = joined_on(device, scales) if scales else None
+        self._values[to] = decoded(together, with_scales, self._values.dtype)
 
     def _reserve(self, lengths: Indices) -> Indices:
         """The first rows for documents of these lengths; `ABSENT` for those that do not fit."""

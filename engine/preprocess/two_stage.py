@@ -40,9 +40,21 @@ from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, Window
 from maxsimd.scheduler import Sequence as TokenSequence
 
-# A batch of cached documents has at most this many rows and documents, so that scoring it takes no new memory
-# and little time.
-CACHED_ROWS, CACHED_DOCUMENTS = 16_384, 512
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """How many rows and documents a batch of cached documents has at most, so that scoring it takes little
+    new memory and little time."""
+
+    rows: int
+    documents: int
+
+
+ON_HOST = BatchLimits(16_384, 512)
+# Where the embeddings are on the device, a batch costs little more than its launch: of fewer there would be
+# less to do on the device than before it. They take 128 MiB in float32 of 128 dimensions where they are not.
+IN_SLAB = BatchLimits(262_144, 4096)
+
 # An estimate for a small model (MiniLM-L6): scoring this many cached rows, or handling this many cached
 # documents, takes as long as running a token. It is not measured on the machine at hand.
 ROWS_PER_TOKEN, DOCUMENTS_PER_TOKEN = 128, 4
@@ -64,6 +76,7 @@ class TwoStageStrategy:
         self._tokenizer = tokenizer
         self._limits = limits
         self._cache = cache
+        self._batches = ON_HOST if cache is None or cache.slab is None else IN_SLAB
         self._given = GivenVectors(model)
         self._vision = model.vision
         self._pages = page_builder(model, tokenizer, limits.longest_sequence)
@@ -116,7 +129,7 @@ class TwoStageStrategy:
         batches = [
             batch
             for (query, _), found in cached.items()
-            for batch in in_batches(found, query.id, query.given)
+            for batch in in_batches(found, query.id, query.given, self._batches)
         ]
         truncated = sum(query.truncated for query in built.values()) + documents.truncated
         combine = shared_scores(best_windows(num_values), documents.position_of)
@@ -233,15 +246,17 @@ class _Query:
 
 
 def in_batches(
-    documents: Sequence[CachedDocument], query_id: int, given_query: torch.Tensor | None = None
+    documents: Sequence[CachedDocument],
+    query_id: int,
+    given_query: torch.Tensor | None = None,
+    limits: BatchLimits = ON_HOST,
 ) -> Iterator[CachedBatch]:
-    """Cached documents of one query in batches of at most `CACHED_ROWS` rows, or of one document, and of at
-    most `CACHED_DOCUMENTS` documents."""
+    """Cached documents of one query in batches within the limits, or of one document."""
     batch: list[CachedDocument] = []
     rows = 0
     for document in documents:
         length = len(document.embedding.rows)
-        if batch and (rows + length > CACHED_ROWS or len(batch) == CACHED_DOCUMENTS):
+        if batch and (rows + length > limits.rows or len(batch) == limits.documents):
             yield _priced(batch, rows, query_id, given_query)
             batch, rows = [], 0
         batch.append(document)

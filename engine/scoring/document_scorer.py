@@ -264,7 +264,7 @@ class DocumentScorer:
         scales = [entry.scales for entry in entries if entry.scales is not None]
         return Ragged.from_lengths(
             joined_on(self.device, [entry.rows for entry in entries]),
-            [len(entry.rows) for entry in entries],
+            [entry.rows.shape[0] for entry in entries],
             joined_on(self.device, scales) if scales else None,
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,9 +13,9 @@ from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import ResultSlot
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The value for one slot of a request's results."""
+class Result(NamedTuple):
+    """The value for one slot of a request's results. Made by the thousand: a tuple takes half as long as a
+    dataclass."""
 
     slot: ResultSlot
     value: Value
@@ -83,6 +83,6 @@ class StepOutcome:
                 values: list[Value] = part.tolist()
             else:
                 rows = part.reshape(-1, dim)
-                values = [rows[start:stop] for start, stop in pairwise(output.items.offsets)]
-            results += [Result(slot, value) for slot, value in zip(output.slots, values, strict=True)]
+                values = [rows[start:stop] for start, stop in pairwise(output.items.offsets.tolist())]
+            results += map(Result._make, zip(output.slots, values, strict=True))
         return results

@@ -28,7 +28,7 @@ def documents(pairs: list[Pair]) -> list[str]:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that these documents are many batches."""
-    monkeypatch.setattr(two_stage, "CACHED_ROWS", 64)
+    monkeypatch.setattr(two_stage, "ON_HOST", two_stage.BatchLimits(rows=64, documents=512))
     monkeypatch.setattr(two_stage, "ROWS_PER_TOKEN", 2)
 
 

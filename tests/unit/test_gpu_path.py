@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from transformers import BertConfig
 
 from maxsimd.engine import EngineConfig, ModelLoadError
+from maxsimd.engine.cache import EmbeddingCache, Precision
+from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
-from maxsimd.engine.device import warmup
+from maxsimd.engine.device import open_slab, warmup
 from maxsimd.engine.device.budget import bytes_a_token, tokens_that_fit
 from maxsimd.engine.execution import cuda_graphs as graphs
 from maxsimd.engine.execution.attention import select as choice
@@ -275,3 +278,59 @@ def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
     # 32 KiB a token, of half of 256 MiB.
     assert tokens_that_fit(gib // 4, of_a_token) == 4_096
     assert tokens_that_fit(0, of_a_token) == 1_024
+
+
+def test_a_slab_takes_a_share_of_what_is_left_and_no_more_than_is_cached() -> None:
+    gib = 1 << 30
+    assert open_slab.default_limit(free=80 * gib, step=4 * gib, cached=4 * gib) == 4 * gib
+    assert open_slab.default_limit(free=12 * gib, step=4 * gib, cached=4 * gib) == 2 * gib
+    assert open_slab.default_limit(free=gib, step=4 * gib, cached=4 * gib) == 0
+    assert open_slab.rows_within(1 << 20, 128, torch.bfloat16) == 4096
+    # Each row of int8 has a scale.
+    assert open_slab.rows_within(1 << 20, 124, torch.int8) == 8192
+
+
+def test_there_is_no_slab_on_a_cpu(model: LoadedModel) -> None:
+    cache = EmbeddingCache(b"", "float32", MemoryStore(1 << 20), None)
+    config = EngineConfig(device_cache_mb=8)
+    assert open_slab.open_slab(config, model, cache, CPU, torch.float32, False) is None
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("precision", "takes_int8", "expected"),
+    [("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)],
+)
+def test_a_slab_holds_embeddings_as_they_are_scored(
+    monkeypatch: pytest.MonkeyPatch, precision: Precision, takes_int8: bool, expected: torch.dtype
+) -> None:
+    made: list[tuple[int, int, torch.dtype]] = []
+
+    class Slab:
+        nbytes = 0
+
+        def __init__(self, rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+            made.append((rows, dim, dtype))
+            if dim == 77:
+                raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(open_slab, "EmbeddingSlab", Slab)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 << 30, 80 << 30))
+    cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
+
+    def opened(config: EngineConfig, dim: int = 64) -> Any:
+        task = SimpleNamespace(dim=dim)
+        model = SimpleNamespace(
+            tasks={"embed": task}, score_task="embed", backbone=SimpleNamespace(config=BertConfig())
+        )
+        arguments: Any = (config, model, cache, torch.device("cuda"), torch.bfloat16, takes_int8)
+        return open_slab.open_slab(*arguments)
+
+    assert opened(EngineConfig(device_cache_mb=0)) is None
+    opened(EngineConfig())
+    opened(EngineConfig(device_cache_mb=8))
+    size = 64 + 4 if expected is torch.int8 else 128
+    assert made == [((1 << 20) // size, 64, expected), ((8 << 20) // size, 64, expected)]
+    with pytest.raises(ModelLoadError, match=r"no 8 MiB left .* device_cache_mb lower"):
+        opened(EngineConfig(device_cache_mb=8), 77)
+    cache.close()

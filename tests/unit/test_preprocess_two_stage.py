@@ -4,16 +4,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.preprocess.texts import TextBuilder
 from maxsimd.engine.preprocess.two_stage import (
-    CACHED_DOCUMENTS,
-    CACHED_ROWS,
     DOCUMENTS_PER_TOKEN,
+    IN_SLAB,
+    ON_HOST,
     ROWS_PER_TOKEN,
     in_batches,
 )
@@ -283,20 +285,29 @@ def batches(*rows: int) -> list[tuple[int, int]]:
 
 
 def test_a_batch_is_full_at_exactly_its_rows() -> None:
-    half = CACHED_ROWS // 2
-    full = CACHED_ROWS // ROWS_PER_TOKEN
+    half = ON_HOST.rows // 2
+    full = ON_HOST.rows // ROWS_PER_TOKEN
     assert batches(half, half) == [(2, full + 1)]
     assert batches(half, half, 1) == [(2, full + 1), (1, 1)]
     assert batches(half, half + 1) == [(1, full // 2 + 1), (1, full // 2 + 1)]
     assert batches(half + 1, half, half) == [(1, full // 2 + 1), (2, full + 1)]
-    assert batches(1, CACHED_ROWS + 1, 1) == [(1, 1), (1, full + 1), (1, 1)]
+    assert batches(1, ON_HOST.rows + 1, 1) == [(1, 1), (1, full + 1), (1, 1)]
     assert batches() == []
 
 
 def test_a_batch_is_full_at_exactly_its_number_of_documents() -> None:
-    price = CACHED_DOCUMENTS // DOCUMENTS_PER_TOKEN
-    assert batches(*[0] * CACHED_DOCUMENTS) == [(CACHED_DOCUMENTS, price)]
-    assert batches(*[0] * (CACHED_DOCUMENTS + 1)) == [(CACHED_DOCUMENTS, price), (1, 1)]
+    price = ON_HOST.documents // DOCUMENTS_PER_TOKEN
+    assert batches(*[0] * ON_HOST.documents) == [(ON_HOST.documents, price)]
+    assert batches(*[0] * (ON_HOST.documents + 1)) == [(ON_HOST.documents, price), (1, 1)]
+
+
+def test_batches_are_larger_where_embeddings_stay_on_the_device() -> None:
+    cache = empty_cache()
+    cache.put([(cache.key(f"w{i}", "as it is"), embedding(rows=ON_HOST.rows)) for i in range(3)])
+    assert len(score(["w3"], ["w0", "w1", "w2"], cache=cache).cached) == 3
+    cache.slab = EmbeddingSlab(64, 2, torch.float32, torch.device("cpu"))
+    assert len(score(["w3"], ["w0", "w1", "w2"], cache=cache).cached) == 1
+    assert IN_SLAB.rows > 3 * ON_HOST.rows
 
 
 def test_a_batch_s_price_is_rounded_up_and_at_least_one_token() -> None:
