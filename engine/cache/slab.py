@@ -6,6 +6,7 @@ only then looked for here. What is not here is copied again.
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 
@@ -69,8 +70,7 @@ class EmbeddingSlab:
         """Copies embeddings that are on the device, as far as they fit."""
         if self._scales is None:
             embeddings = embeddings.decoded(self._values.dtype)
-        with self._lock:
-            self._segments.begin_turn()
+        with self._turn():
             lengths = np.diff(embeddings.offsets)
             starts = self._reserve(lengths)
             for first, last in _runs(starts, lengths):
@@ -85,8 +85,7 @@ class EmbeddingSlab:
     def locate(self, keys: Sequence[bytes | None], embeddings: Sequence[CachedEmbedding]) -> Located:
         """Where the documents under these keys lie. Those that are not in the slab are copied to it from
         their `embeddings` on the host, as far as they fit; what has no key stays out."""
-        with self._lock:
-            self._segments.begin_turn()
+        with self._turn():
             found = self._look_up(keys)
             self._segments.touch(found[found != ABSENT] >> _LENGTH_BITS)
             self.hits += int(np.count_nonzero(found != ABSENT))
@@ -108,10 +107,25 @@ class EmbeddingSlab:
     def clear(self) -> None:
         """Forgets all documents."""
         with self._lock:
-            self._index.clear()
-            for keys in self._keys:
-                keys.clear()
-            self._segments.clear()
+            self._empty()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Work on the slab. Where it fails on the way, nothing in the slab is certain any more, and all is
+        forgotten."""
+        with self._lock:
+            self._segments.begin_turn()
+            try:
+                yield
+            except BaseException:
+                self._empty()
+                raise
+
+    def _empty(self) -> None:
+        self._index.clear()
+        for keys in self._keys:
+            keys.clear()
+        self._segments.clear()
 
     def _look_up(self, keys: Sequence[bytes | None]) -> Indices:
         return np.fromiter(map(self._index.get, keys, repeat(ABSENT)), np.int64, len(keys))

@@ -6,9 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from maxsimd.engine.cache.slab import EmbeddingSlab
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.device import load
 from tests.checkpoints import cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.interpreted import run_interpreted
@@ -32,6 +36,24 @@ def compare_late_interaction(path: str, cache_mb: str, precision: Any) -> None:
     np.testing.assert_allclose(ours, plain, atol=1e-4 if precision != "int8" else 2e-3)
 
 
+def compare_with_a_slab(path: str, precision: Any) -> None:
+    """Scores of new documents, and of the same in the slab."""
+    opened: list[EmbeddingSlab] = []
+
+    def open_slab(config: Any, model: LoadedModel, cache: Any, device: Any, dtype: Any, int8: bool) -> Any:
+        dim = model.tasks[model.score_task].dim
+        as_int8 = int8 and precision == "int8"
+        opened.append(EmbeddingSlab(4096, dim, torch.int8 if as_int8 else dtype, device))
+        return opened[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "open_slab", open_slab)
+        compare_late_interaction(path, "8", precision)
+    for slab in opened:
+        assert slab.hits == len(slab) == 8
+        assert slab.copied == 0
+
+
 def compare_cross_encoder(path: str) -> None:
     """A causal one: pairs share a beginning, and steps of 64 tokens cut it and them."""
     documents = [pair.document[:200] for pair in docstring_pairs()[:5]]
@@ -50,6 +72,11 @@ async def _score_twice(config: EngineConfig, documents: list[str]) -> list[float
         again = await engine.score("how is a file opened", documents, truncation=CUT_LONG)
         assert again.scores == pytest.approx(first.scores, abs=1e-5)
         return first.scores
+
+
+@pytest.mark.parametrize("precision", ["auto", pytest.param("int8", marks=pytest.mark.exhaustive)])
+def test_embeddings_that_stay_on_the_device(stanford_colbert: str, precision: str) -> None:
+    run_interpreted(compare_with_a_slab, stanford_colbert, precision)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The slab of cached embeddings: what is found in it is what was put there, and scores as on the host."""
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,16 @@ CPU = torch.device("cpu")
 ROWS, SEGMENT, DIM = 64, 8, 4
 KEYS = st.binary(min_size=1, max_size=1).map(lambda key: bytes([key[0] % 12]))
 LENGTHS = st.integers(0, 10)
+
+
+def _failing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Fails once it is done."""
+
+    def fails(*arguments: Any) -> Any:
+        function(*arguments)
+        raise MemoryError
+
+    return fails
 
 
 class SlabMachine(RuleBasedStateMachine):
@@ -92,6 +104,17 @@ class SlabMachine(RuleBasedStateMachine):
         """Whether no segment is free of what has just been found. A document may leave a rest of its segment
         that is too small for the next."""
         return len({int(start) // SEGMENT for start in found.spans.starts}) == ROWS // SEGMENT
+
+    @rule(documents=st.lists(st.tuples(KEYS, LENGTHS), min_size=1, max_size=8), after=st.integers(0, 2))
+    def fail(self, documents: list[tuple[bytes, int]], after: int) -> None:
+        """An attempt that fails before rows are given out, when they are, or when they are written."""
+        self.located = None
+        items = self.make([length for _, length in documents])
+        part = [(self.slab._segments, "reserve"), (self.slab, "_reserve"), (self.slab, "_enter")][after]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*part, _failing(getattr(*part)))
+            with pytest.raises(MemoryError):
+                self.slab.put([key for key, _ in documents], items)
 
     @rule(key=KEYS)
     def drop(self, key: bytes) -> None:

@@ -21,7 +21,11 @@ from maxsimd.engine.actors.cut_sequences import CutSequences
 from maxsimd.engine.actors.runner import RunnerActor, is_device_error, is_out_of_memory
 from maxsimd.engine.actors.scoring import ScoringActor
 from maxsimd.engine.cache import Arriving, EmbeddingCache
+from maxsimd.engine.cache.segments import Segments
+from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.cache.writer import CacheWriter
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.device import load
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.scoring.outcome import StepOutcome
 from maxsimd.engine.scoring.query_store import QueryStore
@@ -47,6 +51,8 @@ ATTEMPT: list[Callable[..., Any]] = [
     DocumentScorer._score_skipped,
     DocumentScorer._score_batch,
     DocumentScorer._score_cached,
+    DocumentScorer._score_spans,
+    DocumentScorer._score_from_host,
     DocumentScorer._find_queries,
     DocumentScorer._score_asked,
     DocumentScorer._against_queries,
@@ -57,6 +63,13 @@ ATTEMPT: list[Callable[..., Any]] = [
     StepOutcome.results,
     score_pairs,
     EmbeddingCache.rounded,
+    EmbeddingSlab.put,
+    EmbeddingSlab.locate,
+    EmbeddingSlab._copy_from_host,
+    EmbeddingSlab._copy_run,
+    EmbeddingSlab._reserve,
+    EmbeddingSlab._enter,
+    Segments.reserve,
 ]
 # Handing new embeddings to the cache: an error here costs the cache entry alone.
 CACHE_WRITE: list[Callable[..., Any]] = [
@@ -167,6 +180,9 @@ class Workload:
         cache.flush()
         cache.clear()
         await engine.score("how is a file read", self._documents[:2], truncation=CUT_LONG)
+        if cache.slab is not None:  # so that some are copied from the host
+            cache.flush()
+            cache.slab.clear()
 
     async def run(self, engine: Engine) -> list[Any]:
         """Results, as flat arrays, or errors."""
@@ -201,11 +217,25 @@ def delivery(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return str(request.param)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _slabs() -> Iterator[None]:
+    """On this CPU, too, an engine has a slab, of few segments, if it is told to."""
+
+    def opened(config: EngineConfig, model: LoadedModel, *_: Any) -> EmbeddingSlab | None:
+        dim = model.tasks[model.score_task].dim
+        return EmbeddingSlab(400, dim, torch.float32, torch.device("cpu")) if config.device_cache_mb else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "open_slab", opened)
+        yield
+
+
 @pytest.fixture
 def configs(stanford_colbert: str, qwen3_embedding: str) -> list[EngineConfig]:
-    """A model that is run in whole sequences, and a causal one whose sequences are cut between steps."""
+    """A model that is run in whole sequences, with a slab, and a causal one whose sequences are cut between
+    steps."""
     return [
-        EngineConfig(model=stanford_colbert, dtype="float32", max_batch_tokens=256),
+        EngineConfig(model=stanford_colbert, dtype="float32", max_batch_tokens=256, device_cache_mb=1),
         EngineConfig(
             model=qwen3_embedding, dtype="float32", max_batch_tokens=24, score_type="late-interaction"
         ),
