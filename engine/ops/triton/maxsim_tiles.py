@@ -68,10 +68,11 @@ def tiles_for(
     if query_itemsize == 4:
         return replace(_FLOAT32, dim=min(_FLOAT32.dim, next_power_of_two(dim)))
     shared = limits.shared_memory - _BESIDE_TILES
-    table = _table(limits)
+    is_unpacked = document_itemsize < query_itemsize
+    # Beside numbers in both forms, registers do not hold the products of more query tokens.
+    table = _table(limits)[:3] if is_unpacked else _table(limits)
     longest_tile = next((tiles for tiles in table if longest_query <= tiles.query), table[-1])
     whole = replace(longest_tile, dim=next_power_of_two(dim))
-    is_unpacked = document_itemsize < query_itemsize
     for stages in (whole.stages, 2):
         tiles = replace(whole, stages=stages)
         of_document = tiles.document * tiles.dim
