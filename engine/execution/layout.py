@@ -99,14 +99,28 @@ class Layout:
         return not self.shared_groups and not self.prefill_chunks
 
     @cached_property
+    def whole_sequences(self) -> NDArray[np.int64]:
+        """The whole sequences in the order of their rows: first row, rows, and keys that may be seen,
+        [sequences, 3]."""
+        groups = np.array(
+            [(group.first_row, group.length, group.count) for group in self.groups], dtype=np.int64
+        ).reshape(-1, 3)
+        first_row, length, count = groups.T
+        before = np.repeat(np.cumsum(count) - count, count)
+        among = np.arange(len(before)) - before
+        lengths = np.repeat(length, count)
+        keys = np.fromiter((keys for group in self.groups for keys in group.key_lengths), dtype=np.int64)
+        return np.stack([np.repeat(first_row, count) + among * lengths, lengths, keys], axis=1)
+
+    @cached_property
     def longest(self) -> int:
         """The rows of the longest whole sequence."""
-        return max(group.length for group in self.groups)
+        return int(self.whole_sequences[:, 1].max())
 
     @cached_property
     def attends_to_all(self) -> bool:
         """Whether every whole sequence may see all of its keys."""
-        return all(keys == group.length for group in self.groups for keys in group.key_lengths)
+        return bool((self.whole_sequences[:, 1] == self.whole_sequences[:, 2]).all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

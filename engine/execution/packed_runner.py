@@ -114,7 +114,7 @@ class PackedRunner:
             assert self._features is not None
             embeddings = self._backbone.get_input_embeddings()(inputs.pop("input_ids"))  # [rows, hidden]
             pictures = self._features.put_into(embeddings, batch.images)
-        return self.run(inputs, self._backend.prepare(batch.layout, self._device), pictures), cursor
+        return self.run(inputs, self.prepare(batch), pictures), cursor
 
     def encode(self, images: Sequence[ImageJob]) -> None:
         assert self._features is not None
@@ -129,6 +129,11 @@ class PackedRunner:
             arrangement=self._backend.arrangement,
             position_offset=self._model.position_offset,
         )
+
+    def prepare(self, batch: PackedBatch) -> AttentionMetadata:
+        """What the backend needs of a step, on the device."""
+        metadata: AttentionMetadata = self._backend.prepare(batch.layout, self._device)
+        return metadata
 
     def inputs_of(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """The backbone's inputs by name: int64 [rows] each, and positions perhaps [3, rows]."""

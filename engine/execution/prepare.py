@@ -13,12 +13,13 @@ from maxsimd.engine.checkpoint import LoadedModel, Task
 from maxsimd.engine.checkpoint.load import LOADING
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution.attention.base import AttentionBackend
+from maxsimd.engine.execution.attention.base import AttentionBackend, CaptureSize
 from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
 from maxsimd.engine.execution.attention.select import choose_attention
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.cuda_graphs import with_graphs
 from maxsimd.engine.execution.fused_layers import fuse
+from maxsimd.engine.execution.graph_sizes import ROWS
 from maxsimd.engine.execution.modes import (
     OneByOne,
     Packed,
@@ -30,7 +31,6 @@ from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name
 from maxsimd.engine.execution.selfcheck.findings import Finding, findings_of
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
-from maxsimd.engine.execution.selfcheck.proof import step_of
 from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
 from maxsimd.engine.execution.selfcheck.samples import Sample, make_samples
 from maxsimd.engine.execution.selfcheck.threads import one_thread
@@ -113,9 +113,8 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     with layers(model):
         findings = findings_of(model, execution, dtype, runner, samples)
     if isinstance(runner, PackedRunner) and config.cuda_graphs == "auto":
-        sequences = [sample.sequence for sample in samples]
-        steps = [step_of(sequences), step_of(sequences[:1])]
-        runner = with_graphs(runner, backend, device, steps)
+        most = CaptureSize(config.max_batch_tokens or ROWS[-1], config.max_batch_sequences, model.max_tokens)
+        runner = with_graphs(runner, backend, device, [sample.sequence for sample in samples], most)
     is_packed = isinstance(execution, Packed)
     return PreparedModel(
         runner,

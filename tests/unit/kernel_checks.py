@@ -1,5 +1,7 @@
 """What every Triton kernel must do, on random ragged input: interpreted on a CPU, or compiled on a GPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -183,6 +185,22 @@ DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
 WINDOWS = st.none() | st.integers(2, 60)
 
 
+# Queries, keys, warps and stages of tiles that are small, so that short sequences have blocks whose keys all
+# queries see, blocks at either edge, and blocks that are cut; None for the kernel's own.
+SMALL_TILES = st.sampled_from([None, (16, 16, 4, 1), (32, 16, 4, 2), (16, 32, 4, 2)])
+
+
+@contextmanager
+def tiled(tiles: tuple[int, int, int, int] | None) -> Iterator[None]:
+    """Attention with these tiles."""
+    from maxsimd.engine.ops.triton import attention
+
+    with pytest.MonkeyPatch.context() as patch:
+        if tiles is not None:
+            patch.setattr(attention, "tiles_for", lambda *arguments: attention.Tiles(*tiles))
+        yield
+
+
 def random_heads(count: int, rows: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """As models hand them on: a view [heads, rows, dim] of rows in which heads stand side by side."""
     random = torch.Generator().manual_seed(seed)
@@ -203,20 +221,39 @@ def check_attention_of_whole_sequences(device: str) -> None:
 
     ours, exact = TritonBackend(), OneByOneBackend()
 
-    @settings(max_examples=60, deadline=None)
-    @given(attention_problems(), DIMS, st.sampled_from(DTYPES))
-    def compare(problem: tuple[Any, ...], dim: int, dtype: torch.dtype) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(attention_problems(), DIMS, st.sampled_from(DTYPES), SMALL_TILES)
+    def compare(
+        problem: tuple[Any, ...], dim: int, dtype: torch.dtype, tiles: tuple[int, int, int, int] | None
+    ) -> None:
         lengths, attended, kv_heads, repeats, causal, window = problem
         step = make_step(lengths, attended)
         layout = lay_out(step, {}, causal=causal, arrangement=RAGGED, position_offset=0).layout
         q = random_heads(kv_heads * repeats, sum(lengths), dim, dtype, 0)
         k, v = (random_heads(kv_heads, sum(lengths), dim, dtype, seed) for seed in (1, 2))
         qkv = QKV(q, k, v, dim**-0.5, window)
-        found = ours.full(qkv_on(qkv, device), ours.prepare(layout, torch.device(device)))
+        with tiled(tiles):
+            found = ours.full(qkv_on(qkv, device), ours.prepare(layout, torch.device(device)))
         plain = exact.full(in_float32(qkv), exact.prepare(layout, torch.device("cpu")))
         close(found, plain.nan_to_num(), dtype)
 
     compare()
+
+
+def check_attention_with_any_scaling(device: str) -> None:
+    """The kernel takes maxima of products before they are scaled, which is right for positive numbers; others
+    are left to plain torch."""
+    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+    from maxsimd.engine.ops.triton.attention import is_supported
+
+    ours, exact = TritonBackend(), OneByOneBackend()
+    layout = lay_out(make_step([40, 7]), {}, causal=True, arrangement=RAGGED, position_offset=0).layout
+    for scaling in (3.0, 1e-3, -0.4):
+        qkv = QKV(*(random_heads(2, 47, 32, torch.float32, seed) for seed in range(3)), scaling)
+        assert is_supported(qkv) == (scaling > 0)
+        with tiled((16, 16, 4, 1)):
+            found = ours.full(qkv_on(qkv, device), ours.prepare(layout, torch.device(device)))
+        close(found, exact.full(qkv, exact.prepare(layout, torch.device("cpu"))), torch.float32)
 
 
 def check_attention_of_chunks(device: str) -> None:
@@ -224,14 +261,21 @@ def check_attention_of_chunks(device: str) -> None:
 
     ours, exact = TritonBackend(), OneByOneBackend()
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(
         st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=3),
         DIMS,
         st.sampled_from(DTYPES),
         WINDOWS,
+        SMALL_TILES,
     )
-    def compare(lengths: list[tuple[int, int]], dim: int, dtype: torch.dtype, window: int | None) -> None:
+    def compare(
+        lengths: list[tuple[int, int]],
+        dim: int,
+        dtype: torch.dtype,
+        window: int | None,
+        tiles: tuple[int, int, int, int] | None,
+    ) -> None:
         rows = sum(tokens for tokens, _ in lengths)
         q = random_heads(4, rows, dim, dtype, 0)
         k, v = (random_heads(2, rows, dim, dtype, seed) for seed in (1, 2))
@@ -250,7 +294,9 @@ def check_attention_of_chunks(device: str) -> None:
         wide = [KV(*(x.float() for x in context)) for context in contexts]
         found = torch.full((rows, 4, dim), 9.0, dtype=dtype, device=device)
         plain = torch.empty(rows, 4, dim)
-        ours.with_prefill_kv(qkv_on(qkv, device), there, ours.prepare(layout, torch.device(device)), found)
+        with tiled(tiles):
+            metadata = ours.prepare(layout, torch.device(device))
+            ours.with_prefill_kv(qkv_on(qkv, device), there, metadata, found)
         exact.with_prefill_kv(in_float32(qkv), wide, exact.prepare(layout, torch.device("cpu")), plain)
         close(found, plain, dtype)
 
@@ -262,16 +308,22 @@ def check_attention_after_prefixes(device: str) -> None:
 
     ours, exact = TritonBackend(), OneByOneBackend()
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(
         st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=6),
         st.integers(1, 80),
         DIMS,
         st.sampled_from(DTYPES),
         WINDOWS,
+        SMALL_TILES,
     )
     def compare(
-        sequences: list[tuple[int, int]], shared: int, dim: int, dtype: torch.dtype, window: int | None
+        sequences: list[tuple[int, int]],
+        shared: int,
+        dim: int,
+        dtype: torch.dtype,
+        window: int | None,
+        tiles: tuple[int, int, int, int] | None,
     ) -> None:
         prefill_kv = [PrefillKV(), PrefillKV()]
         row, groups, of_groups = 0, [], []
@@ -288,7 +340,9 @@ def check_attention_after_prefixes(device: str) -> None:
         wide = [KV(*(x.float() for x in prefix)) for prefix in of_groups]
         found = torch.full((row, 4, dim), 9.0, dtype=dtype, device=device)
         plain = torch.empty(row, 4, dim)
-        ours.shared_prefix(qkv_on(qkv, device), there, ours.prepare(layout, torch.device(device)), found)
+        with tiled(tiles):
+            metadata = ours.prepare(layout, torch.device(device))
+            ours.shared_prefix(qkv_on(qkv, device), there, metadata, found)
         exact.shared_prefix(in_float32(qkv), wide, exact.prepare(layout, torch.device("cpu")), plain)
         close(found, plain, dtype)
 
@@ -347,6 +401,7 @@ CHECKS = [
     check_maxsim_of_nan,
     check_types_of_maxsim,
     check_attention_of_whole_sequences,
+    check_attention_with_any_scaling,
     check_attention_of_chunks,
     check_attention_after_prefixes,
     check_projection,

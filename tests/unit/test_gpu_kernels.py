@@ -1,17 +1,19 @@
 """The Triton kernels: interpreted on a CPU against plain torch, and compiled ahead of time for GPUs."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.bench.gpu.ahead_of_time import POINTERS, Source, compiled
+from maxsimd.bench.gpu.ahead_of_time import POINTERS, MachineCode, Source, compiled
+from maxsimd.bench.gpu.bounds import H100, resident_programs, turn_cycles
 from maxsimd.bench.gpu.compiled import projection_source
 from maxsimd.bench.gpu.maxsim_compiled import LIMITS
 from maxsimd.engine.ops import triton as triton_ops
+from maxsimd.engine.ops.triton.attention_blocks import blocks_of, most_blocks
+from maxsimd.engine.ops.triton.launch import next_power_of_two
 from tests.unit.interpreted import run_interpreted
 from tests.unit.kernel_checks import CHECKS
 
@@ -26,15 +28,7 @@ def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], Non
 # Compiling, for every generation that has a table of its own.
 
 CAPABILITIES = [80, 90, 100]
-# Shared memory that a program may have, of the smallest cards of a generation (86 and 89 among those of 8).
-SHARED = {80: 99, 90: 227, 100: 227}
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-
-
-def compile_for(
-    kernel: Any, capability: int, types: Mapping[str, str], constants: Mapping[str, Any], **options: int
-) -> None:
-    assert compiled(Source(kernel, types, constants, options), capability).shared <= SHARED[capability] * 1024
 
 
 # Kernels in float16 have tiles of the same shape as those in bfloat16: of them, `make test` compiles those of
@@ -48,29 +42,101 @@ PRECISIONS_AND_CAPABILITIES = [
 ]
 
 
-@pytest.fixture
-def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Tables are asked for as a GPU of this capability would."""
-    found: int = request.param
-    monkeypatch.setattr("maxsimd.engine.ops.triton.attention.generation", lambda device: found // 10)
-    return found
+# Shared memory in KiB that a program may have, by compute capability: of those 86 is like 89 and 120.
+ATTENTION_SHARED = {80: 163, 86: 99, 90: 227, 100: 227}
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
-@pytest.mark.parametrize(("dtype", "capability"), PRECISIONS_AND_CAPABILITIES, indirect=["capability"])
-def test_attention_compiles(dtype: str, head_dim: int, capability: int) -> None:
+def attention_code(
+    head_dim: int, dtype: str, capability: int, causal: bool, windowed: bool, prefixed: bool
+) -> MachineCode:
+    """Attention as a GPU of this capability would run it."""
     from maxsimd.engine.ops.triton import attention
 
-    tiles = attention.tiles_for(torch.device("cpu"), head_dim, BYTES[dtype])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "shared_memory", lambda device: ATTENTION_SHARED[capability] * 1024)
+        tiles = attention.tiles_for(torch.device("cpu"), head_dim, BYTES[dtype], windowed)
     types = dict.fromkeys(("q", "k", "v", "prefix_k", "prefix_v", "out"), POINTERS[dtype])
     types |= {"blocks": "*i32", "scale": "fp32"}
-    # All that a sequence can be, in one precision; the most that a program does, in every one.
-    variants = [(True, True, True), (False, False, False), (False, True, False), (True, False, True)]
-    for causal, windowed, prefixed in variants[: 4 if (dtype, head_dim) == ("bf16", 64) else 1]:
-        constants = {"CAUSAL": causal, "WINDOWED": windowed, "PREFIXED": prefixed, "BLOCK_Q": tiles.queries}
-        constants |= {"BLOCK_K": tiles.keys, "BLOCK_DIM": head_dim}
-        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        compile_for(attention.attention_kernel, capability, types, constants, **options)
+    constants = {"CAUSAL": causal, "WINDOWED": windowed, "PREFIXED": prefixed, "HEAD_DIM": head_dim}
+    constants |= {"BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys}
+    constants |= {"BLOCK_DIM": next_power_of_two(head_dim)}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    options |= {} if tiles.registers is None else {"maxnreg": tiles.registers}
+    return compiled(Source(attention.attention_kernel, types, constants, options), capability)
+
+
+# All that a sequence can be: with both causal variants a prefix, which a program passes over as well.
+ALL_ATTENTION = [(True, True, True), (True, False, True), (False, True, False)]
+
+
+def is_quick_to_compile(dtype: str, head_dim: int, capability: int, variant: tuple[bool, ...]) -> bool:
+    """What `make test` compiles: for an H100 all that is fast, for others and float32 the largest variant."""
+    if dtype == "bf16" and capability == 90:
+        return head_dim != 80 and variant != ALL_ATTENTION[2]
+    return variant == ALL_ATTENTION[0] and (dtype, head_dim, capability) in {
+        ("bf16", 64, 80), ("bf16", 128, 80), ("bf16", 64, 86), ("bf16", 64, 100), ("bf16", 128, 100),
+        ("fp32", 64, 80), ("fp32", 256, 90),
+    }  # fmt: skip
+
+
+ATTENTION_VARIANTS = [
+    pytest.param(
+        dtype,
+        head_dim,
+        capability,
+        *variant,
+        marks=() if is_quick_to_compile(dtype, head_dim, capability, variant) else pytest.mark.exhaustive,
+    )
+    for dtype, heads in (("bf16", (64, 80, 128, 256)), ("fp16", (64,)), ("fp32", (64, 256)))
+    for head_dim in heads
+    for capability in ATTENTION_SHARED
+    for variant in ALL_ATTENTION
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "causal", "windowed", "prefixed"), ATTENTION_VARIANTS
+)
+def test_attention_compiles_without_spilling_registers(
+    dtype: str, head_dim: int, capability: int, causal: bool, windowed: bool, prefixed: bool
+) -> None:
+    code = attention_code(head_dim, dtype, capability, causal, windowed, prefixed)
+    assert code.spills == 0
+    assert code.shared <= ATTENTION_SHARED[capability] * 1024
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "most_instructions", "least_tflops"),
+    [(64, False, 560, 850), (128, True, 300, 800)],
+)
+def test_attention_on_an_h100_is_not_bound_by_its_instructions(
+    head_dim: int, causal: bool, most_instructions: int, least_tflops: float
+) -> None:
+    """Blocks of 128 queries with two programs at a time, so that one multiplies while the other computes.
+    Most keys are seen by all queries of a block: the loop over these is the shorter one."""
+    code = attention_code(head_dim, "bf16", 90, causal, False, False)
+    multiplying = max(len(loop.tensor) for loop in code.loops)
+    loop = min((loop for loop in code.loops if len(loop.tensor) == multiplying), key=len)
+    assert len(loop) <= most_instructions
+    assert resident_programs(code, H100) >= 2
+    cycles = turn_cycles(code, loop, H100)
+    tflops = cycles.operations / cycles.together() * H100.multiprocessors * H100.clock / 1e3
+    assert tflops >= least_tflops
+
+
+@pytest.mark.parametrize("head_dim", [24, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("kibibytes", [0, 48, 99, 163, 227])
+def test_attention_has_tiles_for_every_head_and_device(
+    head_dim: int, kibibytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from maxsimd.engine.ops.triton import attention
+
+    monkeypatch.setattr(attention, "shared_memory", lambda device: kibibytes * 1024)
+    for itemsize in (2, 4):
+        for windowed in (False, True):
+            tiles = attention.tiles_for(torch.device("cpu"), head_dim, itemsize, windowed)
+            held = (tiles.queries + 2 * tiles.stages * tiles.keys) * next_power_of_two(head_dim) * itemsize
+            assert held <= max(99, kibibytes) * 1024
 
 
 @pytest.mark.parametrize("dim", [128, 1024])
@@ -98,8 +164,6 @@ def test_documents_are_split_only_where_the_device_would_be_idle() -> None:
 def test_blocks_cover_every_query_once_with_the_heaviest_first(
     sequences: list[tuple[int, int]], queries: int
 ) -> None:
-    from maxsimd.engine.ops.triton.attention import blocks_of
-
     table, row = [], 0
     for length, earlier in sequences:
         table.append((row, length, 7 * row, length + earlier))
@@ -117,6 +181,22 @@ def test_blocks_cover_every_query_once_with_the_heaviest_first(
         assert keys in {all_keys for begin, _, _, all_keys in table if begin == start}
     seen = [min(keys, position + count - 5) for _, count, position, _, keys in blocks.tolist()]
     assert seen == sorted(seen, reverse=True)
+    assert len(blocks) <= most_blocks(row, len(sequences), queries)
+
+
+def test_a_captured_table_has_room_for_the_worst_step_and_no_more() -> None:
+    for rows, sequences, queries in ((512, 32, 128), (100, 512, 64), (129, 1, 128)):
+        longest = -(-rows // queries)
+        # As many sequences as possible with one query more than whole blocks.
+        lengths = [1] * min(rows, sequences)
+        left = rows - len(lengths)
+        while left >= queries:
+            lengths[0] += queries
+            left -= queries
+        lengths[0] += left
+        table = [(0, length, 0, length) for length in lengths]
+        worst = len(blocks_of(table, False, 0, queries))
+        assert longest <= worst <= most_blocks(rows, sequences, queries) <= worst + 1
 
 
 def test_kernels_run_on_a_cpu_only_when_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,10 +80,10 @@ def plain_varlen(
     longest_q: int,
     longest_k: int,
     *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: torch.Tensor | None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What torch documents of its variable-length attention, sequence by sequence in plain torch."""
     out = torch.empty(len(q), q.shape[1], v.shape[-1])

@@ -3,11 +3,13 @@ depends on transformers, whose calls come through `interface.py`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maxsimd.engine.execution.layout import Arrangement, Layout
 from maxsimd.engine.ops.qkv import KV, QKV
@@ -63,16 +65,35 @@ class AttentionBackend(ABC, Generic[M]):
         to itself. `prefixes` has one entry a group. Writes these rows of `out` [rows, heads, head_dim]."""
 
 
-class CaptureMetadata(Protocol):
-    """Metadata for a CUDA graph: its tensors stay at one address while their contents change."""
+@dataclass(frozen=True, slots=True, order=True)
+class CaptureSize:
+    """What a CUDA graph is captured for: steps of up to `rows` rows and `sequences` whole sequences, of up to
+    `longest` rows each."""
+
+    rows: int
+    sequences: int
+    longest: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows and {self.sequences} sequences"
+
+
+class StaticMetadata(Protocol):
+    """Metadata for a CUDA graph: its tensors, int32 of these `shapes`, stay at one address while their
+    contents change."""
 
     @property
-    def metadata(self) -> AttentionMetadata:
-        """What the captured launches read."""
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors by name."""
         ...
 
-    def load(self, layout: Layout) -> None:
-        """Replaces the contents by those of another layout, before a replay."""
+    def over(self, tensors: Mapping[str, torch.Tensor]) -> AttentionMetadata:
+        """What the captured launches read, with these tensors for their contents."""
+        ...
+
+    def contents(self, layout: Layout) -> Mapping[str, NDArray[np.int32]] | None:
+        """What the tensors hold for a layout, followed by zeros where it is shorter; None for a layout that
+        the captured launches are not made for."""
         ...
 
 
@@ -80,8 +101,9 @@ class CaptureMetadata(Protocol):
 class CapturableBackend(Protocol):
     """A backend whose attention of whole sequences may be captured in a CUDA graph."""
 
-    def prepare_for_capture(
-        self, layout: Layout, max_sequences: int, device: torch.device
-    ) -> CaptureMetadata:
-        """Metadata for layouts of up to `max_sequences` whole sequences and as many rows as `layout` has."""
+    def prepare_for_capture(self, tried: Any, size: CaptureSize) -> StaticMetadata | None:
+        """Metadata for steps of a size; None where a graph would cost more than it saves.
+
+        `tried` is metadata with which the model has run, so that it shows what the model's layers asked
+        for."""
         ...

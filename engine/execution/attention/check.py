@@ -48,6 +48,17 @@ def find_mismatch(
     return None if worst <= _TOLERANCE[dtype] else f"it differs from plain attention by {worst:.2g}"
 
 
+def head_shape(model: LoadedModel) -> tuple[int, int, int, int | None]:
+    """The numbers of heads and of key heads, their size, and the window, as far as the config has them."""
+    backbone: Any = model.backbone
+    config = backbone.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 4
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64 * heads) // heads
+    window = getattr(config, "sliding_window", None) or getattr(config, "local_attention", None)
+    return heads, kv_heads, head_dim, window if isinstance(window, int) else None
+
+
 def _attended(backend: AttentionBackend[M], qkv: QKV, layout: Layout) -> Iterator[torch.Tensor]:
     """What a backend gives for the parts of a layout; all keys and values are the prefix and the context."""
     metadata = backend.prepare(layout, qkv.query.device)
@@ -87,21 +98,10 @@ def _groups(*, all_keys: bool) -> tuple[Group, ...]:
 
 def _random_qkv(model: LoadedModel, dtype: torch.dtype) -> QKV:
     """Random values in float32 that the precision represents exactly, for heads as the model has them."""
-    heads, kv_heads, head_dim, window = _head_shape(model)
+    heads, kv_heads, head_dim, window = head_shape(model)
     random = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(n, _ROWS, head_dim, generator=random).to(dtype).float()
         for n in (heads, kv_heads, kv_heads)
     )
     return QKV(query, key, value, head_dim**-0.5, window)
-
-
-def _head_shape(model: LoadedModel) -> tuple[int, int, int, int | None]:
-    """The numbers of heads and of key heads, their size, and the window, as far as the config has them."""
-    backbone: Any = model.backbone
-    config = backbone.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None) or 4
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64 * heads) // heads
-    window = getattr(config, "sliding_window", None) or getattr(config, "local_attention", None)
-    return heads, kv_heads, head_dim, window if isinstance(window, int) else None

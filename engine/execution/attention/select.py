@@ -1,7 +1,7 @@
 """Which attention backend a device runs: the fastest that is installed and shown to be right on it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.check import find_mismatch
 from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
+from maxsimd.engine.execution.attention.timing import fastest, time_backends, time_on_cuda
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
 from maxsimd.engine.execution.attention.varlen import (
@@ -32,9 +33,9 @@ def choose_attention(
 ) -> Backend:
     """The backend for a name (auto, varlen, flash, triton, torch).
 
-    `auto` takes the first that runs here and agrees with plain torch on random sequences, with a warning for
-    each that does not. `compiled` says whether the compiled kernels may be used. Raises ModelLoadError for a
-    name that cannot run here."""
+    `auto` takes the fastest that runs here and agrees with plain torch on random sequences, with a warning
+    for each that does not. `compiled` says whether the compiled kernels may be used. Raises ModelLoadError
+    for a name that cannot run here."""
     if name == "torch":
         return GroupedBackend()
     if name == "auto" and device.type == "cpu":
@@ -46,22 +47,44 @@ def choose_attention(
                 f"attention by {name} cannot run on this {device.type} in {dtype_name(dtype)}; use auto"
             )
         return found[name]()
+    right: dict[str, Backend] = {}
     for candidate, make in found.items():
         backend = make()
         mismatch = find_mismatch(backend, model, device, dtype)
         if mismatch is None:
-            return backend
-        log.warning("attention by %s is not used: %s", candidate, mismatch)
-    return GroupedBackend()
+            right[candidate] = backend
+        else:
+            log.warning("attention by %s is not used: %s", candidate, mismatch)
+    if not right:
+        log.info("attention: plain torch, because nothing else is right on this device")
+        return GroupedBackend()
+    return right[_choose(right, model, device, dtype)]
+
+
+def _choose(
+    right: Mapping[str, Backend], model: LoadedModel, device: torch.device, dtype: torch.dtype
+) -> str:
+    """The name of the fastest of the backends that are right; without a timing where there is one, or no
+    GPU to time it on."""
+    if len(right) == 1 or device.type != "cuda":
+        chosen = next(iter(right))
+        log.info("attention: %s, the first that is right on this device", chosen)
+        return chosen
+    times = time_backends(right, model, device, dtype, time_on_cuda)
+    chosen = fastest(times)
+    measured = ", ".join(f"{name} {taken:.3f} ms" for name, taken in times.items())
+    log.info("attention: %s, by a short timing on this device: %s", chosen, measured)
+    return chosen
 
 
 def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Backend]]:
-    """What can run on a device besides the backends for CPUs, fastest first."""
+    """What can run on a device besides the backends for CPUs, preferred where they are as fast as others."""
     found: dict[str, Callable[[], Backend]] = {}
+    if triton_ops.runs_on(device):
+        # First, because CUDA graphs of any size can be captured with it.
+        found["triton"] = TritonBackend
     if is_varlen_available(device, dtype):
         found["varlen"] = lambda: VarlenBackend(device)
     if is_flash_available(device, dtype):
         found["flash"] = lambda: FlashBackend(device)
-    if triton_ops.runs_on(device):
-        found["triton"] = TritonBackend
     return found

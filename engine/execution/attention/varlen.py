@@ -1,26 +1,34 @@
 """Packed attention by libraries for GPUs: torch's variable-length attention, or the package flash-attn.
 
-Both take whole sequences end to end. What they lack (chunks of a cut sequence and shared prefixes; key
-lengths with flash-attn) is inherited from our own kernel, and from plain torch without Triton.
+Both take whole sequences end to end. What they lack (chunks of a cut sequence and shared prefixes; with
+flash-attn key lengths; with older versions of torch key lengths, windows and grouped heads) is inherited from
+our own kernel, and from plain torch without Triton.
 """
 
+import functools
 import importlib
 import importlib.util
 import inspect
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from maxsimd.engine.execution.attention.triton_kernel import TritonAttention, TritonMetadata
-from maxsimd.engine.execution.layout import Arrangement, Layout
+from maxsimd.engine.execution.attention.base import CaptureSize
+from maxsimd.engine.execution.attention.triton_kernel import StaticBlocks, TritonAttention, TritonMetadata
+from maxsimd.engine.execution.layout import Arrangement, Group, Layout
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.pooling.transfer import to_device
 
 _PRECISIONS = (torch.bfloat16, torch.float16)
+# A block that finds no query for it costs a multiprocessor half a microsecond or so: of 1,024 a head, with 16
+# heads, 132 multiprocessors with two at a time have done with them in about 30.
+_QUERIES_OF_A_BLOCK, _MOST_BLOCKS = 128, 1024
 
 
 def is_varlen_available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -28,11 +36,9 @@ def is_varlen_available(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype not in _PRECISIONS:
         return False
     try:
-        from torch.nn.attention.varlen import varlen_attn
+        return bool({"window_size", "is_causal"} & _parameters(_varlen_attn()))
     except ImportError:
         return False
-    # Earlier versions have neither grouped-query attention nor key lengths of their own.
-    return {"enable_gqa", "seqused_k", "window_size"} <= set(inspect.signature(varlen_attn).parameters)
 
 
 def is_flash_available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -63,45 +69,68 @@ class _LibraryAttention(TritonAttention[VarlenMetadata]):
         )
 
     def prepare(self, layout: Layout, device: torch.device) -> VarlenMetadata:
-        offsets = to_device(_offsets(layout, len(layout.groups)), device)
-        key_lengths = None
-        if not layout.attends_to_all:
-            key_lengths = to_device(_key_lengths(layout, len(layout.groups)), device)
+        offsets = to_device(_offsets(layout, len(layout.whole_sequences)), device)
+        key_lengths = None if layout.attends_to_all else to_device(_key_lengths(layout), device)
         return VarlenMetadata(layout, device, offsets, key_lengths)
 
     def full(self, qkv: QKV, metadata: VarlenMetadata) -> torch.Tensor:
+        options = self._options(qkv, metadata)
+        if options is None:
+            return super().full(qkv, metadata)
         offsets, longest = metadata.offsets, metadata.layout.longest
         query, key, value = (x.transpose(0, 1).contiguous() for x in (qkv.query, qkv.key, qkv.value))
-        arguments = (query, key, value, offsets, offsets, longest, longest)
-        return self._call(arguments, qkv, metadata)
+        return self._call(query, key, value, offsets, offsets, longest, longest, **options)
 
     @abstractmethod
-    def _call(self, arguments: tuple[Any, ...], qkv: QKV, metadata: VarlenMetadata) -> torch.Tensor:
-        """The library's function on its positional arguments: [rows, heads, head_dim]."""
+    def _options(self, qkv: QKV, metadata: VarlenMetadata) -> dict[str, Any] | None:
+        """The keyword arguments of the library's function; None if it cannot do what is asked for."""
+
+    @abstractmethod
+    def _call(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        """The library's function: [rows, heads, head_dim]."""
 
 
 class VarlenBackend(_LibraryAttention):
-    """Attention by torch's kernel, which may be captured in a CUDA graph."""
+    """Attention by torch's kernel, which may be captured in a CUDA graph.
+
+    Of what this version of torch takes, it is asked only for what differs from plain attention over whole
+    sequences."""
 
     name = "varlen"
 
-    def prepare_for_capture(
-        self, layout: Layout, max_sequences: int, device: torch.device
-    ) -> "VarlenCaptureMetadata":
-        return VarlenCaptureMetadata(layout, max_sequences, device)
+    def prepare_for_capture(self, tried: VarlenMetadata, size: CaptureSize) -> "StaticVarlen | None":
+        # The kernel is launched for the longest that each sequence may be. Our own, which is launched for the
+        # blocks of a step, is better where sequences of a step differ and may be long.
+        blocks = size.sequences * -(-size.longest // _QUERIES_OF_A_BLOCK)
+        if blocks > _MOST_BLOCKS:
+            return None
+        return StaticVarlen(tried, size, "seqused_k" in _parameters(_varlen_attn()))
 
-    def _call(self, arguments: tuple[Any, ...], qkv: QKV, metadata: VarlenMetadata) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn
+    def _options(self, qkv: QKV, metadata: VarlenMetadata) -> dict[str, Any] | None:
+        return varlen_options(qkv, metadata, _parameters(_varlen_attn()))
 
-        out = varlen_attn(
-            *arguments,
-            scale=qkv.scaling,
-            window_size=_reach(metadata.layout.causal, qkv.window),
-            enable_gqa=qkv.key.shape[0] != qkv.query.shape[0],
-            seqused_k=metadata.key_lengths,
-        )
+    def _call(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        out = _varlen_attn()(*arguments, **options)
         assert isinstance(out, torch.Tensor)
         return out
+
+
+def varlen_options(qkv: QKV, metadata: VarlenMetadata, parameters: frozenset[str]) -> dict[str, Any] | None:
+    """The keyword arguments for a `varlen_attn` that has these parameters; None where it lacks one."""
+    heads, _, head_dim = qkv.query.shape
+    causal = metadata.layout.causal
+    options: dict[str, Any] = {}
+    if qkv.window is not None or (causal and "is_causal" not in parameters):
+        options["window_size"] = _reach(causal, qkv.window)
+    elif causal:
+        options["is_causal"] = True
+    if qkv.scaling != head_dim**-0.5:
+        options["scale"] = qkv.scaling
+    if qkv.key.shape[0] != heads:
+        options["enable_gqa"] = True
+    if metadata.key_lengths is not None:
+        options["seqused_k"] = metadata.key_lengths
+    return options if options.keys() <= parameters else None
 
 
 class FlashBackend(_LibraryAttention):
@@ -109,52 +138,80 @@ class FlashBackend(_LibraryAttention):
 
     name = "flash"
 
-    def full(self, qkv: QKV, metadata: VarlenMetadata) -> torch.Tensor:
-        if not metadata.layout.attends_to_all:
-            return TritonAttention.full(self, qkv, metadata)
-        return super().full(qkv, metadata)
-
-    def _call(self, arguments: tuple[Any, ...], qkv: QKV, metadata: VarlenMetadata) -> torch.Tensor:
-        function = importlib.import_module("flash_attn").flash_attn_varlen_func
+    def _options(self, qkv: QKV, metadata: VarlenMetadata) -> dict[str, Any] | None:
+        if metadata.key_lengths is not None:
+            return None
         causal = metadata.layout.causal
-        out: torch.Tensor = function(
-            *arguments,
-            softmax_scale=qkv.scaling,
-            causal=causal,
-            window_size=_reach(causal, qkv.window),
-        )
+        return {"softmax_scale": qkv.scaling, "causal": causal, "window_size": _reach(causal, qkv.window)}
+
+    def _call(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        function = importlib.import_module("flash_attn").flash_attn_varlen_func
+        out: torch.Tensor = function(*arguments, **options)
         return out
 
 
-class VarlenCaptureMetadata:
-    """Metadata for torch's kernel at addresses that stay the same. It is padded to `max_sequences` with
-    sequences that have no rows."""
+class StaticVarlen:
+    """Metadata for torch's kernel in a CUDA graph. It is padded to the graph's sequences with some that have
+    no rows. Where torch takes no key lengths, sequences must see all of their keys; `tried` shows whether
+    some layers ran by our own kernel, whose blocks are then part of it."""
 
-    def __init__(self, layout: Layout, max_sequences: int, device: torch.device) -> None:
-        self._max_sequences = max_sequences
-        self._offsets = to_device(_offsets(layout, max_sequences), device).clone()
-        self._key_lengths = to_device(_key_lengths(layout, max_sequences), device).clone()
-        self.metadata = VarlenMetadata(layout, device, self._offsets, self._key_lengths)
+    def __init__(self, tried: VarlenMetadata, size: CaptureSize, takes_key_lengths: bool) -> None:
+        self._size = size
+        self._device = tried.device
+        self._takes_key_lengths = takes_key_lengths
+        self._blocks = StaticBlocks(tried, size)
+        self._layout = Layout(tried.layout.causal, (Group(0, 1, size.longest, (size.longest,)),))
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            **self._blocks.shapes,
+            "offsets": (size.sequences + 1,),
+            **({"key lengths": (size.sequences,)} if takes_key_lengths else {}),
+        }
 
-    def load(self, layout: Layout) -> None:
-        """Replaces the contents by those of another layout, before a replay."""
-        device = self.metadata.device
-        self._offsets.copy_(to_device(_offsets(layout, self._max_sequences), device))
-        self._key_lengths.copy_(to_device(_key_lengths(layout, self._max_sequences), device))
+    def over(self, tensors: Mapping[str, torch.Tensor]) -> VarlenMetadata:
+        return VarlenMetadata(
+            self._layout,
+            self._device,
+            tensors["offsets"],
+            tensors.get("key lengths"),
+            captured=self._blocks.launch(tensors),
+        )
+
+    def contents(self, layout: Layout) -> dict[str, NDArray[np.int32]] | None:
+        if layout.longest > self._size.longest:
+            return None
+        found = self._blocks.contents(layout) | {"offsets": _offsets(layout, self._size.sequences)}
+        if self._takes_key_lengths:
+            found["key lengths"] = _key_lengths(layout)
+        elif not layout.attends_to_all:
+            return None
+        return found
 
 
-def _offsets(layout: Layout, sequences: int) -> torch.Tensor:
+def _varlen_attn() -> Callable[..., Any]:
+    from torch.nn.attention import varlen
+
+    return varlen.varlen_attn
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of the keyword arguments that a function takes."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _offsets(layout: Layout, sequences: int) -> NDArray[np.int32]:
     """Where each sequence begins and the last one ends, int32 [sequences + 1]; those that the layout lacks
     have no rows."""
-    lengths = [group.length for group in layout.groups]
-    padding = [0] * (sequences - len(lengths))
-    return torch.tensor([0, *accumulate(lengths + padding)], dtype=torch.int32)
+    offsets = np.zeros(sequences + 1, dtype=np.int32)
+    ends = np.cumsum(layout.whole_sequences[:, 1])
+    offsets[1 : len(ends) + 1] = ends
+    offsets[len(ends) + 1 :] = ends[-1] if len(ends) else 0
+    return offsets
 
 
-def _key_lengths(layout: Layout, sequences: int) -> torch.Tensor:
+def _key_lengths(layout: Layout) -> NDArray[np.int32]:
     """How many keys each sequence may see, int32 [sequences]."""
-    lengths = [group.key_lengths[0] for group in layout.groups]
-    return torch.tensor(lengths + [0] * (sequences - len(lengths)), dtype=torch.int32)
+    return layout.whole_sequences[:, 2].astype(np.int32)
 
 
 def _reach(causal: bool, window: int | None) -> tuple[int, int]:
