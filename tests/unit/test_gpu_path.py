@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,24 +17,27 @@ from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device import open_slab, warmup
 from maxsimd.engine.device.budget import bytes_a_token, tokens_that_fit
-from maxsimd.engine.execution import cuda_graphs as graphs
 from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.base import AttentionMetadata
 from maxsimd.engine.execution.attention.check import find_mismatch
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
+from maxsimd.engine.execution.attention.timing import LENGTHS, fastest
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
-from maxsimd.engine.execution.attention.varlen import FlashBackend, VarlenBackend
-from maxsimd.engine.execution.cuda_graphs import GraphedRunner
+from maxsimd.engine.execution.attention.varlen import (
+    FlashBackend,
+    VarlenBackend,
+    VarlenMetadata,
+    varlen_options,
+)
+from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
-from maxsimd.engine.execution.selfcheck.proof import step_of
-from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
+from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled, tiled
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
 from tests.checkpoints import cross_encoders
 from tests.unit.test_packed import plain_varlen
 
@@ -58,69 +62,60 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
     return VarlenBackend(CPU)
 
 
-def steps_of(lengths: list[list[int]], vocabulary: int) -> list[Step]:
-    random = np.random.default_rng(1)
-    steps = []
-    for number, of_step in enumerate(lengths):
-        chunks = []
-        for key, length in enumerate(of_step):
-            ids = random.integers(0, vocabulary, length).astype(np.int32)
-            chunks.append(Chunk(Sequence.text(key, ResultSlot(0, key), "all", Tokens(ids)), 0, length))
-        steps.append(Step(number, tuple(chunks)))
-    return steps
-
-
-def test_a_replayed_step_gives_what_it_gives_without_a_graph(
-    model: LoadedModel, backend: VarlenBackend
-) -> None:
-    """Also after another step has been through the same graph."""
-    replayed = 0
-
-    def capture(run: Callable[[], None]) -> Callable[[], None]:
-        def replay() -> None:
-            nonlocal replayed
-            replayed += 1
-            run()
-
-        return replay
-
-    plain = PackedRunner(model, CPU, backend)
-    graphed = GraphedRunner(plain, CPU)
-    steps = steps_of([[9, 30, 1], [20], [3, 3, 3, 3], [60, 4], [300, 300], [2] * 40], 100)
-    graphed.capture_all(backend, steps[0], capture)
-    for step in steps:
-        ours, cursor = graphed.forward(step)
-        exact, expected = plain.forward(step)
-        assert cursor.starts == expected.starts
-        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
-    assert replayed == 4, "a long step and one of many sequences are not replayed"
-    assert graphs.find_mismatch(graphed, plain, steps) is None
-
-
-def test_hidden_states_of_a_replayed_step_are_not_those_of_the_next(
-    model: LoadedModel, backend: VarlenBackend
-) -> None:
-    plain = PackedRunner(model, CPU, backend)
-    graphed = GraphedRunner(plain, CPU)
-    first, second = steps_of([[9, 3], [4, 8]], 100)
-    graphed.capture_all(backend, first, lambda run: run)
-    hidden, _ = graphed.forward(first)
-    before = hidden.clone()
-    graphed.forward(second)
-    assert torch.equal(hidden, before)
-
-
-def test_a_graph_that_gives_something_else_is_found_out(model: LoadedModel, backend: VarlenBackend) -> None:
-    plain = PackedRunner(model, CPU, backend)
-    graphed = GraphedRunner(plain, CPU)
-    steps = [step_of(random_sequences(model, model.score_task))]
-    # A graph that does nothing when it is replayed.
-    graphed.capture_all(backend, steps[0], lambda run: lambda: None)
-    assert "differ by" in (graphs.find_mismatch(graphed, plain, steps) or "")
-
-
 def test_attention_by_a_library_equals_plain_attention(model: LoadedModel, backend: VarlenBackend) -> None:
     assert find_mismatch(backend, model, CPU, torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lacks"),
+    [
+        ({"scale", "window_size", "enable_gqa", "seqused_k"}, set()),
+        ({"scale", "window_size"}, {"heads", "keys"}),
+        ({"scale", "is_causal"}, {"heads", "keys", "window"}),
+    ],
+)
+def test_torch_is_asked_only_for_what_a_step_needs_and_its_version_has(
+    parameters: set[str], lacks: set[str]
+) -> None:
+    query, grouped = torch.empty(4, 6, 16), torch.empty(2, 6, 16)
+    plain = QKV(query, query, query, 16**-0.5)
+    cases = {
+        "plain": (plain, True, None),
+        "both ways": (plain, False, None),
+        "scaling": (replace(plain, scaling=0.5), True, None),
+        "heads": (replace(plain, key=grouped, value=grouped), True, None),
+        "window": (replace(plain, window=3), True, None),
+        "keys": (plain, False, torch.tensor([4], dtype=torch.int32)),
+    }
+    for name, (qkv, causal, key_lengths) in cases.items():
+        layout = Layout(causal, (Group(0, 1, 6, (6,)),))
+        offsets = torch.tensor([0, 6], dtype=torch.int32)
+        metadata = VarlenMetadata(layout, CPU, offsets, key_lengths)
+        options = varlen_options(qkv, metadata, frozenset(parameters))
+        assert (options is None) == (name in lacks)
+        if options is not None:
+            assert options.keys() <= parameters
+            assert (options.get("window_size", (-1, -1))[1] == 0 or options.get("is_causal", False)) == causal
+            assert ("scale" in options) == (name == "scaling")
+
+
+def test_what_an_old_torch_lacks_runs_by_our_own_way(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def old(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *offsets: Any,
+        scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:  # fmt: skip
+        calls.append(window_size)
+        return plain_varlen(query, key, value, *offsets, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", old)
+    assert find_mismatch(VarlenBackend(CPU), model, CPU, torch.float32) is None
+    heads = model.backbone.config.num_attention_heads
+    grouped = getattr(model.backbone.config, "num_key_value_heads", heads) != heads
+    assert len(calls) == (0 if grouped else 1)
 
 
 class DoubledBackend(OneByOneBackend):
@@ -176,6 +171,49 @@ def test_attention_that_is_wrong_or_fails_is_passed_over(
     del candidates["right"]
     chosen = choice.choose_attention("auto", model, gpu, torch.float32, False)
     assert isinstance(chosen, GroupedBackend)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "chosen"),
+    [
+        ({"ours": 1.0, "theirs": 0.5}, "theirs"),
+        ({"ours": 0.5, "theirs": 1.0}, "ours"),
+        ({"ours": 1.0, "theirs": 0.97}, "ours"),
+        ({"ours": 1.0, "theirs": 0.98, "third": 0.94}, "third"),
+    ],
+)
+def test_the_fastest_attention_is_chosen_and_the_first_of_those_alike(
+    milliseconds: dict[str, float], chosen: str
+) -> None:
+    assert fastest(milliseconds) == chosen
+
+
+def test_right_attention_is_chosen_by_a_timing(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Backends that are wrong are not timed."""
+    slow, fast = OneByOneBackend(), OneByOneBackend()
+    candidates = {"slow": lambda: slow, "wrong": DoubledBackend, "fast": lambda: fast}
+    monkeypatch.setattr(choice, "candidates", lambda device, dtype: candidates)
+    timed = []
+
+    def time(run: Callable[[], object]) -> float:
+        timed.append(run())
+        return {1: 2.0, 2: 0.5}[len(timed)]
+
+    monkeypatch.setattr(choice, "time_on_cuda", time)
+    monkeypatch.setattr(torch.Tensor, "to", _to_cpu_instead(torch.Tensor.to))
+    monkeypatch.setattr(choice, "time_backends", _on_cpu(choice.time_backends))
+    with caplog.at_level(logging.INFO, logger="maxsimd"):
+        chosen = choice.choose_attention("auto", model, torch.device("cuda"), torch.float32, False)
+    assert chosen is fast
+    assert "attention: fast, by a short timing on this device: slow 2.000 ms, fast 0.500 ms" in caplog.text
+    assert torch.equal(timed[0], timed[1])
+    assert len(timed[0]) == sum(min(length, model.max_tokens) for length in LENGTHS)
+
+
+def _on_cpu(time_backends: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    return lambda backends, model, device, dtype, timer: time_backends(backends, model, CPU, dtype, timer)
 
 
 def _to_cpu_instead(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

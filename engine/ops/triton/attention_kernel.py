@@ -13,22 +13,6 @@ from maxsimd.engine.ops.triton.product import add_product
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_tile(first, row_stride, there, ALL_THERE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    """Rows [len(there), BLOCK_DIM] of a head, from the address `first` on: 0 beyond the head's size, and
-    where a row is not `there`. Without anything to mask the load is one."""
-    within = tl.arange(0, there.shape[0])[:, None]
-    columns = tl.arange(0, BLOCK_DIM)[None, :]
-    at = first + within * row_stride + columns
-    if HEAD_DIM == BLOCK_DIM:
-        if ALL_THERE:
-            return tl.load(at)
-        return tl.load(at, mask=there[:, None], other=0.0)
-    if ALL_THERE:
-        return tl.load(at, mask=columns < HEAD_DIM, other=0.0)
-    return tl.load(at, mask=there[:, None] & (columns < HEAD_DIM), other=0.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _over_block(  # type: ignore[no-untyped-def]
     attended,  # float32 [BLOCK_Q, BLOCK_DIM]
     total,  # float32 [BLOCK_Q]
@@ -60,8 +44,19 @@ def _over_block(  # type: ignore[no-untyped-def]
     some query may not see some key, and keys from `stop` on are not there."""
     keys = first + tl.arange(0, BLOCK_K)
     there = keys < stop
+    within = tl.arange(0, BLOCK_K)[:, None]
+    columns = tl.arange(0, BLOCK_DIM)[None, :]
+    inside = there[:, None]
+    if HEAD_DIM != BLOCK_DIM:
+        inside = inside & (columns < HEAD_DIM)
     at = tl.cast(first, tl.int64)
-    key = _load_tile(k + at * k_row, k_row, there, not EDGE, HEAD_DIM, BLOCK_DIM)
+    key_at = k + at * k_row + within * k_row + columns
+    value_at = v + at * v_row + within * v_row + columns
+    # A load without a mask is fewer instructions.
+    if EDGE or HEAD_DIM != BLOCK_DIM:
+        key = tl.load(key_at, mask=inside, other=0.0)
+    else:
+        key = tl.load(key_at)
     product = add_product(tl.zeros((query.shape[0], BLOCK_K), tl.float32), query, tl.trans(key))
     if EDGE:
         seen = there[None, :]
@@ -84,7 +79,10 @@ def _over_block(  # type: ignore[no-untyped-def]
     share = tl.exp2(product * scale - base[:, None])
     shrunk = tl.exp2(highest - base)
     total = total * shrunk + tl.sum(share, axis=1)
-    value = _load_tile(v + at * v_row, v_row, there, not EDGE, HEAD_DIM, BLOCK_DIM)
+    if EDGE or HEAD_DIM != BLOCK_DIM:
+        value = tl.load(value_at, mask=inside, other=0.0)
+    else:
+        value = tl.load(value_at)
     attended = add_product(attended * shrunk[:, None], share.to(value.dtype), value)
     return attended, total, higher
 
@@ -186,9 +184,11 @@ def attention_kernel(  # type: ignore[no-untyped-def]
 
     within = tl.arange(0, BLOCK_Q)
     last_position = first_position + queries - 1
-    there = within < queries
+    columns = tl.arange(0, BLOCK_DIM)[None, :]
+    inside = (within < queries)[:, None] & (columns < HEAD_DIM)
     row = first_row.to(tl.int64)
-    query = _load_tile(q + head * q_head + row * q_row, q_row, there, False, HEAD_DIM, BLOCK_DIM)
+    query_at = q + head * q_head + row * q_row + within[:, None] * q_row + columns
+    query = tl.load(query_at, mask=inside, other=0.0)
 
     attended = tl.zeros((BLOCK_Q, BLOCK_DIM), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
@@ -218,7 +218,5 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     # Attention over nothing is 0.
     result = attended / tl.where(total == 0.0, 1.0, total)[:, None]
-    columns = tl.arange(0, BLOCK_DIM)[None, :]
-    inside = there[:, None] & (columns < HEAD_DIM)
     at = out + head * out_head + row * out_row + within[:, None] * out_row + columns
     tl.store(at, result.to(out.dtype.element_ty), mask=inside)
