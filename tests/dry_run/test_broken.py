@@ -10,7 +10,7 @@ import torch
 from maxsimd.engine.execution.attention.varlen import VarlenBackend, VarlenMetadata
 from maxsimd.engine.execution.layout import Layout
 from maxsimd.engine.ops.qkv import QKV
-from maxsimd.engine.ops.triton.launch import generation
+from maxsimd.engine.ops.triton.launch import limits
 from maxsimd.engine.ops.triton.projection import Projection, project
 from maxsimd.engine.scoring.maxsim import triton as maxsim_triton
 from maxsimd.pooling import methods
@@ -203,9 +203,9 @@ def test_what_is_counted(gpu: FakeGPU) -> None:
 def test_nothing_of_the_device_stays_when_it_is_left() -> None:
     """Tests beside these find a machine without a GPU again."""
     with fake_gpu():
-        assert generation(GPU) == 9
+        assert limits(GPU).generation == 9
         assert torch.zeros(2, device=GPU)[:1].shape == (1,)
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(2, device=GPU)
-    assert generation(torch.device("cpu")) == 0
+    assert limits(torch.device("cpu")).generation == 0
     assert torch.zeros(2).sum().item() == 0

@@ -67,9 +67,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are launched and tables are asked for as on a GPU of compute capability 9, and trials, which
     compare what was not computed, end well."""
     monkeypatch.setattr("maxsimd.engine.ops.triton.launch.INTERPRETED", True)
-    monkeypatch.setattr("maxsimd.engine.ops.triton.attention.generation", lambda device: 9)
     hopper = Limits(9, 227 * 1024, 132)
-    monkeypatch.setattr("maxsimd.engine.ops.triton.gelu_product.limits", lambda device: hopper)
+    for module in ("attention", "gelu_product"):
+        monkeypatch.setattr(f"maxsimd.engine.ops.triton.{module}.limits", lambda device: hopper)
     for module in ("bert", "decoder"):
         for name in ("agrees", "asks_the_same"):
             monkeypatch.setattr(f"maxsimd.engine.execution.fused_layers.{module}.{name}", lambda *given: True)

@@ -13,7 +13,7 @@ from maxsimd.bench.gpu.compiled import projection_source
 from maxsimd.bench.gpu.maxsim_compiled import LIMITS
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.triton.attention_blocks import blocks_of, most_blocks
-from maxsimd.engine.ops.triton.launch import next_power_of_two
+from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
 from tests.unit.interpreted import run_interpreted
 from tests.unit.kernel_checks import CHECKS
 
@@ -53,7 +53,8 @@ def attention_code(
     from maxsimd.engine.ops.triton import attention
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "shared_memory", lambda device: ATTENTION_SHARED[capability] * 1024)
+        device_limits = Limits(capability // 10, ATTENTION_SHARED[capability] * 1024, 132)
+        patch.setattr(attention, "limits", lambda device: device_limits)
         tiles = attention.tiles_for(torch.device("cpu"), head_dim, BYTES[dtype], windowed)
     types = dict.fromkeys(("q", "k", "v", "prefix_k", "prefix_v", "out"), POINTERS[dtype])
     types |= {"blocks": "*i32", "scale": "fp32"}
@@ -131,7 +132,7 @@ def test_attention_has_tiles_for_every_head_and_device(
 ) -> None:
     from maxsimd.engine.ops.triton import attention
 
-    monkeypatch.setattr(attention, "shared_memory", lambda device: kibibytes * 1024)
+    monkeypatch.setattr(attention, "limits", lambda device: Limits(0, kibibytes * 1024, 1))
     for itemsize in (2, 4):
         for windowed in (False, True):
             tiles = attention.tiles_for(torch.device("cpu"), head_dim, itemsize, windowed)

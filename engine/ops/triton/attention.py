@@ -3,14 +3,13 @@ torch tensors. The kernel is in `attention_kernel.py`, the blocks that it takes 
 `attention_blocks.py`.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.attention_kernel import attention_kernel
-from maxsimd.engine.ops.triton.launch import next_power_of_two
+from maxsimd.engine.ops.triton.launch import limits, next_power_of_two
 
 # exp(x) = 2^(x LOG2_E), and powers of two are what the hardware has.
 LOG2_E = 1.4426950408889634
@@ -62,17 +61,8 @@ def tiles_for(device: torch.device, head_dim: int, itemsize: int, windowed: bool
     size = max(64, next_power_of_two(head_dim))
     if itemsize > 2:
         return _FLOAT32_TILES[size]
-    fitting = [needed for needed in _TILES if needed * 1024 <= shared_memory(device)]
+    fitting = [needed for needed in _TILES if needed * 1024 <= limits(device).shared_memory]
     return _TILES[max(fitting, default=min(_TILES))][windowed][size]
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have on a device; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def tiles_of(qkv: QKV) -> Tiles:

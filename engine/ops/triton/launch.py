@@ -1,4 +1,4 @@
-"""What all launches need to know of a device: whether it runs Triton kernels, and its generation and size."""
+"""What all launches need to know of a device: whether it runs Triton kernels, and its limits."""
 
 import functools
 import importlib.util
@@ -16,12 +16,6 @@ def runs_on(device: torch.device) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     return device.type == "cuda" or INTERPRETED
-
-
-@functools.cache
-def generation(device: torch.device) -> int:
-    """The major number of a GPU's compute capability; 0 for other devices."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 @dataclass(frozen=True, slots=True)
