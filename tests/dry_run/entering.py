@@ -19,6 +19,7 @@ from tests.dry_run.launches import launches_on
 CAPABILITY = (9, 0)
 PROPERTIES = SimpleNamespace(
     name="a GPU that is not there",
+    major=9,
     multi_processor_count=132,
     shared_memory_per_block_optin=227 * 1024,
     shared_memory_per_multiprocessor=228 * 1024,
@@ -83,5 +84,4 @@ def _no_guard() -> Iterator[None]:
 
 def _forget_device() -> None:
     """What is remembered of a device is remembered of this one for no longer than it is there."""
-    for remembered in (launch.generation, launch.multiprocessors):
-        remembered.cache_clear()
+    launch.limits.cache_clear()
