@@ -156,7 +156,7 @@ def check_maxsim_of_scattered_texts(device: str) -> None:
     """Texts that lie apart, overlap, and come in any order, among rows that belong to none."""
     from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(scattered_texts(60, 40), scattered_texts(300, 150), st.sampled_from([None, 3]))
     def compare(
         queries: list[tuple[int, int]], documents: list[tuple[int, int]], split_k: int | None

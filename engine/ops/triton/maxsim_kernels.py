@@ -5,6 +5,10 @@ A tile's similarities are [document tokens, query tokens]: from tile to tile the
 is one between numbers of the same thread, and threads exchange theirs once, at the document's end. Where a
 tile reaches beyond the document's end, it repeats the last token, which changes no maximum: the loop compares
 no positions.
+
+There is a program for each pair, not a few that walk over all pairs. Those would wait for less at a pair's
+start and read a common query once, but with three to five programs on a multiprocessor their loads already
+fill the memory's bandwidth, and a common query is read from the multiprocessor's own cache.
 """
 
 import triton
