@@ -155,7 +155,7 @@ class GraphedRunner:
 
     def _graph_for(self, step: Step) -> StaticGraph | None:
         """The smallest graph that holds a step and helps with it."""
-        if not all(is_replayable(chunk) for chunk in step.chunks):
+        if not step.chunks or not all(is_replayable(chunk) for chunk in step.chunks):
             return None
         for size, graph in self._graphs.items():
             if size.rows >= step.num_tokens and size.sequences >= len(step.chunks):

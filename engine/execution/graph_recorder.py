@@ -37,6 +37,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream()
 
     def cost(self, run: Run) -> Cost:
         torch.cuda.synchronize()
@@ -48,11 +49,11 @@ class CudaRecorder:
         return Cost(times, (torch.cuda.max_memory_allocated() - before) / max(free, 1))
 
     def capture(self, run: Run) -> Callable[[], None]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        # A run beside the default stream, as torch asks for: libraries set up there what a graph may not.
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
             run()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -51,9 +51,8 @@ def _over_block(  # type: ignore[no-untyped-def]
         inside = inside & (columns < HEAD_DIM)
     at = tl.cast(first, tl.int64)
     key_at = k + at * k_row + within * k_row + columns
-    value_at = v + at * v_row + within * v_row + columns
     # A load without a mask is fewer instructions.
-    if EDGE or HEAD_DIM != BLOCK_DIM:
+    if EDGE or HEAD_DIM != BLOCK_DIM:  # noqa: SIM108
         key = tl.load(key_at, mask=inside, other=0.0)
     else:
         key = tl.load(key_at)
@@ -79,7 +78,8 @@ def _over_block(  # type: ignore[no-untyped-def]
     share = tl.exp2(product * scale - base[:, None])
     shrunk = tl.exp2(highest - base)
     total = total * shrunk + tl.sum(share, axis=1)
-    if EDGE or HEAD_DIM != BLOCK_DIM:
+    value_at = v + at * v_row + within * v_row + columns
+    if EDGE or HEAD_DIM != BLOCK_DIM:  # noqa: SIM108
         value = tl.load(value_at, mask=inside, other=0.0)
     else:
         value = tl.load(value_at)
