@@ -1,5 +1,5 @@
-"""A GPU that is not there. Its tensors are torch's fake ones on "cuda", with a shape and no contents, so
-a CPU build of torch runs whole models on it. Tensors of the host are real.
+"""A GPU that is not there. Its tensors are torch's fake ones on "cuda", which have a shape and no contents,
+so a CPU build of torch runs whole models on it. Tensors of the host are real.
 
 Every operation passes through `FakeGPU`, which raises a `Fault` where a real GPU would fail or the host would
 wait, and counts kernels, copies and allocations.

@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -54,21 +55,21 @@ def check_project(hidden: torch.Tensor, rows: torch.Tensor, projection: Any, dty
 
 
 def check_maxsim(queries: Any, documents: Any, pairs: Any, *others: Any, **options: Any) -> None:
-    given = {"queries": queries.values, "documents": documents.values}
-    given |= {"pairs": pairs.queries, "documents of pairs": pairs.documents}
-    offsets = {"offsets of queries": queries.offsets, "offsets of documents": documents.offsets}
-    on_one_gpu(**given, **offsets)
-    of_pairs = [pairs.queries, pairs.documents]
-    for numbers in [*of_pairs, *offsets.values()]:
-        _expect(numbers.dtype == torch.int32 and numbers.stride(0) == 1, "indices are not int32 end to end")
+    for texts in (queries, documents, pairs):
+        for each in fields(texts):
+            numbers = getattr(texts, each.name)
+            if isinstance(numbers, torch.Tensor):
+                on_one_gpu(**{f"{each.name} of {type(texts).__name__}": numbers})
+                is_index = each.name not in ("values", "scales")
+                _expect(not is_index or numbers.dtype == torch.int32, f"{each.name} are not int32")
+                _expect(not is_index or numbers.stride(0) == 1, f"{each.name} do not lie end to end")
     _expect(len(pairs.queries) == len(pairs.documents), "pairs lack a side")
     _expect(queries.values.shape[1] == documents.values.shape[1], "dimensions differ")
     if documents.scales is None:
         _expect(queries.values.dtype == documents.values.dtype, "queries and documents differ in type")
-        return
-    on_one_gpu(scales=documents.scales)
-    _expect(documents.values.dtype == torch.int8, "documents with scales are not int8")
-    _expect(documents.scales.shape == documents.values.shape[:1], "there is not one scale a row")
+    else:
+        _expect(documents.values.dtype == torch.int8, "documents with scales are not int8")
+        _expect(documents.scales.shape == documents.values.shape[:1], "there is not one scale a row")
 
 
 # The functions that launch, with the check of what each is given.

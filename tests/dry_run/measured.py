@@ -10,17 +10,25 @@ from typing import Any
 from tests.checkpoints import two_towers, vision_language, visual
 from tests.dry_run.entering import fake_gpu
 from tests.dry_run.gpu import Counts
-from tests.dry_run.models import OnCPU, OnGPU, load, one_layer_less
+from tests.dry_run.models import OnCPU, OnGPU, first_layers, load
 from tests.dry_run.steps import LENGTHS, plain_step
 from tests.parity.families import FAMILIES, LISTWISE
 
 HELD = Path(__file__).with_name("held.txt")
-# Whose libraries make the host wait within a step, or a pass over pictures, and cannot be told not to: the
-# padded ones, token pooling (clusters are formed on the host), and the towers of Qwen-VL and Idefics3.
+# Whose libraries make the host wait within a step and cannot be told not to: those that run padded, and token
+# pooling, which forms clusters on the host.
 MAY_WAIT = {"DeBERTa-v2", "MPNet", "SGPT", "native multi-vector, token pooling"}
+# The same of passes over pictures: towers of Qwen-VL and of Idefics3.
 TOWERS_WAIT = {
-    "colqwen2", "colqwen2_merged", "colqwen2_5", "colqwen3", "colqwen3_of_pictures", "qwen3_vl_embedding",
-    "colmodernvbert", "colsmol",
+    "colqwen2", "colqwen2_5", "colqwen3", "qwen3_vl_embedding", "colmodernvbert", "colsmol",
+}  # fmt: skip
+# And of steps with pictures, whose features are added to several layers (DeepStack) by a mask.
+DEEP_WAITS = {"colqwen3", "qwen3_vl_embedding"}
+# Those that are run as another one is; `make test-all` drives them too.
+ALIKE = {
+    "ColBERT, attended expansion", "answerai-colbert-small", "LateOn", "native multi-vector", "RoBERTa",
+    "ELECTRA", "Llama", "mxbai-rerank-v2", "bge-reranker-v2-gemma", "LogitScore", "MiniLM", "E5", "GTE",
+    "prompt left out", "Qwen3-Embedding", "colqwen2_5", "qwen3_vl_embedding",
 }  # fmt: skip
 
 
@@ -65,7 +73,7 @@ def cost_of(on: OnGPU) -> Cost:
     """A layer is what there is less when the last one is taken away."""
     step = plain_step(on.model)
     whole = _counted(on, lambda: on.run(step))
-    with one_layer_less(on.model.backbone) as layers:
+    with first_layers(on.model.backbone, -1) as layers:
         layer = whole.num_launches - _counted(on, lambda: on.run(step)).num_launches
     return Cost(
         layer,

@@ -14,13 +14,12 @@ from torch import nn
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.actors.actor import Mailbox
 from maxsimd.engine.actors.messages import Commit, Pool, Score
-from maxsimd.engine.actors.pooling import PoolingActor
-from maxsimd.engine.actors.scoring import ScoringActor
 from maxsimd.engine.cache import EmbeddingCache, Precision
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
-from maxsimd.engine.device.load import _pooler
+from maxsimd.engine.device.load import DeviceModel, _pooler
+from maxsimd.engine.device.thread import DeviceActors
 from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
@@ -30,7 +29,6 @@ from maxsimd.engine.execution.modes import Execution, Packed, choose_execution, 
 from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.precision import cast
 from maxsimd.engine.execution.prepare import PreparedModel, _samples
-from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.scoring.documents import SkippedSequence
 from maxsimd.engine.scoring.maxsim import choose_maxsim
 from maxsimd.engine.scoring.outcome import StepOutcome
@@ -80,25 +78,22 @@ class OnGPU:
         self.execution = loaded.execution
         for module in self.model.encoders:
             cast(module, DTYPE)
-        heads = [module for task in self.model.tasks.values() for module in modules_of(task.head)]
-        move([*self.model.encoders, *heads])
+        move(
+            [*self.model.encoders, *(m for task in self.model.tasks.values() for m in modules_of(task.head))]
+        )
         for fuse in FUSING:
             fuse(self.model.backbone)
         self.backend = BACKENDS[backend]()
         self.runner = make_runner(self.execution, self.model, GPU, self.backend)
         self.cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
-        prepared = self._prepared(self.runner)
-        results = torch.float32 if precision == "int8" else DTYPE
-        _, maxsim = choose_maxsim("auto", GPU)
-        scorer = DocumentScorer(self.model.similarity, maxsim, GPU, DTYPE, takes_int8=True, cache=self.cache)
-        self._loop = asyncio.new_event_loop()
-        self.pooler = _pooler(self.model, prepared, results)
-        self._pooling = PoolingActor(Mailbox(self._loop), self.pooler)
-        self._scoring = ScoringActor(Mailbox(self._loop), scorer, len(self.model.labels))
-
-    def _prepared(self, runner: ModelRunner) -> PreparedModel:
         tasks = tasks_for(self.execution, self.model)
-        return PreparedModel(runner, tasks, DTYPE, "packed", self.backend.name, None, (), 0.0, 0)
+        prepared = PreparedModel(self.runner, tasks, DTYPE, "packed", self.backend.name, None, (), 0.0, 0)
+        self.pooler = _pooler(self.model, prepared, torch.float32 if precision == "int8" else DTYPE)
+        name, maxsim = choose_maxsim("auto", GPU)
+        self._loop = asyncio.new_event_loop()
+        model = DeviceModel(self.model, prepared, self.pooler, GPU, name, maxsim, self.cache)
+        # The actors of the device thread, which are asked here one after the other.
+        _, self._pooling, self._scoring = DeviceActors(self._loop, model, Mailbox(self._loop))._actors
 
     @property
     def is_packed(self) -> bool:
@@ -148,11 +143,11 @@ class OnGPU:
 
 
 @contextmanager
-def one_layer_less(backbone: nn.Module) -> Iterator[int]:
-    """The backbone without its last layer; gives the number of layers that it had. Raises where they are not
-    found."""
+def first_layers(backbone: nn.Module, count: int) -> Iterator[int]:
+    """The backbone with its first layers alone, or without some of its last ones where `count` is negative;
+    gives the number of layers that it had. Raises where they are not found."""
     parent, name, layers = layer_list(backbone)
-    setattr(parent, name, layers[:-1])
+    setattr(parent, name, layers[:count])
     try:
         yield len(layers)
     finally:

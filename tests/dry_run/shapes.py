@@ -13,7 +13,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.execution.attention.interface import NAME, register
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from tests.dry_run.gpu import GPU, FakeGPU
-from tests.dry_run.models import BACKENDS, DTYPE, FUSING, move, one_layer_less
+from tests.dry_run.models import BACKENDS, DTYPE, FUSING, first_layers, move
 from tests.dry_run.steps import Ids, step_of
 
 # Tokens of the sequences of a large step: 16,384.
@@ -48,6 +48,6 @@ def launches_a_layer(gpu: FakeGPU, shape: str, like: LoadedModel, backend: str) 
     step = step_of(*(ids.text(length) for length in SEQUENCES))
     with gpu.counted() as two:
         runner.forward(step)
-    with one_layer_less(backbone), gpu.counted() as one:
+    with first_layers(backbone, -1), gpu.counted() as one:
         runner.forward(step)
     return two.num_launches - one.num_launches

@@ -32,7 +32,7 @@ from maxsimd.scheduler import (
     Window,
 )
 from tests.dry_run.gpu import GPU
-from tests.dry_run.models import DTYPE, OnGPU
+from tests.dry_run.models import DTYPE, OnGPU, first_layers
 
 Drive = Callable[[OnGPU], None]
 
@@ -144,11 +144,13 @@ def cached(on: OnGPU) -> None:
 
 
 def windows(on: OnGPU) -> None:
-    """Documents of several windows in one step and in two, whose scores are explained or not."""
+    """Documents of several windows in one step and in two, whose scores are explained or not: not where
+    tokens are merged, to a number that is not told before."""
     ids = Ids(on.model)
     query = ids.query(6, 4)
     parts = []
-    for rows in (None, Explained((20, 11), with_map=True)):
+    merged = on.model.token_pooling is not None
+    for rows in (None, None if merged else Explained((20, 11), with_map=True)):
         of_document = Window(len(parts) + 100, 2)
         payload = DocumentPayload(query.sequence_id, b"%d" % len(parts), window=of_document, explained=rows)
         parts += [ids.document(length, payload) for length in (20, 11)]
@@ -169,6 +171,21 @@ def pictures(on: OnGPU) -> None:
         on.run(step_of(Chunk(pages[0], half, len(pages[0]))))
     on.free(*(job.image_id for job in jobs), pages[0].sequence_id)
     assert on.runner.num_features == on.runner.num_prefill_kv == 0
+
+
+# Those that are about what follows the backbone, for which one of its layers is enough.
+BEHIND_BACKBONE = (documents, cached, windows)
+
+
+def drive_all(on: OnGPU) -> None:
+    for drive in drives(on):
+        run(drive, on)
+
+
+def run(drive: Drive, on: OnGPU) -> None:
+    """With as few layers as will do."""
+    with first_layers(on.model.backbone, 1 if drive in BEHIND_BACKBONE else 2):
+        drive(on)
 
 
 def drives(on: OnGPU) -> Iterator[Drive]:

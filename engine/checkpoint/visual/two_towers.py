@@ -61,7 +61,7 @@ def load_two_towers(path: str, options: dict[str, Any]) -> dict[str, Any]:
     backbone = TextTower(model.text_model, projection)
     reference = ModulesReference([transformer, *after], transformer.tokenizer, "sentence_embedding")
     reference.pictures = _PictureInputs(vision.tower, next(model.parameters()).device)
-    dim = transformer.get_embedding_dimension()
+    dim = projection.out_features
     head = ModuleHead(after, "sentence_embedding")
     prompts = {name: prompt for name, prompt in encoder.prompts.items() if prompt}
     rules = _rules(path, transformer, prompts.get(encoder.default_prompt_name or "", ""))
