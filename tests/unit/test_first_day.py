@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,14 +58,25 @@ def test_steps_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
 
 
 def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
-    child = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid); time.sleep(60)"
-    run_stage("1", [Step("parent", script(child), 1.5)], tmp_path, 60, "GPU")
+    child = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
+    run_stage("1", [Step("parent", script(child), 5.0)], tmp_path, 60, "GPU")
     pid = next(int(line) for line in (tmp_path / "stage-1.log").read_text().splitlines() if line.isdigit())
+    assert wait_until(lambda: has_ended(pid))
+
+
+def wait_until(is_so: Callable[[], bool]) -> bool:
+    ends = time.monotonic() + 20
+    while not is_so() and time.monotonic() < ends:
+        time.sleep(0.05)
+    return is_so()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or waits for nothing but to be noticed by the one that started it."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
     except FileNotFoundError:
-        return
-    assert state == "Z"
+        return True
 
 
 CASES = """
