@@ -42,7 +42,7 @@ class StaticInputs:
         by zeros. The copy runs after what was launched before, and nobody waits for it. Raises KeyError for a
         tensor that is left out."""
         # Pinned memory that is freed here is not used again before the copy is done.
-        host = torch.zeros_like(self._buffer, device="cpu", pin_memory=self._buffer.is_cuda)
+        host = torch.zeros(self._buffer.shape, dtype=torch.uint8, pin_memory=self._buffer.is_cuda)
         for name, tensor in self._views(host).items():
             array = contents[name]
             tensor[: len(array)] = torch.from_numpy(array)

@@ -281,10 +281,10 @@ class DocumentScorer:
     def _score_asked(self, asked: Asked, items: Ragged, made: ScoredDocuments) -> None:
         if not len(asked.pairs):
             return
-        queries = asked.queries
         if items.scales is None or not self._takes_int8:
             items = items.decoded(self._dtype)
-        else:
+        queries = asked.queries
+        if self._similarity in TOKEN_SIMILARITIES:  # which multiply numbers of one precision
             queries = queries.decoded(self._dtype)
         scores = score_pairs(self._similarity, queries, items, asked.pairs, self._maxsim)
         self._add(scores, asked, lambda i: items.item(i).decoded(self._dtype).values, made)

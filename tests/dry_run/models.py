@@ -4,9 +4,10 @@ GPU runs them by.
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -16,24 +17,30 @@ from maxsimd.engine.actors.actor import Mailbox
 from maxsimd.engine.actors.messages import Commit, Pool, Score
 from maxsimd.engine.cache import EmbeddingCache, Precision
 from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.device.load import DeviceModel, _pooler
 from maxsimd.engine.device.thread import DeviceActors
-from maxsimd.engine.execution.attention.base import AttentionBackend
+from maxsimd.engine.execution.attention.base import AttentionBackend, CapturableBackend, CaptureSize
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
 from maxsimd.engine.execution.attention.varlen import VarlenBackend
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner
+from maxsimd.engine.execution.device_clock import Times
+from maxsimd.engine.execution.fused_layers import bert, decoder, fuse
+from maxsimd.engine.execution.graph_recorder import Cost, Run
 from maxsimd.engine.execution.modes import Execution, Packed, choose_execution, make_runner, tasks_for
 from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.precision import cast
 from maxsimd.engine.execution.prepare import PreparedModel, _samples
+from maxsimd.engine.execution.selfcheck.samples import random_sequences
 from maxsimd.engine.scoring.documents import SkippedSequence
 from maxsimd.engine.scoring.maxsim import choose_maxsim
 from maxsimd.engine.scoring.outcome import StepOutcome
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import Step
+from tests.dry_run.faults import Fault
 from tests.dry_run.gpu import GPU, FakeGPU, is_on_gpu
 
 CPU = torch.device("cpu")
@@ -45,8 +52,8 @@ BACKENDS: dict[str, Callable[[], AttentionBackend[Any]]] = {
     "torch": GroupedBackend,
 }
 
-# What replaces layers of a backbone that has been moved to a GPU, one function a line.
-FUSING: Sequence[Callable[[nn.Module], object]] = ()
+# The steps that are captured, and the largest is larger than those that tests run.
+SIZES = (CaptureSize(512, 40, 512), CaptureSize(64, 32, 64), CaptureSize(32, 4, 32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +62,46 @@ class OnCPU:
 
     model: LoadedModel
     execution: Execution
+
+
+class FakeRecorder:
+    """Captures on the device that is not there, where a run costs nothing. `fault` is what was raised."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self._gpu = gpu
+        self.fault: Fault | None = None
+
+    def cost(self, run: Run) -> Cost:
+        return Cost(Times(1.0, 1.0), 0.0)
+
+    def capture(self, run: Run) -> Callable[[], None]:
+        run()
+        try:
+            return self._gpu.capture(run)
+        except Fault as fault:
+            self.fault = fault
+            raise
+
+
+@contextmanager
+def waiting_allowed(gpu: FakeGPU) -> Iterator[None]:
+    """As at load, when the host may wait for the device."""
+    before, gpu.may_wait = gpu.may_wait, True
+    try:
+        yield
+    finally:
+        gpu.may_wait = before
+
+
+def fuse_layers(gpu: FakeGPU, backbone: nn.Module) -> None:
+    """Fuses the layers of a backbone on the device. Trials, which compare what was not computed, end well."""
+    with ExitStack() as stack:
+        stack.enter_context(waiting_allowed(gpu))
+        for module in (bert, decoder):
+            for name in ("agrees", "asks_the_same"):
+                stack.enter_context(mock.patch.object(module, name, return_value=True))
+        stack.enter_context(mock.patch("torch.equal", lambda a, b: a.shape == b.shape))
+        fuse(backbone)
 
 
 def load(path: str, **settings: Any) -> OnCPU:
@@ -81,11 +128,13 @@ class OnGPU:
         move(
             [*self.model.encoders, *(m for task in self.model.tasks.values() for m in modules_of(task.head))]
         )
-        for fuse in FUSING:
-            fuse(self.model.backbone)
+        fuse_layers(gpu, self.model.backbone)
         self.backend = BACKENDS[backend]()
         self.runner = make_runner(self.execution, self.model, GPU, self.backend)
         self.cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
+        if self.is_late:
+            dim = self.model.tasks[self.model.score_task].dim
+            self.cache.slab = EmbeddingSlab(1024, dim, torch.int8 if precision == "int8" else DTYPE, GPU)
         tasks = tasks_for(self.execution, self.model)
         prepared = PreparedModel(self.runner, tasks, DTYPE, "packed", self.backend.name, None, (), 0.0, 0)
         self.pooler = _pooler(self.model, prepared, torch.float32 if precision == "int8" else DTYPE)
@@ -108,11 +157,20 @@ class OnGPU:
         self._loop.close()
         self.cache.close()
 
-    def graphed(self, step: Step) -> GraphedRunner:
-        """The runner whose small steps are replayed."""
+    def graphed(self) -> GraphedRunner:
+        """The runner whose steps are replayed. Raises the fault of one that cannot be captured."""
         assert isinstance(self.runner, PackedRunner)
-        runner = GraphedRunner(self.runner, GPU)
-        runner.capture_all(self.backend, step, self.gpu.capture)  # type: ignore[arg-type]
+        runner, recorder = GraphedRunner(self.runner, GPU), FakeRecorder(self.gpu)
+        texts = [
+            each for each in random_sequences(self.model, self.model.score_task) if not each.tokens.images
+        ]
+        assert isinstance(self.backend, CapturableBackend)
+        with waiting_allowed(self.gpu):
+            mismatches = runner.capture_all(self.backend, SIZES, texts, recorder)
+        if recorder.fault is not None:
+            raise recorder.fault
+        assert not mismatches
+        assert len(runner.sizes) == len(SIZES)
         return runner
 
     def run(

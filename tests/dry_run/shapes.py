@@ -13,7 +13,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.execution.attention.interface import NAME, register
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from tests.dry_run.gpu import GPU, FakeGPU
-from tests.dry_run.models import BACKENDS, DTYPE, FUSING, first_layers, move
+from tests.dry_run.models import BACKENDS, DTYPE, first_layers, fuse_layers, move
 from tests.dry_run.steps import Ids, step_of
 
 # Tokens of the sequences of a large step: 16,384.
@@ -41,8 +41,7 @@ def launches_a_layer(gpu: FakeGPU, shape: str, like: LoadedModel, backend: str) 
     with torch.device("meta"):
         backbone = kind(config, **options).to(DTYPE).eval().requires_grad_(False)
     move([backbone])
-    for fuse in FUSING:
-        fuse(backbone)
+    fuse_layers(gpu, backbone)
     runner = PackedRunner(replace(like, backbone=backbone), GPU, BACKENDS[backend]())
     ids = Ids(like)
     step = step_of(*(ids.text(length) for length in SEQUENCES))

@@ -22,7 +22,7 @@ from tests.dry_run.entering import fake_gpu
 from tests.dry_run.faults import Fault, FreedMemory, HostWaits, MixedDevices, NotCapturable, Race, WrongLaunch
 from tests.dry_run.gpu import GPU, FakeGPU
 from tests.dry_run.models import OnGPU, load
-from tests.dry_run.steps import documents, plain_step, whole
+from tests.dry_run.steps import documents, whole
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_what_a_graph_cannot_hold(
     monkeypatch.setitem(models.BACKENDS, "varlen", lambda: broken(GPU))  # type: ignore[arg-type]
     on = OnGPU(gpu, bert, "varlen")
     with pytest.raises((NotCapturable, HostWaits)):
-        on.graphed(plain_step(on.model))
+        on.graphed()
 
 
 def test_what_a_graph_reads_and_nobody_holds(gpu: FakeGPU) -> None:

@@ -78,7 +78,7 @@ class _LibraryAttention(TritonAttention[VarlenMetadata]):
         if options is None:
             return super().full(qkv, metadata)
         offsets, longest = metadata.offsets, metadata.layout.longest
-        query, key, value = (x.transpose(0, 1).contiguous() for x in (qkv.query, qkv.key, qkv.value))
+        query, key, value = (_by_row(x) for x in (qkv.query, qkv.key, qkv.value))
         return self._call(query, key, value, offsets, offsets, longest, longest, **options)
 
     @abstractmethod
@@ -218,3 +218,10 @@ def _reach(causal: bool, window: int | None) -> tuple[int, int]:
     """How many positions back and ahead a token sees; -1 for no limit."""
     reach = -1 if window is None else window - 1
     return (reach, 0) if causal else (reach, reach)
+
+
+def _by_row(heads: torch.Tensor) -> torch.Tensor:
+    """Heads [heads, rows, head_dim] as the libraries read them, [rows, heads, head_dim]: with any strides, as
+    long as the numbers of a head lie side by side."""
+    rows = heads.transpose(0, 1)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
