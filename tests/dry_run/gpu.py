@@ -91,7 +91,8 @@ class Graph:
 
 class FakeGPU(TorchDispatchMode):
     """The device, while it is entered. Where the host would wait, this raises, unless it `may_wait`: then
-    that is counted, and a number that it waits for is 0, or random where there are several."""
+    that is counted, a number that it waits for is 0, or random where there are several, and any two tensors
+    are equal: so what compares results at load finds them right."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,6 +177,10 @@ class FakeGPU(TorchDispatchMode):
                 return self._allocated(func(*args, **kwargs))
         if func.overloadpacket is aten.copy_ and is_on_gpu(args[0]) != is_on_gpu(args[1]):
             return self._copy_between(*args, **kwargs)
+        if device is not None and device.type == "cpu" and any(map(is_on_gpu, tensors)):
+            with unset_fake_temporarily():  # memory of the host that is like a tensor of the device
+                like = torch.empty(args[0].shape, dtype=args[0].dtype)
+            return self._on_host(func, (like, *args[1:]), kwargs, [like])
         if any(map(is_on_gpu, tensors)) or (device is not None and device.type == "cuda"):
             return self._on_device(func, args, kwargs, tensors)
         return self._on_host(func, args, kwargs, tensors)
@@ -248,11 +253,12 @@ class FakeGPU(TorchDispatchMode):
             made = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             why = f"{func} needs the contents of {_described(*tensors[:1])}"
-            if func.overloadpacket is not aten._local_scalar_dense and self._graph is None:
-                raise HostWaits(why) from error  # there is no telling how large the result is
-            self._wait(why)
-            with unset_fake_temporarily():
-                return torch.zeros((), dtype=args[0].dtype).item()
+            if func.overloadpacket in (aten._local_scalar_dense, aten.equal):
+                self._wait(why)
+                return func.overloadpacket is aten.equal or _zero(args[0].dtype)
+            if self._graph is not None:
+                raise NotCapturable(f"{why} within a captured graph") from error
+            raise HostWaits(why) from error  # there is no telling how large the result is
         new = _new(made, tensors)
         self._allocated(*new)
         if self._graph is not None:
@@ -287,6 +293,11 @@ class FakeGPU(TorchDispatchMode):
 def _is_composed(func: Any) -> bool:
     """Whether torch does an operation by others, with all devices alike."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE))
+
+
+def _zero(dtype: torch.dtype) -> bool | int | float:
+    with unset_fake_temporarily():
+        return torch.zeros((), dtype=dtype).item()
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:

@@ -196,6 +196,9 @@ def test_what_is_counted(gpu: FakeGPU) -> None:
     x[:0] + 1
     assert gpu.counts.launches == {"add": 1, "mul_": 1}
     assert gpu.counts.allocations == 2
+    like = torch.zeros_like(x, device="cpu", pin_memory=True)
+    assert like.is_pinned()
+    assert like.sum() == 0
     to_host(x)
     assert (gpu.counts.to_host, gpu.counts.bytes_to_host) == (1, 128)
 
