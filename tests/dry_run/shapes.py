@@ -1,4 +1,4 @@
-"""Models with layers of the size of published ones: what one of them launches does not depend on a checkpoint."""
+"""Models with layers of the size of published ones, which launch what those launch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
