@@ -94,8 +94,8 @@ def waiting_allowed(gpu: FakeGPU) -> Iterator[None]:
 
 
 def fuse_layers(backbone: nn.Module) -> None:
-    """Fuses the layers of a backbone that is still on the CPU, in the precision that it runs in: trials compare
-    real numbers there, with plain torch for the kernels."""
+    """Fuses the layers of a backbone that is still on the CPU, in the precision that it runs in: trials
+    compare real numbers there, with plain torch for the kernels."""
     with plain_kernels():
         fuse(backbone)
 

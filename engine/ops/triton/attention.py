@@ -22,7 +22,7 @@ _LARGEST_ROW_STRIDE = 1 << 22
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """What one program works on: a block of `queries` against `keys` at a time, with this many warps and
-    stages of prefetched loads, and at most so many `registers` a thread, where the compiler would take more
+    stages of prefetched loads, and at most `registers` registers a thread, where the compiler would take more
     than two programs at a time leave."""
 
     queries: int
