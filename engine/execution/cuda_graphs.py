@@ -59,7 +59,7 @@ class GraphedRunner:
         graph = self._graph_for(step)
         if graph is not None:
             batch = self._inner.lay_out(step)
-            hidden = graph.replay(self._inner.inputs_of(batch), batch.layout)
+            hidden = graph.replay(batch)
             if hidden is not None:
                 # A copy: the next replay overwrites the graph's memory.
                 return hidden[: len(batch.input_ids)].clone(), batch.cursor
@@ -130,7 +130,7 @@ class GraphedRunner:
             return None
         if self._hidden is None:
             self._hidden = exact[0].new_empty(size.rows, exact[0].shape[-1])
-        graph = StaticGraph(runner, static, size, inputs, batch.layout, self._hidden, recorder)
+        graph = StaticGraph(runner, static, batch, self._hidden[: size.rows], recorder)
         least = least_tokens(size.rows, eager.times.host, recorder.cost(graph.again).times.device)
         self._graphs[size] = _Graph(graph, least)
         mismatch = self._mismatch(graph, steps, exact)
@@ -144,7 +144,7 @@ class GraphedRunner:
         """None if a graph gives for steps what they give without it, else a description of the mismatch."""
         for step, expected in zip(steps, exact, strict=True):
             batch = self._inner.lay_out(step)
-            hidden = graph.replay(self._inner.inputs_of(batch), batch.layout)
+            hidden = graph.replay(batch)
             if hidden is None:
                 continue  # nor will it be replayed for such steps
             ours, plain = hidden[: len(expected)].float(), expected.float()

@@ -180,7 +180,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     first_key = tl.load(block + 3).to(tl.int64)
     keys = tl.load(block + 4)
     head = tl.program_id(1).to(tl.int64)
-    kv_head = head // repeats
+    kv_head = (tl.program_id(1) // repeats).to(tl.int64)
 
     within = tl.arange(0, BLOCK_Q)
     last_position = first_position + queries - 1
