@@ -53,7 +53,7 @@ _TILES = {
     ),
 }
 # Float32 is multiplied without tensor cores, which is slow everywhere.
-_FLOAT32_TILES = {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)}
+_FLOAT32_TILES = {64: Tiles(32, 32, 8, 2), 128: Tiles(32, 16, 8, 1), 256: Tiles(16, 16, 8, 1)}
 
 
 def tiles_for(device: torch.device, head_dim: int, itemsize: int, windowed: bool) -> Tiles:
