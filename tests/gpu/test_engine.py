@@ -54,7 +54,7 @@ def nobody_waits() -> Iterator[None]:
         ("late", {}),
         ("late", {"cache_mb": 0}),
         ("late", {"cache_precision": "int8"}),
-        ("late", {"maxsim": "cpu"}),
+        ("late", {"maxsim": "tiled"}),
         ("cross", {}),
         ("cross", {"attention": "triton"}),
         ("causal", {"max_batch_tokens": 512}),
