@@ -76,7 +76,9 @@ class EngineConfig:
         "none", "int8 rounds the weights of linear layers, and what they multiply, to int8; on a CPU only."
     )
     kernels: Literal["auto", "torch"] = option(
-        "auto", "auto runs our compiled kernels where the CPU has AVX-512; torch leaves all to torch."
+        "auto",
+        "auto runs our compiled kernels where the CPU has AVX-512, and fused layers on a GPU; torch does "
+        "without both.",
     )
     maxsim: Literal["auto", "reference", "tiled", "avx512", "triton"] = option(
         "auto",
@@ -87,7 +89,7 @@ class EngineConfig:
         "Attention: varlen (torch's), flash (flash-attn) or triton (ours) on a GPU; torch is plain products.",
     )
     cuda_graphs: Literal["auto", "off"] = option(
-        "auto", "auto replays small steps as CUDA graphs on a GPU, where that is shown to give the same."
+        "auto", "auto replays steps as CUDA graphs on a GPU, where that is faster and gives the same."
     )
     packing: Literal["auto", "off"] = option(
         "auto", "auto runs steps without padding where that is proven exact at load; off pads always."
