@@ -85,10 +85,14 @@ class MachineCode:
 
     @property
     def main_loop(self) -> Loop:
-        """The longest of the loops with most tensor instructions. Raises ValueError if there is no loop."""
+        """Of the loops with most tensor instructions the shortest, in which a kernel with masked loops at its
+        edges spends its time; without such instructions the longest. ValueError if there is no loop."""
         if not self.loops:
             raise ValueError("the kernel has no loop")
-        return max(self.loops, key=lambda loop: (len(loop.tensor), len(loop)))
+        most = max(len(loop.tensor) for loop in self.loops)
+        if most == 0:
+            return max(self.loops, key=len)
+        return min((loop for loop in self.loops if len(loop.tensor) == most), key=len)
 
 
 def compiled(source: Source, capability: int) -> MachineCode:

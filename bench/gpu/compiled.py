@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from maxsimd.bench.gpu import layer_kernels
 from maxsimd.bench.gpu.ahead_of_time import POINTERS, MachineCode, Source, compiled
+from maxsimd.bench.gpu.attention_compiled import attention_launches
 from maxsimd.bench.gpu.bounds import H100, H200, Gpu, expected_tflops, most_tflops, resident_programs
 from maxsimd.bench.gpu.maxsim_compiled import (
     COLBERT,
@@ -63,10 +65,27 @@ def projection_source(capability: int, dim: int, dtype: str) -> Source:
     return Source(projection.projection_kernel, types, constants, options)
 
 
+def attention_variants(capability: int) -> Iterator[Variant]:
+    for launch in attention_launches(capability):
+        yield Variant(launch.name, launch.source)
+
+
+def layer_variants(capability: int) -> Iterator[Variant]:
+    """The product with GELU only where it is used."""
+    from maxsimd.engine.ops.triton.gelu_product import GENERATIONS
+
+    products = {each.name for each in layer_kernels.gelu_products()}
+    for each in layer_kernels.variants():
+        if each.name not in products or capability // 10 in GENERATIONS:
+            yield Variant(each.name, each.source)
+
+
 # By kernel: its variants on a GPU of a compute capability.
 KERNELS: dict[str, Callable[[int], Iterator[Variant]]] = {
     "MaxSim": maxsim_variants,
+    "attention": attention_variants,
     "projection": projection_variants,
+    "layers": layer_variants,
 }
 
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.bench.gpu.ahead_of_time import POINTERS, MachineCode, Source, compiled
-from maxsimd.bench.gpu.bounds import H100, resident_programs, turn_cycles
+from maxsimd.bench.gpu.ahead_of_time import compiled
+from maxsimd.bench.gpu.attention_compiled import AttentionLaunch
+from maxsimd.bench.gpu.bounds import H100, most_tflops, resident_programs
 from maxsimd.bench.gpu.compiled import projection_source
 from maxsimd.bench.gpu.maxsim_compiled import LIMITS
 from maxsimd.engine.ops import triton as triton_ops
@@ -29,7 +30,6 @@ def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], Non
 # Compiling, for every generation that has a table of its own.
 
 CAPABILITIES = [80, 90, 100]
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 # Kernels in float16 have tiles of the same shape as those in bfloat16: of them, `make test` compiles those of
@@ -41,30 +41,6 @@ PRECISIONS_AND_CAPABILITIES = [
     for dtype in ("fp32", "bf16", "fp16")
     for capability in CAPABILITIES
 ]
-
-
-# Shared memory in KiB that a program may have, by compute capability: of those 86 is like 89 and 120.
-ATTENTION_SHARED = {80: 163, 86: 99, 90: 227, 100: 227}
-
-
-def attention_code(
-    head_dim: int, dtype: str, capability: int, causal: bool, windowed: bool, prefixed: bool
-) -> MachineCode:
-    """Attention as a GPU of this capability would run it."""
-    from maxsimd.engine.ops.triton import attention
-
-    with pytest.MonkeyPatch.context() as patch:
-        device_limits = Limits(capability // 10, ATTENTION_SHARED[capability] * 1024, 132)
-        patch.setattr(attention, "limits", lambda device: device_limits)
-        tiles = attention.tiles_for(torch.device("cpu"), head_dim, BYTES[dtype], windowed)
-    types = dict.fromkeys(("q", "k", "v", "prefix_k", "prefix_v", "out"), POINTERS[dtype])
-    types |= {"blocks": "*i32", "scale": "fp32"}
-    constants = {"CAUSAL": causal, "WINDOWED": windowed, "PREFIXED": prefixed, "HEAD_DIM": head_dim}
-    constants |= {"BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys}
-    constants |= {"BLOCK_DIM": next_power_of_two(head_dim)}
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    options |= {} if tiles.registers is None else {"maxnreg": tiles.registers}
-    return compiled(Source(attention.attention_kernel, types, constants, options), capability)
 
 
 # All that a sequence can be: with both causal variants a prefix, which a program passes over as well.
@@ -91,7 +67,7 @@ ATTENTION_VARIANTS = [
     )
     for dtype, heads in (("bf16", (64, 80, 128, 256)), ("fp16", (64,)), ("fp32", (64, 128, 256)))
     for head_dim in heads
-    for capability in ATTENTION_SHARED
+    for capability in LIMITS
     for variant in ALL_ATTENTION
 ]
 
@@ -102,12 +78,13 @@ ATTENTION_VARIANTS = [
 def test_attention_compiles_without_spilling_registers(
     dtype: str, head_dim: int, capability: int, causal: bool, windowed: bool, prefixed: bool
 ) -> None:
-    code = attention_code(head_dim, dtype, capability, causal, windowed, prefixed)
+    launch = AttentionLaunch(capability, head_dim, dtype, causal, windowed, prefixed)
+    code = compiled(launch.source, capability)
     for loop in code.loops:
         assert loop.count(lambda instruction: "LDL" in instruction or "STL" in instruction) == 0
     # Before its loops, a kernel compiled by Triton 3.6 puts a few aside.
     assert code.spills <= (0 if importlib.metadata.version("triton") >= "3.9" else 4)
-    assert code.shared <= ATTENTION_SHARED[capability] * 1024
+    assert code.shared <= LIMITS[capability].shared_memory
 
 
 @pytest.mark.parametrize(
@@ -117,29 +94,22 @@ def test_attention_compiles_without_spilling_registers(
 def test_attention_on_an_h100_is_not_bound_by_its_instructions(
     head_dim: int, causal: bool, most_instructions: int, least_tflops: float
 ) -> None:
-    """Blocks of 128 queries with two programs at a time, so that one multiplies while the other computes.
-    Most keys are seen by all queries of a block: the loop over these is the shorter one."""
-    code = attention_code(head_dim, "bf16", 90, causal, False, False)
-    multiplying = max(len(loop.tensor) for loop in code.loops)
-    loop = min((loop for loop in code.loops if len(loop.tensor) == multiplying), key=len)
-    assert len(loop) <= most_instructions
+    """Blocks of 128 queries with two programs at a time, so that one multiplies while the other computes."""
+    code = compiled(AttentionLaunch(90, head_dim, causal=causal).source, 90)
+    assert len(code.main_loop) <= most_instructions
     assert resident_programs(code, H100) >= 2
-    cycles = turn_cycles(code, loop, H100)
-    tflops = cycles.operations / cycles.together() * H100.multiprocessors * H100.clock / 1e3
-    assert tflops >= least_tflops
+    assert most_tflops(code, H100) >= least_tflops
 
 
 @pytest.mark.parametrize("head_dim", [24, 32, 64, 80, 128, 256])
 @pytest.mark.parametrize("kibibytes", [0, 48, 99, 163, 227])
-def test_attention_has_tiles_for_every_head_and_device(
-    head_dim: int, kibibytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_has_tiles_for_every_head_and_device(head_dim: int, kibibytes: int) -> None:
     from maxsimd.engine.ops.triton import attention
 
-    monkeypatch.setattr(attention, "limits", lambda device: Limits(0, kibibytes * 1024, 1))
+    device = Limits(0, kibibytes * 1024, 1)
     for itemsize in (2, 4):
         for windowed in (False, True):
-            tiles = attention.tiles_for(torch.device("cpu"), head_dim, itemsize, windowed)
+            tiles = attention.tiles_for(device, head_dim, itemsize, windowed)
             held = (tiles.queries + 2 * tiles.stages * tiles.keys) * next_power_of_two(head_dim) * itemsize
             assert held <= max(99, kibibytes) * 1024
 

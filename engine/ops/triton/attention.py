@@ -9,7 +9,7 @@ import torch
 
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.attention_kernel import attention_kernel
-from maxsimd.engine.ops.triton.launch import limits, next_power_of_two
+from maxsimd.engine.ops.triton.launch import Limits, limits, next_power_of_two
 
 # exp(x) = 2^(x LOG2_E), and powers of two are what the hardware has.
 LOG2_E = 1.4426950408889634
@@ -56,19 +56,19 @@ _TILES = {
 _FLOAT32_TILES = {64: Tiles(32, 32, 8, 2), 128: Tiles(32, 16, 8, 1), 256: Tiles(16, 16, 8, 1)}
 
 
-def tiles_for(device: torch.device, head_dim: int, itemsize: int, windowed: bool) -> Tiles:
-    """The tiles for a device and heads of `head_dim` numbers of `itemsize` bytes each."""
+def tiles_for(device: Limits, head_dim: int, itemsize: int, windowed: bool) -> Tiles:
+    """The tiles for a device of these limits and heads of `head_dim` numbers of `itemsize` bytes each."""
     size = max(64, next_power_of_two(head_dim))
     if itemsize > 2:
         return _FLOAT32_TILES[size]
-    fitting = [needed for needed in _TILES if needed * 1024 <= limits(device).shared_memory]
+    fitting = [needed for needed in _TILES if needed * 1024 <= device.shared_memory]
     return _TILES[max(fitting, default=min(_TILES))][windowed][size]
 
 
 def tiles_of(qkv: QKV) -> Tiles:
     """The tiles with which `attention` takes these queries."""
     query = qkv.query
-    return tiles_for(query.device, query.shape[-1], query.itemsize, qkv.window is not None)
+    return tiles_for(limits(query.device), query.shape[-1], query.itemsize, qkv.window is not None)
 
 
 def is_supported(qkv: QKV) -> bool:

@@ -23,7 +23,7 @@ from maxsimd.engine.ops.triton.launch import INTERPRETED, limits
 from maxsimd.engine.ops.triton.product import add_product
 
 # Generations whose shared memory (227 KiB a program) holds the tiles below.
-_GENERATIONS = (9, 10)
+GENERATIONS = (9, 10)
 # Tiles of rows that run after one another over the same columns, so that L2 serves their weights.
 GROUP = 8
 # The interpreter has no assembly.
@@ -121,7 +121,7 @@ def is_supported(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether the kernel takes rows of `width` numbers on a device, and is ahead of the library there."""
     if dtype not in (torch.float16, torch.bfloat16) or width % TILES[0].depth:
         return False
-    return limits(device).generation in _GENERATIONS or (device.type == "cpu" and INTERPRETED)
+    return limits(device).generation in GENERATIONS or (device.type == "cpu" and INTERPRETED)
 
 
 def tiles_for(device: torch.device, count: int, columns: int) -> Tiles:
