@@ -52,8 +52,9 @@ _TILES = {
         {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
     ),
 }
-# Float32 is multiplied without tensor cores, which is slow everywhere.
-_FLOAT32_TILES = {64: Tiles(32, 32, 8, 2), 128: Tiles(32, 16, 8, 1), 256: Tiles(16, 16, 8, 1)}
+# Float32 is multiplied without tensor cores, which is slow everywhere. Without a number of registers the
+# compiler takes fewer for the largest heads, and spills.
+_FLOAT32_TILES = {64: Tiles(32, 32, 8, 2), 128: Tiles(16, 16, 4, 1), 256: Tiles(16, 16, 8, 1, 128)}
 
 
 def tiles_for(device: Limits, head_dim: int, itemsize: int, windowed: bool) -> Tiles:
@@ -61,8 +62,10 @@ def tiles_for(device: Limits, head_dim: int, itemsize: int, windowed: bool) -> T
     size = max(64, next_power_of_two(head_dim))
     if itemsize > 2:
         return _FLOAT32_TILES[size]
+    # Where columns are masked, large blocks leave too few registers.
+    small = windowed or (head_dim > 64 and head_dim != size)
     fitting = [needed for needed in _TILES if needed * 1024 <= device.shared_memory]
-    return _TILES[max(fitting, default=min(_TILES))][windowed][size]
+    return _TILES[max(fitting, default=min(_TILES))][small][size]
 
 
 def tiles_of(qkv: QKV) -> Tiles:
