@@ -118,6 +118,7 @@ def test_attention_has_tiles_for_every_head_and_device(head_dim: int, kibibytes:
 @pytest.mark.parametrize(("dtype", "capability"), PRECISIONS_AND_CAPABILITIES)
 def test_projection_compiles(dtype: str, dim: int, capability: int) -> None:
     code = compiled(projection_source(capability, dim, dtype), capability)
+    assert code.spills == 0
     assert code.shared <= LIMITS[capability].shared_memory
 
 

@@ -45,10 +45,17 @@ _TILES = {
     512: Tiles(32, 32, 8, 2),
     1024: Tiles(16, 32, 8, 1),
 }
-# For all other devices, and for float32.
+# For all other devices.
 _SMALL_TILES = {
     128: Tiles(64, 32, 4, 2),
     256: Tiles(32, 32, 4, 2),
+    512: Tiles(16, 32, 8, 1),
+    1024: Tiles(16, 16, 8, 1),
+}
+# Float32 takes twice the registers.
+_FLOAT32_TILES = {
+    128: Tiles(32, 32, 4, 2),
+    256: Tiles(16, 32, 4, 2),
     512: Tiles(16, 32, 8, 1),
     1024: Tiles(16, 16, 8, 1),
 }
@@ -107,8 +114,10 @@ def is_supported(dim: int) -> bool:
 def tiles_for(device: Limits, dim: int, itemsize: int) -> Tiles:
     """The tiles for a device, embeddings of `dim` dimensions, and hidden states of `itemsize` bytes a
     number."""
-    tiles = _TILES if device.shared_memory >= 200 * 1024 and itemsize == 2 else _SMALL_TILES
-    return tiles[max(128, next_power_of_two(dim))]
+    size = max(128, next_power_of_two(dim))
+    if itemsize > 2:
+        return _FLOAT32_TILES[size]
+    return (_TILES if device.shared_memory >= 200 * 1024 else _SMALL_TILES)[size]
 
 
 def project(
