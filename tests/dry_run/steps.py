@@ -18,7 +18,7 @@ from maxsimd.engine.checkpoint.visual.vision import ImageInputs
 from maxsimd.engine.execution.features import FeatureStore
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.pictures import random_pages
-from maxsimd.engine.scoring.documents import CachedDocument, CacheHit, Duplicate
+from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments, CacheHit, Duplicate
 from maxsimd.scheduler import (
     CachedBatch,
     Chunk,
@@ -136,9 +136,9 @@ def cached(on: OnGPU) -> None:
     if on.is_late:
         explained = Explained((4, 7), with_map=True)
         found[1] = CachedDocument(ResultSlot(0, 1), _entry(on, 11), explained)
-    on.run(step_of(query, cached=(CachedBatch(0, query.sequence_id, 1, tuple(found)),)))
+    on.run(step_of(query, cached=(CachedBatch(0, query.sequence_id, 1, CachedDocuments.of(found)),)))
     given = _entry(on, 5).rows.float()
-    on.run(Step(0, (), (CachedBatch(0, next(ids.next), 1, tuple(found), given),)))
+    on.run(Step(0, (), (CachedBatch(0, next(ids.next), 1, CachedDocuments.of(found), given),)))
     payload = DocumentPayload(next(ids.next), b"given", given_query=given)
     on.run(step_of(ids.document(8, payload)))
 
@@ -236,4 +236,4 @@ def _entry(on: OnGPU, tokens: int) -> CachedEmbedding:
     rows = torch.zeros(tokens if on.is_late else 1, dim)
     precision: Precision = on.cache.precision
     values, scales = rounded(rows, precision)
-    return CachedEmbedding(values, scales, tokens, False)
+    return CachedEmbedding(values, scales, tokens, False, b"entry of %d" % tokens)
