@@ -39,7 +39,7 @@ from maxsimd.engine.scoring.maxsim import choose_maxsim
 from maxsimd.engine.scoring.outcome import StepOutcome
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import Step
-from tests.dry_run.faults import Fault
+from tests.dry_run.faults import NotCapturable
 from tests.dry_run.gpu import GPU, FakeGPU, is_on_gpu
 from tests.unit.fused_layer_checks import plain_kernels
 
@@ -65,22 +65,17 @@ class OnCPU:
 
 
 class FakeRecorder:
-    """Captures on the device that is not there, where a run costs nothing. `fault` is what was raised."""
+    """Captures on the device that is not there, where a run costs nothing."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self._gpu = gpu
-        self.fault: Fault | None = None
 
     def cost(self, run: Run) -> Cost:
         return Cost(Times(1.0, 1.0), 0.0)
 
     def capture(self, run: Run) -> Callable[[], None]:
         run()
-        try:
-            return self._gpu.capture(run)
-        except Fault as fault:
-            self.fault = fault
-            raise
+        return self._gpu.capture(run)
 
 
 @contextmanager
@@ -156,18 +151,17 @@ class OnGPU:
         self.cache.close()
 
     def graphed(self) -> GraphedRunner:
-        """The runner whose steps are replayed. Raises the fault of one that cannot be captured."""
+        """The runner whose steps are replayed. Raises NotCapturable where one cannot be captured."""
         assert isinstance(self.runner, PackedRunner)
-        runner, recorder = GraphedRunner(self.runner, GPU), FakeRecorder(self.gpu)
+        runner = GraphedRunner(self.runner, GPU)
         texts = [
             each for each in random_sequences(self.model, self.model.score_task) if not each.tokens.images
         ]
         assert isinstance(self.backend, CapturableBackend)
         with waiting_allowed(self.gpu):
-            mismatches = runner.capture_all(self.backend, SIZES, texts, recorder)
-        if recorder.fault is not None:
-            raise recorder.fault
-        assert not mismatches
+            mismatches = runner.capture_all(self.backend, SIZES, texts, FakeRecorder(self.gpu))
+        if mismatches:
+            raise NotCapturable("; ".join(mismatches.values()))
         assert len(runner.sizes) == len(SIZES)
         return runner
 
