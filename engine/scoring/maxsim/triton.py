@@ -39,7 +39,7 @@ def maxsim_spans_triton(
     # The kernel multiplies numbers of one precision, int8 aside.
     values = queries.values if documents.scales is not None else queries.values.to(documents.values.dtype)
     scores = maxsim(
-        PackedTokens(values, next(parts), next(parts), longest_query),
+        PackedTokens(values, next(parts), next(parts), max(1, longest_query)),
         PackedTokens(documents.values, next(parts), next(parts), longest, documents.scales),
         Pairs(next(parts), next(parts), groups),
         EMPTY_DOCUMENT_SCORE,
