@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,15 +134,27 @@ def check_maxsim_of_nan(device: str) -> None:
 
 
 def check_types_of_maxsim(device: str) -> None:
-    """Types that do not agree are refused before the compiler meets them."""
+    """Types that do not agree are refused before the compiler meets them; queries of another precision are
+    multiplied in that of the documents."""
+    from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
     from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
 
-    queries, documents = random_ragged([5], 32, 1), random_ragged([7], 32, 2)
+    queries, documents = on(random_ragged([5], 32, 1), device), on(random_ragged([7], 32, 2), device)
+    half = documents.decoded(torch.bfloat16)
+    starts = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="convert either"):
-        maxsim_triton(on(queries, device), on(documents.decoded(torch.bfloat16), device), [(0, 0)])
-    scaled = Ragged(documents.values, documents.offsets, torch.ones(7))
+        maxsim(
+            PackedTokens(queries.values, starts, starts + 5, 5),
+            PackedTokens(half.values, starts, starts + 7, 7),
+            Pairs(starts, starts),
+            0.0,
+        )
+    pair = np.zeros((1, 2), dtype=np.int64)
+    rounded = queries.decoded(torch.bfloat16)
+    assert torch.equal(maxsim_triton(queries, half, pair), maxsim_triton(rounded, half, pair))
+    scaled = Ragged(documents.values, documents.offsets, torch.ones(7, device=device))
     with pytest.raises(ValueError, match="must be int8"):
-        maxsim_triton(on(queries, device), on(scaled, device), [(0, 0)])
+        maxsim_triton(queries, scaled, pair)
 
 
 @st.composite

@@ -15,6 +15,7 @@ from tests.unit.layer_kernel_checks import CHECKS
 pytest.importorskip("triton")
 
 from maxsimd.engine.ops.triton import gelu_product
+from maxsimd.engine.ops.triton.launch import Limits
 from maxsimd.engine.ops.triton.rows import row_tile
 
 
@@ -73,7 +74,7 @@ def test_the_gelu_product_is_ahead_of_a_product_and_a_pass() -> None:
 
 
 def test_tiles_are_smaller_where_a_device_would_be_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gelu_product, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gelu_product, "limits", lambda device: Limits(9, 227 * 1024, 132))
     chosen = [gelu_product.tiles_for(torch.device("cpu"), rows, 4096) for rows in (16_384, 1_056, 512, 64)]
     assert [(tiles.rows, tiles.columns) for tiles in chosen] == [(128, 256), (128, 256), (64, 64), (64, 64)]
 
