@@ -43,6 +43,7 @@ from maxsimd.engine.checkpoint.visual.vision_language import by_pillow
 from maxsimd.engine.checkpoint.weights import hold_in_memory, refuse_pickles
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.media.decoding import load_readers
 
 # The first parts of the names of tensors that are read apart from the backbone, by architecture: the
 # projections of ColBERT and of the listwise model.
@@ -155,7 +156,8 @@ def _complete(
     """Adds what is found out from the backbone itself."""
     backbone = parts["backbone"].eval().requires_grad_(False)
     heads = [module for task in parts["tasks"].values() for module in modules_of(task.head)]
-    vision = parts.get("vision")
+    if vision := parts.get("vision"):
+        load_readers()
     of_vision = [module.eval().requires_grad_(False) for module in vision.modules] if vision else []
     hold_in_memory([backbone, *heads, *of_vision])
     if getattr(parts["tokenizer"], "backend_tokenizer", None) is None:

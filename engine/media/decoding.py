@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from io import BytesIO
 from types import ModuleType
 from typing import Any
@@ -19,10 +20,12 @@ from numpy.typing import NDArray
 from maxsimd.engine.media.errors import PictureError
 from maxsimd.engine.media.file_checks import check_file
 from maxsimd.engine.media.picture import Picture
-from maxsimd.engine.media.webp import is_available, rgba_of
+from maxsimd.engine.media.webp import exif_of, header_of, is_available, is_webp, rgba_of
 
 # TIFF is not among them: its tiles may be many times as large as the picture, and its grey has many meanings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# Those whose pixels Pillow reads into one picture, in one go.
+_READ_AT_ONCE = ("PNG", "JPEG", "BMP")
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
 _WHITE = (255, 255, 255, 255)
@@ -32,6 +35,8 @@ _MOST_PIXELS = 150_000_000
 _MOST_AT_ONCE = 2_000_000
 # What is copied in one go, within a millisecond or so.
 _STRIP_PIXELS = 512 * 1024
+# How much memory Pillow takes at once: as much as a picture needs.
+_BLOCK_BYTES = 1 << 29
 # Where EXIF says how a picture is turned.
 _ORIENTATION = 0x0112
 # Where PNG's header has the bits a channel and the kind of colour, and the kinds.
@@ -71,11 +76,13 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
     pillow = _pillow()
     check_file(data, limits.check_size)
     try:
+        if (still := _still_webp(data, limits)) is not None:
+            return _picture(still, None)
         with pillow.open(BytesIO(data), formats=FORMATS) as image:
             limits.check_size(image.size)
+            _check_at_once(image)
             box = image.tile[0][1] if image.format == "GIF" and image.tile else None
-            if image.format == "WEBP" and (still := _still_webp(image, data)) is not None:
-                return _picture(still, None)
+            _make_room(image)
             image.load()
             _scale_transparent_colour(image, data)
             return _picture(image, box)
@@ -106,36 +113,54 @@ def picture_of_pillow(image: Any, limits: PictureLimits) -> Picture:
         raise PictureError(f"cannot be read ({_in_short(error)})") from None
 
 
+def load_readers() -> None:
+    """Imports Pillow and its readers, and finds libwebp. For who loads a model, so that no request waits for
+    it. Raises ModuleNotFoundError where Pillow is not installed."""
+    _pillow()
+
+
 @cache
 def _pillow() -> ModuleType:
     import PIL.Image
     import PIL.ImageOps
 
+    for name in FORMATS:
+        import_module(f"PIL.{name.capitalize() if name != 'WEBP' else 'WebP'}ImagePlugin")
+    is_available()
+    # Pillow takes memory for a picture while it holds Python's lock. It has none to clear where it asks the
+    # system anew, as it does for large blocks.
+    import_module("PIL._imaging").set_block_size(_BLOCK_BYTES)
     # It warns of each tag that is odd, with what the file says in it.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     return PIL.Image
 
 
-def _still_webp(image: Any, data: bytes) -> Any:
-    """A WebP picture without animation, decoded; None where Pillow is to do it, in one go."""
-    width, height = image.size
-    is_still = getattr(image, "n_frames", 1) == 1
-    rgba = rgba_of(data, image.size) if is_still else None
+def _still_webp(data: bytes, limits: PictureLimits) -> Any:
+    """A WebP picture without animation, decoded; None where Pillow is to open it."""
+    header = header_of(data) if is_webp(data) else None
+    if header is None or not header.is_still:
+        return None
+    limits.check_size(header.size)
+    rgba = rgba_of(data, header.size)
     if rgba is None:
-        if width * height > _MOST_AT_ONCE and (is_available() or not is_still):
+        return None
+    image = _pillow_of_four(rgba, "RGBA" if header.has_alpha else "RGB")
+    exif = exif_of(data)
+    if exif is not None:
+        image.info["exif"] = exif
+    return image
+
+
+def _check_at_once(image: Any) -> None:
+    """Raises PictureError for a WebP file that Pillow would decode for long, in one go."""
+    width, height = image.size
+    if image.format == "WEBP" and width * height > _MOST_AT_ONCE:
+        is_still = getattr(image, "n_frames", 1) == 1
+        if is_available() or not is_still:
             raise PictureError(
                 f"is an animation of {width:,} x {height:,} pixels, but as WebP may have {_MOST_AT_ONCE:,}, "
                 "or it is damaged; send a still picture"
             )
-        return None
-    pillow = _pillow()
-    decoded_image = pillow.new(image.mode, (width, height), None)  # not filled, which would take long at once
-    for top, bottom in strips(width, height):
-        strip = pillow.fromarray(rgba[top:bottom])
-        decoded_image.paste(strip if image.mode == "RGBA" else strip.convert(image.mode), (0, top))
-    if "exif" in image.info:
-        decoded_image.info["exif"] = image.info["exif"]
-    return decoded_image
 
 
 def _scale_transparent_colour(image: Any, data: bytes) -> None:
@@ -164,8 +189,7 @@ def _picture(image: Any, box: tuple[int, int, int, int] | None) -> Picture:
         pixels = pixels.copy()
         left, upper, right, lower = box
         pixels[:upper], pixels[lower:], pixels[:, :left], pixels[:, right:] = 255, 255, 255, 255
-    is_same = image.mode == "RGB" and "transparency" not in image.info and box is None
-    return Picture(pixels, image if is_same else None)
+    return Picture(pixels)
 
 
 def array_of(image: Any) -> NDArray[np.uint8]:
@@ -181,13 +205,27 @@ def array_of(image: Any) -> NDArray[np.uint8]:
 
 
 def pillow_of(pixels: NDArray[np.uint8]) -> Any:
-    """A picture of Pillow's with these pixels [height, width, 3], in the same way."""
+    """A picture of Pillow's with these pixels [height, width, 3]. Other threads run meanwhile."""
+    four = np.empty((*pixels.shape[:2], 4), dtype=np.uint8)
+    four[:, :, :3] = pixels
+    return _pillow_of_four(four, "RGB")
+
+
+def _pillow_of_four(pixels: NDArray[np.uint8], mode: str) -> Any:
+    """A picture of Pillow's with these pixels [height, width, 4], in mode RGB, without the fourth channel, or
+    RGBA. Pillow keeps four bytes a pixel in both, and other threads run while it copies them."""
     height, width, _ = pixels.shape
-    pillow = _pillow()
-    image = pillow.new("RGB", (width, height), None)  # not filled, which would take long at once
-    for top, bottom in strips(width, height):
-        image.paste(pillow.fromarray(np.ascontiguousarray(pixels[top:bottom])), (0, top))
-    return image
+    raw = "RGBA" if mode == "RGBA" else "RGBX"
+    image = _pillow().frombuffer(raw, (width, height), pixels, "raw", raw, 0, 1)
+    return image if mode == "RGBA" else image.convert("RGB")
+
+
+def _make_room(image: Any) -> None:
+    """Gives a large picture that was opened the memory that its pixels go to. Pillow would fill it with zeros
+    while it holds Python's lock; it holds none while it cuts a larger picture from a smaller."""
+    width, height = image.size
+    if width * height > _STRIP_PIXELS and image.format in _READ_AT_ONCE:
+        image.im = _pillow().new(image.mode, (1, 1)).im.crop((0, 0, width, height))
 
 
 def strips(width: int, height: int) -> Iterator[tuple[int, int]]:

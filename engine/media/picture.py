@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +10,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Pixels in RGB, uint8 [height, width, 3], upright and without transparency. They are not changed. Where
-    Pillow has made them, its own `image` of them may be there as well."""
+    """Pixels in RGB, uint8 [height, width, 3], upright and without transparency. They are not changed."""
 
     pixels: NDArray[np.uint8]
-    image: Any = None
 
     @property
     def width(self) -> int:

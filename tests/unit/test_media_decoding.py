@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from maxsimd.engine.media import Picture, PictureError, PictureLimits, decoded
-from maxsimd.engine.media.webp import rgba_of
+from maxsimd.engine.media.webp import exif_of, header_of, rgba_of
 
 LIMITS = PictureLimits(file_bytes=1 << 20, pixels=1_000_000)
 
@@ -32,6 +32,11 @@ def drawn(height: int = 5, width: int = 7, channels: int = 3, seed: int = 0) -> 
 
 def read(data: bytes) -> NDArray[np.uint8]:
     return decoded(data, LIMITS).pixels
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    over = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), over).convert("RGB")
 
 
 @pytest.mark.parametrize("format", ["PNG", "BMP"])
@@ -125,6 +130,38 @@ def test_webp_is_decoded_as_by_pillow_beside_other_threads(mode: str, lossless: 
             np.testing.assert_array_equal(rgba, np.asarray(image.convert("RGBA")))
     assert rgba_of(data[:-20], (43, 61)) is None
     assert rgba_of(data, (43, 60)) is None, "there would be too little memory"
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_the_head_of_webp_says_what_pillow_says(mode: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (61, 43, len(mode)), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = file_of(Image.fromarray(pixels), "WEBP", exif=exif)
+    with Image.open(BytesIO(data)) as image:
+        assert exif_of(data) == image.info["exif"]
+        assert read(data).shape == (43, 61, 3), "it is turned"
+        np.testing.assert_array_equal(read(data), np.asarray(on_white(ImageOps.exif_transpose(image))))
+    header = header_of(data)
+    if sys.platform == "linux":
+        assert header is not None
+    if header is not None:
+        assert (header.size, header.has_alpha, header.is_still) == ((43, 61), mode == "RGBA", True)
+    assert exif_of(file_of(Image.fromarray(pixels), "WEBP")) is None
+    assert exif_of(data[:30]) is None
+    assert header_of(b"RIFF") is None
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1", "CMYK"])
+def test_a_large_picture_is_read_as_by_pillow(format: str, mode: str) -> None:
+    if (format, mode) in {("PNG", "CMYK"), ("BMP", "CMYK"), ("JPEG", "P"), ("JPEG", "RGBA")}:
+        pytest.skip("no such files")
+    soft = Image.fromarray(drawn(30, 40)).resize((1000, 700))
+    data = file_of(soft.convert(mode), format)
+    with Image.open(BytesIO(data)) as image:
+        picture = decoded(data, PictureLimits())
+        np.testing.assert_array_equal(picture.pixels, np.asarray(on_white(image)))
 
 
 def test_a_large_animation_in_webp_is_refused() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint.visual.pixels import PixelScale, resized, together
-from maxsimd.engine.checkpoint.visual.processor import as_pillow, settings_of
+from maxsimd.engine.checkpoint.visual.processor import settings_of
 from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Page
 from maxsimd.engine.media import Picture
 
@@ -27,7 +27,7 @@ class GridReader:
         self.signature = settings_of(image_processor, Page(page.ids, page.positions[:1]))
 
     def read(self, picture: Picture) -> ImageInputs:
-        made = resized(self._image_processor, as_pillow(picture))
+        made = resized(self._image_processor, picture)
         # A picture has the same pixels in each of a patch's frames, of which one is enough.
         patches = made["pixel_values"].reshape(len(made["pixel_values"]), 3, self._frames, -1)
         grid = made["image_grid_thw"].astype(np.int64)  # [1, 3]

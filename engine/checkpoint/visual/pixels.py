@@ -43,9 +43,18 @@ class PixelScale:
         return numbers.mul_(self.factor).sub_(mean).div_(std)
 
 
-def resized(image_processor: Any, image: Any) -> Any:
-    """What a processor makes of a picture but for the numbers: its `pixel_values` are pixels."""
-    return image_processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
+def resized(image_processor: Any, picture: Picture, **options: Any) -> Any:
+    """What a processor makes of a picture but for the numbers: its `pixel_values` are pixels. A picture of
+    Pillow's it would copy twice, while other threads wait."""
+    return image_processor(
+        images=[picture.pixels],
+        input_data_format="channels_last",
+        do_convert_rgb=False,
+        do_rescale=False,
+        do_normalize=False,
+        return_tensors="np",
+        **options,
+    )
 
 
 def check_numbers(path: str, image_processor: Any, reader: PictureReader, tower: Tower) -> None:

@@ -11,7 +11,6 @@ from transformers.processing_utils import ProcessorMixin
 
 from maxsimd.engine.checkpoint.visual.vision import Page
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.media import Picture
 from maxsimd.engine.media.decoding import pillow_of
 
 # Settings of processors of pictures that may be given with a call.
@@ -88,11 +87,6 @@ def refuse_other_readers(path: str, image_processor: Any) -> None:
     kind = type(image_processor).__name__
     if not kind.endswith("Pil"):
         raise ModelLoadError(f"{path!r} reads pictures by a {kind}, not by Pillow; install pillow")
-
-
-def as_pillow(picture: Picture) -> Any:
-    """The picture as processors take it: arrays they might read with channels in another place."""
-    return pillow_of(picture.pixels) if picture.image is None else picture.image
 
 
 def blank(width: int, height: int) -> Any:

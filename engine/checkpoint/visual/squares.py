@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint.visual.pixels import PixelScale, resized, together
-from maxsimd.engine.checkpoint.visual.processor import as_pillow, settings_of
+from maxsimd.engine.checkpoint.visual.processor import settings_of
 from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Page
 from maxsimd.engine.media import Picture
 
@@ -28,7 +28,7 @@ class SquareReader:
         self.signature = settings_of(image_processor, page)
 
     def read(self, picture: Picture) -> ImageInputs:
-        made = resized(self._image_processor, as_pillow(picture))
+        made = resized(self._image_processor, picture)
         arrays = {"pixels": made["pixel_values"].astype(np.uint8)}  # [1, 3, height, width]
         size = picture.width, picture.height
         return ImageInputs(arrays, self._patches, self._grid, size, picture.digest)

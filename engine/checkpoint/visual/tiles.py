@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers, together
-from maxsimd.engine.checkpoint.visual.processor import as_pillow, page_of, refuse_other_readers, settings_of
+from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers, resized, together
+from maxsimd.engine.checkpoint.visual.processor import page_of, refuse_other_readers, settings_of
 from maxsimd.engine.checkpoint.visual.vision import (
     ImageInputs,
     Page,
@@ -41,13 +41,7 @@ class TileReader:
         self.signature = settings_of(self._image_processor, Page(prompt, np.array([processor.image_seq_len])))
 
     def read(self, picture: Picture) -> ImageInputs:
-        made = self._image_processor(
-            images=[as_pillow(picture)],
-            do_rescale=False,
-            do_normalize=False,
-            return_row_col_info=True,
-            return_tensors="np",
-        )
+        made = resized(self._image_processor, picture, return_row_col_info=True)
         tiles = made["pixel_values"].astype(np.uint8)  # [1, tiles, 3, height, width]
         rows, columns = int(made["rows"][0][0]), int(made["cols"][0][0])
         # A small picture is one tile.
