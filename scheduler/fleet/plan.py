@@ -1,0 +1,128 @@
+"""From a request's documents to parts, each for one member."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from heapq import heapify, heapreplace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.scheduler.fleet.owners import Digests, Member, ranked
+
+Tokens = NDArray[np.int64]
+
+# Consistent hashing with bounded loads (Mirrokni, Thorup & Zadimoghaddam 2018, arXiv 1608.01350): no member
+# may have more than this many times the mean of its cell, and one step beyond, or few requests would move.
+_BOUND = 1.25
+
+
+class Split(Enum):
+    """How a request may be spread.
+
+    `BY_OWNER`: documents go where their embeddings are kept. `BY_TOKENS`: anywhere, since nothing is kept.
+    `NEVER`: the model reads all documents together."""
+
+    BY_OWNER = "by owner"
+    BY_TOKENS = "by tokens"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Documents of a request, by their `indices` in it, ascending, for the first of the `members`; the others
+    follow in the order in which they are to be asked where it cannot. `weight` is what they weigh."""
+
+    members: tuple[Member, ...]
+    indices: NDArray[np.int64]
+    weight: int
+
+
+def plan(
+    digests: Digests,
+    tokens: Tokens,
+    weights: Tokens,
+    members: Sequence[Member],
+    loads: Tokens,
+    split: Split,
+    least_tokens: int,
+) -> list[Part]:
+    """The parts of a request: each document in exactly one, equal documents in the same.
+
+    `digests`, `tokens` and `weights` are of the documents [N], where a document that a member is known
+    to keep weighs less than it has tokens. `loads` is what waits at each member [G] by now. A request with
+    at most `least_tokens` goes to one member, and no part by tokens weighs less where it need not.
+    Raises ValueError without members.
+    """
+    if not members:
+        raise ValueError("there is no member that could take a part")
+    if not len(digests):
+        return []
+    unique, inverse = np.unique(digests, return_inverse=True)
+    of_unique = np.maximum(1, np.bincount(inverse, weights=weights).astype(np.int64))
+    is_small = int(tokens.sum()) <= least_tokens
+    if split is Split.BY_OWNER:
+        chosen = _by_owner(unique, of_unique, members, loads, least_tokens, is_small)
+    elif split is Split.BY_TOKENS:
+        chosen = _by_tokens(of_unique, loads, least_tokens)
+    else:
+        chosen = np.full(len(unique), np.argmin(loads), dtype=np.intp)
+    return _parts(chosen[inverse], digests, weights, members)
+
+
+def _by_owner(
+    digests: Digests,
+    weights: Tokens,
+    members: Sequence[Member],
+    loads: Tokens,
+    least_tokens: int,
+    is_small: bool,
+) -> NDArray[np.intp]:
+    """Each document [N] to the first of its members that has room."""
+    order = ranked(digests, [member.slot for member in members])  # [N, G]
+    total = int(weights.sum())
+    room = _BOUND * (loads.sum() + total) / len(members) + least_tokens - loads  # float64 [G]
+    if is_small:
+        owned = np.bincount(order[:, 0], weights=weights, minlength=len(members))
+        return np.full(len(digests), np.argmax(np.where(room > 0, owned, -1 - loads)), dtype=np.intp)
+    chosen = np.full(len(digests), -1, dtype=np.intp)
+    for choice in order.T:
+        waiting = np.flatnonzero(chosen < 0)
+        if not len(waiting):
+            break
+        for member in range(len(members)):
+            asking = waiting[choice[waiting] == member]
+            # Those before which there is room: the last of them may go over.
+            before = np.cumsum(weights[asking]) - weights[asking]
+            taken = asking[before < room[member]]
+            chosen[taken] = member
+            room[member] -= weights[taken].sum()
+    return chosen
+
+
+def _by_tokens(weights: Tokens, loads: Tokens, least_tokens: int) -> NDArray[np.intp]:
+    """Documents [N], the heaviest first, each to the member with the least work (Graham 1969): of as many
+    members as have enough to do, those with the least work now."""
+    count = int(np.clip(weights.sum() // max(1, least_tokens), 1, len(loads)))
+    lightest = np.argsort(loads, kind="stable")[:count]
+    heap = [(int(loads[member]), int(member)) for member in lightest]
+    heapify(heap)
+    chosen = np.empty(len(weights), dtype=np.intp)
+    for document in np.argsort(-weights, kind="stable"):
+        load, member = heap[0]
+        chosen[document] = member
+        heapreplace(heap, (load + int(weights[document]), member))
+    return chosen
+
+
+def _parts(
+    chosen: NDArray[np.intp], digests: Digests, weights: Tokens, members: Sequence[Member]
+) -> list[Part]:
+    parts = []
+    for first in np.unique(chosen):
+        indices = np.flatnonzero(chosen == first).astype(np.int64)
+        # Who else is asked: in the order of one of its documents, so that others differ from part to part.
+        others = ranked(digests[indices[:1]], [member.slot for member in members])[0]
+        order = [int(first), *(int(member) for member in others if member != first)]
+        parts.append(Part(tuple(members[member] for member in order), indices, int(weights[indices].sum())))
+    return parts

@@ -1,0 +1,38 @@
+"""Which documents were lately scored where, so that one whose embedding is kept weighs little in a plan."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.scheduler.fleet.cells import Cell
+from maxsimd.scheduler.fleet.owners import Digests, Member
+
+# What a document weighs whose embedding is kept, beside one that is encoded.
+_KEPT_SHARE = 0.02
+
+
+class Seen:
+    """The documents that this front has lately sent, with the member that answered: at most `capacity`, those
+    longest unused forgotten first. A guess, since members have caches of their own. For one thread."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._names: OrderedDict[tuple[int, int], str] = OrderedDict()
+
+    def remember(self, cell: Cell, digests: Iterable[int], member: Member) -> None:
+        """A member of a cell has scored documents."""
+        for digest in digests:
+            key = cell.number, digest
+            self._names[key] = member.name
+            self._names.move_to_end(key)
+        while len(self._names) > self._capacity:
+            self._names.popitem(last=False)
+
+    def weights(self, cell: Cell, digests: Digests, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What documents [N] of so many tokens weigh: little where one of the cell's members has them."""
+        alive = {member.name for member in cell.members}
+        names = (self._names.get((cell.number, digest)) for digest in digests.tolist())
+        is_kept = np.fromiter((name in alive for name in names), dtype=np.bool_, count=len(digests))
+        return np.where(is_kept, np.ceil(tokens * _KEPT_SHARE), tokens).astype(np.int64)
