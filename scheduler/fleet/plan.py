@@ -60,9 +60,11 @@ def plan(
         return []
     unique, inverse = np.unique(digests, return_inverse=True)
     of_unique = np.maximum(1, np.bincount(inverse, weights=weights).astype(np.int64))
-    is_small = int(tokens.sum()) <= least_tokens
     if split is Split.BY_OWNER:
-        chosen = _by_owner(unique, of_unique, members, loads, least_tokens, is_small)
+        order = ranked(unique, [member.slot for member in members])  # [N, G]
+        room = _BOUND * (loads.sum() + of_unique.sum()) / len(members) + least_tokens - loads
+        place = _at_one if tokens.sum() <= least_tokens else _at_owners
+        chosen = place(order, of_unique, room)
     elif split is Split.BY_TOKENS:
         chosen = _by_tokens(of_unique, loads, least_tokens)
     else:
@@ -70,27 +72,23 @@ def plan(
     return _parts(chosen[inverse], digests, weights, members)
 
 
-def _by_owner(
-    digests: Digests,
-    weights: Tokens,
-    members: Sequence[Member],
-    loads: Tokens,
-    least_tokens: int,
-    is_small: bool,
-) -> NDArray[np.intp]:
-    """Each document [N] to the first of its members that has room."""
-    order = ranked(digests, [member.slot for member in members])  # [N, G]
-    total = int(weights.sum())
-    room = _BOUND * (loads.sum() + total) / len(members) + least_tokens - loads  # float64 [G]
-    if is_small:
-        owned = np.bincount(order[:, 0], weights=weights, minlength=len(members))
-        return np.full(len(digests), np.argmax(np.where(room > 0, owned, -1 - loads)), dtype=np.intp)
-    chosen = np.full(len(digests), -1, dtype=np.intp)
+def _at_one(order: NDArray[np.intp], weights: Tokens, room: NDArray[np.float64]) -> NDArray[np.intp]:
+    """All documents [N] to the member that owns most of them, of those that have room; or to the one with the
+    least work. `order` [N, G] is whose each document is, `room` [G] what may be added to each."""
+    owned = np.bincount(order[:, 0], weights=weights, minlength=len(room))
+    return np.full(len(order), np.argmax(np.where(room > 0, owned, room - 1.0)), dtype=np.intp)
+
+
+def _at_owners(order: NDArray[np.intp], weights: Tokens, room: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Each document [N] to the first of its members that has room, as above. There is room for all: more than
+    they weigh together."""
+    room = room.copy()
+    chosen = np.full(len(order), -1, dtype=np.intp)
     for choice in order.T:
         waiting = np.flatnonzero(chosen < 0)
         if not len(waiting):
             break
-        for member in range(len(members)):
+        for member in range(len(room)):
             asking = waiting[choice[waiting] == member]
             # Those before which there is room: the last of them may go over.
             before = np.cumsum(weights[asking]) - weights[asking]
