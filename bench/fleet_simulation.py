@@ -60,8 +60,7 @@ class _Fleet:
         kept = shape.cache * shape.members
         self._fronts = [_Front(Loads(), Seen(kept)) for _ in range(shape.fronts)]
         self._random = random.Random(shape.seed)
-        generator = np.random.default_rng(shape.seed)
-        self._generator = generator
+        self._generator = generator = np.random.default_rng(shape.seed)
         self._digests = generator.integers(0, 2**64, shape.collection, dtype=np.uint64)
         lengths = generator.lognormal(0.0, 0.6, shape.collection)
         self._tokens = np.maximum(1, lengths / lengths.mean() * _MEAN_TOKENS).astype(np.int64)

@@ -112,7 +112,7 @@ class Attempts:
             message = f"three engines died while they scored {_named(documents)}; leave these out"
             return self._fail(FleetError("lost", message, documents))
         halves = [course] if len(course.lost) < _SUSPECT else _halves(course)
-        sends = []
+        chosen = []
         for each in halves:
             others = [other for other in _in_turn(each.part, alive) if other.name not in each.lost]
             if not others:
@@ -120,8 +120,8 @@ class Attempts:
             if not self._budget.take():
                 message = "engines died, and too many requests are tried again; try again shortly"
                 return self._fail(FleetError("lost", message, retry_after=1.0))
-            sends.append(self._send(each, others[0]))
-        return sends
+            chosen.append((each, others[0]))
+        return [self._send(each, other) for each, other in chosen]
 
     def full(self, attempt: int, retry_after: float, alive: Sequence[Member]) -> list[Send] | Fail:
         """An attempt's member has no room, and says after how many seconds it may have it."""

@@ -169,3 +169,13 @@ def test_each_score_is_written_once() -> None:
     merge.commit(np.array([1]), np.array([0.1]))
     assert merge.result().tolist() == [0.0, 0.1, 0.2]
     assert isinstance(Attempts([part(0)], RetryBudget()).begin()[0], Send)
+
+
+def test_no_attempt_is_cancelled_that_was_never_sent() -> None:
+    budget = RetryBudget(share=0.0, spare=2.0)  # for one retry, and for one of two halves
+    attempts = Attempts([part(0, 1)], budget)
+    [first] = attempts.begin()
+    [second] = attempts.lost(first.attempt, MEMBERS[1:])
+    failed = attempts.lost(second.attempt, MEMBERS[2:])
+    assert isinstance(failed, Fail)
+    assert failed.cancelled == ()

@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.scheduler.fleet import Cell, Loads, Member, Split, cell_of, cells_of, digest_of, plan, ranked
+from maxsimd.scheduler.fleet import (
+    Cell,
+    Loads,
+    Member,
+    Seen,
+    Split,
+    cell_of,
+    cells_of,
+    digest_of,
+    plan,
+    ranked,
+)
 
 
 def fleet(count: int, fingerprint: str = "f") -> tuple[Member, ...]:
@@ -222,3 +233,16 @@ def test_loads_are_what_was_sent_and_what_others_sent() -> None:
     loads.answered(two, 30, queued_tokens=None)
     loads.keep([two])
     assert loads.of([one, two]).tolist() == [0, 0]
+
+
+def test_documents_lately_seen_weigh_little_while_their_member_lives() -> None:
+    [cell] = cells_of(fleet(2))
+    seen, tokens = Seen(capacity=2), np.full(3, 100)
+    numbers = np.array([1, 2, 3], dtype=np.uint64)
+    assert seen.weights(cell, numbers, tokens).tolist() == [100, 100, 100]
+    seen.remember(cell, [1, 2, 3], cell.members[0])
+    assert seen.weights(cell, numbers, tokens).tolist() == [100, 2, 2], "the oldest is forgotten"
+    survivor = Cell(cell.number, cell.members[1:])
+    assert seen.weights(survivor, numbers, tokens).tolist() == [100, 100, 100]
+    other = Cell(1, cell.members)
+    assert seen.weights(other, numbers, tokens).tolist() == [100, 100, 100]
