@@ -11,13 +11,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maxsimd.scheduler.fleet import Loads, Member, Part, Seen, Split, cell_of, cells_of, plan, ranked
+from maxsimd.scheduler.fleet import (
+    Documents,
+    Loads,
+    Member,
+    Part,
+    Seen,
+    Split,
+    cell_of,
+    cells_of,
+    plan,
+    ranked,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
     """What is simulated: `documents` a request of a `collection` whose n-th document is asked for in
-    proportion to n**-`zipf`; members that keep `cache` documents each and work a share `busy` of all time."""
+    proportion to n**-`zipf`; members that cache `cache` documents each and work a share `busy` of the
+    time."""
 
     members: int
     cell_size: int = 8
@@ -42,7 +54,7 @@ _STEP_TOKENS, _MEAN_TOKENS = 2_048, 180
 class _Engine:
     free: float = 0.0
     worked: float = 0.0
-    kept: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
 @dataclass(slots=True)
@@ -57,8 +69,8 @@ class _Fleet:
         self._members = tuple(Member(slot, f"m{slot}", "f") for slot in range(shape.members))
         self._cells = cells_of(self._members, shape.cell_size)
         self._engines = [_Engine() for _ in self._members]
-        kept = shape.cache * shape.members
-        self._fronts = [_Front(Loads(), Seen(kept)) for _ in range(shape.fronts)]
+        capacity = shape.cache * shape.members
+        self._fronts = [_Front(Loads(), Seen(capacity)) for _ in range(shape.fronts)]
         self._random = random.Random(shape.seed)
         self._generator = generator = np.random.default_rng(shape.seed)
         self._digests = generator.integers(0, 2**64, shape.collection, dtype=np.uint64)
@@ -71,7 +83,7 @@ class _Fleet:
         self._numbered = 0
 
     def run(self, requests: int, mean_gap: float) -> dict[str, float]:
-        """Requests that come at random, so many seconds apart on average."""
+        """Requests that come at random, `mean_gap` seconds apart on average."""
         begun, latencies, parts, hits = self._now, [], 0, 0
         worked = [engine.worked for engine in self._engines]
         for _ in range(requests):
@@ -106,31 +118,31 @@ class _Fleet:
         weights = front.seen.weights(cell, digests, tokens)
         split = Split.BY_OWNER if self._shape.by_owner else Split.BY_TOKENS
         loads = front.loads.of(cell.members)
-        parts = plan(digests, tokens, weights, cell.members, loads, split, _STEP_TOKENS)
+        parts = plan(Documents(digests, tokens, weights), cell.members, loads, split, _STEP_TOKENS)
         ended, hits = 0.0, 0
         for part in parts:
             member = part.members[0]
-            kept = self._serve(self._engines[member.slot], part, drawn)
+            num_cached = self._serve(self._engines[member.slot], part, drawn)
             front.loads.sent(member, part.weight)
             front.seen.remember(cell, digests[part.indices].tolist(), member)
             reply = self._engines[member.slot].free + _HOP
             self._numbered += 1
             heapq.heappush(self._replies, (reply, self._numbered, number, member, part.weight))
-            ended, hits = max(ended, reply), hits + kept
+            ended, hits = max(ended, reply), hits + num_cached
         return ended, len(parts), hits
 
     def _serve(self, engine: _Engine, part: Part, drawn: np.ndarray) -> int:
-        """A part at the end of an engine's queue: how many of its documents are kept there."""
+        """A part at the end of an engine's queue: how many of its documents are cached there."""
         hits, encoded = 0, 0
         for document in dict.fromkeys(drawn[part.indices].tolist()):
-            if document in engine.kept:
+            if document in engine.cached:
                 hits += 1
-                engine.kept.move_to_end(document)
+                engine.cached.move_to_end(document)
             else:
                 encoded += int(self._tokens[document])
-                engine.kept[document] = None
-        while len(engine.kept) > self._shape.cache:
-            engine.kept.popitem(last=False)
+                engine.cached[document] = None
+        while len(engine.cached) > self._shape.cache:
+            engine.cached.popitem(last=False)
         seconds = _PART + encoded * _TOKEN + len(part.indices) * _ROW
         engine.free = max(engine.free, self._now + _HOP) + seconds
         engine.worked += seconds
@@ -145,7 +157,7 @@ class _Fleet:
 
 
 def simulate(shape: FleetShape, requests: int) -> dict[str, float]:
-    """Figures of so many requests, after others that have filled the caches."""
+    """Figures of `requests` requests, after others that have filled the caches."""
     fleet = _Fleet(shape)
     uncached = shape.documents * _MEAN_TOKENS * _TOKEN / shape.members
     fleet.run(requests, uncached / shape.busy)

@@ -9,13 +9,14 @@ from maxsimd.scheduler.fleet.cells import Cell, cell_of, cells_of
 from maxsimd.scheduler.fleet.loads import Loads
 from maxsimd.scheduler.fleet.merge import Merge
 from maxsimd.scheduler.fleet.owners import Member, digest_of, ranked
-from maxsimd.scheduler.fleet.plan import Part, Split, plan
+from maxsimd.scheduler.fleet.plan import Documents, Part, Split, plan
 from maxsimd.scheduler.fleet.retry_budget import RetryBudget
 from maxsimd.scheduler.fleet.seen import Seen
 
 __all__ = [
     "Attempts",
     "Cell",
+    "Documents",
     "Fail",
     "FleetError",
     "Loads",

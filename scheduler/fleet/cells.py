@@ -1,7 +1,7 @@
 """Cells: members side by side among whom one request is spread.
 
 A request over all members of a large fleet would wait for the slowest of a hundred; over a cell of eight it
-has eight parts. The price is that a document which many requests have is kept once a cell.
+has eight parts. The price is that a document which many requests have is cached once a cell.
 """
 
 from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ class Loads:
         if queued_tokens is not None:
             self._others[member.name] = max(0, queued_tokens - max(0, left))
 
-    def keep(self, members: Iterable[Member]) -> None:
+    def forget_others(self, members: Iterable[Member]) -> None:
         """Forgets all other members."""
         names = {member.name for member in members}
         for counts in (self._sent, self._others):

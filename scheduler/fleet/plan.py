@@ -20,12 +20,22 @@ _BOUND = 1.25
 class Split(Enum):
     """How a request may be spread.
 
-    `BY_OWNER`: documents go where their embeddings are kept. `BY_TOKENS`: anywhere, since nothing is kept.
+    `BY_OWNER`: documents go where their embeddings are cached. `BY_TOKENS`: anywhere, as nothing is cached.
     `NEVER`: the model reads all documents together."""
 
     BY_OWNER = "by owner"
     BY_TOKENS = "by tokens"
     NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """A request's documents [N]: the `digests` of their texts, how many `tokens` they have, and what they
+    weigh: less than their tokens where a member is known to have cached a document."""
+
+    digests: Digests
+    tokens: Tokens
+    weights: Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,37 +49,29 @@ class Part:
 
 
 def plan(
-    digests: Digests,
-    tokens: Tokens,
-    weights: Tokens,
-    members: Sequence[Member],
-    loads: Tokens,
-    split: Split,
-    least_tokens: int,
+    documents: Documents, members: Sequence[Member], loads: Tokens, split: Split, least_tokens: int
 ) -> list[Part]:
     """The parts of a request: each document in exactly one, equal documents in the same.
 
-    `digests`, `tokens` and `weights` are of the documents [N], where a document that a member is known
-    to keep weighs less than it has tokens. `loads` is what waits at each member [G] by now. A request with
-    at most `least_tokens` goes to one member, and no part by tokens weighs less where it need not.
-    Raises ValueError without members.
+    `loads` is what waits at each member [G] by now, in tokens. A request with at most `least_tokens` goes to
+    one member, and no part by tokens weighs less where it need not. Raises ValueError without members.
     """
     if not members:
         raise ValueError("there is no member that could take a part")
-    if not len(digests):
+    if not len(documents.digests):
         return []
-    unique, inverse = np.unique(digests, return_inverse=True)
-    of_unique = np.maximum(1, np.bincount(inverse, weights=weights).astype(np.int64))
+    unique, inverse = np.unique(documents.digests, return_inverse=True)
+    of_unique = np.maximum(1, np.bincount(inverse, weights=documents.weights).astype(np.int64))
     if split is Split.BY_OWNER:
         order = ranked(unique, [member.slot for member in members])  # [N, G]
         room = _BOUND * (loads.sum() + of_unique.sum()) / len(members) + least_tokens - loads
-        place = _at_one if tokens.sum() <= least_tokens else _at_owners
-        chosen = place(order, of_unique, room)
+        choose = _at_one if documents.tokens.sum() <= least_tokens else _at_owners
+        chosen = choose(order, of_unique, room)
     elif split is Split.BY_TOKENS:
         chosen = _by_tokens(of_unique, loads, least_tokens)
     else:
         chosen = np.full(len(unique), np.argmin(loads), dtype=np.intp)
-    return _parts(chosen[inverse], digests, weights, members)
+    return _parts(chosen[inverse], documents, members)
 
 
 def _at_one(order: NDArray[np.intp], weights: Tokens, room: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -113,14 +115,14 @@ def _by_tokens(weights: Tokens, loads: Tokens, least_tokens: int) -> NDArray[np.
     return chosen
 
 
-def _parts(
-    chosen: NDArray[np.intp], digests: Digests, weights: Tokens, members: Sequence[Member]
-) -> list[Part]:
+def _parts(chosen: NDArray[np.intp], documents: Documents, members: Sequence[Member]) -> list[Part]:
     parts = []
     for first in np.unique(chosen):
         indices = np.flatnonzero(chosen == first).astype(np.int64)
         # Who else is asked: in the order of one of its documents, so that others differ from part to part.
-        others = ranked(digests[indices[:1]], [member.slot for member in members])[0]
+        others = ranked(documents.digests[indices[:1]], [member.slot for member in members])[0]
         order = [int(first), *(int(member) for member in others if member != first)]
-        parts.append(Part(tuple(members[member] for member in order), indices, int(weights[indices].sum())))
+        parts.append(
+            Part(tuple(members[member] for member in order), indices, int(documents.weights[indices].sum()))
+        )
     return parts

@@ -1,4 +1,4 @@
-"""Which documents were lately scored where, so that one whose embedding is kept weighs little in a plan."""
+"""Which documents were lately scored where, so that one whose embedding is cached weighs little in a plan."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from maxsimd.scheduler.fleet.cells import Cell
 from maxsimd.scheduler.fleet.owners import Digests, Member
 
-# What a document weighs whose embedding is kept, beside one that is encoded.
-_KEPT_SHARE = 0.02
+# What a document weighs whose embedding is cached, beside one that is encoded.
+_CACHED_SHARE = 0.02
 
 
 class Seen:
@@ -31,8 +31,8 @@ class Seen:
             self._names.popitem(last=False)
 
     def weights(self, cell: Cell, digests: Digests, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What documents [N] of so many tokens weigh: little where one of the cell's members has them."""
+        """What documents [N] with these `tokens` weigh: little where one of the cell's members has them."""
         alive = {member.name for member in cell.members}
         names = (self._names.get((cell.number, digest)) for digest in digests.tolist())
-        is_kept = np.fromiter((name in alive for name in names), dtype=np.bool_, count=len(digests))
-        return np.where(is_kept, np.ceil(tokens * _KEPT_SHARE), tokens).astype(np.int64)
+        is_cached = np.fromiter((name in alive for name in names), dtype=np.bool_, count=len(digests))
+        return np.where(is_cached, np.ceil(tokens * _CACHED_SHARE), tokens).astype(np.int64)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from maxsimd.scheduler.fleet import (
     Cell,
+    Documents,
     Loads,
     Member,
     Seen,
@@ -125,7 +126,7 @@ def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, s
     numbers = np.array([number for number, _ in documents], dtype=np.uint64)
     tokens = np.array([count for _, count in documents], dtype=np.int64)
     load = np.array(loads, dtype=np.int64)
-    parts = plan(numbers, tokens, tokens, members, load, split, least)
+    parts = plan(Documents(numbers, tokens, tokens), members, load, split, least)
     held = np.concatenate([part.indices for part in parts])
     assert sorted(held.tolist()) == list(range(len(documents)))
     assert all((np.diff(part.indices) > 0).all() for part in parts)
@@ -155,7 +156,7 @@ def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
     load = np.array(loads, dtype=np.int64)
     after = load.copy()
     weights = np.maximum(tokens, 1)
-    for part in plan(numbers, tokens, tokens, members, load, Split.BY_OWNER, least):
+    for part in plan(Documents(numbers, tokens, tokens), members, load, Split.BY_OWNER, least):
         slot = part.members[0].slot
         after[slot] += weights[part.indices].sum()
     most = 1.25 * (load.sum() + weights.sum()) / len(members) + least
@@ -166,7 +167,9 @@ def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
 def test_a_document_with_room_at_its_owner_goes_there() -> None:
     members, numbers = fleet(4), digests(40)
     tokens = np.full(40, 10, dtype=np.int64)
-    parts = plan(numbers, tokens, tokens, members, np.zeros(4, dtype=np.int64), Split.BY_OWNER, 300)
+    parts = plan(
+        Documents(numbers, tokens, tokens), members, np.zeros(4, dtype=np.int64), Split.BY_OWNER, 300
+    )
     owners = ranked(numbers, range(4))[:, 0]
     for part in parts:
         assert (owners[part.indices] == part.members[0].slot).all()
@@ -177,48 +180,32 @@ def test_a_small_request_goes_to_the_owner_of_most_of_it() -> None:
     owners = ranked(numbers, range(4))[:, 0]
     tokens = np.where(owners == owners[0], 100, 10)
     idle = np.zeros(4, dtype=np.int64)
-    [part] = plan(numbers, tokens, tokens, members, idle, Split.BY_OWNER, 1_000)
+    [part] = plan(Documents(numbers, tokens, tokens), members, idle, Split.BY_OWNER, 1_000)
     assert part.members[0].slot == owners[0]
     busy = np.where(np.arange(4) == owners[0], 100_000, 0)
-    [part] = plan(numbers, tokens, tokens, members, busy, Split.BY_OWNER, 1_000)
+    [part] = plan(Documents(numbers, tokens, tokens), members, busy, Split.BY_OWNER, 1_000)
     assert part.members[0].slot != owners[0], "but not where too many wait"
 
 
 def test_parts_by_tokens_are_about_equal_and_avoid_the_busy() -> None:
     tokens = np.random.default_rng(0).integers(1, 512, 1_000)
     load = np.array([0, 0, 60_000, 0], dtype=np.int64)
-    parts = plan(digests(1_000), tokens, tokens, fleet(4), load, Split.BY_TOKENS, 1_000)
+    parts = plan(Documents(digests(1_000), tokens, tokens), fleet(4), load, Split.BY_TOKENS, 1_000)
     after = load.copy()
     for part in parts:
         after[part.members[0].slot] += part.weight
     assert after.max() - after.min() < 512
-    few = plan(digests(10), np.full(10, 100), np.full(10, 100), fleet(4), load, Split.BY_TOKENS, 600)
+    few = plan(
+        Documents(digests(10), np.full(10, 100), np.full(10, 100)), fleet(4), load, Split.BY_TOKENS, 600
+    )
     assert [part.members[0].slot for part in few] == [0], "there is too little for two"
 
 
 def test_nobody_can_take_a_part_of_an_empty_fleet() -> None:
+    none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
     with pytest.raises(ValueError, match="no member"):
-        plan(
-            digests(1),
-            np.ones(1, np.int64),
-            np.ones(1, np.int64),
-            (),
-            np.zeros(0, dtype=np.int64),
-            Split.BY_OWNER,
-            1,
-        )
-    assert (
-        plan(
-            digests(0),
-            np.zeros(0, np.int64),
-            np.zeros(0, np.int64),
-            fleet(1),
-            np.zeros(1, np.int64),
-            Split.NEVER,
-            1,
-        )
-        == []
-    )
+        plan(Documents(digests(1), one, one), (), none, Split.BY_OWNER, 1)
+    assert plan(Documents(digests(0), none, none), fleet(1), one, Split.NEVER, 1) == []
 
 
 def test_loads_are_what_was_sent_and_what_others_sent() -> None:
@@ -231,7 +218,7 @@ def test_loads_are_what_was_sent_and_what_others_sent() -> None:
     loads.answered(one, 100, queued_tokens=250)  # 50 of them are ours
     assert loads.of([one, two]).tolist() == [250, 30]
     loads.answered(two, 30, queued_tokens=None)
-    loads.keep([two])
+    loads.forget_others([two])
     assert loads.of([one, two]).tolist() == [0, 0]
 
 
