@@ -135,8 +135,10 @@ def serve(print_config: bool, **values: Any) -> None:
 
     set_up_logging(server_config.log_level, server_config.log_format)
     with leaving_when_asked():
-        from maxsimd.api.serve import serve as run
-
+        if server_config.is_fleet:
+            from maxsimd.api.fleet.supervisor import supervise as run
+        else:
+            from maxsimd.api.serve import serve as run
         sys.exit(run(engine_config, server_config, _STARTED))
 
 

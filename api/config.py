@@ -7,6 +7,7 @@ from typing import Literal
 
 from maxsimd.engine.config import option
 
+_MOST_PROCESSES = 64
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
 
 
@@ -20,6 +21,12 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
+    fronts: int = option(1, "Processes that take requests, on the same port.")
+    replicas: int = option(
+        1,
+        "Processes that each load the model, over which requests are spread; with several, --device may name "
+        "several too, as cuda:0,cuda:1.",
+    )
     tls_cert: str | None = option(
         None, "File with the certificate chain (PEM), to speak HTTPS instead of HTTP."
     )
@@ -92,7 +99,19 @@ class ServerConfig:
     )
     log_format: Literal["text", "json"] = option("text", "Log lines for people or for machines.")
 
+    @property
+    def is_fleet(self) -> bool:
+        """Whether more than one process serves."""
+        return self.fronts > 1 or self.replicas > 1
+
     def __post_init__(self) -> None:
+        for name in ("fronts", "replicas"):
+            if not 1 <= getattr(self, name) <= _MOST_PROCESSES:
+                raise ValueError(f"{name} must be from 1 to {_MOST_PROCESSES}, not {getattr(self, name)}")
+        if self.is_fleet and self.restart_on_failure:
+            raise ValueError(
+                "restart_on_failure is for one process; with several, an engine that dies is started again"
+            )
         for name in ("max_body_mb", "max_bodies_mb", "max_documents", "max_images", "max_connections"):
             value = getattr(self, name)
             if value is not None and value < 1:

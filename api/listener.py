@@ -12,6 +12,7 @@ import resource
 import socket
 import ssl
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -81,20 +82,10 @@ class Listener:
         self._no_room = SeldomLogger(log)
         self._full = SeldomLogger(log)
 
-    async def start(self, host: str, port: int) -> None:
-        """Raises SetupError where it cannot listen there."""
-        try:
-            found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, _, _, _, address in dict.fromkeys(found):
-                # All addresses of a name get the one port, also where the first has chosen it.
-                self._sockets.append(_listening(family, (address[0], self.port or port, *address[2:])))
-        except OSError as error:
-            self.close()
-            reason = (error.strerror or str(error)).lower()
-            raise SetupError(
-                f"cannot listen on {host}, port {port}: {reason}; choose another --host or --port, "
-                "or stop what listens there"
-            ) from error
+    def start(self, sockets: Sequence[socket.socket]) -> None:
+        """Lets in those who come to sockets that listen, which are closed with this; other processes may let
+        in some of them."""
+        self._sockets = [*sockets]
         for listening in self._sockets:
             self._loop.add_reader(listening, self._accept, listening)
 
@@ -191,6 +182,26 @@ class Listener:
             with suppress(OSError):
                 arrived.send(as_bytes(answer))
         arrived.close()
+
+
+def open_sockets(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on all addresses of a host. Raises SetupError where that is not possible."""
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            # All addresses of a name get the one port, also where the first has chosen it.
+            free = sockets[0].getsockname()[1] if sockets else port
+            sockets.append(_listening(family, (address[0], free, *address[2:])))
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        reason = (error.strerror or str(error)).lower()
+        raise SetupError(
+            f"cannot listen on {host}, port {port}: {reason}; choose another --host or --port, "
+            "or stop what listens there"
+        ) from error
+    return sockets
 
 
 def _listening(family: int, address: tuple[object, ...]) -> socket.socket:

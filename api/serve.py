@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import uvloop
@@ -14,16 +16,17 @@ from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
 from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
-from maxsimd.api.listener import Listener, max_connections, raise_descriptor_limit
+from maxsimd.api.listener import Listener, max_connections, open_sockets, raise_descriptor_limit
 from maxsimd.api.loading import Deaths, Loading
+from maxsimd.api.served import GatherMetrics, ServedEngine
 from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.api.state import ServerState
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.device.cores import usable_cores
-from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.device.time_slices import take_short_slices
+from maxsimd.engine.facts import ModelFacts
 
 log = logging.getLogger("maxsimd.serve")
 
@@ -38,19 +41,28 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, started: flo
     take_short_slices()
     share_heaps(usable_cores().threads)
     with switching_often():
-        status = uvloop.run(_serve(engine_config, server_config, started))
+        status = uvloop.run(run_server(Engine(engine_config), server_config, started))
     if num_left_behind():
         # A thread that is stuck in a library may keep an interpreter from ending.
         leave_at_once(status)
     return status
 
 
-async def _serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
+async def run_server(
+    engine: ServedEngine,
+    server_config: ServerConfig,
+    started: float,
+    sockets: Sequence[socket.socket] = (),
+    gather_metrics: GatherMetrics | None = None,
+) -> int:
+    """Serves an engine that is not started yet, until a signal comes, on `sockets` that listen already, if
+    there are some; returns the process's exit status. `gather_metrics` makes the page of /metrics of the
+    process's own where others belong to the server."""
     stop = Stop(server_config.grace_seconds)
-    engine = Engine(engine_config)
     try:
         # Listening comes first: while the model loads, /health and /ready say so instead of refusing.
-        door = await _open(engine, server_config)
+        door = await _open(engine, server_config, sockets)
+        door.state.gather_metrics = gather_metrics
     except SetupError as error:
         log.error("%s", error)
         return 1
@@ -95,7 +107,7 @@ class _Door:
             log.info("some clients have not read the end of their answers")
 
 
-async def _open(engine: Engine, config: ServerConfig) -> _Door:
+async def _open(engine: ServedEngine, config: ServerConfig, sockets: Sequence[socket.socket]) -> _Door:
     """Raises SetupError."""
     tls = tls_context(config)
     app = build_app(engine, config)
@@ -106,7 +118,7 @@ async def _open(engine: Engine, config: ServerConfig) -> _Door:
     assert runner.server is not None
     listener = Listener(runner.server, connections, tls)
     try:
-        await listener.start(config.host, config.port)
+        listener.start(sockets or open_sockets(config.host, config.port))
     except SetupError:
         await runner.cleanup()
         raise
@@ -117,18 +129,18 @@ async def _open(engine: Engine, config: ServerConfig) -> _Door:
     return _Door(url, app[STATE], runner, listener, connections)
 
 
-async def _live(engine: Engine, door: _Door, stop: Stop, started: float) -> None:
+async def _live(engine: ServedEngine, door: _Door, stop: Stop, started: float) -> None:
     """Serves until the engine has died, or a signal has come. It was `started` then (perf_counter)."""
     with garbage_left_alone():
         seconds = time.perf_counter() - started
-        name, how = engine.model.name, _how_it_runs(engine)
+        name, how = engine.facts.name, how_it_runs(engine.facts)
         log.info("%s is ready on %s after %.1f s: %s", name, door.url, seconds, how)
         collecting = asyncio.create_task(collect_when_quiet(lambda: door.state.is_quiet, resident_bytes))
         await _until_the_end(engine, stop)
         collecting.cancel()
 
 
-async def _until_the_end(engine: Engine, stop: Stop) -> None:
+async def _until_the_end(engine: ServedEngine, stop: Stop) -> None:
     """Returns when the engine has died, or a signal has come."""
     ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -151,17 +163,7 @@ async def _drain(door: _Door, deadline: float) -> None:
     log.info("drained")
 
 
-def _how_it_runs(engine: Engine) -> str:
-    prepared = engine.device_model.prepared
-    precision = str(prepared.dtype).removeprefix("torch.")
-    if prepared.quantized:
-        precision += " with int8 weights"
-    where = f"{prepared.execution} on {engine.device_model.device}{_kernels(engine.device_model)}"
-    return f"{engine.model.score_type.value}, {precision}, {where}"
-
-
-def _kernels(device_model: DeviceModel) -> str:
-    """By which kernels a GPU runs; on a CPU there is no choice to report."""
-    if device_model.device.type != "cuda":
-        return ""
-    return f", attention by {device_model.prepared.attention}, MaxSim by {device_model.maxsim_name}"
+def how_it_runs(facts: ModelFacts) -> str:
+    """In one line of the log."""
+    kernels = f", {facts.kernels}" if facts.kernels else ""
+    return f"{facts.score_type.value}, {facts.precision}, {facts.execution} on {facts.device}{kernels}"

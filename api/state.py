@@ -12,8 +12,9 @@ from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.media.sources import MediaSources
 from maxsimd.api.metrics import ServerMetrics
+from maxsimd.api.served import GatherMetrics, ServedEngine
 from maxsimd.api.tracing import tracing_of_environment
-from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
+from maxsimd.engine import EngineDeadError, EngineNotReadyError
 
 # What Infinity's client sends where it is to name no model.
 _NO_NAME = "default/not-specified"
@@ -26,7 +27,7 @@ class ServerState:
     work in flight is finished; `comes_back` says that an engine that dies is started again. Raises SetupError
     where the configuration's file of keys does not serve, or traces are to be sent and cannot be."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
         self.keys = ApiKeys(config, set_tenants=engine.set_tenants)
@@ -37,6 +38,7 @@ class ServerState:
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.media = MediaSources(config)
         self.draining = False
+        self.gather_metrics: GatherMetrics | None = None
         self.comes_back = config.restart_on_failure
         self._in_flight: set[asyncio.Timeout] = set()
         self._quiet = asyncio.Event()
@@ -50,7 +52,7 @@ class ServerState:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names under which the model is served: those of the configuration, or its own."""
-        return self.config.served_model_name or (self.engine.model.name,)
+        return self.config.served_model_name or (self.engine.facts.name,)
 
     @property
     def is_ready(self) -> bool:
@@ -110,5 +112,5 @@ class ServerState:
             raise EngineNotReadyError("the server is starting or shutting down")
 
     def check_model(self, name: str | None) -> None:
-        if name and name not in (*self.model_names, self.engine.model.name, _NO_NAME):
+        if name and name not in (*self.model_names, self.engine.facts.name, _NO_NAME):
             raise no_such_model(name, self.model_names)

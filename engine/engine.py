@@ -147,7 +147,7 @@ class Engine(EngineLife):
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
         check_options("rerank", options)
         given = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
-        scored = await self._scored(query, given, {**_DEFAULTS, **options}, top_n)
+        scored = await self._scored(query, given, {**SCORE_DEFAULTS, **options}, top_n)
         result = await aside(scored.result, len(given))
         ranked = await aside(lambda: rank(result.scores, given, top_n, score_threshold), len(given))
         explanations = await self._why(scored, [one.index for one in ranked])
@@ -167,7 +167,7 @@ class Engine(EngineLife):
 
         Leaving it early cancels what is left."""
         check_options("stream", options)
-        complete: ScoreOptions = {**_DEFAULTS, **options}
+        complete: ScoreOptions = {**SCORE_DEFAULTS, **options}
         return ScoreStream(
             lambda arrived: self._scored(queries, documents, complete, arrived=arrived), self._why
         )
@@ -323,7 +323,7 @@ class Engine(EngineLife):
 
 
 # What `rerank` has where its caller leaves out an option of `score`.
-_DEFAULTS = cast(
+SCORE_DEFAULTS = cast(
     "ScoreOptions",
     {
         name: parameter.default

@@ -1,6 +1,6 @@
 """Every way in which the engine refuses or fails. Messages say what to change."""
 
-from typing import Literal
+from typing import Literal, Self
 
 # queue: no room; wait: it would take too long; timeout: that for the request's own timeout; rate: the tenant
 # has used up what it may use in a minute.
@@ -39,6 +39,11 @@ class RequestTooLargeError(MaxsimdError):
 
 class RequestTimeoutError(MaxsimdError):
     """The request's own timeout passed before its result was there."""
+
+    @classmethod
+    def after(cls, seconds: float) -> Self:
+        """Of a request with a timeout of these seconds."""
+        return cls(f"not done within {seconds} seconds; allow more time or send fewer documents")
 
 
 class RequestFailedError(MaxsimdError):

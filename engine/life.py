@@ -3,7 +3,7 @@
 What it is for, scoring and embedding, is in `engine`."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -11,7 +11,9 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, EngineRunningError
+from maxsimd.engine.facts import ModelFacts
 from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.preprocess.chat import chat_text
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.runtime import Running, bury, launch
 from maxsimd.engine.stats import EngineStats
@@ -102,6 +104,11 @@ class EngineLife:
         return self._require().device_model
 
     @property
+    def facts(self) -> ModelFacts:
+        """What there is to know of the loaded model for those who do not run it."""
+        return self._require().facts
+
+    @property
     def tokenizer(self) -> TextTokenizer:
         return self._require().tokenizer
 
@@ -109,6 +116,27 @@ class EngineLife:
     def max_tokens(self) -> int:
         """The longest sequence that can be run, special tokens included."""
         return self._require().max_tokens
+
+    async def conversation(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
+    ) -> tuple[str, bool]:
+        """Messages of "role" and "content" as the checkpoint's template writes them, and whether that is all
+        that belongs to them, special tokens included. Raises InvalidRequestError for messages that it does
+        not take."""
+        model = self.model
+        template = model.text.chat
+
+        def write() -> str:
+            flags = {
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+            }
+            if template is not None:
+                return template.conversation(messages, **flags)
+            return chat_text(model.tokenizer, messages, **flags)
+
+        size = sum(len(message["content"]) for message in messages)
+        return await self.in_thread(write, size), template is not None
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
         """Names the tenants with a weight and limits of their own, in place of those named before. May be

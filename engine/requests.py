@@ -239,19 +239,21 @@ def _size(texts: Sequence[Item | tuple[int, ...]]) -> int:
 class Usage:
     """Tokens of a request: a query that is scored late counts once, a pair counts whole, and a document that
     a request has twice counts once. Those that were not run, because the documents' embeddings were cached or
-    all pairs began with them, are also in `cached_tokens`."""
+    all pairs began with them, are also in `cached_tokens`. Of the `prompt_tokens` those of queries that are
+    scored late are also in `query_tokens`."""
 
     prompt_tokens: int
     cached_tokens: int = 0
     cached_documents: int = 0
+    query_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
     """One score a document, in input order; higher is more relevant. `truncated` counts the inputs that were
-    cut. `unscored` are the documents that there was no time for, and `errors` says of others why they have no
-    score; instead of one these have NaN. `explanations`, of those that have one, are there where they were
-    asked for."""
+    cut, `truncated_queries` the queries among them. `unscored` are the documents that there was no time for,
+    and `errors` says of others why they have no score; instead of one these have NaN. `explanations`,
+    of those that have one, are there where they were asked for."""
 
     scores: list[float]
     usage: Usage
@@ -260,6 +262,7 @@ class ScoreResult:
     errors: Mapping[int, str] = field(default_factory=dict)
     timings: Timings = Timings()
     explanations: Mapping[int, Explanation] = field(default_factory=dict)
+    truncated_queries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
     """The same without an event loop."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError("the condition did not come true")

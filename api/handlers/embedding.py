@@ -17,7 +17,6 @@ from maxsimd.api.reading_messages import Chat, inputs_or_chat_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.vectors import encoded, file_of
 from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, TokenEmbedResult
-from maxsimd.engine.preprocess.chat import chat_text
 from maxsimd.engine.results.postprocess import aside
 
 # What a number of an answer takes as text, and as much again while that is made.
@@ -47,7 +46,7 @@ async def pooling(
     state: ServerState, body: wire.PoolingRequest, inputs: Inputs | Chat, tenant: str
 ) -> Answer:
     """vLLM's: the task that the request names, or else the one that the model's scores are made of."""
-    task = body.task or state.engine.model.score_task
+    task = body.task or state.engine.facts.score_task
     return await _vectors(state, body, inputs, tenant, task, wire.Pooling)
 
 
@@ -112,34 +111,22 @@ async def _run(
 
 async def _read_chat(state: ServerState, body: wire.EmbeddingsRequest, chat: Chat) -> Inputs:
     """As token ids, unless the request wants special tokens beside those of the template."""
-    model, tokenizer = state.engine.model, state.engine.tokenizer
-    template = model.text.chat
-
-    def read() -> Inputs:
-        if template is not None:
-            text = template.conversation(
-                chat.messages,
-                add_generation_prompt=bool(body.add_generation_prompt),
-                continue_final_message=bool(body.continue_final_message),
-            )
-            # The template has written all that belongs to them.
-            return [tokenizer.encode([text], "messages")[0].tolist()]
-        text = chat_text(
-            model.tokenizer,
-            chat.messages,
-            add_generation_prompt=bool(body.add_generation_prompt),
-            continue_final_message=bool(body.continue_final_message),
-        )
-        return [text] if body.add_special_tokens else [tokenizer.encode([text], "messages")[0].tolist()]
-
-    size = sum(len(message["content"]) for message in chat.messages)
-    return await state.engine.in_thread(read, size)
+    engine = state.engine
+    text, is_complete = await engine.conversation(
+        chat.messages,
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=bool(body.continue_final_message),
+    )
+    if body.add_special_tokens and not is_complete:
+        return [text]
+    tokenizer = engine.tokenizer
+    return await engine.in_thread(lambda: [tokenizer.encode([text], "messages")[0].tolist()], len(text))
 
 
 def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     """How many vectors of a token each an answer may have, so that it takes no more memory than bodies may
     together; None where the model has none."""
-    task = state.engine.model.tasks.get("token_embed")
+    task = state.engine.facts.tasks.get("token_embed")
     if task is None or (dimensions is not None and dimensions < 1):
         return None
     return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or task.dim))

@@ -47,7 +47,7 @@ async def invocations(state: ServerState, body: Fields, nothing: None, tenant: s
     size = sum(len(value) for value in body.values() if isinstance(value, str | list))
     request, found = await state.engine.in_thread(read, size)
     state.check_model(getattr(request, "model", None))
-    if state.engine.model.vision is not None:
+    if state.engine.facts.reads_pictures:
         with state.bodies.hold() as held:
             found = await state.media.filled(found, held)
             return await form.handler(state, request, found, tenant)
@@ -56,7 +56,7 @@ async def invocations(state: ServerState, body: Fields, nothing: None, tenant: s
 
 def _form_of(state: ServerState, fields: Fields) -> _Form:
     """As vLLM and text-embeddings-inference tell what is wanted."""
-    classifies = state.engine.model.score_task == "classify"
+    classifies = state.engine.facts.score_task == "classify"
     if "query" in fields:
         return _RANK
     if _PAIRED & fields.keys():

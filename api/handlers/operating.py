@@ -8,9 +8,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from maxsimd.api.answer import Answer, json_page, now
 from maxsimd.api.handlers.route import Work, delete, get
 from maxsimd.api.state import ServerState
-from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import ScoreType
-from maxsimd.engine.scoring.scale import has_bounds, score_scale
+from maxsimd.engine.facts import ModelFacts
 
 # Names of models may have slashes.
 MODEL_PATH = "/v1/models/{name}"
@@ -48,42 +47,42 @@ def model(name: str) -> Work:
 
 def card(state: ServerState, name: str) -> dict[str, Any]:
     """What is said of a model under one of its names."""
+    facts = state.engine.facts
     return {
         "id": name,
         "object": "model",
         "created": now(),
         "owned_by": "maxsimd",
-        "root": state.engine.model.name,
-        "max_model_len": state.engine.max_tokens,
-        "score_type": state.engine.model.score_type.value,
+        "root": facts.name,
+        "max_model_len": facts.max_tokens,
+        "score_type": facts.score_type.value,
         "score_scale": _scale(state, normalize=state.config.normalize_scores),
         "normalized_score_scale": _scale(state, normalize=True),
-        "execution": state.engine.device_model.prepared.execution,
-        "checked": [str(finding) for finding in state.engine.device_model.prepared.findings],
+        "execution": facts.execution,
+        "checked": list(facts.findings),
     }
 
 
 def _scale(state: ServerState, normalize: bool) -> dict[str, Any] | None:
     """What scores are unless a request says otherwise, or when it wants them normalised; None for a model
     that gives no such scores."""
-    model = state.engine.model
-    if (model.score_task == "classify" and len(model.labels) > 1) or (normalize and not has_bounds(model)):
+    facts = state.engine.facts
+    if facts.is_classifier or (normalize and not facts.normalizes):
         return None
-    is_calibrated = state.engine.device_model.calibration is not None
-    scale = score_scale(model, normalize=normalize, calibrated=is_calibrated)
+    scale = facts.scales.of(use_activation=True, normalize=normalize)
     return {"transform": scale.transform, "min": scale.least, "max": scale.most}
 
 
 async def info(state: ServerState) -> Answer:
     """As text-embeddings-inference says what it serves; its clients look at `model_type`."""
-    model, config = state.engine.model, state.engine.config
+    model, config = state.engine.facts, state.engine.config
     return json_page(
         {
             "model_id": state.model_name,
             "model_sha": None,
             "model_dtype": config.dtype,
             "model_type": _tei_kind(model),
-            "max_input_length": state.engine.max_tokens,
+            "max_input_length": model.max_tokens,
             "max_client_batch_size": state.config.max_documents,
             "max_batch_tokens": config.max_batch_tokens,
             "auto_truncate": state.config.long_documents != "error",
@@ -92,7 +91,7 @@ async def info(state: ServerState) -> Answer:
     )
 
 
-def _tei_kind(model: LoadedModel) -> dict[str, Any]:
+def _tei_kind(model: ModelFacts) -> dict[str, Any]:
     """What the model is for in text-embeddings-inference's words."""
     if model.score_type is ScoreType.LISTWISE or len(model.labels) == 1:
         return {"reranker": _labels(model)}
@@ -101,7 +100,7 @@ def _tei_kind(model: LoadedModel) -> dict[str, Any]:
     return {"embedding": {"pooling": model.tasks["embed"].pooling if "embed" in model.tasks else "none"}}
 
 
-def _labels(model: LoadedModel) -> dict[str, Any]:
+def _labels(model: ModelFacts) -> dict[str, Any]:
     names = model.labels or ("relevance",)
     ids = {name: i for i, name in enumerate(names)}
     return {"id2label": {str(i): name for name, i in ids.items()}, "label2id": ids}
@@ -115,6 +114,8 @@ async def clear_cache(state: ServerState) -> Answer:
 
 async def metrics(state: ServerState) -> Answer:
     page = generate_latest(state.engine.metrics.registry)
+    if state.gather_metrics is not None:
+        page = await state.gather_metrics(page)
     return Answer(200, {"Content-Type": CONTENT_TYPE_LATEST}, page)
 
 

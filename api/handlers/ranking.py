@@ -10,7 +10,6 @@ from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.requests import ScoreOptions
-from maxsimd.engine.scoring.scale import score_scale
 
 
 async def rank(
@@ -54,11 +53,9 @@ def score_options(
 
 def scale_of(state: ServerState, body: wire.Scoring) -> wire.ScoreScale:
     """What the scores will be that a request gets."""
-    scale = score_scale(
-        state.engine.model,
+    scale = state.engine.facts.scales.of(
         use_activation=wants_activation(body),
         normalize=wants_normalized(body, state.config.normalize_scores),
-        calibrated=state.engine.device_model.calibration is not None,
     )
     return wire.ScoreScale(scale.transform, scale.least, scale.most)
 

@@ -110,7 +110,7 @@ def _with_body(
             request, found = await _parse(state, whole, held, kind, read)
             del whole
             state.check_model(getattr(request, "model", None))
-            if state.engine.model.vision is not None:
+            if state.engine.facts.reads_pictures:
                 found = await state.media.filled(found, held)
             answer = await handler(state, request, found, tenant)
             if answer.lines is None:

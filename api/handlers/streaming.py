@@ -11,12 +11,12 @@ from maxsimd.api.answer import Answer
 from maxsimd.api.handlers.ranking import num_matches, scale_of, score_options, with_scale
 from maxsimd.api.handlers.score_answers import least_score, ranked, rerank_response, score_response
 from maxsimd.api.reading import ToRank, truncation_of
+from maxsimd.api.served import ServedStream
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire_explanations import on_wire
 from maxsimd.engine import RankedDocument, RerankResult, ScoreResult
 from maxsimd.engine.requests import Item
 from maxsimd.engine.results.postprocess import aside, rank
-from maxsimd.engine.results.stream import ScoreStream
 
 MEDIA_TYPE = "application/x-ndjson"
 _HEADERS = {"Content-Type": MEDIA_TYPE}
@@ -62,13 +62,13 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
 
 def _stream(
     state: ServerState, body: wire.Scoring, texts: tuple[list[Item], list[Item]], tenant: str
-) -> ScoreStream:
+) -> ServedStream:
     truncation = truncation_of(body, state.config.long_documents)
     return state.engine.stream(*texts, **score_options(state, body, truncation, tenant))
 
 
 async def _streamed(
-    stream: ScoreStream,
+    stream: ServedStream,
     least: float,
     line: Callable[[RankedDocument], Any],
     last: Callable[[ScoreResult], Any],
@@ -81,7 +81,7 @@ async def _streamed(
 
 
 async def _parts(
-    stream: ScoreStream,
+    stream: ServedStream,
     least: float,
     line: Callable[[RankedDocument], Any],
     last: Callable[[ScoreResult], Any],

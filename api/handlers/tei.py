@@ -32,7 +32,7 @@ _VAIN = "normalize false changes nothing, because the model's own last layer nor
 
 async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
     """One vector a text, of length 1 unless `normalize` is false and the model itself does not normalise."""
-    task = state.engine.model.tasks.get("embed")
+    task = state.engine.facts.tasks.get("embed")
     headers = TeiHeaders(state, inputs)
     result = await _embedded(state, body, inputs, tenant, dimensions=body.dimensions)
     in_unit_length = task is None or task.normalised or body.normalize is False
@@ -171,7 +171,7 @@ _PREDICT = post_texts("/", wire.PredictRequest, sequences_of, classification.pre
 async def _by_kind(state: ServerState, body: Body, tenant: str) -> Answer:
     """What text-embeddings-inference does on `/`: embed, rerank or predict, whichever the model is for."""
     state.check_ready()
-    model = state.engine.model
+    model = state.engine.facts
     if model.score_type is ScoreType.LISTWISE or (model.score_task == "classify" and len(model.labels) == 1):
         return await _RERANK.work(state, body, tenant)
     chosen = _PREDICT if model.score_task == "classify" else _VECTORS

@@ -11,7 +11,7 @@ class TeiHeaders:
     """Those of the answer to `texts`; to be made before these are run, since the engine may die meanwhile."""
 
     def __init__(self, state: ServerState, texts: Iterable[object]) -> None:
-        self._device = "cpu" if state.engine.device_model.device.type == "cpu" else "gpu"
+        self._device = "cpu" if state.engine.facts.device == "cpu" else "gpu"
         self._characters = sum(len(text) for text in texts if isinstance(text, str))
 
     def added_to(

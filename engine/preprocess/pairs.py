@@ -61,7 +61,8 @@ class PairStrategy:
         shared = _shared_prefixes(pairs, ids) if self._share_prefixes else []
         prefix_of = {i: prefix for prefix, positions in shared for i in positions}
         sequences = _sequences([window for pair in pairs for window in pair.windows], prefix_of, ids)
-        truncated = sum(query.truncated for query in queries) + sum(pair.truncated for pair in pairs)
+        truncated_queries = sum(query.truncated for query in queries)
+        truncated = truncated_queries + sum(pair.truncated for pair in pairs)
         combine = best_windows([len(pair.windows) for pair in pairs])
         facts = PairFacts(
             [sum(map(len, pair.windows)) for pair in pairs],
@@ -80,7 +81,14 @@ class PairStrategy:
             explain = explain_pairs(facts, windows_of)
         images = image_jobs(self._vision, sequences)
         return Prepared(
-            sequences, sum(facts.windows), truncated, combine, images=images, facts=facts, explain=explain
+            sequences,
+            sum(facts.windows),
+            truncated,
+            combine,
+            images=images,
+            facts=facts,
+            explain=explain,
+            truncated_queries=truncated_queries,
         )
 
     def shortest_sequences(self) -> dict[str, int]:

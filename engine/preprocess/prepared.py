@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess.combine import Combine, NoScores, one_each
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Usage, Values
-from maxsimd.scheduler import CachedBatch, ImageJob, Sequence
+from maxsimd.scheduler import CachedBatch, ImageJob, Role, Sequence
 
 # From the values of a request to how a document, by its index, came to its score; None where it has none.
 Explain: TypeAlias = Callable[[Values, int], Explanation | None]
@@ -35,11 +35,12 @@ class Prepared:
     that sequences have, in the same order.
 
     They give `results` values, from which `combine` makes the scores of a score request. `truncated` counts
-    the inputs that were cut, and `errors` says of documents why they cannot be read. Where token embeddings
-    are scored, `query_rows` says of the query of each document how many tokens take part; where pairs are,
-    `facts` says what is known of them. There are `cached_documents`, with `cached_tokens`, whose scores were
-    cached. `cache_scores` is to be given the scores of all documents, as the model makes them, NaN for
-    none. `explain` tells how documents came to their scores, of a request that asks for that."""
+    the inputs that were cut, `truncated_queries` the queries among them, and `errors` says of documents why
+    they cannot be read. Where token embeddings are scored, `query_rows` says of the query of each document
+    how many tokens take part; where pairs are, `facts` says what is known of them. There are
+    `cached_documents`, with `cached_tokens`, whose scores were cached. `cache_scores` is to be given the
+    scores of all documents, as the model makes them, NaN for none. `explain` tells how documents came to
+    their scores, of a request that asks for that."""
 
     sequences: list[Sequence]
     results: int
@@ -54,6 +55,7 @@ class Prepared:
     cached_tokens: int = 0
     cache_scores: Callable[[NDArray[np.float32]], None] | None = None
     explain: Explain | None = None
+    truncated_queries: int = 0
 
     @property
     def num_new_tokens(self) -> int:
@@ -74,4 +76,6 @@ def usage_of(prepared: Prepared) -> Usage:
     of_each = [embedding.tokens for batch in prepared.cached for embedding in batch.documents.embeddings]
     cached = [run for run in of_each if run]
     tokens += sum(cached) + prepared.cached_tokens
-    return Usage(tokens, tokens - prepared.num_new_tokens, len(cached) + prepared.cached_documents)
+    of_queries = sum(len(each) for each in prepared.sequences if each.payload.role is Role.QUERY)
+    cached_tokens = tokens - prepared.num_new_tokens
+    return Usage(tokens, cached_tokens, len(cached) + prepared.cached_documents, of_queries)

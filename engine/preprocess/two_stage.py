@@ -131,11 +131,21 @@ class TwoStageStrategy:
             for (query, _), found in cached.items()
             for batch in in_batches(found, query.id, query.given, self._batches)
         ]
-        truncated = sum(query.truncated for query in built.values()) + documents.truncated
+        truncated_queries = sum(query.truncated for query in built.values())
+        truncated = truncated_queries + documents.truncated
         combine = shared_scores(best_windows(num_values), documents.position_of)
         rows = _query_rows(request, queries) if self._windows_as_one else None
         images = image_jobs(self._vision, sequences)
-        prepared = Prepared(sequences, sum(num_values), truncated, combine, batches, images, query_rows=rows)
+        prepared = Prepared(
+            sequences,
+            sum(num_values),
+            truncated,
+            combine,
+            batches,
+            images,
+            query_rows=rows,
+            truncated_queries=truncated_queries,
+        )
         if not request.explain:
             return prepared
         sides = Side(request.queries, builder), Side(request.documents, reader.builder)

@@ -122,6 +122,7 @@ class ScoredPairs:
             unscored(scores, errors),
             errors,
             self.values.timings,
+            truncated_queries=self.prepared.truncated_queries,
         )
 
     def explanations(self, documents: Sequence[int]) -> dict[int, Explanation]:

@@ -24,6 +24,7 @@ from maxsimd.engine.device.open_cache import open_score_cache
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread, num_left_behind, stacks
 from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, RequestTimeoutError
+from maxsimd.engine.facts import facts_of
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
@@ -83,6 +84,7 @@ class Running:
             lambda: self.scheduler.waiting_tokens > _ENOUGH_STEPS * budget,
         )
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
+        self.facts = facts_of(device_model, self.max_tokens)
         self.preprocessor = Preprocessor(
             model,
             self.tokenizer,
@@ -131,9 +133,8 @@ class Running:
                 self._abandon(ids.request_id)
                 if options.on_timeout == "partial":
                     return nothing_of(request), Values([], {})
-                raise RequestTimeoutError(
-                    f"not done within {options.timeout} seconds; allow more time or send fewer documents"
-                ) from None
+                assert options.timeout is not None
+                raise RequestTimeoutError.after(options.timeout) from None
             except asyncio.CancelledError:
                 self._abandon(ids.request_id)
                 raise

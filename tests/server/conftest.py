@@ -1,6 +1,7 @@
 """Real servers: the installed command on a free port, always stopped."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -28,10 +29,10 @@ class Server:
         return self.log_file.read_text()
 
     def metric(self, name: str) -> float:
-        for line in httpx.get(self.url + "/metrics", timeout=30).text.splitlines():
-            if line.rsplit(" ", 1)[0] == name:
-                return float(line.rsplit(" ", 1)[1])
-        return 0.0
+        """Of all processes of the server together."""
+        lines = httpx.get(self.url + "/metrics", timeout=30).text.splitlines()
+        values = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return sum(float(value) for sample, value in values if _without_process(sample) == name)
 
     def wait_until_ready(self, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
@@ -50,6 +51,14 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=60)
 
+
+def _without_process(sample: str) -> str:
+    return re.sub(r'{(?:front|replica)="\d+",?', "{", sample).replace("{}", "")
+
+
+# With MAXSIMD_FLEET=2x2 in the environment, servers in tests are two fronts and two engines.
+FLEET = tuple(os.environ.get("MAXSIMD_FLEET", "").split("x")) if "MAXSIMD_FLEET" in os.environ else ()
+FLEET_OPTIONS = ("--fronts", FLEET[0], "--replicas", FLEET[1]) if FLEET else ()
 
 StartServer = Callable[..., Server]
 
@@ -83,6 +92,7 @@ def _starter(folder: Path) -> Iterator[StartServer]:
             *(program or [installed_command()]),
             "serve",
             *arguments,
+            *FLEET_OPTIONS,
             "--host",
             "127.0.0.1",
             "--port",

@@ -15,7 +15,7 @@ from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.keys import ApiKeys
-from maxsimd.api.listener import Listener
+from maxsimd.api.listener import Listener, open_sockets
 from maxsimd.engine import Engine, EngineConfig
 from tests.waiting import until
 
@@ -63,7 +63,7 @@ async def wire() -> AsyncIterator[Wire]:
         assert runner.server is not None
         table = ConnectionTable(config, 100, app[STATE].metrics)
         listener = Listener(runner.server, table, tls=None)
-        await listener.start("127.0.0.1", 0)
+        listener.start(open_sockets("127.0.0.1", 0))
         yield Wire(app, listener.port)
         listener.close()
         await runner.cleanup()

@@ -15,7 +15,7 @@ import maxsimd.engine.engine
 from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.connection_table import ConnectionTable
-from maxsimd.api.listener import Listener
+from maxsimd.api.listener import open_sockets, Listener
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.stats import EngineStats
 
@@ -45,7 +45,7 @@ async def main():
         await runner.setup()
         table = ConnectionTable(config, 100, app[STATE].metrics)
         listener = Listener(runner.server, table, None)
-        await listener.start("127.0.0.1", 0)
+        listener.start(open_sockets("127.0.0.1", 0))
         async with ClientSession(f"http://127.0.0.1:{listener.port}") as client:
             for documents in (["warm up"], ["Berlin", "Paris is a capital", "Paris is a capital"]):
                 following = documents[0] == "Berlin"

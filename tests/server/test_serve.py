@@ -25,7 +25,7 @@ from maxsimd.api.answer import Answer
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.connections import Connection
-from maxsimd.api.listener import Listener
+from maxsimd.api.listener import Listener, open_sockets
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.api.responses import as_response
 from maxsimd.api.tls import tls_context
@@ -282,7 +282,7 @@ def test_a_client_that_does_not_read_is_noticed_behind_tls_too(certificate: tupl
     async def ask_and_read_nothing() -> None:
         table = ConnectionTable(config, 10, metrics)
         listener = Listener(web.Server(answer), table, tls_context(config))
-        await listener.start("127.0.0.1", 0)
+        listener.start(open_sockets("127.0.0.1", 0))
         trusting = ssl.create_default_context(cafile=cert)
         _, writer = await asyncio.open_connection("127.0.0.1", listener.port, ssl=trusting, limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")

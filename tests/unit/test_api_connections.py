@@ -14,7 +14,7 @@ from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.connection_table import ConnectionTable, Phase
 from maxsimd.api.connections import Connection
-from maxsimd.api.listener import Listener, max_connections, raise_descriptor_limit
+from maxsimd.api.listener import Listener, max_connections, open_sockets, raise_descriptor_limit
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.engine import Engine
 from tests.waiting import until
@@ -165,7 +165,7 @@ async def test_an_answer_behind_one_that_is_not_read_is_not_waited_for_either() 
     server = runner.server
     assert server is not None
     listener = Listener(server, table, tls=None)
-    await listener.start("127.0.0.1", 0)
+    listener.start(open_sockets("127.0.0.1", 0))
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     await until(lambda: len(server.connections) == 1)
     (connection,) = server.connections

@@ -1,0 +1,84 @@
+"""Where a process is asked by others, over a Unix socket: many questions at a time on each connection."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from maxsimd.api.fleet.failures import as_failed
+from maxsimd.api.fleet.link import LENGTH_BYTES, read_message
+from maxsimd.api.fleet.messages import Answer, Ask, Question, Reply, decode_to_engine, encode
+
+Send = Callable[[Answer], Awaitable[None]]
+
+
+def remove(path: str) -> None:
+    """Removes the socket that a process before this one has left, if there is one."""
+    Path(path).unlink(missing_ok=True)
+
+
+class Door:
+    """Listens; `answer` is called with each question, and with what sends answers before its last.
+    `queued_tokens` is asked of each reply. For one event loop."""
+
+    def __init__(
+        self, answer: Callable[[Question, Send], Awaitable[Answer]], queued_tokens: Callable[[], int]
+    ) -> None:
+        self._answer = answer
+        self._queued_tokens = queued_tokens
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def open(self, path: str) -> None:
+        """Raises OSError where it cannot listen."""
+        self._server = await asyncio.start_unix_server(self._accept, path)
+
+    async def close(self) -> None:
+        """Ends all connections, and what was asked on them."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        self._connections.add(this)
+        tasks: dict[int, asyncio.Task[None]] = {}
+        try:
+            with suppress(OSError, EOFError, msgspec.DecodeError, asyncio.CancelledError):
+                while True:
+                    message = decode_to_engine(await read_message(reader))
+                    if not isinstance(message, Ask):
+                        if message.number in tasks:
+                            tasks[message.number].cancel()
+                        continue
+                    tasks[message.number] = asyncio.create_task(self._reply(message, writer, tasks))
+        finally:
+            # The other side is gone: nobody waits for what it asked.
+            for task in list(tasks.values()):
+                task.cancel()
+            writer.close()
+            self._connections.discard(this)
+
+    async def _reply(
+        self, ask: Ask, writer: asyncio.StreamWriter, tasks: dict[int, asyncio.Task[None]]
+    ) -> None:
+        async def send(answer: Answer) -> None:
+            encoded = encode(Reply(ask.number, answer, self._queued_tokens()))
+            writer.write(len(encoded).to_bytes(LENGTH_BYTES, "little"))
+            writer.write(encoded)
+            await writer.drain()
+
+        try:
+            with suppress(OSError):
+                try:
+                    answer = await self._answer(ask.question, send)
+                except Exception as error:
+                    answer = as_failed(error)
+                await send(answer)
+        finally:
+            del tasks[ask.number]

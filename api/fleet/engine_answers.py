@@ -1,0 +1,174 @@
+"""What an engine answers to the questions of fronts."""
+
+import hashlib
+import logging
+import pickle
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+
+from prometheus_client import generate_latest
+
+from maxsimd.api.fleet import messages
+from maxsimd.api.fleet.messages import (
+    Answer,
+    Arrived,
+    Question,
+    received_inputs,
+    received_items,
+)
+from maxsimd.engine import Engine
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.requests import ScoreOptions, ScoreResult, Timings, Usage
+
+log = logging.getLogger("maxsimd.fleet")
+
+_NOTHING = Usage(0)
+Send = Callable[[Answer], Awaitable[None]]
+
+
+class EngineAnswers:
+    """Answers what fronts ask of an engine that runs. For one event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._introduction = messages.Introduction(
+            facts=engine.facts,
+            config=engine.config,
+            tokenizer=pickle.dumps(engine.tokenizer),
+            fingerprint=_fingerprint(engine),
+        )
+
+    async def __call__(self, question: Question, send: Send) -> Answer:
+        """The answer to a question, after what is sent before it. Raises the errors of `Engine`."""
+        engine = self._engine
+        match question:
+            case messages.Score():
+                return await self._score(question, send)
+            case messages.Rank():
+                return await self._rank(question)
+            case messages.Embed():
+                return await self._embed(question)
+            case messages.Classify():
+                run = question.run
+                classified = await engine.classify(
+                    received_inputs(question.texts),
+                    text_pairs=question.text_pairs,
+                    truncation=run.truncation,
+                    use_activation=question.use_activation,
+                    priority=run.priority,
+                    tenant=run.tenant,
+                    timeout=run.timeout,
+                )
+                return messages.Classified(classified)
+            case messages.Converse():
+                text, is_complete = await engine.conversation(
+                    question.messages,
+                    add_generation_prompt=question.add_generation_prompt,
+                    continue_final_message=question.continue_final_message,
+                )
+                return messages.Conversation(text, is_complete)
+            case messages.ClearCache():
+                await engine.clear_cache()
+            case messages.SetTenants():
+                engine.set_tenants(question.tenants)
+            case messages.ShowMetrics():
+                return messages.Metrics(generate_latest(engine.metrics.registry))
+            case messages.Introduce():
+                return self._introduction
+        return messages.Done()
+
+    async def _score(self, question: messages.Score, send: Send) -> Answer:
+        queries, documents = received_items(question.queries), received_items(question.documents)
+        options = _options(question)
+        if not question.streams:
+            return messages.Scored(await self._engine.score(queries, documents, **options))
+        async with self._engine.stream(queries, documents, **options) as stream:
+            async for new in stream:
+                explanations = {one.index: one.explanation for one in new if one.explanation is not None}
+                scores = [one.score for one in new]
+                result = ScoreResult(scores, _NOTHING, 0, timings=Timings(), explanations=explanations)
+                await send(Arrived(result, [one.index for one in new]))
+        return messages.Scored(stream.result)
+
+    async def _rank(self, question: messages.Rank) -> Answer:
+        score = question.score
+        queries, documents = received_items(score.queries), received_items(score.documents)
+        if len(queries) != 1:
+            raise InvalidRequestError("a ranking has one query", "query")
+        ranked = await self._engine.rerank(
+            queries[0],
+            documents,
+            top_n=question.top_n,
+            score_threshold=question.score_threshold,
+            **_options(score),
+        )
+        explanations = {one.index: one.explanation for one in ranked.results if one.explanation is not None}
+        result = ScoreResult(
+            [one.score for one in ranked.results],
+            ranked.usage,
+            ranked.truncated,
+            ranked.unscored,
+            ranked.errors,
+            ranked.timings,
+            explanations,
+        )
+        return messages.Ranked(result, [one.index for one in ranked.results])
+
+    async def _embed(self, question: messages.Embed) -> Answer:
+        run, texts = question.run, received_inputs(question.texts)
+        if question.per_token:
+            tokens = await self._engine.embed_tokens(
+                texts,
+                input_type=question.input_type,
+                prompt_name=question.prompt_name,
+                dimensions=question.dimensions,
+                max_tokens=question.max_tokens,
+                truncation=run.truncation,
+                priority=run.priority,
+                tenant=run.tenant,
+                timeout=run.timeout,
+            )
+            return messages.EmbeddedTokens(tokens)
+        embedded = await self._engine.embed(
+            texts,
+            input_type=question.input_type,
+            prompt_name=question.prompt_name,
+            dimensions=question.dimensions,
+            truncation=run.truncation,
+            priority=run.priority,
+            tenant=run.tenant,
+            timeout=run.timeout,
+        )
+        return messages.Embedded(embedded)
+
+
+def _options(question: messages.Score) -> ScoreOptions:
+    run = question.run
+    return {
+        "truncation": run.truncation,
+        "use_activation": question.use_activation,
+        "normalize": question.normalize,
+        "instruction": question.instruction,
+        "cache": question.cache,
+        "priority": run.priority,
+        "tenant": run.tenant,
+        "timeout": run.timeout,
+        "on_timeout": question.on_timeout,
+        "on_error": question.on_error,
+        "explain": question.explain,  # type: ignore[typeddict-item]
+    }
+
+
+def _fingerprint(engine: Engine) -> str:
+    """A digest of what decides an engine's scores: the version, the model and how it is run."""
+    facts, config = engine.facts, engine.config
+    decides = (
+        version("maxsimd"),
+        facts,
+        [
+            (name, getattr(config, name))
+            for name in ("model", "revision", "dtype", "quantization")
+            if hasattr(config, name)
+        ],
+    )
+    return hashlib.blake2b(repr(decides).encode(), digest_size=8).hexdigest()

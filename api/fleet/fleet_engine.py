@@ -1,0 +1,278 @@
+"""What handlers have in place of an engine where engines are other processes: the same methods, spread."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, TypeVar, Unpack, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+
+from maxsimd.api.fleet.embedding import EmbedJob, num_characters, run_of
+from maxsimd.api.fleet.failures import as_error
+from maxsimd.api.fleet.link import LostError
+from maxsimd.api.fleet.messages import (
+    Answer,
+    Classified,
+    Classify,
+    ClearCache,
+    Conversation,
+    Converse,
+    Embed,
+    EmbeddedTokens,
+    Failed,
+    Question,
+    Rank,
+    Ranked,
+    sent_inputs,
+)
+from maxsimd.api.fleet.roster import Roster, Served
+from maxsimd.api.fleet.scoring import NewScores, ScoreJob
+from maxsimd.api.fleet.spread import Job, Spreader, estimated_tokens
+from maxsimd.api.fleet.stream import FleetStream
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.engine import SCORE_DEFAULTS
+from maxsimd.engine.errors import EngineNotReadyError, InvalidRequestError
+from maxsimd.engine.facts import ModelFacts
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.workers import WorkerPool
+from maxsimd.engine.requests import (
+    ClassifyResult,
+    EmbedResult,
+    RankedDocument,
+    RerankResult,
+    ScoreOptions,
+    ScoreResult,
+    TokenEmbedResult,
+)
+from maxsimd.engine.results.postprocess import aside, rank
+from maxsimd.engine.stats import EngineStats
+from maxsimd.engine.tenants import Tenant
+from maxsimd.engine.validation import as_inputs, as_scored, check_task
+from maxsimd.scheduler.fleet import Split
+
+T = TypeVar("T")
+# One step of an engine on a CPU, unless its configuration says otherwise: a request that is no larger is
+# not split.
+_STEP_TOKENS = 2_048
+
+
+class FleetEngine:
+    """Has no model: everything is asked of the engines on the `paths`, Unix sockets. Its methods are those of
+    `Engine`, and raise the same errors. For one event loop."""
+
+    def __init__(self, paths: Sequence[str], threads: int = 2) -> None:
+        self._roster = Roster(tuple(paths))
+        self._spreader = Spreader(self._roster)
+        self._pool = WorkerPool(threads, lambda: None)
+        self.metrics = SimpleNamespace(registry=CollectorRegistry())
+        self.death: str | None = None
+        self.restart_obstacle: str | None = None
+
+    async def start(self) -> None:
+        """Returns when at least one engine is there."""
+        self._roster.start()
+        await self._roster.until_another(set())
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Ends all connections; engines go on."""
+        await self._roster.close()
+        self._pool.close(0)
+
+    async def until_dead(self) -> None:
+        """Never returns: engines that die are started again."""
+        await asyncio.Event().wait()
+
+    @property
+    def is_healthy(self) -> bool:
+        return bool(self._roster.members)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many engines are there, and how many are meant to be."""
+        return len(self._roster.members), len(self._roster.paths)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._served.facts
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._served.config
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return self._served.tokenizer
+
+    @property
+    def max_tokens(self) -> int:
+        return self.facts.max_tokens
+
+    @property
+    def _served(self) -> Served:
+        if self._roster.served is None:
+            raise EngineNotReadyError("no engine is there yet")
+        return self._roster.served
+
+    def stats(self) -> EngineStats:
+        """What this front has sent and waits for."""
+        waiting = int(self._spreader.loads.of(self._roster.members).sum())
+        return EngineStats(waiting_tokens=waiting)
+
+    def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
+        """Weights hold at every engine."""
+        self._roster.set_tenants(dict(tenants))
+
+    def check_rate(self, tenant: str) -> None:
+        """Engines check rates themselves."""
+
+    async def in_thread(self, function: Callable[[], T], size: int) -> T:
+        return await asyncio.wrap_future(self._pool.submit(function, size).future)
+
+    async def clear_cache(self) -> None:
+        """At every engine."""
+        await self.ask_all(ClearCache())
+
+    async def ask_all(self, question: Question) -> list[tuple[int, Answer]]:
+        """The answers of all engines that are there, by their slots; of those that die meanwhile there is
+        none."""
+        connected = self._roster.all_connected()
+        asked = [each.link.ask(question) for each in connected]
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        answers: list[tuple[int, Answer]] = []
+        for each, reply in zip(connected, replies, strict=True):
+            if isinstance(reply, BaseException):
+                if not isinstance(reply, LostError):
+                    raise reply
+                continue
+            if isinstance(reply.answer, Failed):
+                raise as_error(reply.answer)
+            answers.append((each.member.slot, reply.answer))
+        return answers
+
+    async def conversation(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
+    ) -> tuple[str, bool]:
+        question = Converse(
+            messages=list(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        answer = cast("Conversation", await self._whole(question))
+        return answer.text, answer.is_complete
+
+    async def score(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> ScoreResult:
+        scored = ScoreJob(self.facts, queries, documents, {**SCORE_DEFAULTS, **options})
+        await self._spreader.run(scored.job(), self._least_tokens)
+        return await aside(scored.result, len(scored.documents))
+
+    async def rerank(
+        self,
+        query: Any,
+        documents: Any,
+        *,
+        top_n: int | None = None,
+        score_threshold: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> RerankResult:
+        if top_n is not None and top_n < 0:
+            raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
+        complete: ScoreOptions = {**SCORE_DEFAULTS, **options}
+        if complete["explain"]:
+            return await self._explained(query, documents, top_n, score_threshold, complete)
+        given = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
+        result = await self.score(query, given, **complete)
+        ranked = await aside(lambda: rank(result.scores, given, top_n, score_threshold), len(given))
+        return RerankResult(
+            ranked, result.usage, result.truncated, result.unscored, result.errors, result.timings
+        )
+
+    async def _explained(
+        self, query: Any, documents: Any, top_n: int | None, threshold: float | None, options: ScoreOptions
+    ) -> RerankResult:
+        """By one engine, which explains only what it returns."""
+        scored = ScoreJob(self.facts, query, documents, options)
+        answers: list[Answer] = []
+
+        def question(indices: NDArray[np.int64], left: float | None) -> Question:
+            return Rank(score=scored.question(indices, left), top_n=top_n, score_threshold=threshold)
+
+        job = replace(scored.job(), question=question, commit=lambda _, answer: answers.append(answer))
+        await self._spreader.run(job, self._least_tokens)
+        ranked = cast("Ranked", answers[0])
+        result = ranked.result
+        return RerankResult(
+            [
+                RankedDocument(i, score, scored.documents[i], result.explanations.get(i))
+                for i, score in zip(ranked.indices, result.scores, strict=True)
+            ],
+            result.usage,
+            result.truncated,
+            result.unscored,
+            result.errors,
+            result.timings,
+        )
+
+    def stream(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> "FleetStream":
+        complete: ScoreOptions = {**SCORE_DEFAULTS, **options}
+        return FleetStream(lambda: ScoreJob(self.facts, queries, documents, complete), self._run_streamed)
+
+    async def _run_streamed(self, scored: ScoreJob, arrived: NewScores) -> ScoreResult:
+        await self._spreader.run(scored.job(arrived), self._least_tokens)
+        return await aside(scored.result, len(scored.documents))
+
+    async def embed(self, texts: Any, **options: Any) -> EmbedResult:
+        check_task("embed", self.facts.tasks)
+        embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
+        await self._spreader.run(embedding.job(), self._least_tokens)
+        return await aside(embedding.result, len(embedding.texts))
+
+    async def embed_tokens(self, texts: Any, **options: Any) -> TokenEmbedResult:
+        check_task("token_embed", self.facts.tasks)
+        embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
+        answer = await self._whole(embedding.question_of_all(per_token=True), options.get("timeout"))
+        return cast("EmbeddedTokens", answer).result
+
+    async def classify(
+        self,
+        texts: Any,
+        *,
+        text_pairs: Sequence[str] | None = None,
+        use_activation: bool = True,
+        **options: Any,
+    ) -> ClassifyResult:
+        check_task("classify", self.facts.tasks)
+        question = Classify(
+            texts=sent_inputs(as_inputs(texts, takes_pictures=False)),
+            text_pairs=None if text_pairs is None else list(text_pairs),
+            run=run_of(options),
+            use_activation=use_activation,
+        )
+        return cast("Classified", await self._whole(question, options.get("timeout"))).result
+
+    @property
+    def _least_tokens(self) -> int:
+        return self.config.max_batch_tokens or _STEP_TOKENS
+
+    async def _whole(self, question: Converse | Classify | Embed, timeout: float | None = None) -> Answer:
+        """The answer of one engine to a question that is not split."""
+        answers: list[Answer] = []
+
+        def asked(indices: NDArray[np.int64], left: float | None) -> Question:
+            if isinstance(question, Converse):
+                return question
+            return msgspec.structs.replace(question, run=msgspec.structs.replace(question.run, timeout=left))
+
+        job = Job(
+            np.zeros(1, dtype=np.uint64),
+            estimated_tokens([num_characters(question)]),
+            Split.NEVER,
+            timeout,
+            asked,
+            lambda _, answer: answers.append(answer),
+        )
+        await self._spreader.run(job, self._least_tokens)
+        return answers[0]

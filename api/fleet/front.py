@@ -1,0 +1,65 @@
+"""The page of /metrics of a whole fleet, whichever front is asked for it."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from prometheus_client import generate_latest
+
+from maxsimd.api.fleet.door import Door, Send, remove
+from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.link import Link, LostError
+from maxsimd.api.fleet.messages import Answer, Failed, Metrics, Question, ShowMetrics
+from maxsimd.api.fleet.pages import joined
+
+# A front that does not answer within this many seconds is left out.
+_PATIENCE = 2.0
+
+
+class FrontMetrics:
+    """Called with the front's own page, gives that of all fronts and engines. Other fronts ask this one on
+    its own path."""
+
+    def __init__(self, engine: FleetEngine, slot: int, front_paths: Sequence[str]) -> None:
+        self._engine = engine
+        self._slot = slot
+        self._paths = front_paths
+        self._door: Door | None = None
+
+    async def open(self) -> None:
+        """From now on others can ask. A socket that a front before it left is replaced."""
+        path = self._paths[self._slot]
+        remove(path)
+        self._door = Door(self._answer, lambda: 0)
+        await self._door.open(path)
+
+    async def close(self) -> None:
+        if self._door is not None:
+            await self._door.close()
+
+    async def __call__(self, own: bytes) -> bytes:
+        others = [slot for slot in range(len(self._paths)) if slot != self._slot]
+        asked = asyncio.gather(*(self._page_of(slot) for slot in others))
+        engines = await self._engine.ask_all(ShowMetrics())
+        pages = [("front", self._slot, own)]
+        pages += [("front", slot, page) for slot, page in zip(others, await asked, strict=True) if page]
+        pages += [("replica", slot, answer.page) for slot, answer in engines if isinstance(answer, Metrics)]
+        return joined(sorted(pages, key=lambda page: page[:2]))
+
+    async def _page_of(self, slot: int) -> bytes:
+        """Of another front; nothing of one that cannot be asked now."""
+        with suppress(LostError, TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                link = await Link.open(self._paths[slot])
+                try:
+                    answer = (await link.ask(ShowMetrics())).answer
+                finally:
+                    await link.close()
+                if isinstance(answer, Metrics):
+                    return answer.page
+        return b""
+
+    async def _answer(self, question: Question, send: Send) -> Answer:
+        if isinstance(question, ShowMetrics):
+            return Metrics(generate_latest(self._engine.metrics.registry))
+        return Failed(kind="invalid", message="a front is asked for its metrics and nothing else")

@@ -1,0 +1,115 @@
+"""One connection from a front to an engine, over a Unix socket: many questions at a time."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from maxsimd.api.fleet.messages import (
+    Arrived,
+    Ask,
+    Cancel,
+    Question,
+    Reply,
+    decode_to_front,
+    encode,
+)
+
+# Before each message stands its length, little-endian.
+LENGTH_BYTES = 4
+
+
+class LostError(Exception):
+    """The engine's process died, or cannot be reached: what was asked may or may not have been done."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    arrived: Callable[[Arrived], None] | None
+    reply: asyncio.Future[Reply] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Link:
+    """Connected when made by `open`, until the other side is gone. For one event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._waiting: dict[int, _Waiting] = {}
+        self._numbered = 0
+        self._is_lost = False
+        self._reading = asyncio.create_task(self._read(), name="maxsimd-link")
+
+    @classmethod
+    async def open(cls, path: str) -> "Link":
+        """Raises LostError where nobody listens."""
+        try:
+            return cls(*await asyncio.open_unix_connection(path))
+        except OSError as error:
+            raise LostError(str(error)) from error
+
+    async def ask(self, question: Question, arrived: Callable[[Arrived], None] | None = None) -> Reply:
+        """The answer to a question; `arrived` is called with what comes before it. Cancelling it cancels the
+        work. Raises LostError."""
+        if self._is_lost:
+            raise LostError("the engine is gone")
+        self._numbered += 1
+        number = self._numbered
+        self._waiting[number] = waiting = _Waiting(arrived)
+        try:
+            await self._send(Ask(number, question))
+            return await waiting.reply
+        except asyncio.CancelledError:
+            if not self._is_lost:
+                self._write(Cancel(number))
+            raise
+        finally:
+            del self._waiting[number]
+
+    async def until_lost(self) -> None:
+        """Returns when the other side is gone."""
+        await asyncio.wait({self._reading})
+
+    async def close(self) -> None:
+        """Ends the connection, as if the other side were gone."""
+        self._reading.cancel()
+        await asyncio.wait({self._reading})
+
+    async def _send(self, message: Ask) -> None:
+        self._write(message)
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise LostError(str(error)) from error
+
+    def _write(self, message: Ask | Cancel) -> None:
+        encoded = encode(message)
+        self._writer.write(len(encoded).to_bytes(LENGTH_BYTES, "little"))
+        self._writer.write(encoded)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                reply = decode_to_front(await read_message(self._reader))
+                waiting = self._waiting.get(reply.number)
+                if waiting is None:
+                    continue  # it was cancelled
+                if isinstance(reply.answer, Arrived):
+                    if waiting.arrived is not None:
+                        waiting.arrived(reply.answer)
+                elif not waiting.reply.done():
+                    waiting.reply.set_result(reply)
+        except (OSError, EOFError, msgspec.DecodeError):
+            pass
+        finally:
+            self._is_lost = True
+            self._writer.close()
+            for waiting in self._waiting.values():
+                if not waiting.reply.done():
+                    waiting.reply.set_exception(LostError("the engine is gone"))
+
+
+async def read_message(reader: asyncio.StreamReader) -> bytes:
+    """Raises EOFError at the end, and OSError."""
+    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
+    return await reader.readexactly(length)

@@ -1,0 +1,365 @@
+"""What a front asks of an engine, and what it is answered: values, as msgpack. Errors are answers too."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+import msgspec
+import numpy as np
+import torch
+
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.facts import ModelFacts
+from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
+from maxsimd.engine.requests import (
+    CacheMode,
+    ClassifyResult,
+    EmbedResult,
+    InputType,
+    Item,
+    OnError,
+    OnTimeout,
+    Priority,
+    ScoreResult,
+    TokenEmbedResult,
+    Truncation,
+)
+from maxsimd.engine.tenants import Tenant
+from maxsimd.pooling.vectors import Vectors
+
+
+class SentVectors(msgspec.Struct, tag="vectors", frozen=True):
+    """An embedding that came along, and its scales."""
+
+    values: np.ndarray[Any, Any]
+    scales: np.ndarray[Any, Any] | None
+    is_bfloat16: bool = False
+
+
+class SentPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One part of a content: a text, or a picture by its file, by its file in base64, or by why there is
+    none."""
+
+    text: str | None = None
+    file: bytes | None = None
+    base64: str | None = None
+    missing: str | None = None
+
+
+class SentContent(msgspec.Struct, tag="content", frozen=True):
+    """A query or document with pictures."""
+
+    parts: list[SentPart]
+
+
+SentItem: TypeAlias = str | SentVectors | SentContent
+SentInput: TypeAlias = str | list[int] | SentContent
+
+
+class Run(msgspec.Struct, frozen=True):
+    """How a request is run, as in `RunOptions`; `timeout` is what is left of it."""
+
+    truncation: Truncation
+    priority: Priority
+    tenant: str
+    timeout: float | None = None
+
+
+class Score(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Asks for scores, by the options of `Engine.score`. With `streams`, `Arrived` come before the answer."""
+
+    queries: list[SentItem]
+    documents: list[SentItem]
+    run: Run
+    use_activation: bool = True
+    normalize: bool = False
+    instruction: str | None = None
+    cache: CacheMode = "use"
+    on_timeout: OnTimeout = "error"
+    on_error: OnError = "fail"
+    explain: bool | str = False
+    streams: bool = False
+
+
+class Rank(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Asks for the best documents of a request that is not split, as `Engine.rerank` ranks them: explained
+    are only these."""
+
+    score: Score
+    top_n: int | None
+    score_threshold: float | None
+
+
+class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Asks for vectors, one a text or one a token."""
+
+    texts: list[SentInput]
+    run: Run
+    per_token: bool = False
+    input_type: InputType | None = None
+    prompt_name: str | None = None
+    dimensions: int | None = None
+    max_tokens: int | None = None
+
+
+class Classify(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Asks for labels' probabilities or logits."""
+
+    texts: list[SentInput]
+    text_pairs: list[str] | None
+    run: Run
+    use_activation: bool = True
+
+
+class Converse(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Asks for messages as the checkpoint's template writes them."""
+
+    messages: list[dict[str, str]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+class ClearCache(msgspec.Struct, tag=True, frozen=True):
+    """Asks an engine to forget what it has cached."""
+
+
+class ShowMetrics(msgspec.Struct, tag=True, frozen=True):
+    """Asks for the page of /metrics that a process has by itself."""
+
+
+class SetTenants(msgspec.Struct, tag=True, frozen=True):
+    """Names the tenants and their weights."""
+
+    tenants: dict[str, Tenant]
+
+
+class Introduce(msgspec.Struct, tag=True, frozen=True):
+    """Asks an engine what it serves."""
+
+
+Question: TypeAlias = (
+    Score | Rank | Embed | Classify | Converse | ClearCache | ShowMetrics | SetTenants | Introduce
+)
+
+
+class Scored(msgspec.Struct, tag=True, frozen=True):
+    """The whole result of `Score`."""
+
+    result: ScoreResult
+
+
+class Arrived(msgspec.Struct, tag=True, frozen=True):
+    """Scores of some documents, by their index, while more are to come, and explanations if they were asked
+    for."""
+
+    result: ScoreResult
+    indices: list[int]
+
+
+class Ranked(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `Rank`: the scores of the best documents, in their order, with their indices."""
+
+    result: ScoreResult
+    indices: list[int]
+
+
+class Embedded(msgspec.Struct, tag=True, frozen=True):
+    """The result of `Embed`, one vector a text."""
+
+    result: EmbedResult
+
+
+class EmbeddedTokens(msgspec.Struct, tag=True, frozen=True):
+    """The result of `Embed`, one vector a token."""
+
+    result: TokenEmbedResult
+
+
+class Classified(msgspec.Struct, tag=True, frozen=True):
+    """The result of `Classify`."""
+
+    result: ClassifyResult
+
+
+class Conversation(msgspec.Struct, tag=True, frozen=True):
+    """The result of `Converse`: the text, and whether it has its special tokens."""
+
+    text: str
+    is_complete: bool
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """There is no more to say."""
+
+
+class Metrics(msgspec.Struct, tag=True, frozen=True):
+    """A page in Prometheus's text format."""
+
+    page: bytes
+
+
+class Introduction(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What an engine serves: the model's facts, the configuration that it runs by, its tokeniser (pickled: it
+    comes from a process of our own), and a digest of all that decides its scores."""
+
+    facts: ModelFacts
+    config: EngineConfig
+    tokenizer: bytes
+    fingerprint: str
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The question was refused or failed; see `failures`."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after: float = 0.0
+    reason: str = ""
+
+
+Answer: TypeAlias = (
+    Scored
+    | Arrived
+    | Ranked
+    | Embedded
+    | EmbeddedTokens
+    | Classified
+    | Conversation
+    | Done
+    | Metrics
+    | Introduction
+    | Failed
+)
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """A question under a number; all answers to it bear the number."""
+
+    number: int
+    question: Question
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    """Nobody waits for the answer to a question any more."""
+
+    number: int
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """An answer to a question; its last unless it is `Arrived`. `queued_tokens` wait at the engine."""
+
+    number: int
+    answer: Answer
+    queued_tokens: int = 0
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).data
+    raise NotImplementedError(type(value).__name__)
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    """An array of its own: the message is not held for it."""
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
+_to_engine = msgspec.msgpack.Decoder(Ask | Cancel, dec_hook=_decoded)
+_to_front = msgspec.msgpack.Decoder(Reply, dec_hook=_decoded)
+
+encode = _encoder.encode
+
+
+def decode_to_engine(message: bytes) -> Ask | Cancel:
+    """Raises msgspec.DecodeError for anything else."""
+    decoded: Ask | Cancel = _to_engine.decode(message)
+    return decoded
+
+
+def decode_to_front(message: bytes) -> Reply:
+    """Raises msgspec.DecodeError for anything else."""
+    return _to_front.decode(message)
+
+
+def sent_items(items: Sequence[Item]) -> list[SentItem]:
+    """Queries or documents as they are sent."""
+    if not set(map(type, items)) - {str}:
+        return cast("list[SentItem]", list(items))
+    return [item if isinstance(item, str) else _sent(item) for item in items]
+
+
+def sent_inputs(inputs: Sequence[str | tuple[int, ...] | Content]) -> list[SentInput]:
+    """Texts, token ids or contents as they are sent."""
+    sent: list[SentInput] = []
+    for each in inputs:
+        match each:
+            case str():
+                sent.append(each)
+            case Content():
+                sent.append(_sent_content(each))
+            case _:
+                sent.append(list(each))
+    return sent
+
+
+def received_items(items: Sequence[SentItem]) -> list[Item]:
+    """What was sent."""
+    return [item if isinstance(item, str) else _received(item) for item in items]
+
+
+def received_inputs(inputs: Sequence[SentInput]) -> list[str | list[int] | Content]:
+    """What was sent."""
+    return [_received_content(each) if isinstance(each, SentContent) else each for each in inputs]
+
+
+def _sent(item: Vectors | Content) -> SentVectors | SentContent:
+    if isinstance(item, Content):
+        return _sent_content(item)
+    values, scales = item.values, item.scales
+    is_bfloat16 = isinstance(values, torch.Tensor) and values.dtype == torch.bfloat16
+    if isinstance(values, torch.Tensor):
+        values = (values.view(torch.int16) if is_bfloat16 else values).detach().cpu().numpy()
+    if isinstance(scales, torch.Tensor):
+        scales = scales.detach().cpu().numpy()
+    return SentVectors(np.asarray(values), None if scales is None else np.asarray(scales), is_bfloat16)
+
+
+def _received(item: SentVectors | SentContent) -> Item:
+    if isinstance(item, SentContent):
+        return _received_content(item)
+    if item.is_bfloat16:
+        return Vectors(torch.from_numpy(item.values).view(torch.bfloat16), item.scales)
+    return Vectors(item.values, item.scales)
+
+
+def _sent_content(content: Content) -> SentContent:
+    parts = []
+    for part in content.parts:
+        match part:
+            case str():
+                parts.append(SentPart(text=part))
+            case PictureFile():
+                parts.append(SentPart(file=part.data))
+            case EncodedPicture():
+                parts.append(SentPart(base64=part.text))
+            case MissingPicture():
+                parts.append(SentPart(missing=part.reason))
+            case _:
+                raise TypeError(f"{type(part).__name__} cannot be sent to another process")
+    return SentContent(parts)
+
+
+def _received_content(content: SentContent) -> Content:
+    parts: list[str | PictureFile | EncodedPicture | MissingPicture] = []
+    for part in content.parts:
+        if part.text is not None:
+            parts.append(part.text)
+        elif part.file is not None:
+            parts.append(PictureFile(part.file))
+        elif part.base64 is not None:
+            parts.append(EncodedPicture(part.base64))
+        else:
+            parts.append(MissingPicture(part.missing or ""))
+    return Content.of(parts)

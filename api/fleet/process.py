@@ -1,0 +1,83 @@
+"""One process of a fleet, a front or an engine: `python -m maxsimd.api.fleet.process`, with its setup on the
+standard input."""
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+
+import uvloop
+
+from maxsimd.api.flags import in_flags
+from maxsimd.api.fleet.door import Door
+from maxsimd.api.fleet.engine_answers import EngineAnswers
+from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.front import FrontMetrics
+from maxsimd.api.fleet.setup import Setup, read_setup
+from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
+from maxsimd.api.heaps import share_heaps
+from maxsimd.api.interpreter import switching_often
+from maxsimd.api.logs import set_up_logging
+from maxsimd.api.serve import how_it_runs, run_server
+from maxsimd.api.signals import Stop
+from maxsimd.engine import Engine, ModelLoadError
+from maxsimd.engine.device.cores import usable_cores
+from maxsimd.engine.device.time_slices import take_short_slices
+
+log = logging.getLogger("maxsimd.fleet")
+
+
+def main() -> int:
+    """Returns the process's exit status."""
+    started = time.perf_counter()
+    setup = read_setup()
+    set_up_logging(setup.server_config.log_level, setup.server_config.log_format)
+    take_short_slices()
+    share_heaps(usable_cores().threads)
+    with switching_often():
+        return uvloop.run(_front(setup, started) if setup.is_front else _engine(setup, started))
+
+
+async def _front(setup: Setup, started: float) -> int:
+    engine = FleetEngine(setup.engine_paths)
+    metrics = FrontMetrics(engine, setup.slot, setup.front_paths)
+    sockets = [socket.socket(fileno=number) for number in setup.sockets]
+    await metrics.open()
+    try:
+        return await run_server(engine, setup.server_config, started, sockets, metrics)
+    finally:
+        await metrics.close()
+
+
+async def _engine(setup: Setup, started: float) -> int:
+    stop = Stop(setup.server_config.grace_seconds)
+    engine = Engine(setup.engine_config)
+    try:
+        await engine.start()
+    except ModelLoadError as error:
+        log.error("%s", in_flags(str(error)))
+        return 1
+    door = Door(EngineAnswers(engine), lambda: engine.stats().waiting_tokens if engine.is_healthy else 0)
+    await door.open(setup.engine_paths[setup.slot])
+    seconds = time.perf_counter() - started
+    log.info("engine %d is ready after %.1f s: %s", setup.slot, seconds, how_it_runs(engine.facts))
+    with garbage_left_alone():
+        collecting = asyncio.create_task(collect_when_quiet(lambda: _is_idle(engine), resident_bytes))
+        ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        collecting.cancel()
+    if engine.death is not None:
+        log.error("engine %d has died: %s", setup.slot, engine.death)
+    await door.close()
+    await engine.stop(grace=0)
+    stop.done()
+    return 0 if engine.death is None else 1
+
+
+def _is_idle(engine: Engine) -> bool:
+    return engine.is_healthy and engine.stats().requests == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""A score request over a fleet: how it may be split, and from the answers of its parts to one result."""
+
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.api.fleet.messages import Answer, Arrived, Run, Score, Scored, sent_items
+from maxsimd.api.fleet.spread import Job, estimated_tokens
+from maxsimd.engine.config import ScoreType
+from maxsimd.engine.explanations import Explanation
+from maxsimd.engine.facts import ModelFacts
+from maxsimd.engine.media import AnyPicture, Content, EncodedPicture, PictureFile
+from maxsimd.engine.requests import Item, ScoreOptions, ScoreResult, Timings, Usage
+from maxsimd.engine.validation import as_scored, as_truncation
+from maxsimd.pooling.vectors import Vectors
+from maxsimd.scheduler.fleet import Merge, Split, digest_of
+
+# What a picture is by estimate, in characters.
+_PICTURE = 4_096
+# Called with the indices of documents, their scores, and how some of them came to theirs.
+NewScores = Callable[[list[int], list[float], Mapping[int, Explanation]], None]
+
+
+class ScoreJob:
+    """The queries and documents of one request, and what is known of their scores so far."""
+
+    def __init__(self, facts: ModelFacts, queries: Any, documents: Any, options: ScoreOptions) -> None:
+        """Raises InvalidRequestError for what an engine would refuse at once."""
+        self._facts = facts
+        takes_vectors = facts.score_type in (ScoreType.LATE_INTERACTION, ScoreType.BI_ENCODER)
+        self.documents = as_scored(documents, "documents", takes_vectors, facts.reads_pictures)
+        self.queries = as_scored(queries, "queries", takes_vectors, facts.reads_pictures)
+        self._options = options
+        self._merge = Merge(len(self.documents))
+        self._results: list[ScoreResult] = []
+        self._errors: dict[int, str] = {}
+        self._unscored: list[int] = []
+        self._explanations: dict[int, Explanation] = {}
+
+    def job(self, arrived: NewScores | None = None) -> Job:
+        """What is to be spread; `arrived` is called with scores as they come, at times more than once."""
+
+        def part_arrived(indices: NDArray[np.int64], new: Arrived) -> None:
+            assert arrived is not None
+            whole = [int(indices[i]) for i in new.indices]
+            why = {int(indices[i]): each for i, each in new.result.explanations.items()}
+            arrived(whole, new.result.scores, why)
+
+        return Job(
+            np.array([_digest(each) for each in self.documents], dtype=np.uint64),
+            estimated_tokens([size_of(each) for each in self.documents]),
+            self.split,
+            self._options["timeout"],
+            lambda indices, left: self.question(indices, left, streams=arrived is not None),
+            self.commit,
+            None if arrived is None else part_arrived,
+        )
+
+    @property
+    def split(self) -> Split:
+        """A listwise model scores documents by each other; explanations and pairs of N queries are made where
+        the whole request is."""
+        if self._facts.score_type is ScoreType.LISTWISE or len(self.queries) > 1 or self._options["explain"]:
+            return Split.NEVER
+        return Split.BY_TOKENS if self._facts.score_type is ScoreType.CROSS_ENCODER else Split.BY_OWNER
+
+    def question(self, indices: NDArray[np.int64], left: float | None, *, streams: bool = False) -> Score:
+        """What an engine is asked about some of the documents."""
+        options = self._options
+        documents = [self.documents[i] for i in indices.tolist()]
+        return Score(
+            queries=sent_items(self.queries),
+            documents=sent_items(documents),
+            run=Run(as_truncation(options["truncation"]), options["priority"], options["tenant"], left),
+            use_activation=options["use_activation"],
+            normalize=options["normalize"],
+            instruction=options["instruction"],
+            cache=options["cache"],
+            on_timeout=options["on_timeout"],
+            on_error=options["on_error"],
+            explain=options["explain"],
+            streams=streams,
+        )
+
+    def commit(self, indices: NDArray[np.int64], answer: Answer) -> None:
+        """Takes the scores of a part."""
+        result = cast("Scored", answer).result
+        self._merge.commit(indices, np.array(result.scores, dtype=np.float64))
+        self._results.append(result)
+        self._errors |= {int(indices[i]): reason for i, reason in result.errors.items()}
+        self._unscored += [int(indices[i]) for i in result.unscored]
+        self._explanations |= {int(indices[i]): why for i, why in result.explanations.items()}
+
+    def result(self) -> ScoreResult:
+        """One score a document. The query counts once, in however many parts it was."""
+        results, again = self._results, len(self._results) - 1
+        first = results[0]
+        usage = Usage(
+            sum(each.usage.prompt_tokens for each in results) - again * first.usage.query_tokens,
+            sum(each.usage.cached_tokens for each in results),
+            sum(each.usage.cached_documents for each in results),
+            first.usage.query_tokens,
+        )
+        return ScoreResult(
+            self._merge.result().tolist(),
+            usage,
+            sum(each.truncated for each in results) - again * first.truncated_queries,
+            tuple(sorted(self._unscored)),
+            {i: self._errors[i] for i in sorted(self._errors)},
+            slowest([each.timings for each in results]),
+            self._explanations,
+            first.truncated_queries,
+        )
+
+
+def slowest(timings: list[Timings]) -> Timings:
+    """Of parts that were run side by side, the longest of each."""
+    return Timings(
+        max(each.queue for each in timings),
+        max(each.tokenise for each in timings),
+        max(each.model for each in timings),
+        max(each.score for each in timings),
+    )
+
+
+def _digest(item: Item) -> int:
+    """Of a text's content; of one that came as its embedding, which no engine caches, of its place in
+    memory."""
+    if isinstance(item, str):
+        return digest_of(item)
+    return id(item) if isinstance(item, Vectors) else digest_of_content(item)
+
+
+def digest_of_content(content: Content) -> int:
+    """The same in every process."""
+    return digest_of("\0".join(part if isinstance(part, str) else _named(part) for part in content.parts))
+
+
+def _named(picture: AnyPicture) -> str:
+    match picture:
+        case PictureFile():
+            return blake2b(picture.data, digest_size=16).hexdigest()
+        case EncodedPicture():
+            return picture.text
+        case _:
+            return repr(picture)
+
+
+def size_of(item: Item) -> int:
+    """About as many characters as a text would have that is as much work."""
+    if isinstance(item, str):
+        return len(item)
+    if isinstance(item, Vectors):
+        return len(item) // 32
+    return sum(map(len, item.texts)) + _PICTURE * len(item.pictures)

@@ -1,0 +1,205 @@
+"""One request over the engines of a fleet: planned, sent in parts, tried again where an engine dies, and put
+together."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from random import getrandbits
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.api.fleet.failures import as_error, renumbered
+from maxsimd.api.fleet.link import LostError
+from maxsimd.api.fleet.messages import Answer, Arrived, Failed, Question, Reply
+from maxsimd.api.fleet.roster import Roster
+from maxsimd.engine.errors import (
+    EngineNotReadyError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
+from maxsimd.scheduler.fleet import (
+    Attempts,
+    Fail,
+    FleetError,
+    Loads,
+    Member,
+    RetryBudget,
+    Seen,
+    Send,
+    Split,
+    cell_of,
+    cells_of,
+    plan,
+)
+from maxsimd.scheduler.fleet.plan import Documents
+
+# How long a request without a timeout waits for an engine while there is none, in seconds.
+_PATIENCE = 30.0
+# Documents that a front remembers having sent.
+_REMEMBERED = 1_000_000
+_CELL_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """What is to be spread: `documents` with digests [N] and estimated tokens [N]. `question` makes what is
+    asked for some of them, with so many seconds left; `commit` takes the answer for them, and `arrived` what
+    comes before it."""
+
+    digests: NDArray[np.uint64]
+    tokens: NDArray[np.int64]
+    split: Split
+    timeout: float | None
+    question: Callable[[NDArray[np.int64], float | None], Question]
+    commit: Callable[[NDArray[np.int64], Answer], None]
+    arrived: Callable[[NDArray[np.int64], Arrived], None] | None = None
+
+
+class Spreader:
+    """Spreads the requests of one front. For one event loop."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._loads = Loads()
+        self._seen = Seen(_REMEMBERED)
+        self._budget = RetryBudget()
+
+    @property
+    def loads(self) -> Loads:
+        """What each engine has to do, in tokens."""
+        return self._loads
+
+    async def run(self, job: Job, least_tokens: int) -> None:
+        """Returns when all documents are committed. Raises the errors of `Engine`."""
+        deadline = None if job.timeout is None else asyncio.get_running_loop().time() + job.timeout
+        try:
+            await self._run(job, least_tokens, deadline)
+        except TimeoutError:
+            assert job.timeout is not None
+            raise RequestTimeoutError.after(job.timeout) from None
+
+    async def _run(self, job: Job, least_tokens: int, deadline: float | None) -> None:
+        members = await self._members(deadline)
+        cells = cells_of(members, _CELL_SIZE)
+        cell = cell_of(cells, None, lambda each: float(self._loads.of(each.members).mean()), getrandbits(64))
+        weights = self._seen.weights(cell, job.digests, job.tokens)
+        documents = Documents(job.digests, job.tokens, weights)
+        loads = self._loads.of(cell.members)
+        parts = plan(documents, cell.members, loads, job.split, least_tokens)
+        attempts = Attempts(parts, self._budget)
+        under_way: dict[asyncio.Task[Reply], Send] = {}
+        try:
+            sends: list[Send] | Fail | None = attempts.begin()
+            while True:
+                if isinstance(sends, Fail):
+                    raise _raised(sends.error)
+                for send in sends or ():
+                    under_way[asyncio.create_task(self._send(job, send, deadline))] = send
+                if attempts.is_over:
+                    return
+                done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                sends = []
+                for task in done:
+                    send = under_way.pop(task)
+                    next_sends = await self._ended(job, attempts, send, task, deadline)
+                    if isinstance(next_sends, Fail):
+                        sends = next_sends
+                        break
+                    sends += next_sends
+                    if task.exception() is None:
+                        digests = job.digests[send.part.indices]
+                        self._seen.remember(cell, digests.tolist(), send.member)
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _ended(
+        self, job: Job, attempts: Attempts, send: Send, task: "asyncio.Task[Reply]", deadline: float | None
+    ) -> list[Send] | Fail:
+        """What follows from an attempt that has ended."""
+        error = task.exception()
+        if isinstance(error, LostError):
+            # Its part may go to those that did not die with it: where there is none, one will come.
+            await self._another(send.member, deadline)
+            self._loads.forget_others(self._roster.members)
+            return attempts.lost(send.attempt, self._roster.members)
+        if error is not None:
+            raise error
+        answer = task.result().answer
+        if not isinstance(answer, Failed):
+            if attempts.answered(send.attempt):
+                job.commit(send.part.indices, answer)
+            return []
+        if answer.kind in ("not ready", "dead"):
+            await self._another(send.member, deadline)
+            return attempts.lost(send.attempt, self._roster.members)
+        if answer.kind == "full" and answer.reason != "rate":
+            refused = attempts.full(send.attempt, answer.retry_after, self._roster.members)
+            if isinstance(refused, Fail):
+                # In the words of the engine that refused last, with the longest wait of them.
+                raise as_error(msgspec.structs.replace(answer, retry_after=refused.error.retry_after))
+            return refused
+        if answer.kind == "timeout":
+            raise TimeoutError
+        raise as_error(renumbered(answer, send.part.indices.tolist()))
+
+    async def _send(self, job: Job, send: Send, deadline: float | None) -> Reply:
+        connected = self._roster.connected(send.member)
+        if send.is_suspect:
+            async with connected.alone:
+                return await self._ask(job, send, deadline)
+        return await self._ask(job, send, deadline)
+
+    async def _ask(self, job: Job, send: Send, deadline: float | None) -> Reply:
+        part, link = send.part, self._roster.connected(send.member).link
+        arrived: Callable[[Arrived], None] | None = None
+        if job.arrived is not None:
+            tell = job.arrived
+
+            def arrived(new: Arrived) -> None:
+                tell(part.indices, new)
+
+        queued = None
+        self._loads.sent(send.member, part.weight)
+        try:
+            left = None if deadline is None else deadline - asyncio.get_running_loop().time()
+            reply = await link.ask(job.question(part.indices, left), arrived)
+            queued = reply.queued_tokens
+            return reply
+        finally:
+            self._loads.answered(send.member, part.weight, queued)
+
+    async def _members(self, deadline: float | None) -> tuple[Member, ...]:
+        await self._until(self._roster.until_another(set()), deadline)
+        return self._roster.members
+
+    async def _another(self, lost: Member, deadline: float | None) -> None:
+        """Returns when there is an engine that is not the one that was lost."""
+        await self._until(self._roster.until_another({lost.name}), deadline)
+
+    async def _until(self, there: Coroutine[Any, Any, None], deadline: float | None) -> None:
+        """Raises TimeoutError at the deadline, and EngineNotReadyError before it where it is late."""
+        loop = asyncio.get_running_loop()
+        patience = loop.time() + _PATIENCE
+        try:
+            async with asyncio.timeout_at(patience if deadline is None else min(deadline, patience)):
+                await there
+        except TimeoutError:
+            if deadline is not None and loop.time() >= deadline:
+                raise
+            raise EngineNotReadyError("no engine is there; try again shortly") from None
+
+
+def _raised(error: FleetError) -> Exception:
+    if error.kind == "lost" and not error.indices:
+        return EngineNotReadyError(error.message)
+    return RequestFailedError(error.message)
+
+
+def estimated_tokens(characters: Sequence[int]) -> NDArray[np.int64]:
+    """About how many tokens texts have, by their lengths in characters."""
+    return np.array(characters, dtype=np.int64) // 4 + 4

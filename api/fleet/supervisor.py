@@ -1,0 +1,170 @@
+"""Starts the processes of a fleet, starts again those that die, and ends them all."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from maxsimd.api.config import ServerConfig, SetupError
+from maxsimd.api.fleet.door import remove
+from maxsimd.api.fleet.setup import Setup
+from maxsimd.api.listener import open_sockets
+from maxsimd.api.signals import SIGNALS
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.cores import usable_cores
+
+log = logging.getLogger("maxsimd.fleet")
+
+# A process that has ended this often in a row before it was ready is not started again, nor is one whose
+# first start failed. Each failed start makes the pause before the next twice as long, from these seconds on.
+_MOST_FAILURES, _PAUSE_SECONDS = 5, 0.5
+# How much longer than its grace a process may take to end.
+_MARGIN_SECONDS = 10.0
+
+
+def supervise(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
+    """Serves by several processes until SIGTERM or SIGINT; returns the exit status.
+
+    `started` is when the command was given (perf_counter), for the log."""
+    try:
+        sockets = open_sockets(server_config.host, server_config.port)
+    except SetupError as error:
+        log.error("%s", error)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
+        return asyncio.run(_Fleet(engine_config, server_config, sockets, Path(folder)).run())
+
+
+class _Fleet:
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        server_config: ServerConfig,
+        sockets: Sequence[socket.socket],
+        folder: Path,
+    ) -> None:
+        engine_paths = tuple(str(folder / f"engine-{i}") for i in range(server_config.replicas))
+        front_paths = tuple(str(folder / f"front-{i}") for i in range(server_config.fronts))
+        numbers = tuple(each.fileno() for each in sockets)
+        devices = engine_config.device.split(",")
+        threads = engine_config.threads or max(1, usable_cores().threads // server_config.replicas)
+        setup = Setup(False, 0, engine_paths, front_paths, numbers, engine_config, server_config)
+        engines = [
+            replace(
+                setup,
+                slot=slot,
+                engine_config=replace(
+                    engine_config, device=devices[slot % len(devices)].strip(), threads=threads
+                ),
+            )
+            for slot in range(server_config.replicas)
+        ]
+        fronts = [replace(setup, is_front=True, slot=slot) for slot in range(server_config.fronts)]
+        self._grace = server_config.grace_seconds
+        self._engines = [_Process(each) for each in engines]
+        self._fronts = [_Process(each) for each in fronts]
+
+    async def run(self) -> int:
+        """Until a signal comes, or none of the engines, or none of the fronts, can be started any more."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, stop.set)
+        living = [asyncio.create_task(each.live()) for each in (*self._engines, *self._fronts)]
+        engines, fronts = living[: len(self._engines)], living[len(self._engines) :]
+        ends = [
+            asyncio.create_task(stop.wait()),
+            asyncio.create_task(_all_ended(engines)),
+            asyncio.create_task(_all_ended(fronts)),
+        ]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        # Fronts first: they finish what is in flight, for which they need the engines.
+        for processes in (self._fronts, self._engines):
+            await asyncio.gather(*(each.end(self._grace + _MARGIN_SECONDS) for each in processes))
+        for task in (*living, *ends):
+            task.cancel()
+        return 0 if stop.is_set() else 1
+
+
+async def _all_ended(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Process:
+    """One process of the fleet, and those that replace it when it has died."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._name = f"{'front' if setup.is_front else 'engine'} {setup.slot}"
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_ending = False
+
+    async def live(self) -> None:
+        """Returns once the process is to end, or cannot be started any more."""
+        failures = 0
+        was_ever_ready = False
+        while True:
+            status = await self._run()
+            if self._is_ending:
+                return
+            was_ever_ready |= self._was_ready()
+            failures = 0 if self._was_ready() else failures + 1
+            if failures == _MOST_FAILURES or not was_ever_ready:
+                log.error("%s has ended (%s) and is not started again", self._name, _reason(status))
+                return
+            log.warning("%s has ended (%s) and is started again", self._name, _reason(status))
+            if failures:
+                await asyncio.sleep(_PAUSE_SECONDS * 2**failures)
+
+    async def end(self, seconds: float) -> None:
+        """Ends the process within some seconds."""
+        self._is_ending = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(seconds):
+                await process.wait()
+        except TimeoutError:
+            log.warning("%s did not end in time and is killed", self._name)
+            process.kill()
+            await process.wait()
+
+    @property
+    def _path(self) -> str:
+        """Where it listens for other processes, once it is ready."""
+        paths = self._setup.front_paths if self._setup.is_front else self._setup.engine_paths
+        return paths[self._setup.slot]
+
+    def _was_ready(self) -> bool:
+        return os.path.exists(self._path)
+
+    async def _run(self) -> int:
+        """The exit status of one process."""
+        remove(self._path)
+        self._process = await asyncio.create_subprocess_exec(
+            # Its name is for those who look at the list of processes.
+            *(sys.executable, "-m", "maxsimd.api.fleet.process", *self._name.split()),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=self._setup.sockets if self._setup.is_front else (),
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._setup.encoded())
+        return await self._process.wait()
+
+
+def _reason(status: int) -> str:
+    if status >= 0:
+        return f"status {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"

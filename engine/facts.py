@@ -1,0 +1,94 @@
+"""What is known of a served model by those who do not have it in memory: plain data."""
+
+from dataclasses import dataclass
+
+from maxsimd.engine.config import ScoreType
+from maxsimd.engine.device.load import DeviceModel
+from maxsimd.engine.scoring.scale import ScoreScale, has_bounds, score_scale
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """One of the tasks of a model: how hidden states are pooled, and how many numbers come of that."""
+
+    pooling: str
+    dim: int
+    normalised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The scale of scores as they are by default, `raw` without the activation, and `normalized`."""
+
+    default: ScoreScale
+    raw: ScoreScale
+    normalized: ScoreScale
+
+    def of(self, *, use_activation: bool, normalize: bool) -> ScoreScale:
+        """That of a request with these options."""
+        if normalize:
+            return self.normalized
+        return self.default if use_activation else self.raw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A model that is served. `max_tokens` is the longest sequence that can be run. `normalizes` says whether
+    its scores have bounds, between which they can be normalised. `precision`, `execution`, `kernels` (on a
+    GPU, where there is a choice) and `findings` say how it is run, and what was found out when that was
+    proven."""
+
+    name: str
+    score_type: ScoreType
+    score_task: str
+    tasks: dict[str, TaskFacts]
+    labels: tuple[str, ...]
+    max_tokens: int
+    reads_pictures: bool
+    scales: Scales
+    normalizes: bool
+    device: str
+    kernels: str
+    precision: str
+    execution: str
+    findings: tuple[str, ...]
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether it only classifies: with several labels there is no single score."""
+        return self.score_task == "classify" and len(self.labels) > 1
+
+
+def facts_of(loaded: DeviceModel, max_tokens: int) -> ModelFacts:
+    """The facts of a model that is ready on its device."""
+    model, prepared = loaded.model, loaded.prepared
+    is_calibrated = loaded.calibration is not None
+    precision = str(prepared.dtype).removeprefix("torch.")
+    return ModelFacts(
+        name=model.name,
+        score_type=model.score_type,
+        score_task=model.score_task,
+        tasks={
+            name: TaskFacts(task.pooling, task.dim, task.normalised) for name, task in model.tasks.items()
+        },
+        labels=model.labels,
+        max_tokens=max_tokens,
+        reads_pictures=model.vision is not None,
+        scales=Scales(
+            score_scale(model, calibrated=is_calibrated),
+            score_scale(model, use_activation=False, calibrated=is_calibrated),
+            score_scale(model, normalize=True, calibrated=is_calibrated),
+        ),
+        normalizes=has_bounds(model),
+        device=str(loaded.device),
+        kernels=_kernels(loaded),
+        precision=f"{precision} with int8 weights" if prepared.quantized else precision,
+        execution=prepared.execution,
+        findings=tuple(map(str, prepared.findings)),
+    )
+
+
+def _kernels(loaded: DeviceModel) -> str:
+    if loaded.device.type != "cuda":
+        return ""
+    return f"attention by {loaded.prepared.attention}, MaxSim by {loaded.maxsim_name}"

@@ -1,0 +1,232 @@
+"""A server of several processes: the same answers as one process gives, whichever of them dies."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from maxsimd.bench.datasets import docstring_pairs
+from tests.server.conftest import Server, StartServer
+from tests.waiting import wait_for
+
+FLEET = ("--dtype", "float32", "--fronts", "2", "--replicas", "2")
+# More than one step, so that requests are spread.
+DOCUMENTS = [pair.document for pair in docstring_pairs() if len(pair.document) > 200][:60]
+
+
+def _children(server: Server) -> dict[str, list[int]]:
+    """The processes of a fleet: engines and fronts."""
+    found: dict[str, list[int]] = {"engine": [], "front": []}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            folder = Path("/proc", entry)
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (folder / "cmdline").read_text().split("\0")
+            if parent == server.process.pid and "maxsimd.api.fleet.process" in words:
+                found[words[words.index("maxsimd.api.fleet.process") + 1]].append(int(entry))
+    return found
+
+
+def _body(rng: random.Random, cache: str = "bypass") -> dict[str, object]:
+    documents = rng.sample(DOCUMENTS, rng.randrange(1, 25))
+    return {"query": "how is a file opened", "documents": documents, "cache": cache, "return_documents": True}
+
+
+@pytest.fixture(scope="module")
+def fleet(session_starter: StartServer) -> Server:
+    server = session_starter(*FLEET)
+    wait_for(lambda: _num_engines(server) == 2)
+    return server
+
+
+def _num_engines(server: Server) -> int:
+    page = httpx.get(server.url + "/metrics").text
+    return len({line for line in page.splitlines() if line.startswith("maxsimd_step_tokens_count{replica=")})
+
+
+def _right(server: Server) -> dict[str, float]:
+    """Each document's score by a server of one process."""
+    body = {"queries": "how is a file opened", "documents": DOCUMENTS, "cache": "bypass"}
+    data = httpx.post(server.url + "/score", json=body, timeout=60).json()["data"]
+    return {DOCUMENTS[each["index"]]: each["score"] for each in data}
+
+
+def test_a_spread_request_is_answered_as_one_process_answers_it(fleet: Server, server: Server) -> None:
+    for path, body in [
+        ("/score", {"queries": "how is a file opened", "documents": DOCUMENTS, "cache": "bypass"}),
+        ("/rerank", {"query": "a list", "documents": DOCUMENTS, "top_n": 7}),
+        ("/rerank", {"query": "a list", "documents": [*DOCUMENTS, *DOCUMENTS[:9]], "cache": "bypass"}),
+        ("/rerank", {"query": "a list " * 300, "documents": DOCUMENTS, "cache": "bypass"}),
+        ("/v1/embeddings", {"input": DOCUMENTS}),
+    ]:
+        spread, whole = (
+            httpx.post(each.url + path, json=body, timeout=60).json() for each in (fleet, server)
+        )
+        assert spread["usage"] == whole["usage"], path
+        assert _numbers(spread) == pytest.approx(_numbers(whole), abs=1e-5), path
+        assert _order(spread) == _order(whole), path
+    steps = _steps(fleet)
+    assert len(steps) == 2
+    assert min(steps.values()) > 0, "both engines had a part"
+
+
+def _numbers(answer: dict) -> list[float]:
+    if "results" in answer:
+        return [each["relevance_score"] for each in answer["results"]]
+    if "score" in answer["data"][0]:
+        return [each["score"] for each in answer["data"]]
+    return np.concatenate([each["embedding"] for each in answer["data"]]).tolist()
+
+
+def _order(answer: dict) -> list[int]:
+    return [each["index"] for each in answer.get("results") or answer["data"]]
+
+
+def _steps(server: Server) -> dict[str, float]:
+    page = httpx.get(server.url + "/metrics").text
+    lines = [line for line in page.splitlines() if line.startswith("maxsimd_step_tokens_count{replica=")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_an_error_names_the_document_of_the_whole_request(fleet: Server, server: Server) -> None:
+    short = [document[:400] for document in DOCUMENTS]
+    body = {"query": "a list", "documents": [*short, "long " * 3_000, *short], "long_documents": "error"}
+    answers = [httpx.post(each.url + "/rerank", json=body, timeout=60) for each in (fleet, server)]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    messages = [answer.json()["error"]["message"] for answer in answers]
+    assert messages[0] == messages[1]
+    assert f"documents[{len(short)}]" in messages[0]
+
+
+def test_a_stream_gives_each_document_once(fleet: Server, server: Server) -> None:
+    right = _right(server)
+    body = {"query": "how is a file opened", "documents": DOCUMENTS, "stream": True, "cache": "bypass"}
+    with httpx.stream("POST", fleet.url + "/rerank", json=body, timeout=60) as answer:
+        lines = [httpx.Response(200, content=line).json() for line in answer.iter_lines()]
+    given = {line["index"]: line["relevance_score"] for line in lines[:-1]}
+    assert len(lines) == len(DOCUMENTS) + 1
+    assert given == pytest.approx({i: right[text] for i, text in enumerate(DOCUMENTS)}, abs=1e-5)
+
+
+def test_clearing_the_cache_reaches_all_engines(fleet: Server) -> None:
+    body = {"query": "a list", "documents": DOCUMENTS}
+    httpx.post(fleet.url + "/rerank", json=body, timeout=60)
+    assert (
+        httpx.post(fleet.url + "/rerank", json=body, timeout=60).json()["usage"].get("prompt_tokens_details")
+    )
+    assert httpx.delete(fleet.url + "/cache").status_code == 204
+    details = httpx.post(fleet.url + "/rerank", json=body, timeout=60).json()["usage"]
+    assert not (details.get("prompt_tokens_details") or {}).get("cached_tokens")
+
+
+class _Clients:
+    """Eight clients that ask until they are stopped, and compare what they get."""
+
+    def __init__(self, server: Server, right: dict[str, float]) -> None:
+        self._server, self._right = server, right
+        self._stop = threading.Event()
+        self.wrong: list[str] = []
+        self.failed: list[str] = []
+        self.answered = 0
+
+    def ask(self, seed: int) -> None:
+        rng = random.Random(seed)
+        while not self._stop.is_set():
+            body = _body(rng)
+            try:
+                answer = httpx.post(self._server.url + "/rerank", json=body, timeout=60)
+            except httpx.TransportError as error:
+                self.failed.append(repr(error))
+                continue
+            if answer.status_code != 200:
+                self.failed.append(answer.text)
+                continue
+            results = answer.json()["results"]
+            if sorted(each["index"] for each in results) != list(range(len(body["documents"]))):  # type: ignore[arg-type]
+                self.wrong.append("a document is missing or doubled")
+            for each in results:
+                if abs(each["relevance_score"] - self._right[each["document"]["text"]]) > 1e-4:
+                    self.wrong.append(str(each["index"]))
+            self.answered += 1
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+@pytest.fixture
+def clients(fleet: Server, server: Server) -> Iterator[_Clients]:
+    asking = _Clients(fleet, _right(server))
+    with ThreadPoolExecutor(8) as threads:
+        tasks = [threads.submit(asking.ask, seed) for seed in range(8)]
+        try:
+            yield asking
+        finally:
+            asking.stop()
+        for task in tasks:
+            task.result()
+
+
+# How often an engine is killed; MAXSIMD_KILLS=50 for a longer trial.
+KILLS = int(os.environ.get("MAXSIMD_KILLS", "3"))
+
+
+def test_an_engine_that_is_killed_loses_nothing(fleet: Server, clients: _Clients) -> None:
+    rng = random.Random(0)
+    for _ in range(KILLS):
+        time.sleep(rng.uniform(0.5, 2.0))
+        engines = _children(fleet)["engine"]
+        os.kill(rng.choice(engines), signal.SIGKILL)
+        wait_for(lambda before=set(engines): len(set(_children(fleet)["engine"]) - before) == 1, 60)
+        wait_for(lambda: _num_engines(fleet) == 2, 60)
+    clients.stop()
+    assert clients.answered > 0
+    assert clients.wrong == []
+    assert clients.failed == []
+
+
+def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clients: _Clients) -> None:
+    time.sleep(1)
+    fronts = _children(fleet)["front"]
+    os.kill(fronts[0], signal.SIGKILL)
+    wait_for(lambda: len(set(_children(fleet)["front"]) - set(fronts)) == 1, 60)
+    time.sleep(1)
+    clients.stop()
+    assert clients.wrong == []
+    assert len(clients.failed) <= 8, "each client had at most one request there"
+    assert fleet.process.poll() is None
+
+
+def test_all_processes_are_gone_after_sigterm(start_server: StartServer) -> None:
+    server = start_server(*FLEET)
+    processes = [pid for pids in _children(server).values() for pid in pids]
+    assert len(processes) >= 3
+    with ThreadPoolExecutor() as threads:
+        body = {"query": "a list", "documents": DOCUMENTS * 5, "cache": "bypass"}
+        asked = threads.submit(httpx.post, server.url + "/rerank", json=body, timeout=60)
+        time.sleep(0.3)
+        assert server.terminate() == 0
+        assert asked.result().status_code == 200, "what is in flight is finished"
+    assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
+
+
+def test_processes_end_when_their_parent_is_killed(start_server: StartServer) -> None:
+    server = start_server(*FLEET)
+    processes = [pid for pids in _children(server).values() for pid in pids]
+    server.process.kill()
+    server.process.wait()
+    wait_for(lambda: not [pid for pid in processes if os.path.exists(f"/proc/{pid}")], 30)
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(start_server: StartServer) -> None:
+    server = start_server("/nowhere/at/all", "--fronts", "2", "--replicas", "2", ready=False)
+    assert server.process.wait(60) == 1
+    assert "is not started again" in server.log
