@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from maxsimd.api.fleet.embedding import EmbedJob, num_characters, run_of
 from maxsimd.api.fleet.failures import as_error
+from maxsimd.api.fleet.limits import without_limits
 from maxsimd.api.fleet.link import LostError
 from maxsimd.api.fleet.messages import (
     Answer,
@@ -123,8 +124,8 @@ class FleetEngine:
         return EngineStats(waiting_tokens=waiting)
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
-        """Weights hold at every engine."""
-        self._roster.set_tenants(dict(tenants))
+        """Weights and priorities hold at every engine, limits where there is one engine."""
+        self._roster.set_tenants(without_limits(tenants, len(self._roster.paths)))
 
     def check_rate(self, tenant: str) -> None:
         """Engines check rates themselves."""

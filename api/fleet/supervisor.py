@@ -13,7 +13,9 @@ from pathlib import Path
 
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.fleet.door import remove
+from maxsimd.api.fleet.limits import check_limits
 from maxsimd.api.fleet.setup import Setup
+from maxsimd.api.keys import ApiKeys
 from maxsimd.api.listener import open_sockets
 from maxsimd.api.signals import SIGNALS
 from maxsimd.engine.config import EngineConfig
@@ -33,6 +35,7 @@ def supervise(engine_config: EngineConfig, server_config: ServerConfig, started:
 
     `started` is when the command was given (perf_counter), for the log."""
     try:
+        ApiKeys(server_config, set_tenants=lambda tenants: check_limits(tenants, server_config.replicas))
         sockets = open_sockets(server_config.host, server_config.port)
     except SetupError as error:
         log.error("%s", error)

@@ -1,0 +1,369 @@
+"""A front beside engines that are stand-ins: real sockets and the real protocol, without models."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.api.config import SetupError
+from maxsimd.api.fleet import messages
+from maxsimd.api.fleet.door import Door, Send, remove
+from maxsimd.api.fleet.failures import as_error, as_failed, renumbered
+from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.limits import check_limits, without_limits
+from maxsimd.api.fleet.messages import Answer, Arrived, Question, Score, Scored
+from maxsimd.api.fleet.pages import joined
+from maxsimd.engine import (
+    EngineConfig,
+    EngineNotReadyError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
+from maxsimd.engine.config import ScoreType
+from maxsimd.engine.facts import ModelFacts, Scales, TaskFacts
+from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
+from maxsimd.engine.requests import ScoreResult, Usage
+from maxsimd.engine.scoring.scale import ScoreScale
+from maxsimd.engine.tenants import Tenant
+from maxsimd.pooling.vectors import Vectors
+
+_SCALE = ScoreScale("maxsim", None, None)
+_PLAIN = b"cnumpy\nfloat64\n."  # a pickle of something small, in a tokeniser's place
+_LONG = " and so on" * 300
+
+
+def _introduction(
+    fingerprint: str, score_type: ScoreType = ScoreType.LATE_INTERACTION
+) -> messages.Introduction:
+    facts = ModelFacts(
+        name="stand-in",
+        score_type=score_type,
+        score_task="token_embed",
+        tasks={"token_embed": TaskFacts("all", 4, True)},
+        labels=(),
+        max_tokens=512,
+        reads_pictures=False,
+        scales=Scales(_SCALE, _SCALE, _SCALE),
+        normalizes=True,
+        device="cpu",
+        kernels="",
+        precision="float32",
+        execution="packed",
+        findings=(),
+    )
+    return messages.Introduction(
+        facts=facts, config=EngineConfig(), tokenizer=_PLAIN, fingerprint=fingerprint
+    )
+
+
+class StandIn:
+    """Scores each document by its length. `before` is awaited before each answer, and may raise."""
+
+    def __init__(
+        self, path: str, before: Callable[["StandIn", Score], Awaitable[None]] | None = None
+    ) -> None:
+        self.path = path
+        self.fingerprint = "one"
+        self.score_type = ScoreType.LATE_INTERACTION
+        self.asked: list[Score] = []
+        self.cancelled = 0
+        self._before = before
+        self.door = Door(self._answer, lambda: 7)
+
+    async def restart(self) -> None:
+        """Dies, and is there again."""
+        await self.die()
+        self.door = Door(self._answer, lambda: 7)
+        await self.door.open(self.path)
+
+    async def die(self) -> None:
+        remove(self.path)
+        await self.door.close()
+
+    async def _answer(self, question: Question, send: Send) -> Answer:
+        if isinstance(question, messages.Introduce):
+            return _introduction(self.fingerprint, self.score_type)
+        if not isinstance(question, Score):
+            return messages.Done()
+        self.asked.append(question)
+        texts = [text for text in question.documents if isinstance(text, str)]
+        try:
+            if question.streams:
+                first = ScoreResult([float(len(texts[0]))], Usage(0), 0)
+                await send(Arrived(first, [0]))
+            if self._before is not None:
+                await self._before(self, question)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        scores = [float(len(text)) for text in texts]
+        return Scored(ScoreResult(scores, Usage(10 + len(texts), 0, 0, 10), 1, truncated_queries=1))
+
+
+@asynccontextmanager
+async def fleet(
+    folder: Path, count: int, before: Callable[[StandIn, Score], Awaitable[None]] | None = None
+) -> AsyncIterator[tuple[FleetEngine, list[StandIn]]]:
+    engines = [StandIn(str(folder / str(i)), before) for i in range(count)]
+    for engine in engines:
+        await engine.door.open(engine.path)
+    front = FleetEngine([engine.path for engine in engines])
+    await front.start()
+    while front.size != (count, count):
+        await asyncio.sleep(0.01)
+    try:
+        yield front, engines
+    finally:
+        await front.stop()
+        for engine in engines:
+            await engine.die()
+
+
+def _documents(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [f"{i} {'x' * rng.randrange(1, 900)}{_LONG}" for i in range(count)]
+
+
+async def test_a_large_request_is_spread_and_put_together(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 3) as (front, engines):
+        documents = _documents(60)
+        result = await front.score("q", documents)
+        assert result.scores == [float(len(text)) for text in documents]
+        assert result.usage == Usage(10 + 60, 0, 0, 10), "the query counts once"
+        assert result.truncated == 1
+        assert sum(len(engine.asked) for engine in engines) == 3
+        again = await front.score("q", documents)
+        assert again.scores == result.scores
+        for engine in engines:
+            first, second = (set(question.documents) for question in engine.asked)
+            assert first == second, "each document goes to its owner again"
+        small = await front.score("q", ["short"])
+        assert small.scores == [5.0]
+
+
+async def test_what_a_listwise_model_reads_together_stays_together(tmp_path: Path) -> None:
+    engines = [StandIn(str(tmp_path / str(i))) for i in range(2)]
+    for engine in engines:
+        engine.score_type = ScoreType.LISTWISE
+        await engine.door.open(engine.path)
+    front = FleetEngine([engine.path for engine in engines])
+    await front.start()
+    await front.score("q", _documents(60))
+    assert sorted(len(engine.asked) for engine in engines) == [0, 1]
+    await front.stop()
+    for engine in engines:
+        await engine.die()
+
+
+async def test_the_parts_of_an_engine_that_dies_go_to_another(tmp_path: Path) -> None:
+    died = []
+
+    async def die_once(engine: StandIn, question: Score) -> None:
+        if not died:
+            died.append(engine)
+            asyncio.get_running_loop().create_task(engine.die())
+            await asyncio.sleep(10)
+
+    async with fleet(tmp_path, 3, die_once) as (front, _):
+        documents = _documents(60)
+        result = await front.score("q", documents)
+        assert result.scores == [float(len(text)) for text in documents]
+        assert len(died) == 1
+
+
+async def test_a_document_that_kills_engines_kills_three_and_fails_alone(tmp_path: Path) -> None:
+    deaths = []
+
+    async def die_of_poison(engine: StandIn, question: Score) -> None:
+        if any(isinstance(text, str) and text.startswith("poison") for text in question.documents):
+            deaths.append(engine)
+            asyncio.get_running_loop().create_task(engine.restart())
+            await asyncio.sleep(10)
+
+    async with fleet(tmp_path, 2, die_of_poison) as (front, _):
+        documents = _documents(24)
+        documents[17] = "poison" + _LONG
+        others = [asyncio.create_task(front.score("q", _documents(30, seed))) for seed in range(1, 4)]
+        with pytest.raises(RequestFailedError, match=r"documents\[17\]"):
+            await front.score("q", documents)
+        assert len(deaths) == 3
+        for seed, other in enumerate(others, start=1):
+            assert (await other).scores == [float(len(text)) for text in _documents(30, seed)]
+
+
+async def test_a_full_engine_is_passed_by_and_two_full_ones_refuse(tmp_path: Path) -> None:
+    full: set[str] = set()
+
+    async def refuse(engine: StandIn, question: Score) -> None:
+        if engine.path in full:
+            raise QueueFullError("too much waits", 3.0 + len(full))
+
+    async with fleet(tmp_path, 2, refuse) as (front, engines):
+        full.add(engines[0].path)
+        assert (await front.score("q", _documents(60))).scores
+        full.add(engines[1].path)
+        with pytest.raises(QueueFullError, match="too much waits") as refused:
+            await front.score("q", _documents(60))
+        assert refused.value.retry_after == 5.0
+
+
+async def test_an_error_ends_the_other_parts_and_names_the_document(tmp_path: Path) -> None:
+    async def refuse_one(engine: StandIn, question: Score) -> None:
+        for i, text in enumerate(question.documents):
+            if isinstance(text, str) and text.startswith("41 "):
+                raise InvalidRequestError(f"documents[{i}] is not good", "documents")
+        await asyncio.sleep(10)
+
+    async with fleet(tmp_path, 3, refuse_one) as (front, engines):
+        with pytest.raises(InvalidRequestError, match=r"documents\[41\] is not good") as refused:
+            await front.score("q", _documents(60))
+        assert refused.value.param == "documents"
+        await asyncio.sleep(0.1)
+        assert sum(engine.cancelled for engine in engines) == 2
+
+
+async def test_cancelling_a_request_cancels_its_parts(tmp_path: Path) -> None:
+    async def never(engine: StandIn, question: Score) -> None:
+        await asyncio.sleep(100)
+
+    async with fleet(tmp_path, 2, never) as (front, engines):
+        asking = asyncio.create_task(front.score("q", _documents(60)))
+        while sum(len(engine.asked) for engine in engines) < 2:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.sleep(0.1)
+        assert sum(engine.cancelled for engine in engines) == 2
+
+
+async def test_without_engines_a_request_fails_by_its_timeout(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (front, engines):
+        await engines[0].die()
+        while front.is_healthy:
+            await asyncio.sleep(0.01)
+        with pytest.raises(RequestTimeoutError, match=r"not done within 0\.2 seconds"):
+            await front.score("q", ["a"], timeout=0.2)
+
+
+async def test_an_engine_that_serves_something_else_is_not_used(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2) as (front, engines):
+        await engines[0].die()
+        engines[0].fingerprint = "another"
+        await engines[0].restart()
+        await asyncio.sleep(0.5)
+        assert front.size == (1, 2)
+        asked = len(engines[0].asked)
+        await front.score("q", _documents(60))
+        assert len(engines[0].asked) == asked
+
+
+async def test_a_stream_gives_what_comes_and_then_the_rest(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2) as (front, _):
+        documents = _documents(60)
+        given: list[int] = []
+        async with front.stream("q", documents) as stream:
+            async for new in stream:
+                given += [one.index for one in new]
+                assert all(one.score == float(len(documents[one.index])) for one in new)
+        assert sorted(given) == list(range(60))
+        assert stream.result.scores == [float(len(text)) for text in documents]
+
+
+items = st.one_of(
+    st.text(max_size=20),
+    st.builds(
+        lambda rows, dtype: Vectors(np.arange(rows * 4, dtype=dtype).reshape(rows, 4)),
+        st.integers(1, 5),
+        st.sampled_from(["float32", "float16", "int8"]),
+    ),
+    st.builds(lambda rows: Vectors(torch.arange(rows * 4.0).reshape(rows, 4).bfloat16()), st.integers(1, 5)),
+    st.builds(
+        lambda parts: Content.of(parts),
+        st.lists(
+            st.one_of(
+                st.text(max_size=9),
+                st.builds(PictureFile, st.binary(max_size=30)),
+                st.builds(EncodedPicture, st.text(max_size=30)),
+                st.builds(MissingPicture, st.text(max_size=30)),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+    ),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(items, min_size=1, max_size=6))
+def test_what_is_sent_is_received(documents: list) -> None:
+    run = messages.Run(messages.Truncation(), 0, "", None)
+    question = Score(
+        queries=["q"], documents=messages.sent_items(documents), run=run, explain="maps", instruction="i"
+    )
+    received = messages.decode_to_engine(messages.encode(messages.Ask(3, question)))
+    assert isinstance(received, messages.Ask)
+    assert isinstance(received.question, Score)
+    assert received.question.instruction == "i"
+    for sent, got in zip(documents, messages.received_items(received.question.documents), strict=True):
+        if isinstance(sent, Vectors):
+            assert isinstance(got, Vectors)
+            assert torch.equal(torch.as_tensor(got.values), torch.as_tensor(sent.values))
+        else:
+            assert got == sent
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequestError("m", "documents"),
+        QueueFullError("m", 2.5, "wait"),
+        RequestTimeoutError("m"),
+        RequestFailedError("m"),
+        EngineNotReadyError("m"),
+    ],
+)
+def test_errors_survive_the_way(error: Exception) -> None:
+    back = as_error(as_failed(error))
+    assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
+
+
+def test_only_documents_are_renumbered() -> None:
+    failed = as_failed(InvalidRequestError("documents[1] is like queries[1]", "documents"))
+    assert renumbered(failed, [4, 9]).message == "documents[9] is like queries[1]"
+    assert renumbered(failed, [4]).message == failed.message, "a number that is none of its documents"
+
+
+def test_pages_of_metrics_are_one() -> None:
+    page = b'# HELP a_total of a\n# TYPE a_total counter\na_total{x="1 2"} 3.0\na_total 4.0\n'
+    other = b"# HELP b of b\n# TYPE b gauge\nb 1.0\n" + page
+    assert joined([("replica", 0, page), ("front", 1, other)]).decode().splitlines() == [
+        "# HELP a_total of a",
+        "# TYPE a_total counter",
+        'a_total{replica="0",x="1 2"} 3.0',
+        'a_total{replica="0"} 4.0',
+        'a_total{front="1",x="1 2"} 3.0',
+        'a_total{front="1"} 4.0',
+        "# HELP b of b",
+        "# TYPE b gauge",
+        'b{front="1"} 1.0',
+    ]
+
+
+def test_limits_of_tenants_need_one_replica(caplog: pytest.LogCaptureFixture) -> None:
+    tenants = {"a": Tenant(weight=2.0, requests_per_minute=5), "b": Tenant(weight=3.0)}
+    check_limits(tenants, 1)
+    with pytest.raises(SetupError, match="'a' has limits"):
+        check_limits(tenants, 2)
+    assert without_limits(tenants, 1) == tenants
+    assert without_limits(tenants, 2) == {"a": Tenant(weight=2.0), "b": Tenant(weight=3.0)}
+    assert "'a' has limits" in caplog.text
