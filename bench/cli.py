@@ -11,7 +11,7 @@ import click
 
 from maxsimd.api.options import config_from, options_from
 from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
-from maxsimd.bench.fleet_command import bench_fleet
+from maxsimd.bench.fleet_command import bench_fleet, bench_fleet_overhead
 from maxsimd.bench.gpu.command import bench_gpu, bench_kernels
 from maxsimd.bench.page_commands import (
     bench_beside_pages,
@@ -353,6 +353,13 @@ def bench_plots(folder: str) -> None:
 
 for command in (
     *(bench_peers, bench_gpu, bench_kernels),
-    *(bench_pages, bench_page_speed, bench_beside_pages, bench_picture_stalls, bench_fleet),
+    *(
+        bench_pages,
+        bench_page_speed,
+        bench_beside_pages,
+        bench_picture_stalls,
+        bench_fleet,
+        bench_fleet_overhead,
+    ),
 ):
     bench.add_command(command)

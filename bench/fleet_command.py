@@ -1,4 +1,4 @@
-"""`maxsimd bench fleet`: fleets of many engines, simulated."""
+"""`maxsimd bench fleet`, which simulates many engines, and `fleet-overhead`, which starts a few."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,21 @@ from pathlib import Path
 import click
 
 from maxsimd.bench.fleet_simulation import FleetShape, moved_by_one_more, simulate
+from maxsimd.bench.report import publish
+from maxsimd.bench.running import run_and_clean_up
+
+
+@click.command("fleet-overhead")
+@click.option("--executable", help="The command of another version to measure instead.")
+@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")
+@click.option("--seconds", type=float, default=5.0, show_default=True, help="Seconds of new documents each.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float, json_file: str | None) -> None:
+    """Several fronts and replicas beside one process: the way of cached documents, throughput of new ones."""
+    from maxsimd.bench.fleet_overhead import measure_overhead
+
+    figures = run_and_clean_up(measure_overhead(executable, rounds, seconds))
+    publish({"rounds": rounds, "seconds": seconds}, figures, json_file)
 
 
 @click.command("fleet")

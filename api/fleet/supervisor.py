@@ -16,8 +16,11 @@ from maxsimd.api.fleet.door import remove
 from maxsimd.api.fleet.limits import check_limits
 from maxsimd.api.fleet.setup import Setup
 from maxsimd.api.keys import ApiKeys
-from maxsimd.api.listener import open_sockets
-from maxsimd.api.signals import SIGNALS
+from maxsimd.api.listener import max_connections, open_sockets, raise_descriptor_limit
+from maxsimd.api.media.sources import MediaSources
+from maxsimd.api.signals import SIGNALS, leave_at_once
+from maxsimd.api.tls import tls_context
+from maxsimd.api.tracing import tracing_of_environment
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.cores import usable_cores
 
@@ -35,13 +38,22 @@ def supervise(engine_config: EngineConfig, server_config: ServerConfig, started:
 
     `started` is when the command was given (perf_counter), for the log."""
     try:
-        ApiKeys(server_config, set_tenants=lambda tenants: check_limits(tenants, server_config.replicas))
+        _check(server_config)
         sockets = open_sockets(server_config.host, server_config.port)
     except SetupError as error:
         log.error("%s", error)
         return 1
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
         return asyncio.run(_Fleet(engine_config, server_config, sockets, Path(folder)).run())
+
+
+def _check(config: ServerConfig) -> None:
+    """Raises SetupError for what would keep each front from serving: so it is said once, and at once."""
+    ApiKeys(config, set_tenants=lambda tenants: check_limits(tenants, config.replicas))
+    tls_context(config)
+    max_connections(config.max_connections, raise_descriptor_limit())
+    MediaSources(config)
+    tracing_of_environment()
 
 
 class _Fleet:
@@ -78,7 +90,7 @@ class _Fleet:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, _ask, stop, number)
         living = [asyncio.create_task(each.live()) for each in (*self._engines, *self._fronts)]
         engines, fronts = living[: len(self._engines)], living[len(self._engines) :]
         ends = [
@@ -93,6 +105,13 @@ class _Fleet:
         for task in (*living, *ends):
             task.cancel()
         return 0 if stop.is_set() else 1
+
+
+def _ask(stop: asyncio.Event, number: signal.Signals) -> None:
+    if stop.is_set():
+        log.warning("stopped at once by a second signal")
+        leave_at_once(128 + number)  # and with it all others, whose input ends
+    stop.set()
 
 
 async def _all_ended(tasks: Sequence["asyncio.Task[None]"]) -> None:

@@ -66,23 +66,15 @@ class Serving:
 
 @asynccontextmanager
 async def serving(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIterator[Serving]:
-    engines: list[Engine] = []
-
-    def made(config: EngineConfig) -> Engine:
-        engines.append(Engine(config))
-        return engines[0]
-
-    monkeypatch.setattr(life, "Engine", made)
+    engine = Engine(EngineConfig(dtype="float32", threads=1))
     options = {"host": "127.0.0.1", "port": _free_port()} | options
     config = ServerConfig(**options)
-    status = asyncio.create_task(
-        life._serve(EngineConfig(dtype="float32", threads=1), config, time.perf_counter())
-    )
+    status = asyncio.create_task(life.run_server(engine, config, time.perf_counter()))
     await asyncio.sleep(0)
     scheme, verify = "http", False
     if config.tls_cert is not None:
         scheme, verify = "https", ssl.create_default_context(cafile=config.tls_cert)
-    running = Serving(f"{scheme}://{config.host}:{config.port}", status, engines[0], verify)
+    running = Serving(f"{scheme}://{config.host}:{config.port}", status, engine, verify)
     try:
         await running.until_ready()
         yield running
@@ -167,7 +159,7 @@ async def test_a_dead_engine_ends_the_server_with_status_1(monkeypatch: pytest.M
 async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, **options: Any) -> str:
     """The one line of a server that does not start."""
     config = ServerConfig(**{"port": _free_port()} | options)
-    assert await life._serve(EngineConfig(model=model), config, time.perf_counter()) == 1
+    assert await life.run_server(Engine(EngineConfig(model=model)), config, time.perf_counter()) == 1
     (record,) = [record for record in caplog.records if record.name == "maxsimd.serve"]
     assert record.levelno == logging.ERROR
     assert record.exc_info is None
