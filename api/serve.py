@@ -18,7 +18,7 @@ from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
 from maxsimd.api.listener import Listener, max_connections, open_sockets, raise_descriptor_limit
 from maxsimd.api.loading import Deaths, Loading
-from maxsimd.api.served import GatherMetrics, ServedEngine
+from maxsimd.api.served import FleetView, ServedEngine
 from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.api.state import ServerState
 from maxsimd.api.tls import tls_context
@@ -53,16 +53,16 @@ async def run_server(
     server_config: ServerConfig,
     started: float,
     sockets: Sequence[socket.socket] = (),
-    gather_metrics: GatherMetrics | None = None,
+    fleet: FleetView | None = None,
 ) -> int:
     """Serves an engine that is not started yet, until a signal comes, on `sockets` that listen already, if
-    there are some; returns the process's exit status. `gather_metrics` makes the page of /metrics of the
-    process's own where others belong to the server."""
+    there are some; returns the process's exit status. `fleet` is there where other processes belong to the
+    server."""
     stop = Stop(server_config.grace_seconds)
     try:
         # Listening comes first: while the model loads, /health and /ready say so instead of refusing.
         door = await _open(engine, server_config, sockets)
-        door.state.gather_metrics = gather_metrics
+        door.state.fleet = fleet
     except SetupError as error:
         log.error("%s", error)
         return 1

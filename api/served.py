@@ -1,7 +1,7 @@
 """What serves a server's requests: an engine in this process, or what spreads them over engines elsewhere."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeAlias, TypeVar, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 from prometheus_client import CollectorRegistry
 
@@ -21,8 +21,17 @@ from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
 
 T = TypeVar("T")
-# From the page of /metrics that a process has by itself to that of the whole server.
-GatherMetrics: TypeAlias = Callable[[bytes], Awaitable[bytes]]
+
+
+class FleetView(Protocol):
+    """What there is of a server's other processes."""
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """How many engines are there, and how many are meant to be."""
+
+    async def metrics(self, own: bytes) -> bytes:
+        """From the page of /metrics that this process has by itself to that of the whole server."""
 
 
 class HasRegistry(Protocol):

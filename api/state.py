@@ -12,7 +12,7 @@ from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.media.sources import MediaSources
 from maxsimd.api.metrics import ServerMetrics
-from maxsimd.api.served import GatherMetrics, ServedEngine
+from maxsimd.api.served import FleetView, ServedEngine
 from maxsimd.api.tracing import tracing_of_environment
 from maxsimd.engine import EngineDeadError, EngineNotReadyError
 
@@ -38,7 +38,7 @@ class ServerState:
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.media = MediaSources(config)
         self.draining = False
-        self.gather_metrics: GatherMetrics | None = None
+        self.fleet: FleetView | None = None
         self.comes_back = config.restart_on_failure
         self._in_flight: set[asyncio.Timeout] = set()
         self._quiet = asyncio.Event()

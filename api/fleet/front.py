@@ -1,4 +1,4 @@
-"""The page of /metrics of a whole fleet, whichever front is asked for it."""
+"""What a front knows of a whole fleet, whichever front is asked: how many engines there are, and /metrics."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,9 +16,8 @@ from maxsimd.api.fleet.pages import joined
 _PATIENCE = 2.0
 
 
-class FrontMetrics:
-    """Called with the front's own page, gives that of all fronts and engines. Other fronts ask this one on
-    its own path."""
+class FrontView:
+    """What one front sees of the others and of the engines. Other fronts ask this one on its own path."""
 
     def __init__(self, engine: FleetEngine, slot: int, front_paths: Sequence[str]) -> None:
         self._engine = engine
@@ -37,7 +36,13 @@ class FrontMetrics:
         if self._door is not None:
             await self._door.close()
 
-    async def __call__(self, own: bytes) -> bytes:
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """How many engines are there, and how many are meant to be."""
+        return self._engine.size
+
+    async def metrics(self, own: bytes) -> bytes:
+        """The page of all fronts and engines, by the front's own."""
         others = [slot for slot in range(len(self._paths)) if slot != self._slot]
         asked = asyncio.gather(*(self._page_of(slot) for slot in others))
         engines = await self._engine.ask_all(ShowMetrics())

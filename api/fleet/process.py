@@ -4,8 +4,8 @@ standard input."""
 import asyncio
 import logging
 import socket
-import sys
 import time
+from typing import NoReturn
 
 import uvloop
 
@@ -13,14 +13,14 @@ from maxsimd.api.flags import in_flags
 from maxsimd.api.fleet.door import Door
 from maxsimd.api.fleet.engine_answers import EngineAnswers
 from maxsimd.api.fleet.fleet_engine import FleetEngine
-from maxsimd.api.fleet.front import FrontMetrics
+from maxsimd.api.fleet.front import FrontView
 from maxsimd.api.fleet.setup import Setup, read_setup
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
 from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
 from maxsimd.api.logs import set_up_logging
 from maxsimd.api.serve import how_it_runs, run_server
-from maxsimd.api.signals import Stop
+from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.engine import Engine, ModelLoadError
 from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.time_slices import take_short_slices
@@ -28,35 +28,33 @@ from maxsimd.engine.device.time_slices import take_short_slices
 log = logging.getLogger("maxsimd.fleet")
 
 
-def main() -> int:
-    """Returns the process's exit status."""
+def main() -> NoReturn:
+    """Ends with the process: what is left to free goes with it."""
     started = time.perf_counter()
     setup = read_setup()
     set_up_logging(setup.server_config.log_level, setup.server_config.log_format)
     take_short_slices()
     share_heaps(usable_cores().threads)
     with switching_often():
-        return uvloop.run(_front(setup, started) if setup.is_front else _engine(setup, started))
+        status = uvloop.run(_front(setup, started) if setup.is_front else _engine(setup, started))
+    leave_at_once(status)
 
 
 async def _front(setup: Setup, started: float) -> int:
     engine = FleetEngine(setup.engine_paths)
-    metrics = FrontMetrics(engine, setup.slot, setup.front_paths)
+    view = FrontView(engine, setup.slot, setup.front_paths)
     sockets = [socket.socket(fileno=number) for number in setup.sockets]
-    await metrics.open()
+    await view.open()
     try:
-        return await run_server(engine, setup.server_config, started, sockets, metrics)
+        return await run_server(engine, setup.server_config, started, sockets, view)
     finally:
-        await metrics.close()
+        await view.close()
 
 
 async def _engine(setup: Setup, started: float) -> int:
     stop = Stop(setup.server_config.grace_seconds)
     engine = Engine(setup.engine_config)
-    try:
-        await engine.start()
-    except ModelLoadError as error:
-        log.error("%s", in_flags(str(error)))
+    if not await _loaded(engine, stop):
         return 1
     door = Door(EngineAnswers(engine), lambda: engine.stats().waiting_tokens if engine.is_healthy else 0)
     await door.open(setup.engine_paths[setup.slot])
@@ -75,9 +73,25 @@ async def _engine(setup: Setup, started: float) -> int:
     return 0 if engine.death is None else 1
 
 
+async def _loaded(engine: Engine, stop: Stop) -> bool:
+    """Whether the model could be loaded. A signal ends the process meanwhile."""
+    start = asyncio.create_task(engine.start())
+    asked = asyncio.create_task(stop.asked())
+    await asyncio.wait({start, asked}, return_when=asyncio.FIRST_COMPLETED)
+    if not start.done():
+        leave_at_once(0)
+    asked.cancel()
+    try:
+        start.result()
+    except ModelLoadError as error:
+        log.error("%s", in_flags(str(error)))
+        return False
+    return True
+
+
 def _is_idle(engine: Engine) -> bool:
     return engine.is_healthy and engine.stats().requests == 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,14 +17,21 @@ MODEL_PATH = "/v1/models/{name}"
 
 async def health(state: ServerState) -> Answer:
     """For liveness probes: 503 only where nothing but a new process helps."""
-    return json_page({"status": state.phase}, status=503 if state.phase == "dead" else 200)
+    return json_page(_status(state), status=503 if state.phase == "dead" else 200)
 
 
 async def ready(state: ServerState) -> Answer:
     """For load balancers: 200 only while requests are taken."""
     if state.is_ready:
-        return json_page({"status": state.phase})
-    return json_page({"status": state.phase}, status=503).with_headers(Retry_After="5")
+        return json_page(_status(state))
+    return json_page(_status(state), status=503).with_headers(Retry_After="5")
+
+
+def _status(state: ServerState) -> dict[str, Any]:
+    if state.fleet is None:
+        return {"status": state.phase}
+    there, meant = state.fleet.replicas
+    return {"status": state.phase, "replicas": {"ready": there, "of": meant}}
 
 
 async def show_version(state: ServerState) -> Answer:
@@ -114,8 +121,8 @@ async def clear_cache(state: ServerState) -> Answer:
 
 async def metrics(state: ServerState) -> Answer:
     page = generate_latest(state.engine.metrics.registry)
-    if state.gather_metrics is not None:
-        page = await state.gather_metrics(page)
+    if state.fleet is not None:
+        page = await state.fleet.metrics(page)
     return Answer(200, {"Content-Type": CONTENT_TYPE_LATEST}, page)
 
 

@@ -49,8 +49,9 @@ def fleet(session_starter: StartServer) -> Server:
 
 
 def _num_engines(server: Server) -> int:
-    page = httpx.get(server.url + "/metrics").text
-    return len({line for line in page.splitlines() if line.startswith("maxsimd_step_tokens_count{replica=")})
+    status = httpx.get(server.url + "/health").json()
+    assert status["replicas"]["of"] == 2
+    return int(status["replicas"]["ready"])
 
 
 def _right(server: Server) -> dict[str, float]:

@@ -65,7 +65,7 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIterator[Serving]:
+async def serving(**options: Any) -> AsyncIterator[Serving]:
     engine = Engine(EngineConfig(dtype="float32", threads=1))
     options = {"host": "127.0.0.1", "port": _free_port()} | options
     config = ServerConfig(**options)
@@ -87,10 +87,10 @@ async def serving(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncItera
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_the_server_listens_where_it_should_until_a_signal(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: signal.Signals
+    caplog: pytest.LogCaptureFixture, number: signal.Signals
 ) -> None:
     caplog.set_level(logging.INFO, logger="maxsimd.serve")
-    async with serving(monkeypatch, host="127.0.0.2") as server:
+    async with serving(host="127.0.0.2") as server:
         assert server.url.startswith("http://127.0.0.2:")
         assert (await server.client.post("/rerank", json=LIGHT)).status_code == 200
         async with httpx.AsyncClient() as other:
@@ -105,10 +105,8 @@ async def test_the_server_listens_where_it_should_until_a_signal(
     assert messages[-1] == "drained"
 
 
-async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with serving(monkeypatch) as server:
+async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight() -> None:
+    async with serving() as server:
         body = HEAVY | {"documents": HEAVY["documents"][:30]}
         # A connection that stays open, and so gets through to a server that no longer listens.
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as other:
@@ -130,10 +128,8 @@ async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight(
         assert await asyncio.wait_for(server.status, 10) == 0
 
 
-async def test_what_the_grace_period_does_not_suffice_for_is_a_503(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serving(monkeypatch, grace_seconds=0.3) as server:
+async def test_what_the_grace_period_does_not_suffice_for_is_a_503(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(grace_seconds=0.3) as server:
         heavy = asyncio.create_task(server.client.post("/rerank", json=HEAVY))
         await server.until_in_flight()
         asked = time.perf_counter()
@@ -146,14 +142,14 @@ async def test_what_the_grace_period_does_not_suffice_for_is_a_503(
     assert "1 requests were not done in time and are answered 503" in caplog.text
 
 
-async def _stop_of_itself(monkeypatch: pytest.MonkeyPatch, kill: Callable[[Engine], None]) -> int:
-    async with serving(monkeypatch) as server:
+async def _stop_of_itself(kill: Callable[[Engine], None]) -> int:
+    async with serving() as server:
         kill(server.engine)
         return await asyncio.wait_for(server.status, 10)
 
 
-async def test_a_dead_engine_ends_the_server_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await _stop_of_itself(monkeypatch, lambda engine: engine._died("of old age", None)) == 1
+async def test_a_dead_engine_ends_the_server_with_status_1() -> None:
+    assert await _stop_of_itself(lambda engine: engine._died("of old age", None)) == 1
 
 
 async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, **options: Any) -> str:
@@ -212,20 +208,18 @@ async def test_what_a_server_cannot_be_set_up_with_is_one_line(
     assert (await _refusal(caplog, **options)).startswith(line)
 
 
-async def test_a_server_that_all_can_reach_and_use_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serving(monkeypatch, host="0.0.0.0"):
+async def test_a_server_that_all_can_reach_and_use_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(host="0.0.0.0"):
         pass
     assert "may use it: there is no --api-key, no --api-key-file" in caplog.text
     caplog.clear()
-    async with serving(monkeypatch, host="0.0.0.0", api_key=("one",)):
+    async with serving(host="0.0.0.0", api_key=("one",)):
         pass
     assert "may use it" not in caplog.text
 
 
-async def test_a_name_with_several_addresses_has_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(monkeypatch, host="localhost") as server:
+async def test_a_name_with_several_addresses_has_one_port() -> None:
+    async with serving(host="localhost") as server:
         assert (await server.client.get("/health")).status_code == 200
 
 
@@ -245,11 +239,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return files
 
 
-async def test_a_server_with_a_certificate_speaks_https_alone(
-    monkeypatch: pytest.MonkeyPatch, certificate: tuple[str, str]
-) -> None:
+async def test_a_server_with_a_certificate_speaks_https_alone(certificate: tuple[str, str]) -> None:
     cert, key = certificate
-    async with serving(monkeypatch, tls_cert=cert, tls_key=key, header_seconds=0.5) as server:
+    async with serving(tls_cert=cert, tls_key=key, header_seconds=0.5) as server:
         assert (await server.client.post("/rerank", json=LIGHT)).status_code == 200
         async with httpx.AsyncClient() as other:
             with pytest.raises(httpx.TransportError):
