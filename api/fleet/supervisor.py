@@ -81,6 +81,7 @@ class _Fleet:
             for slot in range(server_config.replicas)
         ]
         fronts = [replace(setup, is_front=True, slot=slot) for slot in range(server_config.fronts)]
+        self._sockets = sockets
         self._grace = server_config.grace_seconds
         self._engines = [_Process(each) for each in engines]
         self._fronts = [_Process(each) for each in fronts]
@@ -99,6 +100,9 @@ class _Fleet:
             asyncio.create_task(_all_ended(fronts)),
         ]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        # Who comes now is to be refused, and not to wait for a process that takes no more.
+        for listening in self._sockets:
+            listening.close()
         # Fronts first: they finish what is in flight, for which they need the engines.
         for processes in (self._fronts, self._engines):
             await asyncio.gather(*(each.end(self._grace + _MARGIN_SECONDS) for each in processes))
