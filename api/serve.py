@@ -24,9 +24,9 @@ from maxsimd.api.state import ServerState
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.device.cores import usable_cores
+from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.device.time_slices import take_short_slices
-from maxsimd.engine.facts import ModelFacts
 
 log = logging.getLogger("maxsimd.serve")
 

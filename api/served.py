@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self, TypeVar, Unpack
 from prometheus_client import CollectorRegistry
 
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.facts import ModelFacts
+from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     ClassifyResult,

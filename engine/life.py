@@ -9,9 +9,9 @@ from typing import Any, Self, TypeVar
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, EngineRunningError
-from maxsimd.engine.facts import ModelFacts
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess.chat import chat_text
 from maxsimd.engine.preprocess.tokenization import TextTokenizer

@@ -6,7 +6,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.api.fleet.messages import Answer, Classify, Converse, Embed, Embedded, Run, sent_inputs
+from maxsimd.api.fleet.items import sent_inputs
+from maxsimd.api.fleet.messages import Answer, Classify, Converse, Embed, Embedded, Run
 from maxsimd.api.fleet.scoring import digest_of_content, size_of, slowest
 from maxsimd.api.fleet.spread import Job, estimated_tokens
 from maxsimd.engine.media import Content

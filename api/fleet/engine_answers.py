@@ -9,12 +9,11 @@ from importlib.metadata import version
 from prometheus_client import generate_latest
 
 from maxsimd.api.fleet import messages
+from maxsimd.api.fleet.items import received_inputs, received_items
 from maxsimd.api.fleet.messages import (
     Answer,
     Arrived,
     Question,
-    received_inputs,
-    received_items,
 )
 from maxsimd.engine import Engine
 from maxsimd.engine.errors import InvalidRequestError

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from maxsimd.api.fleet.embedding import EmbedJob, num_characters, run_of
 from maxsimd.api.fleet.failures import as_error
+from maxsimd.api.fleet.items import sent_inputs
 from maxsimd.api.fleet.limits import without_limits
 from maxsimd.api.fleet.link import LostError
 from maxsimd.api.fleet.messages import (
@@ -28,16 +29,15 @@ from maxsimd.api.fleet.messages import (
     Question,
     Rank,
     Ranked,
-    sent_inputs,
 )
 from maxsimd.api.fleet.roster import Roster, Served
 from maxsimd.api.fleet.scoring import NewScores, ScoreJob
 from maxsimd.api.fleet.spread import Job, Spreader, estimated_tokens
 from maxsimd.api.fleet.stream import FleetStream
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.errors import EngineNotReadyError, InvalidRequestError
-from maxsimd.engine.facts import ModelFacts
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import WorkerPool
 from maxsimd.engine.requests import (

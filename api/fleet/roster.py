@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from maxsimd.api.fleet.link import Link, LostError
 from maxsimd.api.fleet.messages import Introduce, Introduction, SetTenants
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.facts import ModelFacts
+from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.tenants import Tenant
 from maxsimd.scheduler.fleet import Member

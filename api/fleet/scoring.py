@@ -7,11 +7,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.api.fleet.messages import Answer, Arrived, Run, Score, Scored, sent_items
+from maxsimd.api.fleet.items import sent_items
+from maxsimd.api.fleet.messages import Answer, Arrived, Run, Score, Scored
 from maxsimd.api.fleet.spread import Job, estimated_tokens
 from maxsimd.engine.config import ScoreType
+from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.facts import ModelFacts
 from maxsimd.engine.media import AnyPicture, Content, EncodedPicture, PictureFile
 from maxsimd.engine.requests import Item, ScoreOptions, ScoreResult, Timings, Usage
 from maxsimd.engine.validation import as_scored, as_truncation

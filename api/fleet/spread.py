@@ -45,9 +45,9 @@ _CELL_SIZE = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What is to be spread: `documents` with digests [N] and estimated tokens [N]. `question` makes what is
-    asked for some of them, with so many seconds left; `commit` takes the answer for them, and `arrived` what
-    comes before it."""
+    """What is to be spread: documents, by their digests [N] and estimated tokens [N]. `question` makes what
+    is asked about some of them, given the seconds that are left; `commit` takes the answer about them, and
+    `arrived` what comes before it."""
 
     digests: NDArray[np.uint64]
     tokens: NDArray[np.int64]

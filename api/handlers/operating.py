@@ -9,7 +9,7 @@ from maxsimd.api.answer import Answer, json_page, now
 from maxsimd.api.handlers.route import Work, delete, get
 from maxsimd.api.state import ServerState
 from maxsimd.engine.config import ScoreType
-from maxsimd.engine.facts import ModelFacts
+from maxsimd.engine.device.facts import ModelFacts
 
 # Names of models may have slashes.
 MODEL_PATH = "/v1/models/{name}"

@@ -91,17 +91,7 @@ class TwoStageStrategy:
         builder = TextBuilder(self._tokenizer, rules, long_inputs, "queries", long_inputs.max_query_tokens)
         reader = self._reader(request, long_inputs)
         documents = reader.read(request, ids)
-        texts = {i: text for i, text in enumerate(request.queries) if isinstance(text, str)}
-        encoded = builder.encode([*texts.values()], texts)
-        built = {i: builder.build(text, i) for i, text in zip(texts, encoded, strict=True)}
-        built |= self._query_pages(request, rules, ids)
-        queries = [
-            _Query(
-                ids.next_sequence_id(),
-                self._given.query(query, i) if isinstance(query, Vectors) else built[i],
-            )
-            for i, query in enumerate(request.queries)
-        ]
+        queries = self._queries(request, builder, ids)
         num_consumers = [0] * len(queries)
         for document in documents.different:
             num_consumers[document.query] += document.num_consumers
@@ -131,7 +121,7 @@ class TwoStageStrategy:
             for (query, _), found in cached.items()
             for batch in in_batches(found, query.id, query.given, self._batches)
         ]
-        truncated_queries = sum(query.truncated for query in built.values())
+        truncated_queries = sum(query.truncated for query in queries)
         truncated = truncated_queries + documents.truncated
         combine = shared_scores(best_windows(num_values), documents.position_of)
         rows = _query_rows(request, queries) if self._windows_as_one else None
@@ -170,6 +160,19 @@ class TwoStageStrategy:
             self._similarity == "meanmaxsim",
         )
         return replace(prepared, combine=FirstNumbers(prepared.combine), explain=explainer)
+
+    def _queries(self, request: ScoreRequest, builder: TextBuilder, ids: RequestIds) -> list["_Query"]:
+        texts = {i: text for i, text in enumerate(request.queries) if isinstance(text, str)}
+        encoded = builder.encode([*texts.values()], texts)
+        built = {i: builder.build(text, i) for i, text in zip(texts, encoded, strict=True)}
+        built |= self._query_pages(request, builder.rules, ids)
+        return [
+            _Query(
+                ids.next_sequence_id(),
+                self._given.query(query, i) if isinstance(query, Vectors) else built[i],
+            )
+            for i, query in enumerate(request.queries)
+        ]
 
     def _query_pages(self, request: ScoreRequest, rules: RoleRules, ids: RequestIds) -> dict[int, BuiltText]:
         """The queries that have pictures, by their index."""
@@ -248,6 +251,10 @@ class _Query:
     @property
     def given(self) -> torch.Tensor | None:
         return None if isinstance(self.built, BuiltText) else self.built
+
+    @property
+    def truncated(self) -> bool:
+        return isinstance(self.built, BuiltText) and self.built.truncated
 
     @property
     def num_rows(self) -> int:

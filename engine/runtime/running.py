@@ -19,12 +19,12 @@ from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
 from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.budget import beside_small_requests, default_budget
+from maxsimd.engine.device.facts import facts_of
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.open_cache import open_score_cache
 from maxsimd.engine.device.thread import DeviceActors, DeviceThread, num_left_behind, stacks
 from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, RequestTimeoutError
-from maxsimd.engine.facts import facts_of
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
 from maxsimd.engine.preprocess.tokenization import TextTokenizer

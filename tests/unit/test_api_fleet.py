@@ -17,6 +17,7 @@ from maxsimd.api.fleet import messages
 from maxsimd.api.fleet.door import Door, Send, remove
 from maxsimd.api.fleet.failures import as_error, as_failed, renumbered
 from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.items import received_items, sent_items
 from maxsimd.api.fleet.limits import check_limits, without_limits
 from maxsimd.api.fleet.messages import Answer, Arrived, Question, Score, Scored
 from maxsimd.api.fleet.pages import joined
@@ -29,7 +30,7 @@ from maxsimd.engine import (
     RequestTimeoutError,
 )
 from maxsimd.engine.config import ScoreType
-from maxsimd.engine.facts import ModelFacts, Scales, TaskFacts
+from maxsimd.engine.device.facts import ModelFacts, Scales, TaskFacts
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
 from maxsimd.engine.requests import ScoreResult, Usage
 from maxsimd.engine.scoring.scale import ScoreScale
@@ -307,14 +308,12 @@ items = st.one_of(
 @given(st.lists(items, min_size=1, max_size=6))
 def test_what_is_sent_is_received(documents: list) -> None:
     run = messages.Run(messages.Truncation(), 0, "", None)
-    question = Score(
-        queries=["q"], documents=messages.sent_items(documents), run=run, explain="maps", instruction="i"
-    )
+    question = Score(queries=["q"], documents=sent_items(documents), run=run, explain="maps", instruction="i")
     received = messages.decode_to_engine(messages.encode(messages.Ask(3, question)))
     assert isinstance(received, messages.Ask)
     assert isinstance(received.question, Score)
     assert received.question.instruction == "i"
-    for sent, got in zip(documents, messages.received_items(received.question.documents), strict=True):
+    for sent, got in zip(documents, received_items(received.question.documents), strict=True):
         if isinstance(sent, Vectors):
             assert isinstance(got, Vectors)
             assert torch.equal(torch.as_tensor(got.values), torch.as_tensor(sent.values))

@@ -1,0 +1,94 @@
+"""Queries, documents and texts as they are sent to another process, and back."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+
+from maxsimd.api.fleet.messages import SentContent, SentInput, SentItem, SentPart, SentVectors
+from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
+from maxsimd.engine.requests import Item
+from maxsimd.pooling.vectors import Vectors
+
+
+def sent_items(items: Sequence[Item]) -> list[SentItem]:
+    """Queries or documents as they are sent."""
+    if not set(map(type, items)) - {str}:
+        return cast("list[SentItem]", list(items))
+    return [item if isinstance(item, str) else _sent(item) for item in items]
+
+
+def sent_inputs(inputs: Sequence[str | tuple[int, ...] | Content]) -> list[SentInput]:
+    """Texts, token ids or contents as they are sent."""
+    sent: list[SentInput] = []
+    for each in inputs:
+        match each:
+            case str():
+                sent.append(each)
+            case Content():
+                sent.append(_sent_content(each))
+            case _:
+                sent.append(list(each))
+    return sent
+
+
+def received_items(items: Sequence[SentItem]) -> list[Item]:
+    """What was sent."""
+    return [item if isinstance(item, str) else _received(item) for item in items]
+
+
+def received_inputs(inputs: Sequence[SentInput]) -> list[str | list[int] | Content]:
+    """What was sent."""
+    return [_received_content(each) if isinstance(each, SentContent) else each for each in inputs]
+
+
+def _sent(item: Vectors | Content) -> SentVectors | SentContent:
+    if isinstance(item, Content):
+        return _sent_content(item)
+    values, scales = item.values, item.scales
+    is_bfloat16 = isinstance(values, torch.Tensor) and values.dtype == torch.bfloat16
+    if isinstance(values, torch.Tensor):
+        values = (values.view(torch.int16) if is_bfloat16 else values).detach().cpu().numpy()
+    if isinstance(scales, torch.Tensor):
+        scales = scales.detach().cpu().numpy()
+    return SentVectors(np.asarray(values), None if scales is None else np.asarray(scales), is_bfloat16)
+
+
+def _received(item: SentVectors | SentContent) -> Item:
+    if isinstance(item, SentContent):
+        return _received_content(item)
+    if item.is_bfloat16:
+        return Vectors(torch.from_numpy(item.values).view(torch.bfloat16), item.scales)
+    return Vectors(item.values, item.scales)
+
+
+def _sent_content(content: Content) -> SentContent:
+    parts = []
+    for part in content.parts:
+        match part:
+            case str():
+                parts.append(SentPart(text=part))
+            case PictureFile():
+                parts.append(SentPart(file=part.data))
+            case EncodedPicture():
+                parts.append(SentPart(base64=part.text))
+            case MissingPicture():
+                parts.append(SentPart(missing=part.reason))
+            case _:
+                raise TypeError(f"{type(part).__name__} cannot be sent to another process")
+    return SentContent(parts)
+
+
+def _received_content(content: SentContent) -> Content:
+    parts: list[str | PictureFile | EncodedPicture | MissingPicture] = []
+    for part in content.parts:
+        if part.text is not None:
+            parts.append(part.text)
+        elif part.file is not None:
+            parts.append(PictureFile(part.file))
+        elif part.base64 is not None:
+            parts.append(EncodedPicture(part.base64))
+        else:
+            parts.append(MissingPicture(part.missing or ""))
+    return Content.of(parts)
