@@ -16,10 +16,11 @@ from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
 from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
-from maxsimd.api.listener import Listener, max_connections, open_sockets, raise_descriptor_limit
+from maxsimd.api.listener import Listener
 from maxsimd.api.loading import Deaths, Loading
 from maxsimd.api.served import FleetView, ServedEngine
 from maxsimd.api.signals import Stop, leave_at_once
+from maxsimd.api.sockets import max_connections, open_sockets, raise_descriptor_limit
 from maxsimd.api.state import ServerState
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig

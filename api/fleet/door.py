@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
@@ -12,11 +11,6 @@ from maxsimd.api.fleet.link import LENGTH_BYTES, read_message
 from maxsimd.api.fleet.messages import Answer, Ask, Question, Reply, decode_to_engine, encode
 
 Send = Callable[[Answer], Awaitable[None]]
-
-
-def remove(path: str) -> None:
-    """Removes the socket that a process before this one has left, if there is one."""
-    Path(path).unlink(missing_ok=True)
 
 
 class Door:

@@ -6,11 +6,12 @@ from contextlib import suppress
 
 from prometheus_client import generate_latest
 
-from maxsimd.api.fleet.door import Door, Send, remove
+from maxsimd.api.fleet.door import Door, Send
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.link import Link, LostError
 from maxsimd.api.fleet.messages import Answer, Failed, Metrics, Question, ShowMetrics
 from maxsimd.api.fleet.pages import joined
+from maxsimd.api.fleet.setup import remove
 
 # A front that does not answer within this many seconds is left out.
 _PATIENCE = 2.0

@@ -9,18 +9,25 @@ from typing import NoReturn
 
 import uvloop
 
+from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.flags import in_flags
 from maxsimd.api.fleet.door import Door
 from maxsimd.api.fleet.engine_answers import EngineAnswers
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.front import FrontView
+from maxsimd.api.fleet.limits import check_limits
 from maxsimd.api.fleet.setup import Setup, read_setup
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
 from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
+from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging
+from maxsimd.api.media.sources import MediaSources
 from maxsimd.api.serve import how_it_runs, run_server
 from maxsimd.api.signals import Stop, leave_at_once
+from maxsimd.api.sockets import max_connections, raise_descriptor_limit
+from maxsimd.api.tls import tls_context
+from maxsimd.api.tracing import tracing_of_environment
 from maxsimd.engine import Engine, ModelLoadError
 from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.time_slices import take_short_slices
@@ -41,6 +48,11 @@ def main() -> NoReturn:
 
 
 async def _front(setup: Setup, started: float) -> int:
+    try:
+        _check(setup.server_config)
+    except SetupError as error:
+        log.error("%s", error)
+        return 1
     engine = FleetEngine(setup.engine_paths)
     view = FrontView(engine, setup.slot, setup.front_paths)
     sockets = [socket.socket(fileno=number) for number in setup.sockets]
@@ -49,6 +61,15 @@ async def _front(setup: Setup, started: float) -> int:
         return await run_server(engine, setup.server_config, started, sockets, view)
     finally:
         await view.close()
+
+
+def _check(config: ServerConfig) -> None:
+    """Raises SetupError for what would keep a front from serving."""
+    ApiKeys(config, set_tenants=lambda tenants: check_limits(tenants, config.replicas))
+    tls_context(config)
+    max_connections(config.max_connections, raise_descriptor_limit())
+    MediaSources(config)
+    tracing_of_environment()
 
 
 async def _engine(setup: Setup, started: float) -> int:

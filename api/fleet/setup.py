@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -41,6 +42,11 @@ def read_setup() -> Setup:
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=Setup)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     return setup
+
+
+def remove(path: str) -> None:
+    """Removes the socket that a process before this one has left, if there is one."""
+    Path(path).unlink(missing_ok=True)
 
 
 def _leave_with_parent() -> None:

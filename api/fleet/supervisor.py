@@ -12,15 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.fleet.door import remove
-from maxsimd.api.fleet.limits import check_limits
-from maxsimd.api.fleet.setup import Setup
-from maxsimd.api.keys import ApiKeys
-from maxsimd.api.listener import max_connections, open_sockets, raise_descriptor_limit
-from maxsimd.api.media.sources import MediaSources
+from maxsimd.api.fleet.setup import Setup, remove
 from maxsimd.api.signals import SIGNALS, leave_at_once
-from maxsimd.api.tls import tls_context
-from maxsimd.api.tracing import tracing_of_environment
+from maxsimd.api.sockets import open_sockets
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.cores import usable_cores
 
@@ -31,6 +25,8 @@ log = logging.getLogger("maxsimd.fleet")
 _MOST_FAILURES, _PAUSE_SECONDS = 5, 0.5
 # How much longer than its grace a process may take to end.
 _MARGIN_SECONDS = 10.0
+# How often it looks whether a process is ready, in seconds.
+_LOOK_SECONDS = 0.02
 
 
 def supervise(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
@@ -38,22 +34,12 @@ def supervise(engine_config: EngineConfig, server_config: ServerConfig, started:
 
     `started` is when the command was given (perf_counter), for the log."""
     try:
-        _check(server_config)
         sockets = open_sockets(server_config.host, server_config.port)
     except SetupError as error:
         log.error("%s", error)
         return 1
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
         return asyncio.run(_Fleet(engine_config, server_config, sockets, Path(folder)).run())
-
-
-def _check(config: ServerConfig) -> None:
-    """Raises SetupError for what would keep each front from serving: so it is said once, and at once."""
-    ApiKeys(config, set_tenants=lambda tenants: check_limits(tenants, config.replicas))
-    tls_context(config)
-    max_connections(config.max_connections, raise_descriptor_limit())
-    MediaSources(config)
-    tracing_of_environment()
 
 
 class _Fleet:
@@ -92,8 +78,11 @@ class _Fleet:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, _ask, stop, number)
-        living = [asyncio.create_task(each.live()) for each in (*self._engines, *self._fronts)]
-        engines, fronts = living[: len(self._engines)], living[len(self._engines) :]
+        engines = [asyncio.create_task(each.live()) for each in self._engines]
+        # The first front says what is wrong with the configuration, and the others need not say it too.
+        first = asyncio.create_task(self._fronts[0].live())
+        fronts = [first, *(asyncio.create_task(self._after(first, each)) for each in self._fronts[1:])]
+        living = [*engines, *fronts]
         ends = [
             asyncio.create_task(stop.wait()),
             asyncio.create_task(_all_ended(engines)),
@@ -109,6 +98,14 @@ class _Fleet:
         for task in (*living, *ends):
             task.cancel()
         return 0 if stop.is_set() else 1
+
+    async def _after(self, first: "asyncio.Task[None]", other: "_Process") -> None:
+        """Starts another front once the first one is ready, and never where that cannot be started."""
+        while not self._fronts[0].is_ready():
+            if first.done():
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+        await other.live()
 
 
 def _ask(stop: asyncio.Event, number: signal.Signals) -> None:
@@ -129,7 +126,7 @@ class _Process:
         self._setup = setup
         self._name = f"{'front' if setup.is_front else 'engine'} {setup.slot}"
         self._process: asyncio.subprocess.Process | None = None
-        self._is_ending = False
+        self._ending = asyncio.Event()
 
     async def live(self) -> None:
         """Returns once the process is to end, or cannot be started any more."""
@@ -137,20 +134,22 @@ class _Process:
         was_ever_ready = False
         while True:
             status = await self._run()
-            if self._is_ending:
+            if self._ending.is_set():
                 return
-            was_ever_ready |= self._was_ready()
-            failures = 0 if self._was_ready() else failures + 1
+            was_ever_ready |= self.is_ready()
+            failures = 0 if self.is_ready() else failures + 1
             if failures == _MOST_FAILURES or not was_ever_ready:
                 log.error("%s has ended (%s) and is not started again", self._name, _reason(status))
                 return
             log.warning("%s has ended (%s) and is started again", self._name, _reason(status))
             if failures:
                 await asyncio.sleep(_PAUSE_SECONDS * 2**failures)
+            if self._ending.is_set():
+                return
 
     async def end(self, seconds: float) -> None:
         """Ends the process within some seconds."""
-        self._is_ending = True
+        self._ending.set()
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -169,7 +168,8 @@ class _Process:
         paths = self._setup.front_paths if self._setup.is_front else self._setup.engine_paths
         return paths[self._setup.slot]
 
-    def _was_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether it listens for other processes, or did when it ended."""
         return os.path.exists(self._path)
 
     async def _run(self) -> int:

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 
-from maxsimd.api.listener import raise_descriptor_limit
+from maxsimd.api.sockets import raise_descriptor_limit
 
 _OTHER_DESCRIPTORS = 50
 # How long an answer may take to begin.

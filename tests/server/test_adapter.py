@@ -15,7 +15,8 @@ from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.keys import ApiKeys
-from maxsimd.api.listener import Listener, open_sockets
+from maxsimd.api.listener import Listener
+from maxsimd.api.sockets import open_sockets
 from maxsimd.engine import Engine, EngineConfig
 from tests.waiting import until
 

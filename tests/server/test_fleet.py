@@ -211,9 +211,10 @@ def test_all_processes_are_gone_after_sigterm(start_server: StartServer) -> None
     processes = [pid for pids in _children(server).values() for pid in pids]
     assert len(processes) >= 3
     with ThreadPoolExecutor() as threads:
-        body = {"query": "a list", "documents": DOCUMENTS * 5, "cache": "bypass"}
+        documents = [f"{i} {text}" for i in range(10) for text in DOCUMENTS]
+        body = {"query": "a list", "documents": documents, "cache": "bypass"}
         asked = threads.submit(httpx.post, server.url + "/rerank", json=body, timeout=60)
-        time.sleep(0.3)
+        wait_for(lambda: server.metric("maxsimd_queue_tokens") > 0)
         assert server.terminate() == 0
         assert asked.result().status_code == 200, "what is in flight is finished"
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]

@@ -15,7 +15,8 @@ import maxsimd.engine.engine
 from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.connection_table import ConnectionTable
-from maxsimd.api.listener import open_sockets, Listener
+from maxsimd.api.listener import Listener
+from maxsimd.api.sockets import open_sockets
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.stats import EngineStats
 

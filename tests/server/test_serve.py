@@ -25,9 +25,10 @@ from maxsimd.api.answer import Answer
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.connections import Connection
-from maxsimd.api.listener import Listener, open_sockets
+from maxsimd.api.listener import Listener
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.api.responses import as_response
+from maxsimd.api.sockets import open_sockets
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig
 from tests.waiting import until

@@ -14,8 +14,9 @@ from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.connection_table import ConnectionTable, Phase
 from maxsimd.api.connections import Connection
-from maxsimd.api.listener import Listener, max_connections, open_sockets, raise_descriptor_limit
+from maxsimd.api.listener import Listener
 from maxsimd.api.metrics import ServerMetrics
+from maxsimd.api.sockets import max_connections, open_sockets, raise_descriptor_limit
 from maxsimd.engine import Engine
 from tests.waiting import until
 
@@ -218,8 +219,8 @@ def test_the_limit_on_descriptors_is_raised_as_far_as_it_may(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int
 ) -> None:
     limits = {resource.RLIMIT_NOFILE: (soft, hard)}
-    monkeypatch.setattr("maxsimd.api.listener.resource.getrlimit", limits.__getitem__)
-    monkeypatch.setattr("maxsimd.api.listener.resource.setrlimit", limits.__setitem__)
+    monkeypatch.setattr("maxsimd.api.sockets.resource.getrlimit", limits.__getitem__)
+    monkeypatch.setattr("maxsimd.api.sockets.resource.setrlimit", limits.__setitem__)
     assert raise_descriptor_limit() == raised
     assert limits == {resource.RLIMIT_NOFILE: (raised, hard)}
 
@@ -228,6 +229,6 @@ def test_a_limit_that_cannot_be_raised_stays(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object) -> None:
         raise ValueError("not allowed to raise maximum limit")
 
-    monkeypatch.setattr("maxsimd.api.listener.resource.getrlimit", lambda _: (256, 4096))
-    monkeypatch.setattr("maxsimd.api.listener.resource.setrlimit", refuse)
+    monkeypatch.setattr("maxsimd.api.sockets.resource.getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr("maxsimd.api.sockets.resource.setrlimit", refuse)
     assert raise_descriptor_limit() == 256

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from maxsimd.api.config import SetupError
 from maxsimd.api.fleet import messages
-from maxsimd.api.fleet.door import Door, Send, remove
+from maxsimd.api.fleet.door import Door, Send
 from maxsimd.api.fleet.failures import as_error, as_failed, renumbered
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.items import received_items, sent_items
 from maxsimd.api.fleet.limits import check_limits, without_limits
 from maxsimd.api.fleet.messages import Answer, Arrived, Question, Score, Scored
 from maxsimd.api.fleet.pages import joined
+from maxsimd.api.fleet.setup import remove
 from maxsimd.engine import (
     EngineConfig,
     EngineNotReadyError,

@@ -1,0 +1,77 @@
+"""The sockets that a server listens on, and how many connections a process may have. Imports nothing heavy:
+whoever only starts others needs it too."""
+
+import resource
+import socket
+
+from maxsimd.api.config import SetupError
+
+BACKLOG = 1024
+# Descriptors that the rest of the process is left: it has some 30 while it serves, more while it loads.
+_OTHER_DESCRIPTORS = 100
+_MOST_BY_DEFAULT = 10_000
+_MOST_DESCRIPTORS = 1 << 20
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the process's limit on descriptors as far as it may and makes sense, and returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):
+        # Some systems allow less than they say.
+        return soft
+    return wanted
+
+
+def max_connections(asked_for: int | None, descriptors: int) -> int:
+    """How many connections a process with this many descriptors may have. Raises SetupError where more
+    are asked for."""
+    if descriptors == resource.RLIM_INFINITY:
+        return asked_for or _MOST_BY_DEFAULT
+    possible = max(descriptors // 4, descriptors - _OTHER_DESCRIPTORS)
+    if asked_for is not None and asked_for > possible:
+        raise SetupError(
+            f"--max-connections {asked_for} is more than the {possible} that a limit of {descriptors} "
+            "descriptors (ulimit -n) leaves; lower the one or raise the other"
+        )
+    return asked_for or min(possible, _MOST_BY_DEFAULT)
+
+
+def open_sockets(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on all addresses of a host. Raises SetupError where that is not possible."""
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            # All addresses of a name get the one port, also where the first has chosen it.
+            free = sockets[0].getsockname()[1] if sockets else port
+            sockets.append(_listening(family, (address[0], free, *address[2:])))
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        reason = (error.strerror or str(error)).lower()
+        raise SetupError(
+            f"cannot listen on {host}, port {port}: {reason}; choose another --host or --port, "
+            "or stop what listens there"
+        ) from error
+    return sockets
+
+
+def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # IPv4 has a socket of its own.
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening.setblocking(False)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
