@@ -70,9 +70,10 @@ class Door:
         try:
             with suppress(OSError):
                 try:
-                    answer = await self._answer(ask.question, send)
+                    await send(await self._answer(ask.question, send))
+                except OSError:
+                    raise
                 except Exception as error:
-                    answer = as_failed(error)
-                await send(answer)
+                    await send(as_failed(error))
         finally:
             del tasks[ask.number]

@@ -38,6 +38,7 @@ class EmbedJob:
             estimated_tokens([_size(text) for text in self.texts]),
             Split.BY_TOKENS,
             self._run.timeout,
+            False,
             self._question,
             self._commit,
         )

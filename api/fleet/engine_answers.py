@@ -4,6 +4,7 @@ import hashlib
 import logging
 import pickle
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from importlib.metadata import version
 
 from prometheus_client import generate_latest
@@ -34,7 +35,7 @@ class EngineAnswers:
             facts=engine.facts,
             config=engine.config,
             tokenizer=pickle.dumps(engine.tokenizer),
-            fingerprint=_fingerprint(engine),
+            fingerprint=fingerprint_of(engine),
         )
 
     async def __call__(self, question: Question, send: Send) -> Answer:
@@ -158,9 +159,11 @@ def _options(question: messages.Score) -> ScoreOptions:
     }
 
 
-def _fingerprint(engine: Engine) -> str:
+def fingerprint_of(engine: Engine) -> str:
     """A digest of what decides an engine's scores: the version, the model and how it is run."""
-    facts, config = engine.facts, engine.config
+    # Where it runs, and the last digits of what was measured at load, decide nothing.
+    facts = replace(engine.facts, device="", kernels="", findings=())
+    config = engine.config
     decides = (
         version("maxsimd"),
         facts,

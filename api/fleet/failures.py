@@ -59,9 +59,14 @@ def as_error(failed: Failed) -> Exception:
 
 def renumbered(failed: Failed, indices: list[int]) -> Failed:
     """The same of a part of a request, whose document i is `indices[i]` of the whole."""
+    return msgspec.structs.replace(failed, message=in_whole(failed.message, indices))
+
+
+def in_whole(message: str, indices: list[int]) -> str:
+    """A message about a part of a request, whose document i is `indices[i]` of the whole."""
 
     def whole(found: re.Match[str]) -> str:
         position = int(found[2])
         return f"{found[1]}[{indices[position]}]" if position < len(indices) else found[0]
 
-    return msgspec.structs.replace(failed, message=_DOCUMENT.sub(whole, failed.message, count=1))
+    return _DOCUMENT.sub(whole, message, count=1)

@@ -56,9 +56,8 @@ from maxsimd.engine.validation import as_inputs, as_scored, check_task
 from maxsimd.scheduler.fleet import Split
 
 T = TypeVar("T")
-# One step of an engine on a CPU, unless its configuration says otherwise: a request that is no larger is
-# not split.
-_STEP_TOKENS = 2_048
+# How long engines may take to answer what all are asked, in seconds: one that hangs is left out.
+_PATIENCE = 5.0
 
 
 class FleetEngine:
@@ -138,15 +137,15 @@ class FleetEngine:
         await self.ask_all(ClearCache())
 
     async def ask_all(self, question: Question) -> list[tuple[int, Answer]]:
-        """The answers of all engines that are there, by their slots; of those that die meanwhile there is
-        none."""
+        """The answers of all engines that are there, by their slots; of those that die or hang
+        meanwhile there is none."""
         connected = self._roster.all_connected()
-        asked = [each.link.ask(question) for each in connected]
+        asked = [asyncio.wait_for(each.link.ask(question), _PATIENCE) for each in connected]
         replies = await asyncio.gather(*asked, return_exceptions=True)
         answers: list[tuple[int, Answer]] = []
         for each, reply in zip(connected, replies, strict=True):
             if isinstance(reply, BaseException):
-                if not isinstance(reply, LostError):
+                if not isinstance(reply, LostError | TimeoutError):
                     raise reply
                 continue
             if isinstance(reply.answer, Failed):
@@ -256,7 +255,8 @@ class FleetEngine:
 
     @property
     def _least_tokens(self) -> int:
-        return self.config.max_batch_tokens or _STEP_TOKENS
+        """A request that is no larger than one step of an engine is not split."""
+        return self.facts.step_tokens
 
     async def _whole(self, question: Converse | Classify | Embed, timeout: float | None = None) -> Answer:
         """The answer of one engine to a question that is not split."""
@@ -272,6 +272,7 @@ class FleetEngine:
             estimated_tokens([num_characters(question)]),
             Split.NEVER,
             timeout,
+            False,
             asked,
             lambda _, answer: answers.append(answer),
         )

@@ -15,6 +15,7 @@ from maxsimd.api.fleet.messages import (
     decode_to_front,
     encode,
 )
+from maxsimd.engine.errors import InvalidRequestError
 
 # Before each message stands its length, little-endian.
 LENGTH_BYTES = 4
@@ -22,6 +23,10 @@ LENGTH_BYTES = 4
 
 class LostError(Exception):
     """The engine's process died, or cannot be reached: what was asked may or may not have been done."""
+
+
+class NotSentError(LostError):
+    """It was gone before anything was sent: nothing has been done."""
 
 
 @dataclass(slots=True)
@@ -52,7 +57,7 @@ class Link:
         """The answer to a question; `arrived` is called with what comes before it. Cancelling it cancels the
         work. Raises LostError."""
         if self._is_lost:
-            raise LostError("the engine is gone")
+            raise NotSentError("the engine is gone")
         self._numbered += 1
         number = self._numbered
         self._waiting[number] = waiting = _Waiting(arrived)
@@ -83,7 +88,10 @@ class Link:
             raise LostError(str(error)) from error
 
     def _write(self, message: Ask | Cancel) -> None:
-        encoded = encode(message)
+        try:
+            encoded = encode(message)
+        except OverflowError:
+            raise InvalidRequestError("a number is too large; give one of at most 64 bits") from None
         self._writer.write(len(encoded).to_bytes(LENGTH_BYTES, "little"))
         self._writer.write(encoded)
 

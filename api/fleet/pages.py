@@ -11,7 +11,7 @@ def joined(pages: Iterable[tuple[str, int, bytes]]) -> bytes:
     for label, value, page in pages:
         family = ""
         is_new = True
-        for line in page.decode().splitlines():
+        for line in page.decode().split("\n"):
             if line.startswith("# "):
                 name = line.split(" ", 3)[2]
                 if name != family:

@@ -43,7 +43,11 @@ def main() -> NoReturn:
     take_short_slices()
     share_heaps(usable_cores().threads)
     with switching_often():
-        status = uvloop.run(_front(setup, started) if setup.is_front else _engine(setup, started))
+        try:
+            status = uvloop.run(_front(setup, started) if setup.is_front else _engine(setup, started))
+        except Exception:
+            log.exception("the process ends by an error that nobody expected")
+            status = 1
     leave_at_once(status)
 
 

@@ -5,7 +5,7 @@ import logging
 import pickle
 from dataclasses import dataclass, field
 
-from maxsimd.api.fleet.link import Link, LostError
+from maxsimd.api.fleet.link import Link, LostError, NotSentError
 from maxsimd.api.fleet.messages import Introduce, Introduction, SetTenants
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
@@ -71,10 +71,10 @@ class Roster:
         return tuple(connected.member for _, connected in sorted(self._connected.items()))
 
     def connected(self, member: Member) -> Connected:
-        """Raises LostError for an engine that is gone."""
+        """Raises NotSentError for an engine that is gone."""
         found = self._connected.get(member.slot)
         if found is None or found.member.name != member.name:
-            raise LostError("the engine is gone")
+            raise NotSentError("the engine is gone")
         return found
 
     def all_connected(self) -> list[Connected]:
@@ -127,7 +127,10 @@ class Roster:
             log.error("engine %d serves something else than the others and is not used", slot)
             await link.until_lost()
             return
-        await _tell(link, self._tenants)
+        reported = None
+        while reported is not self._tenants:
+            reported = self._tenants
+            await _tell(link, reported)
         self._joined += 1
         member = Member(slot, f"{slot}.{self._joined}", introduced.fingerprint)
         self._connected[slot] = Connected(member, link)

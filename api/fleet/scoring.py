@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from maxsimd.api.fleet.failures import in_whole
 from maxsimd.api.fleet.items import sent_items
 from maxsimd.api.fleet.messages import Answer, Arrived, Run, Score, Scored
 from maxsimd.api.fleet.spread import Job, estimated_tokens
@@ -55,6 +56,7 @@ class ScoreJob:
             estimated_tokens([size_of(each) for each in self.documents]),
             self.split,
             self._options["timeout"],
+            self.split is Split.BY_OWNER and self._options["cache"] != "bypass",
             lambda indices, left: self.question(indices, left, streams=arrived is not None),
             self.commit,
             None if arrived is None else part_arrived,
@@ -91,29 +93,33 @@ class ScoreJob:
         result = cast("Scored", answer).result
         self._merge.commit(indices, np.array(result.scores, dtype=np.float64))
         self._results.append(result)
-        self._errors |= {int(indices[i]): reason for i, reason in result.errors.items()}
+        self._errors |= {
+            int(indices[i]): in_whole(reason, indices.tolist()) for i, reason in result.errors.items()
+        }
         self._unscored += [int(indices[i]) for i in result.unscored]
         self._explanations |= {int(indices[i]): why for i, why in result.explanations.items()}
 
     def result(self) -> ScoreResult:
         """One score a document. The query counts once, in however many parts it was."""
-        results, again = self._results, len(self._results) - 1
-        first = results[0]
+        results = self._results
+        # A part for which there was no time has read no query.
+        of_query = max(each.usage.query_tokens for each in results)
+        truncated_queries = max(each.truncated_queries for each in results)
         usage = Usage(
-            sum(each.usage.prompt_tokens for each in results) - again * first.usage.query_tokens,
+            sum(each.usage.prompt_tokens - each.usage.query_tokens for each in results) + of_query,
             sum(each.usage.cached_tokens for each in results),
             sum(each.usage.cached_documents for each in results),
-            first.usage.query_tokens,
+            of_query,
         )
         return ScoreResult(
             self._merge.result().tolist(),
             usage,
-            sum(each.truncated for each in results) - again * first.truncated_queries,
+            sum(each.truncated - each.truncated_queries for each in results) + truncated_queries,
             tuple(sorted(self._unscored)),
             {i: self._errors[i] for i in sorted(self._errors)},
             slowest([each.timings for each in results]),
             self._explanations,
-            first.truncated_queries,
+            truncated_queries,
         )
 
 

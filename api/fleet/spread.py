@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.api.fleet.failures import as_error, renumbered
-from maxsimd.api.fleet.link import LostError
+from maxsimd.api.fleet.link import LostError, NotSentError
 from maxsimd.api.fleet.messages import Answer, Arrived, Failed, Question, Reply
 from maxsimd.api.fleet.roster import Roster
 from maxsimd.engine.errors import (
@@ -39,20 +39,28 @@ from maxsimd.scheduler.fleet.plan import Documents
 # How long a request without a timeout waits for an engine while there is none, in seconds.
 _PATIENCE = 30.0
 # Documents that a front remembers having sent.
-_REMEMBERED = 1_000_000
+_REMEMBERED = 200_000
 _CELL_SIZE = 8
+# An engine that has not answered this many seconds after the deadline hangs.
+_HANGS = 1.0
+# What replies say of the queue at an engine is forgotten this often, in seconds.
+_QUEUES_FOR = 1.0
+# Parts that may be tried again beyond a tenth of all: those that are at an engine when it dies.
+_SPARE_TRIES = 1_000.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """What is to be spread: documents, by their digests [N] and estimated tokens [N]. `question` makes what
     is asked about some of them, given the seconds that are left; `commit` takes the answer about them, and
-    `arrived` what comes before it."""
+    `arrived` what comes before it. With `is_cached`, engines look for the documents in their
+    caches: those that were there before weigh little."""
 
     digests: NDArray[np.uint64]
     tokens: NDArray[np.int64]
     split: Split
     timeout: float | None
+    is_cached: bool
     question: Callable[[NDArray[np.int64], float | None], Question]
     commit: Callable[[NDArray[np.int64], Answer], None]
     arrived: Callable[[NDArray[np.int64], Arrived], None] | None = None
@@ -64,8 +72,9 @@ class Spreader:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._loads = Loads()
+        self._forgot = 0.0
         self._seen = Seen(_REMEMBERED)
-        self._budget = RetryBudget()
+        self._budget = RetryBudget(spare=_SPARE_TRIES)
 
     @property
     def loads(self) -> Loads:
@@ -83,9 +92,12 @@ class Spreader:
 
     async def _run(self, job: Job, least_tokens: int, deadline: float | None) -> None:
         members = await self._members(deadline)
+        if (now := asyncio.get_running_loop().time()) > self._forgot + _QUEUES_FOR:
+            self._loads.forget_queued()
+            self._forgot = now
         cells = cells_of(members, _CELL_SIZE)
         cell = cell_of(cells, None, lambda each: float(self._loads.of(each.members).mean()), getrandbits(64))
-        weights = self._seen.weights(cell, job.digests, job.tokens)
+        weights = self._seen.weights(cell, job.digests, job.tokens) if job.is_cached else job.tokens
         documents = Documents(job.digests, job.tokens, weights)
         loads = self._loads.of(cell.members)
         parts = plan(documents, cell.members, loads, job.split, least_tokens)
@@ -109,7 +121,7 @@ class Spreader:
                         sends = next_sends
                         break
                     sends += next_sends
-                    if task.exception() is None:
+                    if job.is_cached and _is_answered(task):
                         digests = job.digests[send.part.indices]
                         self._seen.remember(cell, digests.tolist(), send.member)
         finally:
@@ -124,9 +136,10 @@ class Spreader:
         error = task.exception()
         if isinstance(error, LostError):
             # Its part may go to those that did not die with it: where there is none, one will come.
-            await self._another(send.member, deadline)
+            await self._until(self._roster.until_another(attempts.avoided(send.attempt)), deadline)
             self._loads.forget_others(self._roster.members)
-            return attempts.lost(send.attempt, self._roster.members)
+            ended = attempts.unsent if isinstance(error, NotSentError) else attempts.lost
+            return ended(send.attempt, self._roster.members)
         if error is not None:
             raise error
         answer = task.result().answer
@@ -135,7 +148,7 @@ class Spreader:
                 job.commit(send.part.indices, answer)
             return []
         if answer.kind in ("not ready", "dead"):
-            await self._another(send.member, deadline)
+            await self._until(self._roster.until_another(attempts.avoided(send.attempt)), deadline)
             return attempts.lost(send.attempt, self._roster.members)
         if answer.kind == "full" and answer.reason != "rate":
             refused = attempts.full(send.attempt, answer.retry_after, self._roster.members)
@@ -148,11 +161,13 @@ class Spreader:
         raise as_error(renumbered(answer, send.part.indices.tolist()))
 
     async def _send(self, job: Job, send: Send, deadline: float | None) -> Reply:
+        """The engine enforces the deadline; where it hangs the front does, somewhat later."""
         connected = self._roster.connected(send.member)
-        if send.is_suspect:
-            async with connected.alone:
-                return await self._ask(job, send, deadline)
-        return await self._ask(job, send, deadline)
+        async with asyncio.timeout_at(None if deadline is None else deadline + _HANGS):
+            if send.is_suspect:
+                async with connected.alone:
+                    return await self._ask(job, send, deadline)
+            return await self._ask(job, send, deadline)
 
     async def _ask(self, job: Job, send: Send, deadline: float | None) -> Reply:
         part, link = send.part, self._roster.connected(send.member).link
@@ -177,10 +192,6 @@ class Spreader:
         await self._until(self._roster.until_another(set()), deadline)
         return self._roster.members
 
-    async def _another(self, lost: Member, deadline: float | None) -> None:
-        """Returns when there is an engine that is not the one that was lost."""
-        await self._until(self._roster.until_another({lost.name}), deadline)
-
     async def _until(self, there: Coroutine[Any, Any, None], deadline: float | None) -> None:
         """Raises TimeoutError at the deadline, and EngineNotReadyError before it where it is late."""
         loop = asyncio.get_running_loop()
@@ -192,6 +203,10 @@ class Spreader:
             if deadline is not None and loop.time() >= deadline:
                 raise
             raise EngineNotReadyError("no engine is there; try again shortly") from None
+
+
+def _is_answered(task: "asyncio.Task[Reply]") -> bool:
+    return task.exception() is None and not isinstance(task.result().answer, Failed)
 
 
 def _raised(error: FleetError) -> Exception:

@@ -89,12 +89,14 @@ class _Fleet:
             asyncio.create_task(_all_ended(fronts)),
         ]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        # Who comes now is to be refused, and not to wait for a process that takes no more.
-        for listening in self._sockets:
-            listening.close()
         # Fronts first: they finish what is in flight, for which they need the engines.
         for processes in (self._fronts, self._engines):
-            await asyncio.gather(*(each.end(self._grace + _MARGIN_SECONDS) for each in processes))
+            ending = [asyncio.create_task(each.end(self._grace + _MARGIN_SECONDS)) for each in processes]
+            await asyncio.sleep(0)
+            # Who comes now is to be refused, and not to wait for a process that takes no more.
+            for listening in self._sockets:
+                listening.close()
+            await asyncio.gather(*ending)
         for task in (*living, *ends):
             task.cancel()
         return 0 if stop.is_set() else 1
@@ -127,6 +129,7 @@ class _Process:
         self._name = f"{'front' if setup.is_front else 'engine'} {setup.slot}"
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
+        self._is_ready = False
 
     async def live(self) -> None:
         """Returns once the process is to end, or cannot be started any more."""
@@ -170,11 +173,15 @@ class _Process:
 
     def is_ready(self) -> bool:
         """Whether it listens for other processes, or did when it ended."""
+        return self._is_ready
+
+    def _listens(self) -> bool:
         return os.path.exists(self._path)
 
     async def _run(self) -> int:
         """The exit status of one process."""
         remove(self._path)
+        self._is_ready = False
         self._process = await asyncio.create_subprocess_exec(
             # Its name is for those who look at the list of processes.
             *(sys.executable, "-m", "maxsimd.api.fleet.process", *self._name.split()),
@@ -184,7 +191,11 @@ class _Process:
         )
         assert self._process.stdin is not None
         self._process.stdin.write(self._setup.encoded())
-        return await self._process.wait()
+        ended = asyncio.create_task(self._process.wait())
+        while not ended.done():
+            self._is_ready = self._is_ready or self._listens()
+            await asyncio.wait({ended}, timeout=None if self._is_ready else _LOOK_SECONDS)
+        return ended.result()
 
 
 def _reason(status: int) -> str:

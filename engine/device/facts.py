@@ -33,7 +33,8 @@ class Scales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model that is served. `max_tokens` is the longest sequence that can be run. `normalizes` says whether
+    """A model that is served. `max_tokens` is the longest sequence that can be run, and
+    `step_tokens` the budget of one step. `normalizes` says whether
     its scores have bounds, between which they can be normalised. `precision`, `execution`, `kernels` (on a
     GPU, where there is a choice) and `findings` say how it is run, and what was found out when that was
     proven."""
@@ -44,6 +45,7 @@ class ModelFacts:
     tasks: dict[str, TaskFacts]
     labels: tuple[str, ...]
     max_tokens: int
+    step_tokens: int
     reads_pictures: bool
     scales: Scales
     normalizes: bool
@@ -59,8 +61,8 @@ class ModelFacts:
         return self.score_task == "classify" and len(self.labels) > 1
 
 
-def facts_of(loaded: DeviceModel, max_tokens: int) -> ModelFacts:
-    """The facts of a model that is ready on its device."""
+def facts_of(loaded: DeviceModel, max_tokens: int, step_tokens: int) -> ModelFacts:
+    """The facts of a model that is ready on its device, and of the limits that its engine has."""
     model, prepared = loaded.model, loaded.prepared
     is_calibrated = loaded.calibration is not None
     precision = str(prepared.dtype).removeprefix("torch.")
@@ -73,6 +75,7 @@ def facts_of(loaded: DeviceModel, max_tokens: int) -> ModelFacts:
         },
         labels=model.labels,
         max_tokens=max_tokens,
+        step_tokens=step_tokens,
         reads_pictures=model.vision is not None,
         scales=Scales(
             score_scale(model, calibrated=is_calibrated),

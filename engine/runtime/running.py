@@ -84,7 +84,7 @@ class Running:
             lambda: self.scheduler.waiting_tokens > _ENOUGH_STEPS * budget,
         )
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
-        self.facts = facts_of(device_model, self.max_tokens)
+        self.facts = facts_of(device_model, self.max_tokens, budget)
         self.preprocessor = Preprocessor(
             model,
             self.tokenizer,

@@ -123,6 +123,23 @@ class Attempts:
             chosen.append((each, others[0]))
         return [self._send(each, other) for each, other in chosen]
 
+    def unsent(self, attempt: int, alive: Sequence[Member]) -> list[Send] | Fail:
+        """An attempt's member was gone before anything was sent to it: another takes its place. Nothing is
+        said of the part by that, and it counts for nothing."""
+        found = self._ended(attempt)
+        if found is None:
+            return []
+        course, _ = found
+        others = [other for other in _in_turn(course.part, alive) if other.name not in course.lost]
+        if not others:
+            return self._fail(FleetError("lost", "no engine is left; try again shortly", retry_after=1.0))
+        return [self._send(course, others[0])]
+
+    def avoided(self, attempt: int) -> set[str]:
+        """The names of those to whom the part of an attempt that has failed is not sent again."""
+        found = self._under_way.get(attempt)
+        return set() if found is None else {*found[0].lost, found[1].name}
+
     def full(self, attempt: int, retry_after: float, alive: Sequence[Member]) -> list[Send] | Fail:
         """An attempt's member has no room, and says after how many seconds it may have it."""
         found = self._ended(attempt)
@@ -172,9 +189,11 @@ def _in_turn(part: Part, alive: Sequence[Member]) -> list[Member]:
 
 
 def _halves(course: _Course) -> list[_Course]:
-    """The two halves of a part, or the part itself where it is one document: with equal tokens as nearly as
-    their counts say."""
+    """The two halves of a part, or the part itself where it is one document or its documents belong
+    together."""
     part, middle = course.part, len(course.part.indices) // 2
+    if part.is_whole:
+        return [_Course(part, set(course.lost), True)]
     pieces: list[NDArray[np.int64]] = [each for each in np.split(part.indices, [middle]) if len(each)]
     return [
         _Course(

@@ -27,6 +27,10 @@ class Loads:
         if queued_tokens is not None:
             self._others[member.name] = max(0, queued_tokens - max(0, left))
 
+    def forget_queued(self) -> None:
+        """Forgets what replies have said, which is old: those who said it would else not be asked again."""
+        self._others.clear()
+
     def forget_others(self, members: Iterable[Member]) -> None:
         """Forgets all other members."""
         names = {member.name for member in members}

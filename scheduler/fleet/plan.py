@@ -1,7 +1,7 @@
 """From a request's documents to parts, each for one member."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heapify, heapreplace
 
@@ -41,11 +41,13 @@ class Documents:
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """Documents of a request, by their `indices` in it, ascending, for the first of the `members`; the others
-    follow in the order in which they are to be asked where it cannot. `weight` is what they weigh."""
+    follow in the order in which they are to be asked where it cannot. `weight` is what they weigh. One that
+    `is_whole` has all documents, which belong together."""
 
     members: tuple[Member, ...]
     indices: NDArray[np.int64]
     weight: int
+    is_whole: bool = False
 
 
 def plan(
@@ -71,7 +73,8 @@ def plan(
         chosen = _by_tokens(of_unique, loads, least_tokens)
     else:
         chosen = np.full(len(unique), np.argmin(loads), dtype=np.intp)
-    return _parts(chosen[inverse], documents, members)
+    parts = _parts(chosen[inverse], documents, members)
+    return [replace(part, is_whole=True) for part in parts] if split is Split.NEVER else parts
 
 
 def _at_one(order: NDArray[np.intp], weights: Tokens, room: NDArray[np.float64]) -> NDArray[np.intp]:

@@ -1,10 +1,14 @@
 """A front beside engines that are stand-ins: real sockets and the real protocol, without models."""
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,14 +19,17 @@ from hypothesis import strategies as st
 from maxsimd.api.config import SetupError
 from maxsimd.api.fleet import messages
 from maxsimd.api.fleet.door import Door, Send
+from maxsimd.api.fleet.engine_answers import fingerprint_of
 from maxsimd.api.fleet.failures import as_error, as_failed, renumbered
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.items import received_items, sent_items
 from maxsimd.api.fleet.limits import check_limits, without_limits
 from maxsimd.api.fleet.messages import Answer, Arrived, Question, Score, Scored
 from maxsimd.api.fleet.pages import joined
+from maxsimd.api.fleet.scoring import ScoreJob
 from maxsimd.api.fleet.setup import remove
 from maxsimd.engine import (
+    Engine,
     EngineConfig,
     EngineNotReadyError,
     InvalidRequestError,
@@ -32,6 +39,7 @@ from maxsimd.engine import (
 )
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts, Scales, TaskFacts
+from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
 from maxsimd.engine.requests import ScoreResult, Usage
 from maxsimd.engine.scoring.scale import ScoreScale
@@ -53,6 +61,7 @@ def _introduction(
         tasks={"token_embed": TaskFacts("all", 4, True)},
         labels=(),
         max_tokens=512,
+        step_tokens=2_048,
         reads_pictures=False,
         scales=Scales(_SCALE, _SCALE, _SCALE),
         normalizes=True,
@@ -180,6 +189,59 @@ async def test_the_parts_of_an_engine_that_dies_go_to_another(tmp_path: Path) ->
         result = await front.score("q", documents)
         assert result.scores == [float(len(text)) for text in documents]
         assert len(died) == 1
+
+
+async def test_documents_that_belong_together_are_never_parted(tmp_path: Path) -> None:
+    deaths = []
+
+    async def die_twice(engine: StandIn, question: Score) -> None:
+        if len(deaths) < 2:
+            deaths.append(engine)
+            asyncio.get_running_loop().create_task(engine.restart())
+            await asyncio.sleep(10)
+
+    async with fleet(tmp_path, 2, die_twice) as (front, engines):
+        documents = _documents(20)
+        result = await front.score(["a"] * 20, documents)
+        assert result.scores == [float(len(text)) for text in documents]
+        assert {len(question.documents) for engine in engines for question in engine.asked} == {20}
+
+
+async def test_documents_that_no_engine_caches_are_spread_each_time(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 3) as (front, engines):
+        for _ in range(3):
+            await front.score("q", _documents(60), cache="bypass")
+        assert [len(engine.asked) for engine in engines] == [3, 3, 3]
+
+
+async def test_parts_without_time_count_no_query(tmp_path: Path) -> None:
+    scored = ScoreJob(_introduction("f").facts, "q", ["a", "b", "c"], SCORE_DEFAULTS)
+    whole = ScoreResult([1.0], Usage(30, 0, 0, 10), 1, truncated_queries=1)
+    none = ScoreResult([math.nan], Usage(0), 0, unscored=(0,))
+    bad = ScoreResult([math.nan], Usage(0), 0, errors={0: "documents[0] is bad"})
+    for index, part in ((1, none), (0, whole), (2, bad)):
+        scored.commit(np.array([index]), Scored(part))
+    result = scored.result()
+    assert (result.usage, result.truncated, result.truncated_queries) == (Usage(30, 0, 0, 10), 1, 1)
+    assert result.unscored == (1,)
+    assert result.errors == {2: "documents[2] is bad"}
+
+
+async def test_a_number_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (front, _):
+        with pytest.raises(InvalidRequestError, match="64 bits"):
+            await front.score("q", ["a"], priority=2**70)
+        assert (await front.score("q", ["abc"])).scores == [3.0]
+
+
+def test_where_an_engine_runs_decides_no_scores() -> None:
+    def engine(**changes: object) -> Engine:
+        facts = replace(_introduction("f").facts, **changes)
+        return cast("Engine", SimpleNamespace(facts=facts, config=EngineConfig()))
+
+    one = fingerprint_of(engine(device="cuda:0", findings=("1.3e-07",)))
+    assert one == fingerprint_of(engine(device="cuda:1", findings=("1.4e-07",)))
+    assert one != fingerprint_of(engine(precision="bfloat16"))
 
 
 async def test_a_document_that_kills_engines_kills_three_and_fails_alone(tmp_path: Path) -> None:

@@ -179,3 +179,29 @@ def test_no_attempt_is_cancelled_that_was_never_sent() -> None:
     failed = attempts.lost(second.attempt, MEMBERS[2:])
     assert isinstance(failed, Fail)
     assert failed.cancelled == ()
+
+
+def test_what_was_never_sent_counts_for_nothing() -> None:
+    members = tuple(Member(slot, f"m{slot}", "f") for slot in range(3))
+    part = Part(members, np.arange(4), 40)
+    attempts = Attempts([part], RetryBudget(spare=0.0))
+    [send] = attempts.begin()
+    assert attempts.avoided(send.attempt) == {"m0"}
+    again = attempts.unsent(send.attempt, members[1:])
+    assert isinstance(again, list)
+    assert [(each.member.name, each.is_suspect) for each in again] == [("m1", False)]
+    assert attempts.answered(again[0].attempt)
+    assert attempts.is_over
+
+
+def test_a_whole_part_is_suspected_but_not_halved() -> None:
+    members = tuple(Member(slot, f"m{slot}", "f") for slot in range(4))
+    part = Part(members, np.arange(4), 40, is_whole=True)
+    attempts = Attempts([part], RetryBudget())
+    sends = attempts.begin()
+    for lost in (1, 2):
+        again = attempts.lost(sends[0].attempt, members[lost:])
+        assert isinstance(again, list)
+        sends = again
+    assert [each.part.indices.tolist() for each in sends] == [[0, 1, 2, 3]]
+    assert sends[0].is_suspect
