@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-gpu test-clients test-oracles screenshots docs soak lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
+.PHONY: serve test test-fast test-all test-fleet test-gpu test-clients test-oracles screenshots docs soak lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -24,6 +24,10 @@ test-fast: $(VENV)/.dev
 # What must pass before a change is merged: minutes.
 test: $(VENV)/.dev
 	$(PYTEST) -m "not exhaustive"
+
+# The server's tests with servers of two fronts and two engines.
+test-fleet: $(VENV)/.dev
+	MAXSIMD_FLEET=2x2 $(PYTEST) --dist loadfile -m "not exhaustive and not one_process" tests/server
 
 # Every architecture that transformers has, every damage to every family, every precision: up to an hour.
 test-all: $(VENV)/.dev

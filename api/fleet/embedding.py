@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from maxsimd.api.fleet.items import sent_inputs
 from maxsimd.api.fleet.messages import Answer, Classify, Converse, Embed, Embedded, Run
-from maxsimd.api.fleet.scoring import digest_of_content, size_of, slowest
+from maxsimd.api.fleet.scoring import MOST_AROUND, digest_of_content, size_of, slowest
 from maxsimd.api.fleet.spread import Job, estimated_tokens
 from maxsimd.engine.media import Content
 from maxsimd.engine.requests import EmbedResult, Usage
@@ -42,6 +42,11 @@ class EmbedJob:
             self._question,
             self._commit,
         )
+
+    @property
+    def most_tokens(self) -> int:
+        """The request has no more: a token is at least a character."""
+        return sum(_size(text) + MOST_AROUND for text in self.texts)
 
     def question_of_all(self, *, per_token: bool) -> Embed:
         """What an engine is asked about all texts."""

@@ -166,7 +166,7 @@ class FleetEngine:
 
     async def score(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> ScoreResult:
         scored = ScoreJob(self.facts, queries, documents, {**SCORE_DEFAULTS, **options})
-        await self._spreader.run(scored.job(), self._least_tokens)
+        await self._run(scored.job(), scored.most_tokens)
         return await aside(scored.result, len(scored.documents))
 
     async def rerank(
@@ -221,13 +221,13 @@ class FleetEngine:
         return FleetStream(lambda: ScoreJob(self.facts, queries, documents, complete), self._run_streamed)
 
     async def _run_streamed(self, scored: ScoreJob, arrived: NewScores) -> ScoreResult:
-        await self._spreader.run(scored.job(arrived), self._least_tokens)
+        await self._run(scored.job(arrived), scored.most_tokens)
         return await aside(scored.result, len(scored.documents))
 
     async def embed(self, texts: Any, **options: Any) -> EmbedResult:
         check_task("embed", self.facts.tasks)
         embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
-        await self._spreader.run(embedding.job(), self._least_tokens)
+        await self._run(embedding.job(), embedding.most_tokens)
         return await aside(embedding.result, len(embedding.texts))
 
     async def embed_tokens(self, texts: Any, **options: Any) -> TokenEmbedResult:
@@ -252,6 +252,13 @@ class FleetEngine:
             use_activation=use_activation,
         )
         return cast("Classified", await self._whole(question, options.get("timeout"))).result
+
+    async def _run(self, job: Job, most_tokens: int) -> None:
+        """Spreads a request, unless it may have more tokens than one may have: an engine that has all of it
+        says so."""
+        if most_tokens > self.config.max_request_tokens:
+            job = replace(job, split=Split.NEVER)
+        await self._spreader.run(job, self._least_tokens)
 
     @property
     def _least_tokens(self) -> int:

@@ -22,6 +22,8 @@ from maxsimd.scheduler.fleet import Merge, Split, digest_of
 
 # What a picture is by estimate, in characters.
 _PICTURE = 4_096
+# Special tokens and prompts around a text are at most as many.
+MOST_AROUND = 1_024
 # Called with the indices of documents, their scores, and how some of them came to theirs.
 NewScores = Callable[[list[int], list[float], Mapping[int, Explanation]], None]
 
@@ -63,10 +65,23 @@ class ScoreJob:
         )
 
     @property
+    def most_tokens(self) -> int:
+        """The request has no more: a token is at least a character, and a pair has the query too."""
+        of_query = max(map(size_of, self.queries))
+        return sum(size_of(each) + of_query + MOST_AROUND for each in self.documents)
+
+    @property
     def split(self) -> Split:
         """A listwise model scores documents by each other; explanations and pairs of N queries are made where
-        the whole request is."""
-        if self._facts.score_type is ScoreType.LISTWISE or len(self.queries) > 1 or self._options["explain"]:
+        the whole request is, and windows are counted there: they may have many times a document's tokens."""
+        options = self._options
+        is_listwise = self._facts.score_type is ScoreType.LISTWISE
+        if (
+            is_listwise
+            or len(self.queries) > 1
+            or options["explain"]
+            or as_truncation(options["truncation"]).windows
+        ):
             return Split.NEVER
         return Split.BY_TOKENS if self._facts.score_type is ScoreType.CROSS_ENCODER else Split.BY_OWNER
 

@@ -21,6 +21,8 @@ from tests.server.conftest import Server, StartServer
 from tests.server.test_cache import rerank, scores
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.one_process
+
 # Without memory, so that whatever is cached is read from disk.
 OPTIONS = ("--dtype", "float32", "--threads", "1", "--cache-mb", "0", "--cache-dir")
 # The installed command, with pauses that are short enough for as many failures as there are here.

@@ -62,6 +62,7 @@ def test_a_wrong_option_is_explained(start_server: StartServer) -> None:
     assert "steps_in_flight must be 1 or 2" in server.log
 
 
+@pytest.mark.one_process
 def test_work_of_a_client_that_leaves_disappears_from_the_queue(start_server: StartServer) -> None:
     server = start_server()
 

@@ -25,6 +25,7 @@ def _documents(number: int, **options: Any) -> dict[str, Any]:
     return {"query": "q", "documents": documents, "return_documents": False, **options}
 
 
+@pytest.mark.one_process
 def test_what_would_wait_too_long_is_refused_and_small_requests_are_served(server: Server) -> None:
     async def overload() -> tuple[list[httpx.Response], list[httpx.Response]]:
         async with httpx.AsyncClient(timeout=120) as client:

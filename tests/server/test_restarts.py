@@ -14,6 +14,8 @@ import pytest
 from tests.server.conftest import Server, StartServer
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.one_process
+
 FAILING = (sys.executable, str(Path(__file__).parents[1] / "stand_ins" / "failing_server.py"))
 # Long enough for any step of these on a busy machine.
 OPTIONS = ("--dtype", "float32", "--threads", "1", "--step-timeout-seconds", "2")

@@ -186,6 +186,7 @@ def _is_served(server: Server) -> bool:
     return response.status_code == 200
 
 
+@pytest.mark.one_process
 def test_more_clients_than_descriptors_shut_nobody_out(server_of_few_descriptors: Server) -> None:
     server = server_of_few_descriptors
     sending = RawClient(server.url).send(post("/rerank", RERANK)[:-1])
@@ -205,6 +206,7 @@ def test_more_clients_than_descriptors_shut_nobody_out(server_of_few_descriptors
         client.close()
 
 
+@pytest.mark.one_process
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits a process that runs")
 def test_a_process_without_descriptors_says_so_and_goes_on(server_of_few_descriptors: Server) -> None:
     server = server_of_few_descriptors

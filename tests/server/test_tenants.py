@@ -11,6 +11,8 @@ import pytest
 
 from tests.server.conftest import Server, StartServer
 
+pytestmark = pytest.mark.one_process
+
 KEYS = """\
 light-key name=light
 heavy-key name=heavy weight=3
