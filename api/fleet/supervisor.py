@@ -136,7 +136,11 @@ class _Process:
         failures = 0
         was_ever_ready = False
         while True:
-            status = await self._run()
+            try:
+                status = await self._run()
+            except OSError as error:
+                log.error("%s cannot be started: %s", self._name, error)
+                status = 1
             if self._ending.is_set():
                 return
             was_ever_ready |= self.is_ready()
