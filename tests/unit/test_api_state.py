@@ -17,7 +17,7 @@ class Standing(Engine):
 
     is_healthy = False
     death: Any = None
-    model: Any = type("Model", (), {"name": "its own"})
+    facts: Any = type("Facts", (), {"name": "its own"})
 
 
 def _state(**options: Any) -> Any:

@@ -33,6 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Captured:
         return 7
 
     monkeypatch.setattr("maxsimd.api.serve.serve", serve)
+    monkeypatch.setattr("maxsimd.api.fleet.supervisor.supervise", serve)
     monkeypatch.setattr("maxsimd.api.logs.set_up_logging", lambda level, form: None)
     return captured
 
@@ -49,7 +50,7 @@ def _sample(config: type, field: "dataclasses.Field[Any]") -> Any:
     if field.name == "steps_in_flight":
         return 1
     if int in kinds:
-        return 77
+        return 7 if field.name in ("fronts", "replicas") else 77
     if float in kinds:
         return 7.5
     if field.name == "cors_origin":
