@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
 
 from prometheus_client import generate_latest
 
@@ -116,30 +117,19 @@ class EngineAnswers:
 
     async def _embed(self, question: messages.Embed) -> Answer:
         run, texts = question.run, received_inputs(question.texts)
+        options: dict[str, Any] = {
+            "input_type": question.input_type,
+            "prompt_name": question.prompt_name,
+            "dimensions": question.dimensions,
+            "truncation": run.truncation,
+            "priority": run.priority,
+            "tenant": run.tenant,
+            "timeout": run.timeout,
+        }
         if question.per_token:
-            tokens = await self._engine.embed_tokens(
-                texts,
-                input_type=question.input_type,
-                prompt_name=question.prompt_name,
-                dimensions=question.dimensions,
-                max_tokens=question.max_tokens,
-                truncation=run.truncation,
-                priority=run.priority,
-                tenant=run.tenant,
-                timeout=run.timeout,
-            )
-            return messages.EmbeddedTokens(tokens)
-        embedded = await self._engine.embed(
-            texts,
-            input_type=question.input_type,
-            prompt_name=question.prompt_name,
-            dimensions=question.dimensions,
-            truncation=run.truncation,
-            priority=run.priority,
-            tenant=run.tenant,
-            timeout=run.timeout,
-        )
-        return messages.Embedded(embedded)
+            options["max_tokens"] = question.max_tokens
+            return messages.EmbeddedTokens(await self._engine.embed_tokens(texts, **options))
+        return messages.Embedded(await self._engine.embed(texts, **options))
 
 
 def _options(question: messages.Score) -> ScoreOptions:
@@ -164,13 +154,5 @@ def fingerprint_of(engine: Engine) -> str:
     # Where it runs, and the last digits of what was measured at load, decide nothing.
     facts = replace(engine.facts, device="", kernels="", findings=())
     config = engine.config
-    decides = (
-        version("maxsimd"),
-        facts,
-        [
-            (name, getattr(config, name))
-            for name in ("model", "revision", "dtype", "quantization")
-            if hasattr(config, name)
-        ],
-    )
+    decides = version("maxsimd"), facts, config.model, config.revision, config.dtype, config.quantization
     return hashlib.blake2b(repr(decides).encode(), digest_size=8).hexdigest()
