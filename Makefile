@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --constraint constraints-ray.txt
 PORT ?= 8000
 
 # An environment with a CUDA build of torch, where maxsimd and its extra `dev` are installed.
@@ -100,7 +100,7 @@ clean:
 
 # torch comes first and alone, so that nothing else can choose another build of it: the constraints
 # name the CPU build, which lives in PyTorch's own index where the configured ones do not carry it.
-$(VENV)/.base: pyproject.toml constraints.txt
+$(VENV)/.base: pyproject.toml constraints.txt constraints-ray.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch 2>/dev/null || $(PIP) --extra-index-url https://download.pytorch.org/whl/cpu torch
 	$(PIP) --editable .
@@ -112,5 +112,5 @@ $(VENV)/.demo: $(VENV)/.base
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev,ray]'
 	touch $@

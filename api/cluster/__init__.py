@@ -1,0 +1,1 @@
+"""Many machines: scoring on Ray Serve, online, and on Ray Data, offline. Needs the extra `maxsimd[ray]`."""
