@@ -1,4 +1,4 @@
-"""Where a process is asked by others, over a Unix socket: many questions at a time on each connection."""
+"""Where a process is asked by others: many questions at a time on each connection."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import msgspec
 
+from maxsimd.api.fleet.address import NetAddress, listen_on_path, listen_on_port
 from maxsimd.api.fleet.failures import as_failed
 from maxsimd.api.fleet.link import LENGTH_BYTES, read_message
 from maxsimd.api.fleet.messages import Answer, Ask, Question, Reply, decode_to_engine, encode
@@ -24,10 +25,22 @@ class Door:
         self._queued_tokens = queued_tokens
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._num_asked = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
 
     async def open(self, path: str) -> None:
-        """Raises OSError where it cannot listen."""
-        self._server = await asyncio.start_unix_server(self._accept, path)
+        """On a Unix socket. Raises OSError where it cannot listen."""
+        self._server = await listen_on_path(self._accept, path)
+
+    async def open_port(self, host: str) -> NetAddress:
+        """On a free port; returns where that is. Raises OSError where it cannot listen."""
+        self._server, address = await listen_on_port(self._accept, host)
+        return address
+
+    async def until_quiet(self) -> None:
+        """Returns when all that was asked is answered."""
+        await self._quiet.wait()
 
     async def close(self) -> None:
         """Ends all connections, and what was asked on them."""
@@ -67,6 +80,8 @@ class Door:
             writer.write(encoded)
             await writer.drain()
 
+        self._num_asked += 1
+        self._quiet.clear()
         try:
             with suppress(OSError):
                 try:
@@ -77,3 +92,6 @@ class Door:
                     await send(as_failed(error))
         finally:
             del tasks[ask.number]
+            self._num_asked -= 1
+            if not self._num_asked:
+                self._quiet.set()

@@ -1,7 +1,7 @@
 """What handlers have in place of an engine where engines are other processes: the same methods, spread."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar, Unpack, cast
@@ -30,7 +30,7 @@ from maxsimd.api.fleet.messages import (
     Rank,
     Ranked,
 )
-from maxsimd.api.fleet.roster import Roster, Served
+from maxsimd.api.fleet.roster import ReplacedError, Roster, Served
 from maxsimd.api.fleet.scoring import NewScores, ScoreJob
 from maxsimd.api.fleet.spread import Job, Spreader, estimated_tokens
 from maxsimd.api.fleet.stream import FleetStream
@@ -61,12 +61,12 @@ _PATIENCE = 5.0
 
 
 class FleetEngine:
-    """Has no model: everything is asked of the engines on the `paths`, Unix sockets. Its methods are those of
-    `Engine`, and raise the same errors. For one event loop."""
+    """Has no model: everything is asked of the engines on the roster. Its methods are those of `Engine`, and
+    raise the same errors. For one event loop."""
 
-    def __init__(self, paths: Sequence[str], threads: int = 2) -> None:
-        self._roster = Roster(tuple(paths))
-        self._spreader = Spreader(self._roster)
+    def __init__(self, roster: Roster, threads: int = 2) -> None:
+        self._roster = roster
+        self._spreader = Spreader(roster)
         self._pool = WorkerPool(threads, lambda: None)
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.death: str | None = None
@@ -93,7 +93,7 @@ class FleetEngine:
     @property
     def size(self) -> tuple[int, int]:
         """How many engines are there, and how many are meant to be."""
-        return len(self._roster.members), len(self._roster.paths)
+        return len(self._roster.members), self._roster.num_listed
 
     @property
     def facts(self) -> ModelFacts:
@@ -124,7 +124,7 @@ class FleetEngine:
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
         """Weights and priorities hold at every engine, limits where there is one engine."""
-        self._roster.set_tenants(without_limits(tenants, len(self._roster.paths)))
+        self._roster.set_tenants(without_limits(tenants, self._roster.num_listed))
 
     def check_rate(self, tenant: str) -> None:
         """Engines check rates themselves."""
@@ -165,9 +165,14 @@ class FleetEngine:
         return answer.text, answer.is_complete
 
     async def score(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> ScoreResult:
-        scored = ScoreJob(self.facts, queries, documents, {**SCORE_DEFAULTS, **options})
-        await self._run(scored.job(), scored.most_tokens)
-        return await aside(scored.result, len(scored.documents))
+        complete: ScoreOptions = {**SCORE_DEFAULTS, **options}
+
+        async def scored_by_one_kind(left: float | None) -> ScoreResult:
+            scored = ScoreJob(self.facts, queries, documents, {**complete, "timeout": left})
+            await self._run(scored.job(), scored.most_tokens)
+            return await aside(scored.result, len(scored.documents))
+
+        return await _until_not_replaced(scored_by_one_kind, complete["timeout"])
 
     async def rerank(
         self,
@@ -201,7 +206,7 @@ class FleetEngine:
             return Rank(score=scored.question(indices, left), top_n=top_n, score_threshold=threshold)
 
         job = replace(scored.job(), question=question, commit=lambda _, answer: answers.append(answer))
-        await self._spreader.run(job, self._least_tokens)
+        await self._run_whole(job)
         ranked = cast("Ranked", answers[0])
         result = ranked.result
         return RerankResult(
@@ -221,14 +226,22 @@ class FleetEngine:
         return FleetStream(lambda: ScoreJob(self.facts, queries, documents, complete), self._run_streamed)
 
     async def _run_streamed(self, scored: ScoreJob, arrived: NewScores) -> ScoreResult:
-        await self._run(scored.job(arrived), scored.most_tokens)
+        try:
+            await self._run(scored.job(arrived), scored.most_tokens)
+        except ReplacedError:  # what has been given cannot be taken back
+            raise EngineNotReadyError("another model has taken over; ask again") from None
         return await aside(scored.result, len(scored.documents))
 
     async def embed(self, texts: Any, **options: Any) -> EmbedResult:
         check_task("embed", self.facts.tasks)
-        embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
-        await self._run(embedding.job(), embedding.most_tokens)
-        return await aside(embedding.result, len(embedding.texts))
+        given = as_inputs(texts, self.facts.reads_pictures)
+
+        async def embedded_by_one_kind(left: float | None) -> EmbedResult:
+            embedding = EmbedJob(given, {**options, "timeout": left})
+            await self._run(embedding.job(), embedding.most_tokens)
+            return await aside(embedding.result, len(embedding.texts))
+
+        return await _until_not_replaced(embedded_by_one_kind, options.get("timeout"))
 
     async def embed_tokens(self, texts: Any, **options: Any) -> TokenEmbedResult:
         check_task("token_embed", self.facts.tasks)
@@ -283,5 +296,26 @@ class FleetEngine:
             asked,
             lambda _, answer: answers.append(answer),
         )
-        await self._spreader.run(job, self._least_tokens)
+        await self._run_whole(job)
         return answers[0]
+
+    async def _run_whole(self, job: Job) -> None:
+        """Runs what is not split."""
+
+        async def run(left: float | None) -> None:
+            await self._spreader.run(replace(job, timeout=left), self._least_tokens)
+
+        await _until_not_replaced(run, job.timeout)
+
+
+async def _until_not_replaced(work: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
+    """What some work gives within a timeout in seconds, of which it is passed what is left; from the start
+    again where other engines take over meanwhile."""
+    loop = asyncio.get_running_loop()
+    begun, left = loop.time(), timeout
+    while True:
+        try:
+            return await work(left)
+        except ReplacedError:
+            if timeout is not None:
+                left = max(0.001, begun + timeout - loop.time())

@@ -1,4 +1,4 @@
-"""One connection from a front to an engine, over a Unix socket: many questions at a time."""
+"""One connection from a front to an engine: many questions at a time."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from maxsimd.api.fleet.address import Address, connect
 from maxsimd.api.fleet.messages import (
     Arrived,
     Ask,
@@ -46,10 +47,10 @@ class Link:
         self._reading = asyncio.create_task(self._read(), name="maxsimd-link")
 
     @classmethod
-    async def open(cls, path: str) -> "Link":
+    async def open(cls, address: Address) -> "Link":
         """Raises LostError where nobody listens."""
         try:
-            return cls(*await asyncio.open_unix_connection(path))
+            return cls(*await connect(address))
         except OSError as error:
             raise LostError(str(error)) from error
 
@@ -70,6 +71,13 @@ class Link:
             raise
         finally:
             del self._waiting[number]
+
+    async def until_quiet(self) -> None:
+        """Returns when all that was asked is answered, or the other side is gone."""
+        while self._waiting and not self._is_lost:
+            reply = next(iter(self._waiting.values())).reply
+            await asyncio.wait([reply])  # where the other side is gone, it fails
+            await asyncio.sleep(0)  # who has waited for it takes it
 
     async def until_lost(self) -> None:
         """Returns when the other side is gone."""

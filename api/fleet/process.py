@@ -11,12 +11,14 @@ import uvloop
 
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.flags import in_flags
+from maxsimd.api.fleet.address import UnixAddress
 from maxsimd.api.fleet.door import Door
 from maxsimd.api.fleet.engine_answers import EngineAnswers
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.front import FrontView
 from maxsimd.api.fleet.limits import check_limits
-from maxsimd.api.fleet.setup import Setup, read_setup
+from maxsimd.api.fleet.roster import Roster
+from maxsimd.api.fleet.setup import Setup, read_setup, remove
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
 from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
@@ -57,14 +59,17 @@ async def _front(setup: Setup, started: float) -> int:
     except SetupError as error:
         log.error("%s", error)
         return 1
-    engine = FleetEngine(setup.engine_paths)
-    view = FrontView(engine, setup.slot, setup.front_paths)
+    engine = FleetEngine(Roster.of_paths(setup.engine_paths))
+    others = {slot: UnixAddress(path) for slot, path in enumerate(setup.front_paths) if slot != setup.slot}
+    view = FrontView(engine, lambda: setup.slot, lambda: others)
     sockets = [socket.socket(fileno=number) for number in setup.sockets]
-    await view.open()
+    own = setup.front_paths[setup.slot]
+    remove(own)  # a front before this one may have left it
+    await view.door.open(own)
     try:
         return await run_server(engine, setup.server_config, started, sockets, view)
     finally:
-        await view.close()
+        await view.door.close()
 
 
 def _check(config: ServerConfig) -> None:

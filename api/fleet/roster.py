@@ -3,8 +3,11 @@
 import asyncio
 import logging
 import pickle
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
+from maxsimd.api.fleet.address import Address, UnixAddress
 from maxsimd.api.fleet.link import Link, LostError, NotSentError
 from maxsimd.api.fleet.messages import Introduce, Introduction, SetTenants
 from maxsimd.engine.config import EngineConfig
@@ -19,9 +22,21 @@ log = logging.getLogger("maxsimd.fleet")
 _LOOK_SECONDS = 0.1
 
 
+class ReplacedError(Exception):
+    """The engines that serve by now give other scores than those that began with a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An engine that is meant to be there, where it listens, and its slot."""
+
+    slot: int
+    address: Address
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """What all engines of a fleet serve, as the first of them said it."""
+    """What the engines of a fleet serve, as the first of them said it."""
 
     facts: ModelFacts
     config: EngineConfig
@@ -40,54 +55,95 @@ class Connected:
 
 
 class Roster:
-    """For one event loop; engine i of the fleet listens on the i-th of the `paths`."""
+    """For one event loop. All engines that serve a request are of one fingerprint: where there are several,
+    as while a new version takes the place of an old one, requests go to those that are more."""
 
-    def __init__(self, paths: tuple[str, ...]) -> None:
-        self.paths = paths
-        self._connected: dict[int, Connected] = {}
+    def __init__(self, listed: Sequence[Listed] = ()) -> None:
+        self._listed = {each.address: each.slot for each in listed}
+        self._unlisted: dict[Address, asyncio.Event] = {}
+        self._connected: dict[Address, Connected] = {}
         self._joined = 0
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Address, asyncio.Task[None]] = {}
         self._tenants: dict[str, Tenant] = {}
         self._telling: set[asyncio.Task[None]] = set()
+        self._is_started = False
+        self._served: dict[str, Served] = {}
         self.served: Served | None = None
+
+    @classmethod
+    def of_paths(cls, paths: Sequence[str]) -> "Roster":
+        """Engine i of a fleet on one machine listens on the i-th of the paths."""
+        return cls([Listed(slot, UnixAddress(path)) for slot, path in enumerate(paths)])
 
     def start(self) -> None:
         """Connects, from now on."""
-        self._tasks = [
-            asyncio.create_task(self._stay_connected(slot, path), name=f"maxsimd-engine-{slot}")
-            for slot, path in enumerate(self.paths)
-        ]
+        self._is_started = True
+        for address in self._listed:
+            self._begin(address)
 
     async def close(self) -> None:
         """Ends all connections."""
-        for task in self._tasks:
+        tasks = [*self._tasks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def set_listed(self, listed: Sequence[Listed]) -> None:
+        """These engines are meant to be there from now on. Others get nothing more to do; what they were
+        asked before they may still answer."""
+        before, self._listed = self._listed, {each.address: each.slot for each in listed}
+        for address in before.keys() - self._listed.keys():
+            if address in self._unlisted:
+                self._unlisted[address].set()
+        for address, slot in self._listed.items():
+            connected = self._connected.get(address)
+            if connected is not None:
+                connected.member = replace(connected.member, slot=slot)
+            elif self._is_started and address not in self._tasks:
+                self._begin(address)
+        self._change()
+
+    @property
+    def num_listed(self) -> int:
+        """How many engines there are meant to be."""
+        return len(self._listed)
 
     @property
     def members(self) -> tuple[Member, ...]:
         """The engines that can be asked now, all of one fingerprint."""
-        return tuple(connected.member for _, connected in sorted(self._connected.items()))
+        return () if self.served is None else self.alike(self.served.fingerprint)
+
+    def alike(self, fingerprint: str) -> tuple[Member, ...]:
+        """The engines of a fingerprint that can be asked now."""
+        members = (connected.member for connected in self._connected.values())
+        alike = (member for member in members if member.fingerprint == fingerprint)
+        return tuple(sorted(alike, key=lambda member: member.slot))
 
     def connected(self, member: Member) -> Connected:
         """Raises NotSentError for an engine that is gone."""
-        found = self._connected.get(member.slot)
-        if found is None or found.member.name != member.name:
-            raise NotSentError("the engine is gone")
-        return found
+        for connected in self._connected.values():
+            if connected.member.name == member.name:
+                return connected
+        raise NotSentError("the engine is gone")
 
     def all_connected(self) -> list[Connected]:
-        """Every engine that can be asked now."""
-        return [connected for _, connected in sorted(self._connected.items())]
+        """Every engine that can be asked now, of whatever fingerprint."""
+        return sorted(self._connected.values(), key=lambda connected: connected.member.slot)
 
     async def until_changed(self) -> None:
         """Returns when an engine has come or gone."""
         await self._changed.wait()
 
-    async def until_another(self, names: set[str]) -> None:
-        """Returns when there is an engine whose name is none of these."""
-        while all(member.name in names for member in self.members):
+    async def until_another(self, names: set[str], fingerprint: str | None = None) -> None:
+        """Returns when there is an engine whose name is none of these, of a fingerprint if it matters. Raises
+        ReplacedError where engines of another fingerprint have taken over."""
+        while True:
+            members = self.members if fingerprint is None else self.alike(fingerprint)
+            if any(member.name not in names for member in members):
+                return
+            if fingerprint is not None and self.members and self.members[0].fingerprint != fingerprint:
+                raise ReplacedError
             await self.until_changed()
 
     def set_tenants(self, tenants: dict[str, Tenant]) -> None:
@@ -98,47 +154,76 @@ class Roster:
             self._telling.add(telling)
             telling.add_done_callback(self._telling.discard)
 
-    async def _stay_connected(self, slot: int, path: str) -> None:
-        while True:
-            try:
-                link = await Link.open(path)
-            except LostError:
-                await asyncio.sleep(_LOOK_SECONDS)
-                continue
-            try:
-                await self._use(slot, link)
-            except LostError:
-                pass
-            finally:
-                if self._connected.pop(slot, None) is not None:
-                    log.warning("engine %d is gone", slot)
-                    self._change()
-                await link.close()
-            await asyncio.sleep(_LOOK_SECONDS)
+    def _begin(self, address: Address) -> None:
+        self._unlisted[address] = asyncio.Event()
+        self._tasks[address] = asyncio.create_task(
+            self._stay_connected(address), name=f"maxsimd-engine-{self._listed[address]}"
+        )
 
-    async def _use(self, slot: int, link: Link) -> None:
+    async def _stay_connected(self, address: Address) -> None:
+        try:
+            while address in self._listed:
+                try:
+                    link = await Link.open(address)
+                except LostError:
+                    await asyncio.sleep(_LOOK_SECONDS)
+                    continue
+                try:
+                    await self._use(address, link)
+                except LostError:
+                    pass
+                finally:
+                    self._remove(address)
+                    await link.close()
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            del self._tasks[address]
+
+    async def _use(self, address: Address, link: Link) -> None:
+        """Until the engine is gone, or has left and answered what it was asked before."""
         introduced = (await link.ask(Introduce())).answer
         if not isinstance(introduced, Introduction):
             raise LostError("the engine does not introduce itself")
-        if self.served is None:
+        fingerprint = introduced.fingerprint
+        if fingerprint not in self._served:
             tokenizer = pickle.loads(introduced.tokenizer)
-            self.served = Served(introduced.facts, introduced.config, tokenizer, introduced.fingerprint)
-        if introduced.fingerprint != self.served.fingerprint:
-            log.error("engine %d serves something else than the others and is not used", slot)
-            await link.until_lost()
-            return
+            self._served[fingerprint] = Served(introduced.facts, introduced.config, tokenizer, fingerprint)
         reported = None
         while reported is not self._tenants:
             reported = self._tenants
             await _tell(link, reported)
+        if address not in self._listed:
+            return
         self._joined += 1
-        member = Member(slot, f"{slot}.{self._joined}", introduced.fingerprint)
-        self._connected[slot] = Connected(member, link)
+        slot = self._listed[address]
+        self._connected[address] = Connected(Member(slot, f"{slot}.{self._joined}", fingerprint), link)
         log.info("engine %d is there", slot)
         self._change()
-        await link.until_lost()
+        if self.served is not None and self.served.fingerprint != fingerprint:
+            log.warning("engine %d serves something else than the others and is not used", slot)
+        lost = asyncio.create_task(link.until_lost())
+        unlisted = asyncio.create_task(self._unlisted[address].wait())
+        try:
+            await asyncio.wait({lost, unlisted}, return_when=asyncio.FIRST_COMPLETED)
+            if unlisted.done():
+                self._remove(address)
+                await link.until_quiet()
+        finally:
+            for task in (lost, unlisted):
+                task.cancel()
+
+    def _remove(self, address: Address) -> None:
+        connected = self._connected.pop(address, None)
+        if connected is not None:
+            log.warning("engine %d is gone", connected.member.slot)
+            self._change()
 
     def _change(self) -> None:
+        counts = Counter(connected.member.fingerprint for connected in self._connected.values())
+        if counts:
+            serving = None if self.served is None else self.served.fingerprint
+            chosen = max(counts, key=lambda each: (counts[each], each == serving))
+            self.served = self._served[chosen]
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -82,7 +82,8 @@ class Spreader:
         return self._loads
 
     async def run(self, job: Job, least_tokens: int) -> None:
-        """Returns when all documents are committed. Raises the errors of `Engine`."""
+        """Returns when all documents are committed. Raises the errors of `Engine`, and ReplacedError where
+        other engines have taken over, with another model or precision."""
         deadline = None if job.timeout is None else asyncio.get_running_loop().time() + job.timeout
         try:
             await self._run(job, least_tokens, deadline)
@@ -136,10 +137,10 @@ class Spreader:
         error = task.exception()
         if isinstance(error, LostError):
             # Its part may go to those that did not die with it: where there is none, one will come.
-            await self._until(self._roster.until_another(attempts.avoided(send.attempt)), deadline)
+            alive = await self._others(attempts, send, deadline)
             self._loads.forget_others(self._roster.members)
             ended = attempts.unsent if isinstance(error, NotSentError) else attempts.lost
-            return ended(send.attempt, self._roster.members)
+            return ended(send.attempt, alive)
         if error is not None:
             raise error
         answer = task.result().answer
@@ -148,10 +149,10 @@ class Spreader:
                 job.commit(send.part.indices, answer)
             return []
         if answer.kind in ("not ready", "dead"):
-            await self._until(self._roster.until_another(attempts.avoided(send.attempt)), deadline)
-            return attempts.lost(send.attempt, self._roster.members)
+            return attempts.lost(send.attempt, await self._others(attempts, send, deadline))
         if answer.kind == "full" and answer.reason != "rate":
-            refused = attempts.full(send.attempt, answer.retry_after, self._roster.members)
+            alive = self._roster.alike(send.member.fingerprint)
+            refused = attempts.full(send.attempt, answer.retry_after, alive)
             if isinstance(refused, Fail):
                 # In the words of the engine that refused last, with the longest wait of them.
                 raise as_error(msgspec.structs.replace(answer, retry_after=refused.error.retry_after))
@@ -191,6 +192,12 @@ class Spreader:
     async def _members(self, deadline: float | None) -> tuple[Member, ...]:
         await self._until(self._roster.until_another(set()), deadline)
         return self._roster.members
+
+    async def _others(self, attempts: Attempts, send: Send, deadline: float | None) -> tuple[Member, ...]:
+        """Those that may take a part whose attempt has failed, once there are some."""
+        fingerprint, avoided = send.member.fingerprint, attempts.avoided(send.attempt)
+        await self._until(self._roster.until_another(avoided, fingerprint), deadline)
+        return self._roster.alike(fingerprint)
 
     async def _until(self, there: Coroutine[Any, Any, None], deadline: float | None) -> None:
         """Raises TimeoutError at the deadline, and EngineNotReadyError before it where it is late."""

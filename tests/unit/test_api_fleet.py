@@ -24,8 +24,10 @@ from maxsimd.api.fleet.failures import as_error, as_failed, renumbered
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.items import received_items, sent_items
 from maxsimd.api.fleet.limits import check_limits, without_limits
+from maxsimd.api.fleet.link import Link, LostError
 from maxsimd.api.fleet.messages import Answer, Arrived, Question, Score, Scored
 from maxsimd.api.fleet.pages import joined
+from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.scoring import ScoreJob
 from maxsimd.api.fleet.setup import remove
 from maxsimd.engine import (
@@ -127,7 +129,7 @@ async def fleet(
     engines = [StandIn(str(folder / str(i)), before) for i in range(count)]
     for engine in engines:
         await engine.door.open(engine.path)
-    front = FleetEngine([engine.path for engine in engines])
+    front = FleetEngine(Roster.of_paths([engine.path for engine in engines]))
     await front.start()
     while front.size != (count, count):
         await asyncio.sleep(0.01)
@@ -166,7 +168,7 @@ async def test_what_a_listwise_model_reads_together_stays_together(tmp_path: Pat
     for engine in engines:
         engine.score_type = ScoreType.LISTWISE
         await engine.door.open(engine.path)
-    front = FleetEngine([engine.path for engine in engines])
+    front = FleetEngine(Roster.of_paths([engine.path for engine in engines]))
     await front.start()
     await front.score("q", _documents(60))
     assert sorted(len(engine.asked) for engine in engines) == [0, 1]
@@ -317,6 +319,73 @@ async def test_without_engines_a_request_fails_by_its_timeout(tmp_path: Path) ->
             await asyncio.sleep(0.01)
         with pytest.raises(RequestTimeoutError, match=r"not done within 0\.2 seconds"):
             await front.score("q", ["a"], timeout=0.2)
+
+
+async def test_an_engine_that_leaves_answers_what_it_was_asked(tmp_path: Path) -> None:
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: StandIn, question: Score) -> None:
+        asked.set()
+        await may_answer.wait()
+
+    engines = [StandIn(str(tmp_path / str(i)), wait) for i in range(2)]
+    listed: list[Listed] = []
+    for engine in engines:
+        listed.append(Listed(len(listed), await engine.door.open_port("127.0.0.1")))
+    roster = Roster(listed[:1])
+    front = FleetEngine(roster)
+    await front.start()
+    first = asyncio.create_task(front.score("q", ["abc"]))
+    await asked.wait()
+    roster.set_listed(listed[1:])
+    while [member.slot for member in roster.members] != [1]:
+        await asyncio.sleep(0.01)
+    second = asyncio.create_task(front.score("q", ["ab"]))
+    while not engines[1].asked:
+        await asyncio.sleep(0.01)
+    may_answer.set()
+    assert (await first).scores == [3.0]
+    assert (await second).scores == [2.0]
+    assert [len(engine.asked) for engine in engines] == [1, 1]
+    roster.set_listed([replace(listed[1], slot=7)])
+    assert [member.slot for member in roster.members] == [7]
+    await front.stop()
+    for engine in engines:
+        await engine.door.close()
+
+
+async def test_who_has_not_the_secret_is_not_let_in() -> None:
+    engine = StandIn("")
+    address = await engine.door.open_port("127.0.0.1")
+    link = await Link.open(address)
+    assert isinstance((await link.ask(messages.Introduce())).answer, messages.Introduction)
+    await link.close()
+    stranger = await Link.open(replace(address, secret="00" * 32))
+    with pytest.raises(LostError):
+        await stranger.ask(messages.Introduce())
+    await stranger.close()
+    await engine.door.close()
+
+
+async def test_a_request_is_done_anew_where_other_scores_have_taken_over(tmp_path: Path) -> None:
+    following = {"one": "two"}
+
+    async def change(engine: StandIn, question: Score) -> None:
+        if engine.fingerprint in following:
+            engine.fingerprint = following[engine.fingerprint]
+            asyncio.get_running_loop().create_task(engine.restart())
+            await asyncio.sleep(10)
+
+    async with fleet(tmp_path, 2, change) as (front, engines):
+        documents = _documents(60)
+        result = await front.score("q", documents, timeout=20)
+        assert result.scores == [float(len(text)) for text in documents]
+        of_another = [len(question.documents) for engine in engines for question in engine.asked[1:]]
+        assert sum(of_another) == 60, "nothing that the engines before them gave is in it"
+        following = {"two": "three"}
+        async with front.stream("q", documents) as stream:
+            with pytest.raises(EngineNotReadyError, match="taken over"):
+                [new async for new in stream]
 
 
 async def test_an_engine_that_serves_something_else_is_not_used(tmp_path: Path) -> None:
