@@ -43,13 +43,14 @@ def shown(*configs: Any) -> str:
 
 def _use(context: click.Context, parameter: click.Parameter, path: str | None) -> None:
     if path is not None:
-        names = {each.name for each in context.command.params}
-        given = {name: value for name, value in _read(path).items() if name in names}
+        names = {each.name for each in context.command.params if each.name is not None}
+        given = {name: value for name, value in _read(path, names).items() if name in names}
         context.default_map = {**(context.default_map or {}), **given}
 
 
-def _read(path: str) -> dict[str, Any]:
-    """The options in a file by their names in Python. Raises click.BadParameter for what is none."""
+def _read(path: str, names: set[str]) -> dict[str, Any]:
+    """The options in a file by their names in Python, those of a command or of others that serve. Raises
+    click.BadParameter for what is none."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -59,7 +60,7 @@ def _read(path: str) -> dict[str, Any]:
         raise click.BadParameter(f"{path} holds no options but {type(values).__name__}; write name: value")
     options = {str(name).replace("-", "_"): value for name, value in values.items()}
     there = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
-    unknown = sorted(options.keys() - there)
+    unknown = sorted(options.keys() - there - names)
     if unknown:
         raise click.BadParameter(f"{path}: there is no option {', '.join(unknown)}")
     # Those that are null are left open.

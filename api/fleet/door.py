@@ -25,9 +25,8 @@ class Door:
         self._queued_tokens = queued_tokens
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._num_asked = 0
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._left = asyncio.Event()
+        self._left.set()
 
     async def open(self, path: str) -> None:
         """On a Unix socket. Raises OSError where it cannot listen."""
@@ -38,9 +37,9 @@ class Door:
         self._server, address = await listen_on_port(self._accept, host)
         return address
 
-    async def until_quiet(self) -> None:
-        """Returns when all that was asked is answered."""
-        await self._quiet.wait()
+    async def until_left(self) -> None:
+        """Returns when nobody is connected."""
+        await self._left.wait()
 
     async def close(self) -> None:
         """Ends all connections, and what was asked on them."""
@@ -54,6 +53,7 @@ class Door:
         this = asyncio.current_task()
         assert this is not None
         self._connections.add(this)
+        self._left.clear()
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
             with suppress(OSError, EOFError, msgspec.DecodeError, asyncio.CancelledError):
@@ -70,6 +70,8 @@ class Door:
                 task.cancel()
             writer.close()
             self._connections.discard(this)
+            if not self._connections:
+                self._left.set()
 
     async def _reply(
         self, ask: Ask, writer: asyncio.StreamWriter, tasks: dict[int, asyncio.Task[None]]
@@ -80,8 +82,6 @@ class Door:
             writer.write(encoded)
             await writer.drain()
 
-        self._num_asked += 1
-        self._quiet.clear()
         try:
             with suppress(OSError):
                 try:
@@ -92,6 +92,3 @@ class Door:
                     await send(as_failed(error))
         finally:
             del tasks[ask.number]
-            self._num_asked -= 1
-            if not self._num_asked:
-                self._quiet.set()

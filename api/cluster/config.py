@@ -1,0 +1,94 @@
+"""What an application on Ray Serve is configured by: the engine's and the server's fields, and its own, flat
+in one mapping."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from maxsimd.api.config import ServerConfig
+from maxsimd.engine.config import EngineConfig, option
+
+# Ray starts the processes, and its proxies hold the connections of clients.
+RAYS_OWN = frozenset(
+    {
+        *("host", "port", "tls_cert", "tls_key", "fronts", "replicas", "restart_on_failure"),
+        *("max_connections", "header_seconds", "transfer_seconds", "min_bytes_per_second", "idle_seconds"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """How many actors serve, and what each of them takes."""
+
+    replicas: int = option(1, "Scorers: actors that each load the model.")
+    max_replicas: int | None = option(
+        None, "As many scorers as there may be while much waits; by default always --replicas."
+    )
+    wanted_seconds: float = option(
+        2.0, "With --max-replicas, how long what waits may take; where it takes longer, there are to be more."
+    )
+    fronts: int = option(1, "Fronts: actors that read requests, spread them, and write answers.")
+    cpus: float = option(1.0, "Cores of each scorer, which are also the threads that it computes with.")
+    gpus: float = option(0.0, "GPUs of each scorer.")
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "fronts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(
+                f"max_replicas must be at least replicas, {self.replicas}, not {self.max_replicas}"
+            )
+        if not self.wanted_seconds > 0:
+            raise ValueError(f"wanted_seconds must be above 0, not {self.wanted_seconds}")
+        if self.cpus < 0 or self.gpus < 0:
+            raise ValueError("cpus and gpus must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class AppConfig:
+    """All of an application's configuration."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    cluster: ClusterConfig
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """From the `args` of a Serve application: fields of the three, by their names. A field that is null
+        is left at its default. Raises ValueError for one that there is not, or whose value does not serve."""
+        left = {name: value for name, value in arguments.items() if value is not None}
+        refused = sorted(RAYS_OWN & left.keys() - _names(ClusterConfig))
+        if refused:
+            raise ValueError(f"{', '.join(refused)}: that is Ray's business here; see http_options of Serve")
+        engine = EngineConfig(**_taken(left, _names(EngineConfig)))
+        cluster = ClusterConfig(**_taken(left, _names(ClusterConfig)))
+        server = ServerConfig(**_taken(left, _names(ServerConfig) - RAYS_OWN))
+        if left:
+            raise ValueError(f"there is no option {', '.join(sorted(left))}")
+        if engine.threads is None and cluster.cpus >= 1:
+            # Ray has libraries run on one thread otherwise.
+            engine = dataclasses.replace(engine, threads=int(cluster.cpus))
+        return cls(engine, server, cluster)
+
+    def arguments(self) -> dict[str, Any]:
+        """What `of` makes the same of, without what is as it is by default."""
+        given: dict[str, Any] = {}
+        for config in (self.engine, self.server, self.cluster):
+            for field in dataclasses.fields(config):
+                value = getattr(config, field.name)
+                if value != field.default and not (config is self.server and field.name in RAYS_OWN):
+                    given[field.name] = list(value) if isinstance(value, tuple) else value
+        return given
+
+
+def _names(config: type) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(config))
+
+
+def _taken(values: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    """Takes some of the values out. YAML has lists where fields are tuples."""
+    taken = {name: values.pop(name) for name in names & values.keys()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}

@@ -1,0 +1,90 @@
+"""The actor that has no model: it reads requests, spreads them over scorers, and writes answers."""
+
+import asyncio
+import logging
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from maxsimd.api.cluster.asgi import AsgiAdapter
+from maxsimd.api.cluster.members import own_handle, own_host, own_rank, published, watch
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.fleet.address import Address
+from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.front import FrontView
+from maxsimd.api.fleet.roster import Listed, Roster
+from maxsimd.api.interpreter import switching_often
+from maxsimd.api.logs import set_up_logging
+from maxsimd.api.state import ServerState
+
+log = logging.getLogger("maxsimd.cluster")
+
+# A front that has found no scorer after so many seconds serves anyway, and says that it is not ready.
+_PATIENCE = 60.0
+
+
+class Front:
+    """A replica on Ray Serve, which calls its methods. Its constructor returns once there is a scorer, and
+    raises SetupError."""
+
+    async def __init__(  # type: ignore[misc]
+        self, scorers: DeploymentHandle, server_config: ServerConfig
+    ) -> None:
+        set_up_logging(server_config.log_level, server_config.log_format)
+        self._grace = server_config.grace_seconds
+        self._roster = Roster()
+        self._engine = FleetEngine(self._roster)
+        self._state = ServerState(self._engine, server_config)
+        self._others: dict[int, Address] = {}
+        self._view = FrontView(self._engine, own_rank, lambda: self._others)
+        self._state.fleet = self._view
+        self._stack = ExitStack()
+        self._stack.enter_context(switching_often())
+        self._loop = asyncio.get_running_loop()
+        begun = self._loop.time()
+        self._address = await self._view.door.open_port(own_host())
+        watch(scorers, self._scorers_changed)
+        watch(own_handle(), self._fronts_changed)
+        self._starting = asyncio.create_task(self._engine.start())
+        self._lag = asyncio.create_task(self._state.metrics.watch_lag())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._starting), _PATIENCE)
+        log.info("front %d has its scorers after %.1f s", own_rank(), self._loop.time() - begun)
+
+    def __serve_build_asgi_app__(self) -> AsgiAdapter:
+        return AsgiAdapter(self._state)
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Where other fronts can ask this one."""
+        return published(self._address)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Its number in /metrics."""
+        return {"slot": own_rank()}
+
+    async def __del__(self) -> None:
+        """Finishes what is in flight, for which the scorers are needed, and ends."""
+        self._state.draining = True
+        try:
+            async with asyncio.timeout(self._grace):
+                await self._state.until_quiet()
+        except TimeoutError:
+            log.warning("%d requests were not done in time", self._state.end_requests())
+        for task in (self._starting, self._lag):
+            task.cancel()
+        await self._engine.stop()
+        await self._view.door.close()
+        await self._state.media.close()
+        if self._state.tracing is not None:
+            await asyncio.to_thread(self._state.tracing.close)
+        self._stack.close()
+
+    def _scorers_changed(self, listed: list[Listed]) -> None:
+        if not listed:
+            return  # all leave, with this one: until they are gone they answer
+        self._loop.call_soon_threadsafe(self._roster.set_listed, listed)
+
+    def _fronts_changed(self, listed: list[Listed]) -> None:
+        others = {each.slot: each.address for each in listed if each.address != self._address}
+        self._loop.call_soon_threadsafe(setattr, self, "_others", others)
