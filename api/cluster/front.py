@@ -20,8 +20,9 @@ from maxsimd.api.state import ServerState
 
 log = logging.getLogger("maxsimd.cluster")
 
-# A front that has found no scorer after so many seconds serves anyway, and says that it is not ready.
-_PATIENCE = 60.0
+# A front that has found no scorer after so many seconds serves anyway, and says that it is not ready. As long
+# do requests wait for a scorer that takes the place of one that died.
+_PATIENCE = 120.0
 
 
 class Front:
@@ -34,7 +35,7 @@ class Front:
         set_up_logging(server_config.log_level, server_config.log_format)
         self._grace = server_config.grace_seconds
         self._roster = Roster()
-        self._engine = FleetEngine(self._roster)
+        self._engine = FleetEngine(self._roster, _PATIENCE)
         self._state = ServerState(self._engine, server_config)
         self._others: dict[int, Address] = {}
         self._view = FrontView(self._engine, own_rank, lambda: self._others)

@@ -17,12 +17,20 @@ _MOST_REQUESTS = 100_000
 # How much longer than its grace a replica may take to end, in seconds.
 _MARGIN_SECONDS = 10.0
 _HEALTH_SECONDS = 2.0
+# How often scorers say what waits, over how long that is averaged, and for how long more of them, or fewer,
+# are to be wanted before it is done: each change has documents move from cache to cache.
+_LOOK_SECONDS, _LOOK_BACK_SECONDS = 2.0, 6.0
+_MORE_AFTER_SECONDS, _FEWER_AFTER_SECONDS = 10.0, 600.0
 
 
 def app_builder(args: dict[str, Any]) -> Application:
     """The application of these `args`, see `AppConfig.of`: fronts, and scorers of one model. Raises
     ValueError for what does not serve."""
-    config = AppConfig.of(args)
+    return application(AppConfig.of(args))
+
+
+def application(config: AppConfig, scorer: type[Scorer] = Scorer) -> Application:
+    """Fronts, and scorers of a class."""
     cluster, server = config.cluster, config.server
     ends = {
         "graceful_shutdown_timeout_s": server.grace_seconds + _MARGIN_SECONDS,
@@ -34,15 +42,15 @@ def app_builder(args: dict[str, Any]) -> Application:
     if cluster.max_replicas is not None:
         number = {"autoscaling_config": _scaling(cluster)}
     scorers = (
-        serve.deployment(Scorer)
+        serve.deployment(scorer, name="Scorer")
         .options(**number, **ends, ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus})
         .bind(config.engine, server)
     )
     fronts = serve.deployment(serve.ingress()(Front)).options(
         **ends, num_replicas=cluster.fronts, ray_actor_options={"num_cpus": 0 if cluster.cpus < 1 else 1}
     )
-    application: Application = fronts.bind(scorers, server)
-    return application
+    bound: Application = fronts.bind(scorers, server)
+    return bound
 
 
 def _scaling(cluster: ClusterConfig) -> AutoscalingConfig:
@@ -50,4 +58,12 @@ def _scaling(cluster: ClusterConfig) -> AutoscalingConfig:
         policy_function=f"{QueuedTokensPolicy.__module__}:{QueuedTokensPolicy.__name__}",
         policy_kwargs={"wanted_seconds": cluster.wanted_seconds},
     )
-    return AutoscalingConfig(min_replicas=cluster.replicas, max_replicas=cluster.max_replicas, policy=policy)
+    return AutoscalingConfig(
+        min_replicas=cluster.replicas,
+        max_replicas=cluster.max_replicas,
+        policy=policy,
+        metrics_interval_s=_LOOK_SECONDS,
+        look_back_period_s=_LOOK_BACK_SECONDS,
+        upscale_delay_s=_MORE_AFTER_SECONDS,
+        downscale_delay_s=_FEWER_AFTER_SECONDS,
+    )

@@ -62,11 +62,12 @@ _PATIENCE = 5.0
 
 class FleetEngine:
     """Has no model: everything is asked of the engines on the roster. Its methods are those of `Engine`, and
-    raise the same errors. For one event loop."""
+    raise the same errors. While no engine is there, requests without a timeout wait for `patience` seconds.
+    For one event loop."""
 
-    def __init__(self, roster: Roster, threads: int = 2) -> None:
+    def __init__(self, roster: Roster, patience: float = 30.0, threads: int = 2) -> None:
         self._roster = roster
-        self._spreader = Spreader(roster)
+        self._spreader = Spreader(roster, patience)
         self._pool = WorkerPool(threads, lambda: None)
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.death: str | None = None

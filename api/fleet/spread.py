@@ -36,8 +36,6 @@ from maxsimd.scheduler.fleet import (
 )
 from maxsimd.scheduler.fleet.plan import Documents
 
-# How long a request without a timeout waits for an engine while there is none, in seconds.
-_PATIENCE = 30.0
 # Documents that a front remembers having sent.
 _REMEMBERED = 200_000
 _CELL_SIZE = 8
@@ -67,10 +65,12 @@ class Job:
 
 
 class Spreader:
-    """Spreads the requests of one front. For one event loop."""
+    """Spreads the requests of one front. A request without a timeout waits for `patience` seconds for an
+    engine while there is none. For one event loop."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, patience: float) -> None:
         self._roster = roster
+        self._patience = patience
         self._loads = Loads()
         self._forgot = 0.0
         self._seen = Seen(_REMEMBERED)
@@ -202,7 +202,7 @@ class Spreader:
     async def _until(self, there: Coroutine[Any, Any, None], deadline: float | None) -> None:
         """Raises TimeoutError at the deadline, and EngineNotReadyError before it where it is late."""
         loop = asyncio.get_running_loop()
-        patience = loop.time() + _PATIENCE
+        patience = loop.time() + self._patience
         try:
             async with asyncio.timeout_at(patience if deadline is None else min(deadline, patience)):
                 await there

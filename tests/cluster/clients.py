@@ -1,0 +1,66 @@
+"""Clients that ask a server until they are stopped, and compare what they get with what is right."""
+
+import random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+
+QUERY = "how is a file opened"
+
+
+class Clients:
+    """Eight of them. `wrong` and `failed` are to stay empty."""
+
+    def __init__(self, url: str, right: Mapping[str, float]) -> None:
+        self._url, self._right = url, right
+        self._stop = threading.Event()
+        self.wrong: list[str] = []
+        self.failed: list[str] = []
+        self.answered = 0
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """They ask for as long as this is entered."""
+        with ThreadPoolExecutor(8) as threads:
+            tasks = [threads.submit(self._ask, seed) for seed in range(8)]
+            try:
+                yield
+            finally:
+                self._stop.set()
+            for task in tasks:
+                task.result()
+
+    def _ask(self, seed: int) -> None:
+        rng = random.Random(seed)
+        texts = [*self._right]
+        while not self._stop.is_set():
+            documents = rng.sample(texts, rng.randrange(1, 25))
+            body = {"query": QUERY, "documents": documents, "cache": "bypass", "return_documents": True}
+            try:
+                answer = httpx.post(self._url + "/rerank", json=body, timeout=120)
+            except httpx.TransportError as error:
+                self.failed.append(repr(error))
+                continue
+            if answer.status_code != 200:
+                self.failed.append(f"{answer.status_code} {answer.text}")
+                continue
+            self._compare(documents, answer.json()["results"])
+            self.answered += 1
+
+    def _compare(self, documents: Sequence[str], results: list[dict]) -> None:
+        if sorted(each["index"] for each in results) != list(range(len(documents))):
+            self.wrong.append("a document is missing or doubled")
+        for each in results:
+            text = each["document"]["text"]
+            if text != documents[each["index"]] or abs(each["relevance_score"] - self._right[text]) > 1e-4:
+                self.wrong.append(f"documents[{each['index']}]")
+
+
+def right_scores(url: str, documents: Sequence[str]) -> dict[str, float]:
+    """Each document's score, by a server that is left alone."""
+    body = {"queries": QUERY, "documents": [*documents], "cache": "bypass"}
+    data = httpx.post(url + "/score", json=body, timeout=120).json()["data"]
+    return {documents[each["index"]]: each["score"] for each in data}

@@ -1,0 +1,115 @@
+"""A cluster of Ray on this machine alone, and applications on it."""
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.waiting import wait_for
+
+# Loading on two cores beside others takes long.
+READY_SECONDS = 240.0
+
+
+@contextmanager
+def ray_session(cores: int = 16) -> Iterator[str]:
+    """A cluster with as many cores as it is told, whether or not this machine has them, and Serve on it;
+    gives the URL of its proxy. Everything is gone afterwards."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+    from ray import serve
+
+    # Paths of sockets in it may not be long.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    port = _free_port()
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cores,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        processes = _processes(folder)
+        with suppress(Exception):
+            serve.shutdown()
+        ray.shutdown()
+        wait_for(lambda: not [pid for pid in processes if os.path.exists(f"/proc/{pid}")], 60)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def deploy(name: str, url: str, *, replicas: int = 2, **args: Any) -> str:
+    """Runs an application, or a new version of it, until all its scorers are there; gives its URL."""
+    from maxsimd.api.cluster.serve import app_builder
+
+    given = {"dtype": "float32", "cpus": 1, "replicas": replicas, **args}
+    return run(name, url, app_builder(given), replicas)
+
+
+def run(name: str, url: str, application: Any, replicas: int) -> str:
+    """The same of an application that is there already."""
+    from ray import serve
+
+    serve.run(application, name=name, route_prefix=f"/{name}")
+    wait_for(lambda: num_ready(f"{url}/{name}") == replicas, READY_SECONDS)
+    return f"{url}/{name}"
+
+
+def delete(name: str) -> None:
+    """Ends an application."""
+    from ray import serve
+
+    serve.delete(name)
+
+
+def num_ready(url: str) -> int:
+    """How many scorers a front of an application reaches."""
+    with suppress(httpx.TransportError):
+        answer = httpx.get(url + "/ready", timeout=10)
+        if answer.status_code == 200:
+            return int(answer.json()["replicas"]["ready"])
+    return 0
+
+
+def replicas(name: str, deployment: str) -> list[int]:
+    """The processes of a deployment of an application, by their titles."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            title = Path("/proc", entry, "cmdline").read_text()
+            if title.startswith(f"ray::ServeReplica:{name}:{deployment}"):
+                found.append(int(entry))
+    return found
+
+
+def kill(pid: int) -> None:
+    """As a machine that fails would: without a word."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def _processes(folder: str) -> list[int]:
+    """Those of the cluster that was started in a folder, and its workers."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            words = Path("/proc", entry, "cmdline").read_text()
+            if folder in words or folder in Path("/proc", entry, "environ").read_text(errors="replace"):
+                found.append(int(entry))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
