@@ -2,7 +2,12 @@
 
 import click
 
+from maxsimd.api.cluster.score_command import score
+
 
 @click.group()
 def cluster() -> None:
     """Scores on many machines, by Ray; needs `pip install 'maxsimd[ray]'`."""
+
+
+cluster.add_command(score)
