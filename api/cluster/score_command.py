@@ -114,7 +114,8 @@ def _run(
         progress.update(done, 0, is_last=True)
         return 0
     progress.note(f"{progress.total:,} rows; starting {work.config.model or 'the embedded model'} on Ray")
-    with _interruptible(), ray_session(address, pool.most_cpus):
+    # Ray has handlers of its own once it runs.
+    with _interruptible(), ray_session(address, pool.most_cpus), _interruptible():
         progress.update(done, 0)
         try:
             for counts in score_shards(work, left, pool, out):
