@@ -32,8 +32,8 @@ class ActorPool:
     def map_batches(
         self, rows: "Dataset", actor: type, arguments: dict[str, Any], batch_size: int | None
     ) -> "Dataset":
-        """The data set that `actor`, made with these arguments, makes of tables of so many rows, or with None
-        of whole blocks. Its calls come from several threads. Actors that die are started again."""
+        """The data set that `actor`, made with these arguments, makes of tables of `batch_size` rows, or with
+        None of whole blocks. Its calls come from several threads. Actors that die are started again."""
         from ray.data import ActorPoolStrategy
 
         least, most = self.replicas if isinstance(self.replicas, tuple) else (self.replicas, self.replicas)

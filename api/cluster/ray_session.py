@@ -25,9 +25,9 @@ def require_ray() -> None:
 
 @contextmanager
 def ray_session(address: str | None, num_cpus: float) -> Iterator[None]:
-    """Connects to the cluster at `address`, or without one starts Ray on this machine with so many cores,
-    whether it has them or not, and ends it afterwards. Raises click.ClickException where there is no such
-    cluster."""
+    """Connects to the cluster at `address`, or without one starts Ray on this machine and ends it afterwards;
+    Ray then counts `num_cpus` cores, however many there are. Raises click.ClickException where there is no
+    such cluster."""
     import ray
 
     # What Ray's C++ says is for those who operate a cluster.

@@ -120,7 +120,7 @@ class RowEngine:
         return result.embeddings[0], None, result.usage.prompt_tokens
 
     async def _admitted(self, size: int, ask: Callable[[], Awaitable[T]]) -> T:
-        """Asks the engine once there is room for so many characters, and again for as long as it is full."""
+        """Asks the engine once there is room for `size` characters, and again for as long as it is full."""
         await self._room.enter(size)
         try:
             while True:
@@ -136,8 +136,8 @@ class RowEngine:
 
 
 class _Room:
-    """Lets in, first come first served, while those inside are of fewer than so many characters. Used on one
-    event loop. What is larger than all of it comes in too, alone or last."""
+    """Lets in, first come first served, while those inside have fewer characters than the room; the last one
+    may be of any size. Used on one event loop."""
 
     def __init__(self, characters: int) -> None:
         self._free = characters
@@ -149,7 +149,12 @@ class _Room:
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((turn, characters))
-        await turn
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.leave(characters)
+            raise
 
     def leave(self, characters: int) -> None:
         self._free += characters
@@ -174,8 +179,9 @@ def _leaving_when_dead() -> Iterator[None]:
     try:
         yield
     except ExceptionGroup as errors:
-        error = errors.exceptions[0]
-        if isinstance(error, EngineDeadError) and _is_actor():
+        dead = errors.subgroup(EngineDeadError)
+        error = (dead or errors).exceptions[0]
+        if dead and _is_actor():
             print(f"maxsimd: {error}; the actor ends", file=sys.stderr, flush=True)
             os._exit(_DEAD)
         raise error from None

@@ -98,8 +98,8 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def cut_files(format: Format, files: list[Path], rows: int) -> list[Shard]:
-    """Shards of at most so many rows, in the order of the files and of the rows in them; none has rows of two
-    files. Raises ValueError for a file of another kind."""
+    """Shards of at most `rows` rows each, in the order of the files and of the rows in them; none has rows of
+    two files. Raises ValueError for a file of another kind."""
     shards: list[Shard] = []
     for path in files:
         for first, count, offset in format.cut(path, rows):
