@@ -5,6 +5,8 @@ from typing import Any
 import click
 
 from maxsimd.api.cluster.config import RAYS_OWN, AppConfig, ClusterConfig
+from maxsimd.api.cluster.ray_session import require_ray
+from maxsimd.api.cluster.score_command import score
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.config_file import config_file_option
 from maxsimd.api.options import options_from
@@ -36,13 +38,6 @@ def _config(values: dict[str, Any]) -> AppConfig:
         raise click.UsageError(str(error)) from error
 
 
-def _check_installed() -> None:
-    try:
-        from ray import serve  # noqa: F401
-    except ImportError as error:
-        raise click.ClickException(f"Ray is not installed ({error}); pip install 'maxsimd[ray]'") from error
-
-
 @cluster.command()
 @_application
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address that Ray's proxy listens on.")
@@ -50,7 +45,7 @@ def _check_installed() -> None:
 @click.option("--address", help="The cluster's address, or auto; by default a new one on this machine.")
 def serve(host: str, port: int, address: str | None, **values: Any) -> None:
     """Serves MODEL on Ray Serve: fronts that take requests, scorers that each load the model."""
-    _check_installed()
+    require_ray()
     config = _config(values)
     from maxsimd.api.cluster.running import run
 
@@ -69,3 +64,6 @@ def show_config(kuberay: bool, image: str, **values: Any) -> None:
     if kuberay and not image:
         raise click.UsageError("--kuberay needs --image, a container image with maxsimd[ray] in it")
     click.echo(kuberay_yaml(config, image) if kuberay else serve_yaml(config), nl=False)
+
+
+cluster.add_command(score)

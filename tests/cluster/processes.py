@@ -1,0 +1,40 @@
+"""Processes that others have started, by /proc."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that is or was there; no other one has its number and its start."""
+
+    pid: int
+    parent: int
+    start: int
+    title: str
+
+    @property
+    def is_there(self) -> bool:
+        found = _read(self.pid)
+        return found is not None and found.start == self.start
+
+
+def descendants(pid: int) -> list[Process]:
+    """All that a process has started, and that these have started."""
+    numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    running = [found for number in numbers if (found := _read(number)) is not None]
+    family = {pid}
+    while new := {each.pid for each in running if each.parent in family} - family:
+        family |= new
+    return [each for each in running if each.pid in family - {pid}]
+
+
+def _read(pid: int) -> Process | None:
+    """None for a process that is not there, or that has ended and has not been waited for."""
+    try:
+        # What follows the name, which may have spaces and parentheses in it.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else Process(pid, int(fields[1]), int(fields[19]), title.strip())

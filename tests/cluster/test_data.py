@@ -1,0 +1,235 @@
+"""Scoring on Ray Data: the engine's scores, errors by row, and every row once whatever dies."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray")
+
+import pyarrow as pa
+import ray
+from pyarrow import parquet
+
+from maxsimd.api.cluster.actor_pool import ActorPool
+from maxsimd.api.cluster.data import EmbedRows, ScoreRows, build_scorer
+from maxsimd.engine import EngineConfig, EngineDeadError, InvalidRequestError, SyncEngine
+from tests.cluster import soak_rows
+from tests.cluster.dying_rows import DyingRows
+from tests.server.conftest import installed_command
+
+LATE = EngineConfig(dtype="float32", score_type="late-interaction", threads=1)
+QUERIES = ["how is a file opened", "how is a list sorted", "what is π"]
+DOCUMENTS = ["Open a file and return a stream.", "Sort a list in place.", "Käse, 東京 and 🎉.", "Read lines."]
+ROWS = [{"id": f"r{i}", "query": query, "documents": DOCUMENTS[i:]} for i, query in enumerate(QUERIES)]
+
+
+@pytest.fixture(scope="module")
+def late() -> Iterator[ScoreRows]:
+    rows = ScoreRows(LATE)
+    yield rows
+    rows.close()
+
+
+def _table(*rows: dict[str, Any]) -> pa.Table:
+    return pa.Table.from_pylist(list(rows))
+
+
+@pytest.mark.parametrize("kind", ["late interaction", "cross-encoder"])
+def test_a_data_set_has_the_engines_scores(local_ray: None, bert_cross_encoder: str, kind: str) -> None:
+    config = LATE if kind == "late interaction" else EngineConfig(model=bert_cross_encoder, dtype="float32")
+    scored = build_scorer(config, normalize=True)(ray.data.from_items(ROWS)).take_all()
+    with SyncEngine(config, progress=False) as engine:
+        expected = {row["id"]: engine.score(row["query"], row["documents"], normalize=True) for row in ROWS}
+    assert {row["id"] for row in scored} == expected.keys()
+    for row in scored:
+        assert row["scores"] == pytest.approx(expected[row["id"]].scores, rel=1e-6, abs=1e-6)
+        assert row["prompt_tokens"] == expected[row["id"]].usage.prompt_tokens
+        assert row["error"] is None
+        assert row["documents"] == ROWS[int(row["id"][1:])]["documents"]
+
+
+def test_rows_are_made_of_others_and_made_into_others(local_ray: None) -> None:
+    scorer = build_scorer(
+        LATE,
+        preprocess=lambda row: {"document": row["title"] + " " + row["body"]},
+        postprocess=lambda row: {"number": row["number"], "score": row["score"], "names": sorted(row)},
+        query="file",
+        batch_size=10,
+    )
+    given = [{"number": i, "title": f"title {i}", "body": "of a file"} for i in range(25)]
+    scored = scorer(ray.data.from_items(given)).take_all()
+    with SyncEngine(LATE, progress=False) as engine:
+        expected = engine.score("file", [f"title {i} of a file" for i in range(25)]).scores
+    found = [row["score"] for row in sorted(scored, key=lambda row: row["number"])]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert scored[0]["names"] == sorted(
+        ["number", "title", "body", "document", "score", "error", "prompt_tokens"]
+    )
+
+
+def test_an_actor_whose_engine_has_died_is_started_anew(local_ray: None, tmp_path: Path) -> None:
+    arguments = {"marker": str(tmp_path / "died"), "config": LATE}
+    given = ray.data.from_items(
+        [{"query": "a", "document": f"b {i}"} for i in range(20)], override_num_blocks=4
+    )
+    scored = ActorPool(1, 1, 0).map_batches(given, DyingRows, arguments, None).take_all()
+    assert (tmp_path / "died").exists()
+    assert sorted(row["document"] for row in scored) == sorted(f"b {i}" for i in range(20))
+    assert all(row["error"] is None for row in scored)
+
+
+def test_a_document_that_cannot_be_scored_leaves_the_others_alone(late: ScoreRows) -> None:
+    table = _table(
+        {"id": 1, "query": "file", "documents": ["a file", None, "a list"]},
+        {"id": 2, "query": None, "documents": ["a file", "a list"]},
+        {"id": 3, "query": "file", "documents": []},
+        {"id": 4, "query": "file", "documents": None},
+        {"id": 5, "query": "file", "documents": ["a file"]},
+    )
+    rows = late(table).to_pylist()
+    first, *_, last = rows
+    assert [row["id"] for row in rows] == [1, 2, 3, 4, 5]
+    assert first["scores"][0] == pytest.approx(last["scores"][0], rel=1e-6)
+    assert (first["scores"][1], first["error"]) == (None, "documents[1]: is no text but null")
+    assert isinstance(first["scores"][2], float)
+    assert (rows[1]["scores"], rows[1]["error"]) == ([None, None], "query is no text but null")
+    assert (rows[2]["scores"], rows[2]["error"]) == ([], None)
+    assert (rows[3]["scores"], rows[3]["error"]) == (None, "there are no documents")
+
+
+def test_a_document_that_is_too_long_is_named(late: ScoreRows) -> None:
+    short = ScoreRows(EngineConfig(dtype="float32", max_model_len=16), truncation="error")
+    try:
+        table = _table({"query": "file", "documents": ["a file", "word " * 50]})
+        row = short(table).to_pylist()[0]
+        pairs = short(
+            _table(*({"query": "file", "document": text} for text in table["documents"][0].as_py()))
+        )
+    finally:
+        short.close()
+    assert isinstance(row["scores"][0], float)
+    assert row["scores"][1] is None
+    assert row["error"].startswith("documents[1]: ")
+    assert [score is None for score in pairs["score"].to_pylist()] == [False, True]
+    assert [error is None for error in pairs["error"].to_pylist()] == [True, False]
+
+
+def test_other_columns_stay_and_those_that_are_added_are_replaced(late: ScoreRows) -> None:
+    table = _table({"score": "old", "query": "file", "document": "a file", "n": 1, "error": "old"})
+    scored = late(table)
+    assert scored.column_names == ["query", "document", "n", "score", "error", "prompt_tokens"]
+    assert scored["n"].to_pylist() == [1]
+    assert scored["error"].to_pylist() == [None]
+
+
+def test_what_is_no_table_of_rows_is_refused(late: ScoreRows) -> None:
+    with pytest.raises(TypeError, match='batch_format="pyarrow"'):
+        late({"query": np.array(["a"])})
+    with pytest.raises(ValueError, match="no column query, but document"):
+        late(_table({"document": "a"}))
+    with pytest.raises(ValueError, match="neither documents nor document, but query"):
+        late(_table({"query": "a"}))
+
+
+def test_options_that_do_not_fit_are_refused_before_any_row(bert_cross_encoder: str) -> None:
+    with pytest.raises(TypeError, match="no option timeout"):
+        build_scorer(LATE, timeout=1)
+    with pytest.raises(InvalidRequestError, match="instruction"):
+        ScoreRows(EngineConfig(model=bert_cross_encoder), instruction="be kind")
+    with pytest.raises(ValueError, match="threads=2, but num_cpus=1"):
+        build_scorer(EngineConfig(threads=2), num_cpus=1)
+
+
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+def test_texts_have_the_engines_embeddings(task: Any) -> None:
+    config = EngineConfig(dtype="float32") if task == "embed" else LATE
+    rows = EmbedRows(config, task, input_type="document")
+    embedded = rows(_table(*({"id": i, "text": text} for i, text in enumerate([*DOCUMENTS, None]))))
+    rows.close()
+    with SyncEngine(config, progress=False) as engine:
+        method = engine.embed if task == "embed" else engine.embed_tokens
+        expected = method(DOCUMENTS, input_type="document").embeddings
+    *found, last = embedded.to_pylist()
+    for row, vectors in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.array(row["embedding"], dtype=np.float32), vectors, atol=1e-6)
+        assert row["prompt_tokens"] > 2
+    assert (last["embedding"], last["error"]) == (None, "text is no text but NoneType")
+
+
+def test_a_dead_engine_is_an_error_outside_of_an_actor() -> None:
+    rows = ScoreRows(LATE)
+    rows._engine._engine._died("of old age", None)
+    with pytest.raises(EngineDeadError, match="of old age"):
+        rows(_table({"query": "a", "document": "b"}))
+    rows.close()
+
+
+def test_every_row_is_there_once_after_an_actor_and_the_command_were_killed(tmp_path: Path) -> None:
+    rows = soak_rows.pairs(2000)
+    parquet.write_table(rows, tmp_path / "in.parquet", row_group_size=333)
+    killed = soak_rows.score_with_kills(tmp_path / "in.parquet", tmp_path / "out", 50, soak_rows.KILLS[:2])
+    assert [each.what for each in killed] == ["actor", "command"]
+    assert 400 <= killed[0].rows <= killed[1].rows < 2000
+    verdict = soak_rows.compare(rows, tmp_path / "out", soak_rows.direct_scores(rows))
+    assert verdict == soak_rows.Verdict(missing=0, doubled=0, wrong=0, is_in_order=True)
+
+
+def _score(*arguments: Any, status: int = 0) -> str:
+    command = [installed_command(), "cluster", "score", *map(str, arguments), "--dtype", "float32"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == status, ran.stderr
+    return ran.stderr
+
+
+def test_lines_of_json_have_their_scores_and_errors(tmp_path: Path) -> None:
+    lines = [json.dumps({"id": i, "documents": DOCUMENTS, "nested": {"a": [i]}}) for i in range(5)]
+    lines += ["{broken", "[1]", '{"document": 7}']
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "b.jsonl").write_text("\n\n".join(lines) + "\n")
+    (tmp_path / "in" / "a.jsonl").write_text('{"id": "first", "document": "\\ud800"}')
+    said = _score(tmp_path / "in", tmp_path / "out", "--query", QUERIES[0], "--batch-size", 3)
+    assert "9 of 9 rows" in said
+    with SyncEngine(EngineConfig(dtype="float32"), progress=False) as engine:
+        expected = engine.score(QUERIES[0], DOCUMENTS).scores
+    files = sorted((tmp_path / "out").glob("*.jsonl"))
+    assert [len(file.read_text().splitlines()) for file in files] == [1, 3, 3, 2]
+    first, *rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert first["id"] == "first"
+    for i, row in enumerate(rows[:5]):
+        assert (row["id"], row["nested"], row["error"]) == (i, {"a": [i]}, None)
+        assert row["scores"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert [row["error"].split(":")[0] for row in rows[5:]] == [
+        "is no JSON",
+        "is no JSON object but list",
+        "document is no text but int",
+    ]
+    # All of it is there: this needs no model.
+    again = (tmp_path / "in", tmp_path / "out", "--query", QUERIES[0], "--batch-size", 3)
+    assert "go on with --resume" in _score(*again, status=1)
+    assert "9 of 9 rows" in _score(*again, "--resume")
+    assert "is of another run" in _score(*again, "--resume", "--normalize", status=1)
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    parquet.write_table(soak_rows.pairs(3), tmp_path / "in.parquet")
+    said = _score(tmp_path / "in.parquet", tmp_path / "out", tmp_path / "none", status=1)
+    assert said.splitlines()[-1] == f"Error: there is no folder '{tmp_path / 'none'}'"
+
+
+def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("{}")
+    code = "import sys; sys.modules['ray'] = None; from maxsimd.api.cli import main; main()"
+    words = ["cluster", "score", str(tmp_path / "in.jsonl"), str(tmp_path / "out")]
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, env=os.environ
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("Error: this needs Ray: pip install 'maxsimd[ray]'")
+    assert not (tmp_path / "out").exists()
