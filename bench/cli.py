@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from maxsimd.api.options import config_from, options_from
+from maxsimd.bench.cluster_command import bench_cluster_hits, bench_cluster_overhead
 from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.fleet_command import bench_fleet, bench_fleet_overhead
 from maxsimd.bench.gpu.command import bench_gpu, bench_kernels
@@ -360,6 +361,8 @@ for command in (
         bench_picture_stalls,
         bench_fleet,
         bench_fleet_overhead,
+        bench_cluster_hits,
+        bench_cluster_overhead,
     ),
 ):
     bench.add_command(command)

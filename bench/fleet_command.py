@@ -6,8 +6,17 @@ from pathlib import Path
 import click
 
 from maxsimd.bench.fleet_simulation import FleetShape, moved_by_one_more, simulate
+from maxsimd.bench.overhead import measure_overhead
+from maxsimd.bench.peers.systems import maxsimd
 from maxsimd.bench.report import publish
 from maxsimd.bench.running import run_and_clean_up
+
+_SERVERS = {
+    "one process": (),
+    "2 fronts, 1 replica": ("--fronts", "2"),
+    "1 front, 2 replicas": ("--replicas", "2"),
+    "2 fronts, 2 replicas": ("--fronts", "2", "--replicas", "2"),
+}
 
 
 @click.command("fleet-overhead")
@@ -17,9 +26,11 @@ from maxsimd.bench.running import run_and_clean_up
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
 def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float, json_file: str | None) -> None:
     """Several fronts and replicas beside one process: the way of cached documents, throughput of new ones."""
-    from maxsimd.bench.fleet_overhead import measure_overhead
-
-    figures = run_and_clean_up(measure_overhead(executable, rounds, seconds))
+    servers = [
+        maxsimd(name, *options, "--cache-mb", "256", executable=executable)
+        for name, options in _SERVERS.items()
+    ]
+    figures = run_and_clean_up(measure_overhead(servers, rounds, seconds, {}))
     publish({"rounds": rounds, "seconds": seconds}, figures, json_file)
 
 

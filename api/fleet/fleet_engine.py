@@ -56,6 +56,8 @@ from maxsimd.engine.validation import as_inputs, as_scored, check_task
 from maxsimd.scheduler.fleet import Split
 
 T = TypeVar("T")
+# For large bodies and answers.
+_THREADS = 2
 # How long engines may take to answer what all are asked, in seconds: one that hangs is left out.
 _PATIENCE = 5.0
 
@@ -65,10 +67,10 @@ class FleetEngine:
     raise the same errors. While no engine is there, requests without a timeout wait for `patience` seconds.
     For one event loop."""
 
-    def __init__(self, roster: Roster, patience: float = 30.0, threads: int = 2) -> None:
+    def __init__(self, roster: Roster, patience: float = 30.0, spreader: Spreader | None = None) -> None:
         self._roster = roster
-        self._spreader = Spreader(roster, patience)
-        self._pool = WorkerPool(threads, lambda: None)
+        self._spreader = Spreader(roster, patience) if spreader is None else spreader
+        self._pool = WorkerPool(_THREADS, lambda: None)
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.death: str | None = None
         self.restart_obstacle: str | None = None

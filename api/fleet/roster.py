@@ -79,7 +79,7 @@ class Roster:
     def start(self) -> None:
         """Connects, from now on."""
         self._is_started = True
-        for address in self._listed:
+        for address in self._listed.keys() - self._tasks.keys():
             self._begin(address)
 
     async def close(self) -> None:

@@ -1,0 +1,138 @@
+"""How many documents are found in caches on Ray: sent to their owners, and anywhere; and how fast that comes
+back after a scorer dies, or one more comes."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.roster import Listed, Roster
+from maxsimd.api.fleet.spread import Job, Spreader
+from maxsimd.bench.datasets import QUERY, docstring_pairs
+
+# The scorers' caches in MiB, and documents a request.
+_CACHE_MB, _DOCUMENTS = 8, 40
+# As often as caches hold all that is asked for: of one scorer. Requests that fill caches, and that count.
+_WORKING_SET, _FILLING, _COUNTED = 1.5, 120, 120
+# After a change, hits are back once so many requests in a row have so many of those before.
+_IN_A_ROW, _BACK = 10, 0.95
+_NAME = "hits"
+_CHANGE_REQUESTS = 400
+
+
+class AnywhereSpreader(Spreader):
+    """Sends each document to a scorer at random."""
+
+    async def run(self, job: Job, least_tokens: int) -> None:
+        drawn = np.random.default_rng().integers(0, 2**64, len(job.digests), dtype=np.uint64)
+        await super().run(replace(job, digests=drawn), least_tokens)
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """Requests whose documents are drawn by Zipf's law."""
+
+    front: FleetEngine
+    documents: list[str]
+    rng: np.random.Generator
+
+    async def hits(self) -> float:
+        """The share of a request's documents that were cached."""
+        weights = 1.0 / np.arange(1, len(self.documents) + 1)
+        chosen = self.rng.choice(len(self.documents), _DOCUMENTS, replace=False, p=weights / weights.sum())
+        result = await self.front.score(QUERY, [self.documents[i] for i in chosen])
+        return result.usage.cached_documents / _DOCUMENTS
+
+    async def mean_hits(self, requests: int) -> float:
+        return float(np.mean([await self.hits() for _ in range(requests)]))
+
+
+async def measure_hits(seed: int) -> dict[str, Any]:
+    """Shares of documents that were cached, by owner and anywhere, on two scorers; and requests and seconds
+    until hits are back after one is killed, and after a third has come. Ray and Serve must run here."""
+    roster = Roster()
+    engine = FleetEngine(roster)
+    anywhere = FleetEngine(roster, spreader=AnywhereSpreader(roster, 30.0))
+    figures: dict[str, Any] = {}
+    await _deploy(roster, 2)
+    try:
+        documents = await _working_set(engine)
+        figures["documents"] = len(documents)
+        for name, front in (("anywhere", anywhere), ("by owner", engine)):
+            await front.clear_cache()
+            traffic = _Traffic(front, documents, np.random.default_rng(seed))
+            await traffic.mean_hits(_FILLING)
+            figures[f"hits {name}"] = round(await traffic.mean_hits(_COUNTED), 4)
+        misses = [1 - figures[f"hits {name}"] for name in ("by owner", "anywhere")]
+        figures["misses by owner / anywhere"] = round(misses[0] / misses[1], 3)
+        _kill_one(seed)
+        figures |= await _until_back(traffic, figures["hits by owner"], "after a death")
+        await _deploy(roster, 3)
+        figures |= await _until_back(traffic, figures["hits by owner"], "from 2 to 3")
+        figures["hits by owner of 3"] = round(await traffic.mean_hits(_COUNTED), 4)
+    finally:
+        await engine.stop()
+    return figures
+
+
+async def _working_set(front: FleetEngine) -> list[str]:
+    """As many documents as 1.5 caches of a scorer hold, by what a page of metrics says one takes."""
+    texts = [pair.document for pair in docstring_pairs() if 300 < len(pair.document) < 600]
+    result = await front.score(QUERY, texts[:200], cache="bypass")
+    tokens = (result.usage.prompt_tokens - result.usage.query_tokens) / 200
+    width = front.facts.tasks[front.facts.score_task].dim
+    of_one = tokens * width * 2  # bytes, in bfloat16
+    return texts[: int(_WORKING_SET * _CACHE_MB * 2**20 / of_one)]
+
+
+async def _until_back(traffic: _Traffic, before: float, when: str) -> dict[str, Any]:
+    """Requests and seconds until hits are again as they were, and the fewest of a request meanwhile."""
+    begun = time.perf_counter()
+    latest: list[float] = []
+    for number in range(1, _CHANGE_REQUESTS + 1):
+        latest.append(await traffic.hits())
+        if number >= _IN_A_ROW and np.mean(latest[-_IN_A_ROW:]) >= _BACK * before:
+            break
+    return {
+        f"{when}: requests until hits are back": len(latest),
+        f"{when}: seconds until hits are back": round(time.perf_counter() - begun, 1),
+        f"{when}: fewest hits of a request": round(min(latest), 3),
+    }
+
+
+async def _deploy(roster: Roster, replicas: int) -> None:
+    """Runs the application with so many scorers, and watches them."""
+    from ray import serve
+
+    from maxsimd.api.cluster.members import watch
+    from maxsimd.api.cluster.serve import app_builder
+
+    args = {"replicas": replicas, "cache_mb": _CACHE_MB, "max_batch_tokens": 512, "dtype": "bfloat16"}
+    loop = asyncio.get_running_loop()
+    await asyncio.to_thread(serve.run, app_builder(args), name=_NAME, route_prefix=f"/{_NAME}")
+    handle = serve.get_deployment_handle("Scorer", _NAME)
+
+    def changed(listed: list[Listed]) -> None:
+        loop.call_soon_threadsafe(roster.set_listed, listed)
+
+    watch(handle, changed)
+    roster.start()
+    while len(roster.members) != replicas:
+        await roster.until_changed()
+
+
+def _kill_one(seed: int) -> None:
+    title = f"ray::ServeReplica:{_NAME}:Scorer"
+    scorers = [
+        int(entry)
+        for entry in filter(str.isdigit, os.listdir("/proc"))
+        if Path("/proc", entry, "cmdline").read_text().startswith(title)
+    ]
+    os.kill(random.Random(seed).choice(scorers), signal.SIGKILL)
