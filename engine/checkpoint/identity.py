@@ -9,8 +9,8 @@ import torch
 from maxsimd.engine.checkpoint.heads import FirstColumns, modules_of
 from maxsimd.engine.checkpoint.model import LoadedModel
 
-# Of each weight so many numbers are looked at: training changes some in nearly all of them, and reading whole
-# checkpoints would make each start longer.
+# How many numbers of each weight are looked at: training changes some in nearly all weights, and reading
+# whole checkpoints would make each start longer.
 _NUMBERS = 64
 
 _Named: TypeAlias = tuple[str, torch.Tensor]
