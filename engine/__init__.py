@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from maxsimd.engine.sync import SyncEngine
     from maxsimd.engine.tenants import Tenant
+    from maxsimd.pooling.query_rows import QueryRows
     from maxsimd.pooling.vectors import Vectors
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "Picture",
     "PictureFile",
     "Progress",
+    "QueryRows",
     "QueueFullError",
     "RankedDocument",
     "RequestFailedError",
@@ -81,6 +83,7 @@ _HOME = {
     "Picture": "engine.media",
     "PictureFile": "engine.media",
     "Tenant": "engine.tenants",
+    "QueryRows": "pooling.query_rows",
     "Vectors": "pooling.vectors",
 }
 

@@ -37,6 +37,7 @@ from maxsimd.engine.results.postprocess import (
     aside,
     classify_result,
     embed_result,
+    query_rows,
     rank,
     token_embed_result,
     work_in,
@@ -48,6 +49,7 @@ from maxsimd.engine.validation import (
     Scorable,
     Scored,
     as_inputs,
+    as_query,
     as_scored,
     as_texts,
     as_truncation,
@@ -56,6 +58,7 @@ from maxsimd.engine.validation import (
     check_paired,
     check_task,
 )
+from maxsimd.pooling.query_rows import QueryRows
 
 # A picture to embed.
 Picture = Content | media.Picture | PictureFile | OpenImage
@@ -171,6 +174,35 @@ class Engine(EngineLife):
         return ScoreStream(
             lambda arrived: self._scored(queries, documents, complete, arrived=arrived), self._why
         )
+
+    async def encode_query(
+        self,
+        query: Scorable,
+        *,
+        instruction: str | None = None,
+        truncation: LongInputPolicy = "cut",
+        priority: Priority = 0,
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> QueryRows:
+        """The embedding of a text or picture as a query, to be given to `score`, `rerank` or `stream` in its
+        place: now or later, here or in another process with the same model, as often as there are documents.
+
+        Scores, tokens and cut inputs are then those that the query itself would have; `instruction` and the
+        query's `truncation` are settled with this. For late interaction and bi-encoders; raises
+        InvalidRequestError for models that read query and document together."""
+        running = self._require()
+        loaded = self.device_model
+        model = loaded.model
+        queries = as_query(query, model.vision is not None)
+        request = ScoreRequest(
+            queries=queries, documents=(), truncation=as_truncation(truncation), instruction=instruction
+        )
+        options = RunOptions(priority, tenant, timeout)
+        prepared, values = await running.run(
+            lambda ids: running.preprocessor.encode_query(request, ids), request, options
+        )
+        return query_rows(prepared, values, model, loaded.prepared.dtype)
 
     async def embed(
         self,

@@ -25,7 +25,8 @@ from maxsimd.engine.requests import (
 from maxsimd.engine.results.stream import ScoreStream
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
-from maxsimd.engine.validation import Scored
+from maxsimd.engine.validation import Scorable, Scored
+from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Embedding
 
 T = TypeVar("T")
@@ -115,6 +116,9 @@ class SyncEngine:
     def stream(self, queries: Scored, documents: Scored, **options: Any) -> "SyncStream":
         """As `Engine.stream`: `with engine.stream(query, documents) as stream: for new in stream: ...`"""
         return SyncStream(lambda: self._engine.stream(queries, documents, **options), self._wait)
+
+    def encode_query(self, query: Scorable, **options: Any) -> QueryRows:
+        return self._wait(self._engine.encode_query(query, **options))
 
     def embed(self, texts: Inputs, **options: Any) -> EmbedResult:
         return self._run(self._engine.embed, texts, options, texts)

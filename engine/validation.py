@@ -28,6 +28,7 @@ from maxsimd.engine.requests import (
     ScoreOptions,
     Truncation,
 )
+from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Embedding, Vectors
 
 # A text, its embedding, or a picture: content with one, a file's bytes, or one that was opened with Pillow.
@@ -83,12 +84,24 @@ def as_scored(items: Any, param: str, takes_vectors: bool, takes_pictures: bool)
             raise InvalidRequestError(
                 f"{param}[{i}] is neither a string nor an array nor a picture but {kind}", param
             )
+        if isinstance(item, QueryRows) and param == "documents":
+            raise InvalidRequestError(f"{param}[{i}] is a query's embedding; give it as the query", param)
         if isinstance(item, Vectors) and not takes_vectors:
             raise InvalidRequestError(
                 f"{param}[{i}] is an embedding, but this model reads query and document together; give texts",
                 param,
             )
     return scored
+
+
+def as_query(query: Any, takes_pictures: bool) -> tuple[Item, ...]:
+    """One text or picture to encode, as a tuple. Raises InvalidRequestError for anything else."""
+    queries = as_scored(query, "queries", takes_vectors=True, takes_pictures=takes_pictures)
+    if len(queries) != 1:
+        raise InvalidRequestError(f"give one query to encode, not {len(queries)}", "queries")
+    if isinstance(queries[0], Vectors):
+        raise InvalidRequestError("the query is an embedding already; give a text", "queries")
+    return queries
 
 
 def as_content(item: Any, where: str, param: str, takes_pictures: bool) -> Any:

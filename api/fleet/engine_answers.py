@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import generate_latest
 
 from maxsimd.api.fleet import messages
-from maxsimd.api.fleet.items import received_inputs, received_items
+from maxsimd.api.fleet.items import received_inputs, received_item, received_items, sent_query
 from maxsimd.api.fleet.messages import (
     Answer,
     Arrived,
@@ -45,6 +45,8 @@ class EngineAnswers:
         match question:
             case messages.Score():
                 return await self._score(question, send)
+            case messages.EncodeQuery():
+                return await self._encode_query(question)
             case messages.Rank():
                 return await self._rank(question)
             case messages.Embed():
@@ -90,6 +92,19 @@ class EngineAnswers:
                 result = ScoreResult(scores, _NOTHING, 0, timings=Timings(), explanations=explanations)
                 await send(Arrived(result, [one.index for one in new]))
         return messages.Scored(stream.result)
+
+    async def _encode_query(self, question: messages.EncodeQuery) -> Answer:
+        run = question.run
+        query: Any = received_item(question.query)
+        encoded = await self._engine.encode_query(
+            query,
+            instruction=question.instruction,
+            truncation=run.truncation,
+            priority=run.priority,
+            tenant=run.tenant,
+            timeout=run.timeout,
+        )
+        return messages.EncodedQuery(sent_query(encoded))
 
     async def _rank(self, question: messages.Rank) -> Answer:
         score = question.score

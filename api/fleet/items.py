@@ -6,9 +6,17 @@ from typing import cast
 import numpy as np
 import torch
 
-from maxsimd.api.fleet.messages import SentContent, SentInput, SentItem, SentPart, SentVectors
+from maxsimd.api.fleet.messages import (
+    SentContent,
+    SentInput,
+    SentItem,
+    SentPart,
+    SentQuery,
+    SentVectors,
+)
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
 from maxsimd.engine.requests import Item
+from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors
 
 
@@ -16,7 +24,24 @@ def sent_items(items: Sequence[Item]) -> list[SentItem]:
     """Queries or documents as they are sent."""
     if not set(map(type, items)) - {str}:
         return cast("list[SentItem]", list(items))
-    return [item if isinstance(item, str) else _sent(item) for item in items]
+    return [sent_item(item) for item in items]
+
+
+def sent_item(item: Item) -> SentItem:
+    """One of them."""
+    match item:
+        case str():
+            return item
+        case Content():
+            return _sent_content(item)
+        case QueryRows():
+            return sent_query(item)
+    return _sent_vectors(item)
+
+
+def sent_query(query: QueryRows) -> SentQuery:
+    """A query that was encoded, as it is sent."""
+    return SentQuery(_sent_vectors(query), query.tokens, query.truncated, query.fingerprint)
 
 
 def sent_inputs(inputs: Sequence[str | tuple[int, ...] | Content]) -> list[SentInput]:
@@ -35,7 +60,25 @@ def sent_inputs(inputs: Sequence[str | tuple[int, ...] | Content]) -> list[SentI
 
 def received_items(items: Sequence[SentItem]) -> list[Item]:
     """What was sent."""
-    return [item if isinstance(item, str) else _received(item) for item in items]
+    return [received_item(item) for item in items]
+
+
+def received_item(item: SentItem) -> Item:
+    """One of them."""
+    match item:
+        case str():
+            return item
+        case SentContent():
+            return _received_content(item)
+        case SentQuery():
+            return received_query(item)
+    return _received_vectors(item)
+
+
+def received_query(query: SentQuery) -> QueryRows:
+    """A query that was encoded."""
+    rows = torch.as_tensor(_received_vectors(query.rows).values)
+    return QueryRows(rows, tokens=query.tokens, truncated=query.truncated, fingerprint=query.fingerprint)
 
 
 def received_inputs(inputs: Sequence[SentInput]) -> list[str | list[int] | Content]:
@@ -43,9 +86,7 @@ def received_inputs(inputs: Sequence[SentInput]) -> list[str | list[int] | Conte
     return [_received_content(each) if isinstance(each, SentContent) else each for each in inputs]
 
 
-def _sent(item: Vectors | Content) -> SentVectors | SentContent:
-    if isinstance(item, Content):
-        return _sent_content(item)
+def _sent_vectors(item: Vectors) -> SentVectors:
     values, scales = item.values, item.scales
     is_bfloat16 = isinstance(values, torch.Tensor) and values.dtype == torch.bfloat16
     if isinstance(values, torch.Tensor):
@@ -55,9 +96,7 @@ def _sent(item: Vectors | Content) -> SentVectors | SentContent:
     return SentVectors(np.asarray(values), None if scales is None else np.asarray(scales), is_bfloat16)
 
 
-def _received(item: SentVectors | SentContent) -> Item:
-    if isinstance(item, SentContent):
-        return _received_content(item)
+def _received_vectors(item: SentVectors) -> Vectors:
     if item.is_bfloat16:
         return Vectors(torch.from_numpy(item.values).view(torch.bfloat16), item.scales)
     return Vectors(item.values, item.scales)

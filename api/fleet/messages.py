@@ -30,6 +30,15 @@ class SentVectors(msgspec.Struct, tag="vectors", frozen=True):
     is_bfloat16: bool = False
 
 
+class SentQuery(msgspec.Struct, tag="query", frozen=True):
+    """A query that an engine has encoded, as in `QueryRows`."""
+
+    rows: SentVectors
+    tokens: int
+    truncated: bool
+    fingerprint: str
+
+
 class SentPart(msgspec.Struct, frozen=True, omit_defaults=True):
     """One part of a content: a text, or a picture by its file, by its file in base64, or by why there is
     none."""
@@ -46,7 +55,7 @@ class SentContent(msgspec.Struct, tag="content", frozen=True):
     parts: list[SentPart]
 
 
-SentItem: TypeAlias = str | SentVectors | SentContent
+SentItem: TypeAlias = str | SentVectors | SentQuery | SentContent
 SentInput: TypeAlias = str | list[int] | SentContent
 
 
@@ -73,6 +82,14 @@ class Score(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     on_error: OnError = "fail"
     explain: bool | str = False
     streams: bool = False
+
+
+class EncodeQuery(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Asks for a query's embedding, by the options of `Engine.encode_query`."""
+
+    query: SentItem
+    run: Run
+    instruction: str | None = None
 
 
 class Rank(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -132,7 +149,16 @@ class Introduce(msgspec.Struct, tag=True, frozen=True):
 
 
 Question: TypeAlias = (
-    Score | Rank | Embed | Classify | Converse | ClearCache | ShowMetrics | SetTenants | Introduce
+    Score
+    | EncodeQuery
+    | Rank
+    | Embed
+    | Classify
+    | Converse
+    | ClearCache
+    | ShowMetrics
+    | SetTenants
+    | Introduce
 )
 
 
@@ -140,6 +166,12 @@ class Scored(msgspec.Struct, tag=True, frozen=True):
     """The whole result of `Score`."""
 
     result: ScoreResult
+
+
+class EncodedQuery(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `EncodeQuery`."""
+
+    query: SentQuery
 
 
 class Arrived(msgspec.Struct, tag=True, frozen=True):
@@ -214,6 +246,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 Answer: TypeAlias = (
     Scored
+    | EncodedQuery
     | Arrived
     | Ranked
     | Embedded

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from maxsimd.api.fleet.failures import in_whole
 from maxsimd.api.fleet.items import sent_items
 from maxsimd.api.fleet.messages import Answer, Arrived, Run, Score, Scored
+from maxsimd.api.fleet.query import SharedQuery
 from maxsimd.api.fleet.spread import Job, estimated_tokens
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -38,6 +39,9 @@ class ScoreJob:
         self.documents = as_scored(documents, "documents", takes_vectors, facts.reads_pictures)
         self.queries = as_scored(queries, "queries", takes_vectors, facts.reads_pictures)
         self._options = options
+        self._query: SharedQuery | None = None
+        if self.split is Split.BY_OWNER and not isinstance(self.queries[0], Vectors):
+            self._query = SharedQuery(self.queries[0], size_of(self.queries[0]), options)
         self._merge = Merge(len(self.documents))
         self._results: list[ScoreResult] = []
         self._errors: dict[int, str] = {}
@@ -62,6 +66,9 @@ class ScoreJob:
             lambda indices, left: self.question(indices, left, streams=arrived is not None),
             self.commit,
             None if arrived is None else part_arrived,
+            None if self._query is None else self._query.job(),
+            # A request that has what there is by then goes on, and each part has what it has.
+            needs_first=self._options["on_timeout"] == "error",
         )
 
     @property
@@ -90,12 +97,12 @@ class ScoreJob:
         options = self._options
         documents = [self.documents[i] for i in indices.tolist()]
         return Score(
-            queries=sent_items(self.queries),
+            queries=sent_items(self.queries) if self._query is None else [self._query.sent],
             documents=sent_items(documents),
             run=Run(as_truncation(options["truncation"]), options["priority"], options["tenant"], left),
             use_activation=options["use_activation"],
             normalize=options["normalize"],
-            instruction=options["instruction"],
+            instruction=options["instruction"] if self._query is None else self._query.instruction,
             cache=options["cache"],
             on_timeout=options["on_timeout"],
             on_error=options["on_error"],

@@ -34,7 +34,8 @@ from maxsimd.scheduler.fleet import (
     cells_of,
     plan,
 )
-from maxsimd.scheduler.fleet.plan import Documents
+from maxsimd.scheduler.fleet.cells import Cell
+from maxsimd.scheduler.fleet.plan import Documents, Part
 
 # Documents that a front remembers having sent.
 _REMEMBERED = 200_000
@@ -52,7 +53,11 @@ class Job:
     """What is to be spread: documents, by their digests [N] and estimated tokens [N]. `question` makes what
     is asked about some of them, given the seconds that are left; `commit` takes the answer about them, and
     `arrived` what comes before it. With `is_cached`, engines look for the documents in their
-    caches: those that were there before weigh little."""
+    caches: those that were there before weigh little.
+
+    Where it has several parts, another job is done `first`, by the engine that has most of it; with
+    `needs_first` it fails where there is no time for that. `deadly` is said where engines die of it, in
+    place of a message that names documents."""
 
     digests: NDArray[np.uint64]
     tokens: NDArray[np.int64]
@@ -62,6 +67,9 @@ class Job:
     question: Callable[[NDArray[np.int64], float | None], Question]
     commit: Callable[[NDArray[np.int64], Answer], None]
     arrived: Callable[[NDArray[np.int64], Arrived], None] | None = None
+    first: "Job | None" = None
+    needs_first: bool = True
+    deadly: str | None = None
 
 
 class Spreader:
@@ -102,13 +110,23 @@ class Spreader:
         documents = Documents(job.digests, job.tokens, weights)
         loads = self._loads.of(cell.members)
         parts = plan(documents, cell.members, loads, job.split, least_tokens)
+        if job.first is not None and len(parts) > 1:
+            try:
+                await self._run_parts(job.first, [_by_one(job.first, parts)], cell, deadline)
+            except TimeoutError:
+                if job.needs_first:
+                    raise
+        await self._run_parts(job, parts, cell, deadline)
+
+    async def _run_parts(self, job: Job, parts: list[Part], cell: Cell, deadline: float | None) -> None:
+        """Returns when all parts are committed."""
         attempts = Attempts(parts, self._budget)
         under_way: dict[asyncio.Task[Reply], Send] = {}
         try:
             sends: list[Send] | Fail | None = attempts.begin()
             while True:
                 if isinstance(sends, Fail):
-                    raise _raised(sends.error)
+                    raise _raised(sends.error, job)
                 for send in sends or ():
                     under_way[asyncio.create_task(self._send(job, send, deadline))] = send
                 if attempts.is_over:
@@ -216,10 +234,16 @@ def _is_answered(task: "asyncio.Task[Reply]") -> bool:
     return task.exception() is None and not isinstance(task.result().answer, Failed)
 
 
-def _raised(error: FleetError) -> Exception:
+def _by_one(job: Job, parts: list[Part]) -> Part:
+    """All of a job for the engine that has the heaviest of the parts, and for others in that part's order."""
+    members = max(parts, key=lambda part: part.weight).members
+    return Part(members, np.arange(len(job.digests)), int(job.tokens.sum()), is_whole=True)
+
+
+def _raised(error: FleetError, job: Job) -> Exception:
     if error.kind == "lost" and not error.indices:
         return EngineNotReadyError(error.message)
-    return RequestFailedError(error.message)
+    return RequestFailedError(job.deadly or error.message)
 
 
 def estimated_tokens(characters: Sequence[int]) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files, refuse_missing_tokenizer
 from maxsimd.engine.checkpoint.fit import refusing_misfits
 from maxsimd.engine.checkpoint.heads import modules_of
+from maxsimd.engine.checkpoint.identity import identity_of
 from maxsimd.engine.checkpoint.language_model import load_language_model
 from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.listwise import load_listwise
@@ -108,7 +110,8 @@ def _load_whole(
         raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error} is missing") from error
     except Exception as error:
         raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error}") from error
-    return adjusted(model, config)
+    model = adjusted(model, config)
+    return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
 
 
 def _score_type(config: EngineConfig, files: CheckpointFiles) -> ScoreType:

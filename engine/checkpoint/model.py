@@ -125,7 +125,8 @@ class LoadedModel:
     `max_tokens` is the length of the longest sequence that the model takes. `prompts` are the checkpoint's,
     by name; `instruction` is the one in use, None for a model that takes none. `probabilities` turns a
     classifier's logits into probabilities, `activation` into the scores that its authors meant. With
-    `vision` it reads pictures.
+    `vision` it reads pictures. The `fingerprint` tells embeddings of queries and documents that it makes from
+    those of other models.
     """
 
     name: str
@@ -153,11 +154,17 @@ class LoadedModel:
     listwise: ListwiseRules | None = None
     token_pooling: TokenPooling | None = None
     vision: Vision | None = None
+    fingerprint: str = ""
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:
         """All that is run before the heads: the backbone and, of a model that reads pictures, the tower."""
         return (self.backbone, *(self.vision.modules if self.vision is not None else ()))
+
+    @property
+    def encodes_apart(self) -> bool:
+        """Whether queries and documents have embeddings, and their scores are made of these."""
+        return self.score_type in (ScoreType.LATE_INTERACTION, ScoreType.BI_ENCODER)
 
     def rules(self, input_type: str | None) -> RoleRules:
         if input_type == "query":

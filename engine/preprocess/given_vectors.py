@@ -13,6 +13,7 @@ from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu.finite import first_not_finite
 from maxsimd.engine.preprocess.long_inputs import InputName
 from maxsimd.engine.preprocess.workers import yield_to_smaller
+from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors
 
 # Documents that are checked before smaller work gets its turn.
@@ -38,8 +39,12 @@ class GivenVectors:
 
     def query(self, vectors: Vectors, index: int) -> torch.Tensor:
         """A query's rows [tokens, dim], without scales."""
+        if isinstance(vectors, QueryRows) and vectors.fingerprint != self._model.fingerprint:
+            what = "was encoded by another model than this one; encode it here, or give its text"
+            raise _wrong("queries", index, what)
         rows, scales = self._as_rows(vectors, "queries", index)
-        _check_finite([rows], "queries", [index])
+        if len(rows):
+            _check_finite([rows], "queries", [index])
         return rows if scales is None else rows * scales[:, None]
 
     def _as_rows(self, vectors: Vectors, param: str, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -29,6 +29,15 @@ class PairFacts:
     windows: ListOf[int]
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedBefore:
+    """Of queries that were encoded by requests of their own: how many tokens were run for them, and how many
+    were cut."""
+
+    tokens: int = 0
+    truncated: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """The sequences of a request, queries first, the documents whose embeddings are cached, and the pictures
@@ -40,7 +49,8 @@ class Prepared:
     how many tokens take part; where pairs are, `facts` says what is known of them. There are
     `cached_documents`, with `cached_tokens`, whose scores were cached. `cache_scores` is to be given the
     scores of all documents, as the model makes them, NaN for none. `explain` tells how documents came to
-    their scores, of a request that asks for that."""
+    their scores, of a request that asks for that. Queries that were `encoded_before` are among what was cut,
+    and not among the sequences."""
 
     sequences: list[Sequence]
     results: int
@@ -56,6 +66,7 @@ class Prepared:
     cache_scores: Callable[[NDArray[np.float32]], None] | None = None
     explain: Explain | None = None
     truncated_queries: int = 0
+    encoded_before: EncodedBefore = field(default_factory=EncodedBefore)
 
     @property
     def num_new_tokens(self) -> int:
@@ -78,4 +89,6 @@ def usage_of(prepared: Prepared) -> Usage:
     tokens += sum(cached) + prepared.cached_tokens
     of_queries = sum(len(each) for each in prepared.sequences if each.payload.role is Role.QUERY)
     cached_tokens = tokens - prepared.num_new_tokens
-    return Usage(tokens, cached_tokens, len(cached) + prepared.cached_documents, of_queries)
+    before = prepared.encoded_before.tokens
+    cached_documents = len(cached) + prepared.cached_documents
+    return Usage(tokens + before, cached_tokens, cached_documents, of_queries + before)

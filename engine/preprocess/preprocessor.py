@@ -12,7 +12,9 @@ from maxsimd.engine.preprocess.readable import prepare_readable
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.single_texts import TextStrategy
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.two_stage import TwoStageStrategy
 from maxsimd.engine.requests import EmbedRequest, OnError, ScoreRequest
+from maxsimd.pooling.query_rows import QueryRows
 
 
 class Preprocessor:
@@ -41,6 +43,34 @@ class Preprocessor:
 
     def score(self, request: ScoreRequest, ids: RequestIds, on_error: OnError = "fail") -> Prepared:
         """The sequences of a score request; with `report`, of those of its documents that can be read."""
+        if request.instruction is not None and any(isinstance(each, QueryRows) for each in request.queries):
+            raise InvalidRequestError(
+                "the query is encoded, and the instruction is part of that: give it to encode_query",
+                "instruction",
+            )
+        request = self._instructed(request)
+        if on_error == "report":
+            return prepare_readable(self._scores.prepare, request, ids)
+        return self._scores.prepare(request, ids)
+
+    def encode_query(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
+        """The sequence of a request's query by itself, which has no documents. Raises InvalidRequestError for
+        a model that reads query and document together."""
+        if not isinstance(self._scores, TwoStageStrategy):
+            raise InvalidRequestError(
+                "this model reads query and document together, so that a query has no embedding by itself; "
+                "score its text",
+                "queries",
+            )
+        return self._scores.encode_query(self._instructed(request), ids)
+
+    def embed(self, request: EmbedRequest, ids: RequestIds) -> Prepared:
+        """The sequences of texts to embed or classify, in their order."""
+        return self._texts.prepare(request, ids)
+
+    def _instructed(self, request: ScoreRequest) -> ScoreRequest:
+        """The request with the instruction that is to be used. Raises InvalidRequestError for one of its own
+        that cannot be."""
         if request.instruction is not None and not self._model.takes_instruction:
             raise InvalidRequestError("this model takes no instruction; leave it out", "instruction")
         if request.instruction:
@@ -52,12 +82,5 @@ class Preprocessor:
                     "shorten it",
                     "instruction",
                 )
-        else:
-            request = replace(request, instruction=self._model.instruction)
-        if on_error == "report":
-            return prepare_readable(self._scores.prepare, request, ids)
-        return self._scores.prepare(request, ids)
-
-    def embed(self, request: EmbedRequest, ids: RequestIds) -> Prepared:
-        """The sequences of texts to embed or classify, in their order."""
-        return self._texts.prepare(request, ids)
+            return request
+        return replace(request, instruction=self._model.instruction)

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.cache import EmbeddingCache
-from maxsimd.engine.checkpoint import LoadedModel, RoleRules
-from maxsimd.engine.media import Content
+from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.preprocess.cache_lookup import CacheLookup
 from maxsimd.engine.preprocess.combine import FirstNumbers, best_windows, shared_scores
 from maxsimd.engine.preprocess.documents import (
@@ -28,15 +27,15 @@ from maxsimd.engine.preprocess.explain_encoded import (
     check_explained,
 )
 from maxsimd.engine.preprocess.given_vectors import GivenVectors
-from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits, LongInputs
+from maxsimd.engine.preprocess.long_inputs import LengthLimits, LongInputs
 from maxsimd.engine.preprocess.pages import image_jobs, page_builder
 from maxsimd.engine.preprocess.prepared import Prepared
+from maxsimd.engine.preprocess.queries import Query, QueryReader, all_before
 from maxsimd.engine.preprocess.request_ids import RequestIds
 from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder, shortest_text
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments
-from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, Window
 from maxsimd.scheduler import Sequence as TokenSequence
 
@@ -80,6 +79,7 @@ class TwoStageStrategy:
         self._given = GivenVectors(model)
         self._vision = model.vision
         self._pages = page_builder(model, tokenizer, limits.longest_sequence)
+        self._queries = QueryReader(model, tokenizer, limits, self._given, self._pages)
         self._similarity = model.similarity
         self._token_pooling = model.token_pooling
 
@@ -87,11 +87,10 @@ class TwoStageStrategy:
         if request.explain:
             check_can_be_explained(self._token_pooling)
         long_inputs = self._limits.applied_to(request.truncation, ids)
-        rules = _instructed(self._query_rules, request.instruction)
-        builder = TextBuilder(self._tokenizer, rules, long_inputs, "queries", long_inputs.max_query_tokens)
+        builder = self._queries.builder(request, long_inputs)
         reader = self._reader(request, long_inputs)
         documents = reader.read(request, ids)
-        queries = self._queries(request, builder, ids)
+        queries = self._queries.read(request, builder, ids)
         num_consumers = [0] * len(queries)
         for document in documents.different:
             num_consumers[document.query] += document.num_consumers
@@ -100,7 +99,7 @@ class TwoStageStrategy:
             for query, consumers in zip(queries, num_consumers, strict=True)
             if isinstance(query.built, BuiltText)
         ]
-        cached: dict[tuple[_Query, torch.dtype], list[CachedDocument]] = {}
+        cached: dict[tuple[Query, torch.dtype], list[CachedDocument]] = {}
         num_values = [
             1 if self._windows_as_one else document.num_consumers for document in documents.different
         ]
@@ -135,6 +134,7 @@ class TwoStageStrategy:
             images,
             query_rows=rows,
             truncated_queries=truncated_queries,
+            encoded_before=all_before(queries),
         )
         if not request.explain:
             return prepared
@@ -161,36 +161,14 @@ class TwoStageStrategy:
         )
         return replace(prepared, combine=FirstNumbers(prepared.combine), explain=explainer)
 
-    def _queries(self, request: ScoreRequest, builder: TextBuilder, ids: RequestIds) -> list["_Query"]:
-        texts = {i: text for i, text in enumerate(request.queries) if isinstance(text, str)}
-        encoded = builder.encode([*texts.values()], texts)
-        built = {i: builder.build(text, i) for i, text in zip(texts, encoded, strict=True)}
-        built |= self._query_pages(request, builder.rules, ids)
-        return [
-            _Query(
-                ids.next_sequence_id(),
-                self._given.query(query, i) if isinstance(query, Vectors) else built[i],
-            )
-            for i, query in enumerate(request.queries)
-        ]
-
-    def _query_pages(self, request: ScoreRequest, rules: RoleRules, ids: RequestIds) -> dict[int, BuiltText]:
-        """The queries that have pictures, by their index."""
-        pages: dict[int, BuiltText] = {}
-        for i, query in enumerate(request.queries):
-            if isinstance(query, Content):
-                assert self._pages is not None
-                name = InputName("queries", i)
-                opened = self._pages.opened(query, name)
-                pages[i] = self._pages.built(opened, rules, name, ids)
-                ids.check_tokens(sum(len(page.tokens) for page in pages.values()))
-        return pages
-
     def _how_explained(self, request: ScoreRequest, document: Document) -> Explained | None:
         """By the rows of a document's windows, if its matches are asked for, and by maps of its pictures."""
         if not request.explain or not self._windows_as_one:
             return None
         return Explained(document.window_rows, with_map=request.maps and document.tokens_of_page is not None)
+
+    def encode_query(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
+        return self._queries.prepare(request, ids)
 
     def shortest_sequences(self) -> dict[str, int]:
         return {
@@ -210,7 +188,7 @@ class TwoStageStrategy:
     def _scored_as_one(
         self,
         document: DocumentToRun,
-        query: "_Query",
+        query: Query,
         index: int,
         ids: RequestIds,
         explained: Explained | None,
@@ -227,7 +205,7 @@ class TwoStageStrategy:
         ]
 
     def _scored_apart(
-        self, document: DocumentToRun, query: "_Query", first: int, ids: RequestIds
+        self, document: DocumentToRun, query: Query, first: int, ids: RequestIds
     ) -> list[TokenSequence]:
         """The sequences of a document of which each window has a score, from the score `first` on. A document
         is cached only where it is one sequence."""
@@ -239,27 +217,6 @@ class TwoStageStrategy:
             )
             for i, built in enumerate(document.windows)
         ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Query:
-    """A query under its sequence id: built from a text, to be run, or given as rows [tokens, dim]."""
-
-    id: int
-    built: BuiltText | torch.Tensor
-
-    @property
-    def given(self) -> torch.Tensor | None:
-        return None if isinstance(self.built, BuiltText) else self.built
-
-    @property
-    def truncated(self) -> bool:
-        return isinstance(self.built, BuiltText) and self.built.truncated
-
-    @property
-    def num_rows(self) -> int:
-        """How many of its tokens are scored."""
-        return self.built.num_rows if isinstance(self.built, BuiltText) else len(self.built)
 
 
 def in_batches(
@@ -291,12 +248,7 @@ def _priced(
     )
 
 
-def _query_rows(request: ScoreRequest, queries: Sequence[_Query]) -> NDArray[np.int64]:
+def _query_rows(request: ScoreRequest, queries: Sequence[Query]) -> NDArray[np.int64]:
     """Of the query of each document, how many tokens are scored."""
     rows = np.array([query.num_rows for query in queries])
     return rows if len(rows) > 1 else np.repeat(rows, len(request.documents))
-
-
-def _instructed(rules: RoleRules, instruction: str | None) -> RoleRules:
-    """The rules for queries with the instruction in their prompt, if there is one."""
-    return rules if instruction is None else rules.instructed(instruction)

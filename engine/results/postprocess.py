@@ -26,6 +26,7 @@ from maxsimd.engine.requests import (
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.scale import has_bounds
 from maxsimd.pooling.methods import Head
+from maxsimd.pooling.query_rows import QueryRows
 
 # Rows that an activation is applied to at a time. torch takes whole vectors of numbers in one way and what is
 # left over in another, which may differ in the last bit: with this number of rows nothing is left over.
@@ -93,6 +94,18 @@ def token_embed_result(
     """One matrix a text, with a row a token."""
     matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values.values]
     return TokenEmbedResult(matrices, usage_of(prepared), prepared.truncated, values.timings)
+
+
+def query_rows(prepared: Prepared, values: Values, model: LoadedModel, dtype: torch.dtype) -> QueryRows:
+    """The embedding of the one query, in the precision `dtype` where its tokens are compared one by one: one
+    vector is compared in float32."""
+    rows = torch.from_numpy(np.array(values.values[0], dtype=np.float32))
+    return QueryRows(
+        rows.to(dtype) if model.score_task == "token_embed" else rows,
+        tokens=usage_of(prepared).query_tokens,
+        truncated=prepared.truncated > 0,
+        fingerprint=model.fingerprint,
+    )
 
 
 def classify_result(

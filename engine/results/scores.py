@@ -56,7 +56,7 @@ def score_call(
     _check_possible(model, options)
     normalize = options["normalize"]
     bounded = bounded_by(model, loaded.calibration) if normalize else None
-    takes_vectors = model.score_type in (ScoreType.LATE_INTERACTION, ScoreType.BI_ENCODER)
+    takes_vectors = model.encodes_apart
     takes_pictures = model.vision is not None
     given = as_scored(documents, "documents", takes_vectors, takes_pictures)
     request = ScoreRequest(

@@ -267,7 +267,7 @@ class Running:
 
             prepared, waiting, timings = await self.in_pool(check_and_prepare, request.reading)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
-            self._metrics.truncated.inc(prepared.truncated)
+            self._metrics.truncated.inc(prepared.truncated - prepared.encoded_before.truncated)
             permit.confirm(waiting.work)
             values = self._queue(waiting, prepared, options, arrived)
             permit.compare(values)

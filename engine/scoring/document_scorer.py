@@ -272,7 +272,9 @@ class DocumentScorer:
         """Raises KeyError for one that is not stored, or no longer."""
         if given is None:
             return self.queries.get(query_id)
-        return to_device(given, self.device).to(self._dtype)
+        rows = to_device(given, self.device)
+        # One vector is compared in float32, as a query's that was run here is.
+        return rows.to(self._dtype) if self._similarity in TOKEN_SIMILARITIES else rows.float()
 
     def _against_queries(self, targets: list[_Target], items: Ragged, made: ScoredDocuments) -> None:
         """Scores item i for target i; fails the requests whose queries are no longer stored."""

@@ -93,9 +93,28 @@ def _order(answer: dict) -> list[int]:
 
 
 def _steps(server: Server) -> dict[str, float]:
+    return _samples(server, "maxsimd_step_tokens_count")
+
+
+def _samples(server: Server, name: str) -> dict[str, float]:
+    """What each replica says of a metric."""
     page = httpx.get(server.url + "/metrics").text
-    lines = [line for line in page.splitlines() if line.startswith("maxsimd_step_tokens_count{replica=")]
+    lines = [line for line in page.splitlines() if line.startswith(name + "{replica=")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_the_query_of_a_spread_request_is_run_once(fleet: Server) -> None:
+    wait_for(lambda: _num_engines(fleet) == 2)
+    before, body = _run_tokens(fleet), {"query": "a list " * 60, "documents": DOCUMENTS, "cache": "bypass"}
+    usage = httpx.post(fleet.url + "/rerank", json=body, timeout=60).json()["usage"]
+    new = {replica: tokens - before[replica] for replica, tokens in _run_tokens(fleet).items()}
+    assert min(new.values()) > 0, "both engines had a part"
+    assert sum(new.values()) == usage["prompt_tokens"]
+
+
+def _run_tokens(server: Server) -> dict[str, float]:
+    """How many tokens each replica has run."""
+    return _samples(server, "maxsimd_step_tokens_sum")
 
 
 def test_an_error_names_the_document_of_the_whole_request(fleet: Server, server: Server) -> None:

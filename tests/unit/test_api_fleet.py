@@ -46,6 +46,7 @@ from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, Pictur
 from maxsimd.engine.requests import ScoreResult, Usage
 from maxsimd.engine.scoring.scale import ScoreScale
 from maxsimd.engine.tenants import Tenant
+from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors
 
 _SCALE = ScoreScale("maxsim", None, None)
@@ -78,18 +79,24 @@ def _introduction(
     )
 
 
-class StandIn:
-    """Scores each document by its length. `before` is awaited before each answer, and may raise."""
+Before = Callable[["StandIn", Score], Awaitable[None]] | None
+BeforeEncoding = Callable[["StandIn", messages.EncodeQuery], Awaitable[None]] | None
+ENCODED = messages.SentQuery(messages.SentVectors(np.ones((3, 4), np.float32), None), 10, True, "one")
 
-    def __init__(
-        self, path: str, before: Callable[["StandIn", Score], Awaitable[None]] | None = None
-    ) -> None:
+
+class StandIn:
+    """Scores each document by its length. `before` is awaited before each answer, and may raise; and so is
+    `before_encoding` where a query is to be encoded."""
+
+    def __init__(self, path: str, before: Before = None, before_encoding: BeforeEncoding = None) -> None:
         self.path = path
         self.fingerprint = "one"
         self.score_type = ScoreType.LATE_INTERACTION
         self.asked: list[Score] = []
+        self.encoded: list[messages.EncodeQuery] = []
         self.cancelled = 0
         self._before = before
+        self._before_encoding = before_encoding
         self.door = Door(self._answer, lambda: 7)
 
     async def restart(self) -> None:
@@ -105,6 +112,8 @@ class StandIn:
     async def _answer(self, question: Question, send: Send) -> Answer:
         if isinstance(question, messages.Introduce):
             return _introduction(self.fingerprint, self.score_type)
+        if isinstance(question, messages.EncodeQuery):
+            return await self._encode(question)
         if not isinstance(question, Score):
             return messages.Done()
         self.asked.append(question)
@@ -119,14 +128,32 @@ class StandIn:
             self.cancelled += 1
             raise
         scores = [float(len(text)) for text in texts]
+        if (
+            question.on_timeout == "partial"
+            and question.run.timeout is not None
+            and question.run.timeout <= 0
+        ):
+            return Scored(
+                ScoreResult([math.nan] * len(texts), Usage(0), 0, unscored=tuple(range(len(texts))))
+            )
         return Scored(ScoreResult(scores, Usage(10 + len(texts), 0, 0, 10), 1, truncated_queries=1))
+
+    async def _encode(self, question: messages.EncodeQuery) -> Answer:
+        self.encoded.append(question)
+        try:
+            if self._before_encoding is not None:
+                await self._before_encoding(self, question)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return messages.EncodedQuery(ENCODED)
 
 
 @asynccontextmanager
 async def fleet(
-    folder: Path, count: int, before: Callable[[StandIn, Score], Awaitable[None]] | None = None
+    folder: Path, count: int, before: Before = None, before_encoding: BeforeEncoding = None
 ) -> AsyncIterator[tuple[FleetEngine, list[StandIn]]]:
-    engines = [StandIn(str(folder / str(i)), before) for i in range(count)]
+    engines = [StandIn(str(folder / str(i)), before, before_encoding) for i in range(count)]
     for engine in engines:
         await engine.door.open(engine.path)
     front = FleetEngine(Roster.of_paths([engine.path for engine in engines]))
@@ -412,8 +439,131 @@ async def test_a_stream_gives_what_comes_and_then_the_rest(tmp_path: Path) -> No
         assert stream.result.scores == [float(len(text)) for text in documents]
 
 
+def _num_encoded(engines: list[StandIn]) -> list[int]:
+    return [len(engine.encoded) for engine in engines]
+
+
+async def test_a_query_is_encoded_once_and_sent_in_each_part(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 3) as (front, engines):
+        result = await front.score("q", _documents(60), instruction="find it")
+        assert sorted(_num_encoded(engines)) == [0, 0, 1]
+        (encoder,) = [engine for engine in engines if engine.encoded]
+        assert (encoder.encoded[0].query, encoder.encoded[0].instruction) == ("q", "find it")
+        asked = [question for engine in engines for question in engine.asked]
+        assert len(asked) == 3
+        for question in asked:
+            (query,) = question.queries
+            assert isinstance(query, messages.SentQuery)
+            assert np.array_equal(query.rows.values, ENCODED.rows.values)
+            assert (query.tokens, query.truncated, query.fingerprint) == (10, True, "one")
+            assert question.instruction is None, "it is part of the embedding"
+        tokens = {engine.path: sum(map(len, engine.asked[0].documents)) for engine in engines}  # type: ignore[arg-type]
+        assert tokens[encoder.path] == max(tokens.values())
+        assert (result.usage.query_tokens, result.truncated_queries) == (10, 1)
+
+
+async def test_one_part_has_the_query_as_it_came(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 3) as (front, engines):
+        await front.score("q", ["a", "b"], instruction="find it")
+        await front.score(np.ones((2, 4), np.float32), _documents(60))
+        assert _num_encoded(engines) == [0, 0, 0]
+        questions = [question for engine in engines for question in engine.asked]
+        (small,) = [question for question in questions if len(question.documents) == 2]
+        assert (small.queries, small.instruction) == (["q"], "find it")
+
+
+async def test_cross_encoders_get_the_query_as_it_came(tmp_path: Path) -> None:
+    engines = [StandIn(str(tmp_path / str(i))) for i in range(2)]
+    for engine in engines:
+        engine.score_type = ScoreType.CROSS_ENCODER
+        await engine.door.open(engine.path)
+    front = FleetEngine([engine.path for engine in engines])
+    await front.start()
+    await front.score("q", _documents(60))
+    assert {query for engine in engines for question in engine.asked for query in question.queries} == {"q"}
+    assert _num_encoded(engines) == [0, 0]
+    await front.stop()
+    for engine in engines:
+        await engine.die()
+
+
+async def test_where_the_encoding_engine_dies_another_encodes(tmp_path: Path) -> None:
+    died = []
+
+    async def die_once(engine: StandIn, question: messages.EncodeQuery) -> None:
+        if not died:
+            died.append(engine)
+            asyncio.get_running_loop().create_task(engine.die())
+            await asyncio.sleep(10)
+
+    async with fleet(tmp_path, 3, before_encoding=die_once) as (front, engines):
+        documents = _documents(60)
+        result = await front.score("q", documents)
+        assert result.scores == [float(len(text)) for text in documents]
+        assert sum(_num_encoded(engines)) == 2
+        assert not died[0].asked
+
+
+async def test_a_query_that_kills_engines_kills_three(tmp_path: Path) -> None:
+    deaths = []
+
+    async def die(engine: StandIn, question: messages.EncodeQuery) -> None:
+        deaths.append(engine)
+        asyncio.get_running_loop().create_task(engine.restart())
+        await asyncio.sleep(10)
+
+    async with fleet(tmp_path, 2, before_encoding=die) as (front, _):
+        with pytest.raises(RequestFailedError, match="while they encoded the query"):
+            await front.score("q", _documents(60))
+        assert len(deaths) == 3
+
+
+async def test_an_error_of_the_query_is_reported_before_any_part_is_sent(tmp_path: Path) -> None:
+    async def refuse(engine: StandIn, question: messages.EncodeQuery) -> None:
+        raise InvalidRequestError("queries[0] is not good", "queries")
+
+    async with fleet(tmp_path, 3, before_encoding=refuse) as (front, engines):
+        with pytest.raises(InvalidRequestError, match=r"^queries\[0\] is not good$") as refused:
+            await front.score("q", _documents(60))
+        assert refused.value.param == "queries"
+        assert [engine.asked for engine in engines] == [[], [], []]
+
+
+async def test_deadlines_and_cancelling_hold_while_the_query_is_encoded(tmp_path: Path) -> None:
+    async def slow(engine: StandIn, question: messages.EncodeQuery) -> None:
+        if question.run.timeout is None:
+            await asyncio.sleep(100)
+        await asyncio.sleep(question.run.timeout or 0)
+        raise RequestTimeoutError.after(question.run.timeout or 0)
+
+    async with fleet(tmp_path, 2, before_encoding=slow) as (front, engines):
+        with pytest.raises(RequestTimeoutError, match=r"not done within 0\.2 seconds"):
+            await front.score("q", _documents(60), timeout=0.2)
+        asking = asyncio.create_task(front.score("q", _documents(60)))
+        while sum(_num_encoded(engines)) < 2:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.sleep(0.1)
+        assert sum(engine.cancelled for engine in engines) == 1
+        assert [engine.asked for engine in engines] == [[], []]
+        partial = await front.score("q", _documents(60), timeout=0.2, on_timeout="partial")
+        assert partial.unscored == tuple(range(60))
+        assert partial.usage == Usage(0)
+
+
 items = st.one_of(
     st.text(max_size=20),
+    st.builds(
+        lambda rows, dtype, tokens, cut: QueryRows(
+            torch.arange(rows * 4.0).reshape(rows, 4).to(dtype), tokens=tokens, truncated=cut, fingerprint="f"
+        ),
+        st.integers(0, 5),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+        st.integers(0, 2**40),
+        st.booleans(),
+    ),
     st.builds(
         lambda rows, dtype: Vectors(np.arange(rows * 4, dtype=dtype).reshape(rows, 4)),
         st.integers(1, 5),
@@ -447,7 +597,12 @@ def test_what_is_sent_is_received(documents: list) -> None:
     assert received.question.instruction == "i"
     for sent, got in zip(documents, received_items(received.question.documents), strict=True):
         if isinstance(sent, Vectors):
+            assert type(got) is type(sent)
             assert isinstance(got, Vectors)
+            if isinstance(sent, QueryRows):
+                assert isinstance(got, QueryRows)
+                assert (got.tokens, got.truncated, got.fingerprint) == (sent.tokens, sent.truncated, "f")
+                assert got.rows.dtype == sent.rows.dtype
             assert torch.equal(torch.as_tensor(got.values), torch.as_tensor(sent.values))
         else:
             assert got == sent
