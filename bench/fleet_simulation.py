@@ -1,35 +1,62 @@
-"""A fleet of engines that are not there: requests are planned by the code of `scheduler/fleet`, and served by
-queues with a cache each.
+"""A fleet of engines that are not there: requests are planned, and tried again, by the code of
+`scheduler/fleet`, and served by queues with a cache each.
 
 A request has documents drawn from a collection, some far more often than others. Times are a model's: what is
 compared is one fleet with another."""
 
 import heapq
 import random
-from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
+from maxsimd.bench.fleet_engines import TOKEN, SimulatedEngine
 from maxsimd.scheduler.fleet import (
+    Attempts,
+    Cell,
     Documents,
+    Fail,
     Loads,
     Member,
-    Part,
+    RetryBudget,
     Seen,
+    Send,
     Split,
     cell_of,
     cells_of,
     plan,
-    ranked,
 )
+
+# The way to a member or back, in seconds.
+_HOP = 1e-3
+# What one step of an engine takes, and what a document has on average, in tokens.
+_STEP_TOKENS, _MEAN_TOKENS = 2_048, 180
+# What a front remembers having sent, how often it forgets what replies say of queues, in seconds, and how
+# many parts it may try again: those of `api/fleet/spread.py`.
+_REMEMBERED, _QUEUES_FOR, _SPARE_TRIES = 200_000, 1.0, 1_000.0
+
+
+class Routing(Enum):
+    """Where documents go. `BY_OWNER`: to their owners in a cell. `ANYWHERE`: in a cell to whichever has the
+    least to do, as few parts as steps. Else a request goes whole to one engine: `LIGHTER_OF_TWO` that are
+    drawn, or a `RANDOM` one."""
+
+    BY_OWNER = "by owner"
+    ANYWHERE = "anywhere"
+    LIGHTER_OF_TWO = "lighter of two"
+    RANDOM = "random"
 
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
     """What is simulated: `documents` a request of a `collection` whose n-th document is asked for in
     proportion to n**-`zipf`; members that cache `cache` documents each and work a share `busy` of the
-    time."""
+    time. While it counts, the first member may be `slowness` times as slow as the others; with `dies` it is
+    gone after a quarter of the requests, and replaced by one with an empty cache after half of them."""
 
     members: int
     cell_size: int = 8
@@ -39,38 +66,51 @@ class FleetShape:
     collection: int = 12_000
     zipf: float = 1.0
     busy: float = 0.6
-    by_owner: bool = True
+    routing: Routing = Routing.BY_OWNER
+    slowness: float = 1.0
+    dies: bool = False
     seed: int = 0
-
-
-# An engine's times, in seconds: each part, each token that is encoded, each document that is compared; and
-# the way to a member or back.
-_PART, _TOKEN, _ROW, _HOP = 2e-3, 1 / 40_000, 1e-5, 1e-3
-# What one step of an engine takes, and what a document has on average, in tokens.
-_STEP_TOKENS, _MEAN_TOKENS = 2_048, 180
-
-
-@dataclass(slots=True)
-class _Engine:
-    free: float = 0.0
-    worked: float = 0.0
-    cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
 @dataclass(slots=True)
 class _Front:
-    loads: Loads
-    seen: Seen
+    loads: Loads = field(default_factory=Loads)
+    seen: Seen = field(default_factory=lambda: Seen(_REMEMBERED))
+    budget: RetryBudget = field(default_factory=lambda: RetryBudget(spare=_SPARE_TRIES))
+    forgot: float = 0.0
+
+
+@dataclass(slots=True)
+class _Request:
+    """One that is under way: its documents' numbers [N], digests [N] and tokens [N]."""
+
+    front: _Front
+    cell: Cell
+    drawn: NDArray[np.intp]
+    digests: NDArray[np.uint64]
+    tokens: NDArray[np.int64]
+    attempts: Attempts
+    begun: float
+
+
+@dataclass(slots=True)
+class _Counts:
+    latencies: list[float] = field(default_factory=list)
+    parts: int = 0
+    hits: int = 0
+    answered: int = 0
+    tried_again: int = 0
+    failed: int = 0
 
 
 class _Fleet:
+    """The clock, what happens when, and who is there."""
+
     def __init__(self, shape: FleetShape) -> None:
         self._shape = shape
-        self._members = tuple(Member(slot, f"m{slot}", "f") for slot in range(shape.members))
-        self._cells = cells_of(self._members, shape.cell_size)
-        self._engines = [_Engine() for _ in self._members]
-        capacity = shape.cache * shape.members
-        self._fronts = [_Front(Loads(), Seen(capacity)) for _ in range(shape.fronts)]
+        members = [Member(slot, f"m{slot}", "f") for slot in range(shape.members)]
+        self._engines = {member.name: SimulatedEngine(member, shape.cache) for member in members}
+        self._fronts = [_Front() for _ in range(shape.fronts)]
         self._random = random.Random(shape.seed)
         self._generator = generator = np.random.default_rng(shape.seed)
         self._digests = generator.integers(0, 2**64, shape.collection, dtype=np.uint64)
@@ -78,97 +118,145 @@ class _Fleet:
         self._tokens = np.maximum(1, lengths / lengths.mean() * _MEAN_TOKENS).astype(np.int64)
         shares = np.arange(1, shape.collection + 1) ** -shape.zipf
         self._bounds = np.cumsum(shares / shares.sum())
-        self._replies: list[tuple[float, int, int, Member, int]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._under_way: dict[int, tuple[_Request, Send]] = {}
+        self._numbered = self._sent = 0
         self._now = 0.0
-        self._numbered = 0
+        self._counts = _Counts()
+        self._arrange(members)
+
+    @property
+    def now(self) -> float:
+        """Seconds since the fleet's beginning."""
+        return self._now
 
     def run(self, requests: int, mean_gap: float) -> dict[str, float]:
-        """Requests that come at random, `mean_gap` seconds apart on average."""
-        begun, latencies, parts, hits = self._now, [], 0, 0
-        worked = [engine.worked for engine in self._engines]
+        """Requests that come at random, `mean_gap` seconds apart on average, until all are answered."""
+        begun, self._counts = self._now, _Counts()
+        worked = {name: engine.worked for name, engine in self._engines.items()}
         for _ in range(requests):
-            self._now += self._random.expovariate(1 / mean_gap)
-            self._take_replies()
-            ended, num_parts, num_hits = self._request()
-            latencies.append(ended - self._now)
-            parts += num_parts
-            hits += num_hits
+            arrival = self._now + self._random.expovariate(1 / mean_gap)
+            self._until(arrival)
+            self._begin()
         seconds = self._now - begun
-        work = np.array([engine.worked for engine in self._engines]) - worked
+        self._until(None)
+        work = np.array([engine.worked - worked.get(name, 0.0) for name, engine in self._engines.items()])
+        counts = self._counts
         return {
-            "p50_ms": float(np.percentile(latencies, 50)) * 1e3,
-            "p99_ms": float(np.percentile(latencies, 99)) * 1e3,
+            "p50_ms": float(np.percentile(counts.latencies, 50)) * 1e3,
+            "p99_ms": float(np.percentile(counts.latencies, 99)) * 1e3,
             "max_over_mean_load": float(work.max() / work.mean()),
-            "busy": float(work.mean() / seconds),
-            "hits": hits / (requests * self._shape.documents),
-            "parts_a_request": parts / requests,
+            "busy": float(work.sum() / len(self._members) / seconds),
+            "hits": counts.hits / counts.answered,
+            "parts_a_request": counts.parts / requests,
+            "requests_per_s_an_engine": requests / seconds / len(self._members),
             "seconds_of_work_a_request": float(work.sum() / requests),
+            "tried_again": counts.tried_again,
+            "failed": counts.failed,
         }
 
-    def _request(self) -> tuple[float, int, int]:
-        """When the last part of a request is answered, how many parts, and how many documents are hits."""
-        number = self._random.randrange(len(self._fronts))
-        front = self._fronts[number]
-        cell = cell_of(
-            self._cells, None, lambda each: front.loads.of(each.members).mean(), self._random.getrandbits(64)
-        )
+    def slow_down(self, slowness: float) -> None:
+        """From now on the first member takes longer."""
+        next(iter(self._engines.values())).slowness = slowness
+
+    def schedule_death(self, at: float, replaced_at: float) -> None:
+        """The first member dies, and another one takes its slot."""
+        self._at(at, self._kill)
+        newer = Member(0, "newer", "f")
+        self._engines[newer.name] = SimulatedEngine(newer, self._shape.cache)
+        self._at(replaced_at, lambda: self._arrange([newer, *self._members]))
+
+    def _arrange(self, members: Sequence[Member]) -> None:
+        shape = self._shape
+        is_whole = shape.routing in (Routing.LIGHTER_OF_TWO, Routing.RANDOM)
+        self._members = tuple(members)
+        self._cells = cells_of(self._members, 1 if is_whole else shape.cell_size)
+
+    def _at(self, when: float, event: Callable[[], None]) -> None:
+        self._numbered += 1
+        heapq.heappush(self._events, (when, self._numbered, event))
+
+    def _until(self, when: float | None) -> None:
+        """Lets happen what happens before; all of it without a time."""
+        while self._events and (when is None or self._events[0][0] <= when):
+            self._now, _, event = heapq.heappop(self._events)
+            event()
+        if when is not None:
+            self._now = when
+
+    def _begin(self) -> None:
+        """A request arrives, and is planned."""
+        front = self._random.choice(self._fronts)
+        if self._now > front.forgot + _QUEUES_FOR:
+            front.loads.forget_queued()
+            front.forgot = self._now
+        cell = cell_of(self._cells, None, partial(self._load, front), self._random.getrandbits(64))
         drawn = np.searchsorted(self._bounds, self._generator.random(self._shape.documents))
-        digests = self._digests[drawn]
-        tokens = self._tokens[drawn]
-        weights = front.seen.weights(cell, digests, tokens)
-        split = Split.BY_OWNER if self._shape.by_owner else Split.BY_TOKENS
-        loads = front.loads.of(cell.members)
-        parts = plan(Documents(digests, tokens, weights), cell.members, loads, split, _STEP_TOKENS)
-        ended, hits = 0.0, 0
-        for part in parts:
-            member = part.members[0]
-            num_cached = self._serve(self._engines[member.slot], part, drawn)
-            front.loads.sent(member, part.weight)
-            front.seen.remember(cell, digests[part.indices].tolist(), member)
-            reply = self._engines[member.slot].free + _HOP
-            self._numbered += 1
-            heapq.heappush(self._replies, (reply, self._numbered, number, member, part.weight))
-            ended, hits = max(ended, reply), hits + num_cached
-        return ended, len(parts), hits
+        digests, tokens = self._digests[drawn], self._tokens[drawn]
+        documents = Documents(digests, tokens, front.seen.weights(cell, digests, tokens))
+        split = Split.BY_OWNER if self._shape.routing is Routing.BY_OWNER else Split.BY_TOKENS
+        parts = plan(documents, cell.members, front.loads.of(cell.members), split, _STEP_TOKENS)
+        self._counts.parts += len(parts)
+        attempts = Attempts(parts, front.budget)
+        request = _Request(front, cell, drawn, digests, tokens, attempts, self._now)
+        for send in attempts.begin():
+            self._send(request, send)
 
-    def _serve(self, engine: _Engine, part: Part, drawn: np.ndarray) -> int:
-        """A part at the end of an engine's queue: how many of its documents are cached there."""
-        hits, encoded = 0, 0
-        for document in dict.fromkeys(drawn[part.indices].tolist()):
-            if document in engine.cached:
-                hits += 1
-                engine.cached.move_to_end(document)
-            else:
-                encoded += int(self._tokens[document])
-                engine.cached[document] = None
-        while len(engine.cached) > self._shape.cache:
-            engine.cached.popitem(last=False)
-        seconds = _PART + encoded * _TOKEN + len(part.indices) * _ROW
-        engine.free = max(engine.free, self._now + _HOP) + seconds
-        engine.worked += seconds
-        # A document that occurs again in a request is encoded once.
-        return hits + len(part.indices) - len(set(drawn[part.indices].tolist()))
+    def _load(self, front: _Front, cell: Cell) -> float:
+        if self._shape.routing is Routing.RANDOM:
+            return 0.0
+        return float(front.loads.of(cell.members).mean())
 
-    def _take_replies(self) -> None:
-        while self._replies and self._replies[0][0] <= self._now:
-            at, _, number, member, tokens = heapq.heappop(self._replies)
-            queued = int(max(0.0, self._engines[member.slot].free - at) / _TOKEN)
-            self._fronts[number].loads.answered(member, tokens, queued)
+    def _send(self, request: _Request, send: Send) -> None:
+        engine, indices = self._engines[send.member.name], send.part.indices
+        documents = zip(request.drawn[indices].tolist(), request.tokens[indices].tolist(), strict=True)
+        done, hits = engine.serve(self._now + _HOP, documents)
+        request.front.loads.sent(send.member, send.part.weight)
+        self._sent += 1
+        self._under_way[self._sent] = request, send
+        self._at(done + _HOP, partial(self._answered, self._sent, hits))
+
+    def _answered(self, number: int, hits: int) -> None:
+        found = self._under_way.pop(number, None)
+        if found is None:
+            return  # its member died before
+        request, send = found
+        queued = self._engines[send.member.name].queued_tokens(self._now)
+        request.front.loads.answered(send.member, send.part.weight, queued)
+        if not request.attempts.answered(send.attempt):
+            return  # its request has failed
+        self._counts.hits += hits
+        self._counts.answered += len(send.part.indices)
+        request.front.seen.remember(request.cell, request.digests[send.part.indices].tolist(), send.member)
+        if request.attempts.is_over:
+            self._counts.latencies.append(self._now - request.begun)
+
+    def _kill(self) -> None:
+        """What waits at the first member goes elsewhere."""
+        dead = self._members[0]
+        self._arrange(self._members[1:])
+        lost = [number for number, (_, send) in self._under_way.items() if send.member is dead]
+        for number in lost:
+            request, send = self._under_way.pop(number)
+            request.front.loads.answered(send.member, send.part.weight, None)
+            request.front.loads.forget_others(self._members)
+            sends = request.attempts.lost(send.attempt, self._members)
+            if isinstance(sends, Fail):
+                self._counts.failed += 1
+                continue
+            self._counts.tried_again += len(sends)
+            for again in sends:
+                self._send(request, again)
 
 
 def simulate(shape: FleetShape, requests: int) -> dict[str, float]:
-    """Figures of `requests` requests, after others that have filled the caches."""
+    """Figures of `requests` requests, after twice as many that have filled the caches."""
     fleet = _Fleet(shape)
-    uncached = shape.documents * _MEAN_TOKENS * _TOKEN / shape.members
-    fleet.run(requests, uncached / shape.busy)
+    uncached = shape.documents * _MEAN_TOKENS * TOKEN / shape.members
+    fleet.run(2 * requests, uncached / shape.busy)
     warm = fleet.run(requests // 4, uncached / shape.busy)
     gap = warm["seconds_of_work_a_request"] / shape.members / shape.busy
+    fleet.slow_down(shape.slowness)
+    if shape.dies:
+        fleet.schedule_death(fleet.now + requests / 4 * gap, fleet.now + requests / 2 * gap)
     return {name: round(value, 4) for name, value in fleet.run(requests, gap).items()}
-
-
-def moved_by_one_more(members: int, documents: int = 20_000) -> float:
-    """The share of documents with another owner once there is one member more, times the members there are
-    then: 1 where no more move than must."""
-    digests = np.random.default_rng(0).integers(0, 2**64, documents, dtype=np.uint64)
-    before, after = (ranked(digests, range(count))[:, 0] for count in (members, members + 1))
-    return float((before != after).mean() * (members + 1))

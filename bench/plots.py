@@ -12,14 +12,18 @@ _MARKS = {"maxsimd bfloat16": "o", "maxsimd int8": "s", "vLLM bfloat16": "^"}
 def draw(folder: Path) -> list[Path]:
     """Draws the experiments that peers-cpu.json in `folder` has; returns the pictures' paths. ImportError
     without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # The same figures give the same file.
-    matplotlib.rcParams["svg.hashsalt"] = "maxsimd"
+    draw_to_files()
     results = json.loads((folder / "peers-cpu.json").read_text(encoding="utf-8"))
     shown = [name for name in _PLOTS if results.get(name)]
     return [save(_PLOTS[name](results[name]), folder / f"{name}.svg") for name in shown]
+
+
+def draw_to_files() -> None:
+    """From now on nothing is shown on a screen, and the same figures give the same file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "maxsimd"
 
 
 def _rates(outcomes: Any) -> Any:

@@ -6,6 +6,7 @@ has eight parts. The price is that a document which many requests have is cached
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,19 +27,29 @@ class Cell:
 
 
 def cells_of(members: Sequence[Member], size: int = CELL_SIZE) -> tuple[Cell, ...]:
-    """The cells of members of one fingerprint: slots from 0 to `size` - 1, and so on. Where two members have
-    one slot, as while one replaces the other, the later of them counts. Raises ValueError for a size below
-    1, or different fingerprints."""
+    """The cells of members of one fingerprint: slots from 0 to `size` - 1, and so on. One with fewer than
+    half as many members joins the one before it: by itself it would cache little, and be slow. Where two
+    members have one slot, as while one replaces the other, the later of them counts. Raises ValueError for a
+    size below 1, or different fingerprints."""
     if size < 1:
         raise ValueError("a cell must have room for a member")
     if len({member.fingerprint for member in members}) > 1:
         raise ValueError("members of different fingerprints give different scores: they share no request")
     by_slot = {member.slot: member for member in members}
-    numbers = sorted({slot // size for slot in by_slot})
-    return tuple(
-        Cell(number, tuple(by_slot[slot] for slot in sorted(by_slot) if slot // size == number))
-        for number in numbers
-    )
+    in_order = (by_slot[slot] for slot in sorted(by_slot))
+    cells: list[Cell] = []
+    for number, group in groupby(in_order, lambda member: member.slot // size):
+        cell = Cell(number, tuple(group))
+        while cells and 2 * min(len(cells[-1].members), len(cell.members)) < size:
+            cell = _joined(cells.pop(), cell)
+        cells.append(cell)
+    return tuple(cells)
+
+
+def _joined(one: Cell, other: Cell) -> Cell:
+    """Two cells in one, with the number of the larger: of its documents most stay where they are."""
+    larger = one if len(one.members) >= len(other.members) else other
+    return Cell(larger.number, one.members + other.members)
 
 
 def cell_of(cells: Sequence[Cell], key: int | None, load: Callable[[Cell], float], draw: int) -> Cell:

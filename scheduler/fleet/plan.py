@@ -119,13 +119,12 @@ def _by_tokens(weights: Tokens, loads: Tokens, least_tokens: int) -> NDArray[np.
 
 
 def _parts(chosen: NDArray[np.intp], documents: Documents, members: Sequence[Member]) -> list[Part]:
+    firsts, a_document = np.unique(chosen, return_index=True)
+    # Who else is asked: in the order of one of its documents, so that others differ from part to part.
+    others = ranked(documents.digests[a_document], [member.slot for member in members])
     parts = []
-    for first in np.unique(chosen):
+    for first, order in zip(firsts.tolist(), others.tolist(), strict=True):
         indices = np.flatnonzero(chosen == first).astype(np.int64)
-        # Who else is asked: in the order of one of its documents, so that others differ from part to part.
-        others = ranked(documents.digests[indices[:1]], [member.slot for member in members])[0]
-        order = [int(first), *(int(member) for member in others if member != first)]
-        parts.append(
-            Part(tuple(members[member] for member in order), indices, int(documents.weights[indices].sum()))
-        )
+        in_turn = (members[first], *(members[member] for member in order if member != first))
+        parts.append(Part(in_turn, indices, int(documents.weights[indices].sum())))
     return parts

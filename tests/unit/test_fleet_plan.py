@@ -61,19 +61,36 @@ def test_documents_of_a_member_that_goes_are_spread_over_all() -> None:
 
 
 def test_cells_are_of_neighbouring_slots() -> None:
-    members = fleet(19)
-    cells = cells_of(members, 8)
-    assert [[member.slot for member in cell.members] for cell in cells] == [
-        [*range(8)],
-        [*range(8, 16)],
-        [16, 17, 18],
-    ]
+    members = fleet(20)
+    assert slots_of(cells_of(members, 8)) == [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
     replaced = Member(3, "newer", "f")
     assert cells_of([*members, replaced], 8)[0].members[3] is replaced
     with pytest.raises(ValueError, match="share no request"):
         cells_of([*members, Member(19, "other", "g")])
     with pytest.raises(ValueError, match="room for a member"):
         cells_of(members, 0)
+
+
+def slots_of(cells: tuple[Cell, ...]) -> list[list[int]]:
+    return [[member.slot for member in cell.members] for cell in cells]
+
+
+def test_a_cell_with_fewer_than_half_its_members_joins_the_one_before() -> None:
+    assert slots_of(cells_of(fleet(19), 8)) == [[*range(8)], [*range(8, 19)]]
+    assert slots_of(cells_of(fleet(3), 8)) == [[0, 1, 2]], "there is none before"
+    some = [member for member in fleet(16) if member.slot not in (0, 1, 2, 3, 4)]
+    [cell] = cells_of(some, 8)
+    assert cell.number == 1, "that of most of them, whose documents stay"
+    assert slots_of((cell,)) == [[*range(5, 16)]]
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 12))
+def test_every_member_is_in_one_cell_and_cells_are_not_small(slots: set[int], size: int) -> None:
+    cells = cells_of([Member(slot, f"m{slot}", "f") for slot in slots], size)
+    assert [slot for cell in slots_of(cells) for slot in cell] == sorted(slots)
+    assert len({cell.number for cell in cells}) == len(cells)
+    assert len(cells) == 1 or all(2 * len(cell.members) >= size for cell in cells)
 
 
 def test_requests_are_spread_over_cells_as_they_have_members() -> None:

@@ -1,23 +1,101 @@
 """Fleets that are simulated with the code that plans for real ones."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+from click.testing import CliRunner
 
-from maxsimd.bench.fleet_simulation import FleetShape, moved_by_one_more, simulate
+from maxsimd.bench import fleet_command
+from maxsimd.bench.fleet_changes import moved, moves_of_growth, moves_times_members
+from maxsimd.bench.fleet_command import bench_fleet
+from maxsimd.bench.fleet_simulation import FleetShape, Routing, simulate
+from maxsimd.scheduler.fleet import Member
+
+ROOT = Path(__file__).parents[2]
 
 
-def test_owners_keep_more_and_answer_sooner() -> None:
-    by_owner = simulate(FleetShape(8, collection=6_000), 600)
-    anywhere = simulate(FleetShape(8, collection=6_000, by_owner=False), 600)
-    assert 1 - by_owner["hits"] <= (1 - anywhere["hits"]) / 2
-    assert by_owner["p99_ms"] < anywhere["p99_ms"]
-    assert by_owner["max_over_mean_load"] <= 1.3
+@pytest.fixture(scope="module")
+def healthy() -> dict[str, float]:
+    return simulate(FleetShape(8, collection=6_000), 600)
+
+
+@pytest.mark.parametrize("routing", [Routing.ANYWHERE, Routing.LIGHTER_OF_TWO, Routing.RANDOM])
+def test_owners_keep_more_and_answer_sooner(healthy: dict[str, float], routing: Routing) -> None:
+    other = simulate(FleetShape(8, collection=6_000, routing=routing), 600)
+    assert 1 - healthy["hits"] <= (1 - other["hits"]) / 2
+    assert healthy["p99_ms"] < other["p99_ms"]
+
+
+@pytest.mark.parametrize("members", [9, 12, 20])
+def test_the_busiest_engine_does_little_more_than_the_mean(members: int) -> None:
+    figures = simulate(FleetShape(members, collection=6_000), 50 * members)
+    assert figures["max_over_mean_load"] <= 1.3
+    assert figures["failed"] == 0
+
+
+def test_ten_engines_are_no_slower_than_eight(healthy: dict[str, float]) -> None:
+    """Two engines beyond a cell are no cell of their own: it would cache a quarter of what the other does."""
+    ten = simulate(FleetShape(10, collection=6_000), 600)
+    assert ten["p99_ms"] <= 1.2 * healthy["p99_ms"]
+    assert ten["hits"] >= healthy["hits"]
+
+
+def test_a_death_costs_no_request(healthy: dict[str, float]) -> None:
+    figures = simulate(FleetShape(8, collection=6_000, busy=0.8, dies=True), 600)
+    assert figures["failed"] == 0
+    assert figures["tried_again"] > 0
+    assert figures["hits"] > healthy["hits"] - 0.1
+
+
+def test_a_slow_engine_is_noticed(healthy: dict[str, float]) -> None:
+    figures = simulate(FleetShape(8, collection=6_000, slowness=5.0), 600)
+    assert figures["p99_ms"] > healthy["p99_ms"]
 
 
 @pytest.mark.parametrize("members", [1, 10, 100, 1_000])
-def test_a_member_more_moves_its_share(members: int) -> None:
-    assert moved_by_one_more(members) <= 1.2
+def test_a_member_that_comes_or_goes_moves_its_share(members: int) -> None:
+    for change, times in moves_times_members(members, 8).items():
+        assert times <= (2.0 if "last takes" in change else 1.2), change
+
+
+def test_opening_a_cell_moves_more() -> None:
+    """The twelfth engine and three others leave the first cell, and need all documents among them."""
+    steps = dict(enumerate(moves_of_growth(40, 8), start=2))
+    opening = {members: times for members, times in steps.items() if times > 1.2}
+    assert list(opening) == [12, 20, 28, 36]
+    assert max(opening.values()) <= 5.5
+
+
+def test_nothing_moves_where_nothing_changes() -> None:
+    fleet = tuple(Member(slot, f"m{slot}", "f") for slot in range(20))
+    assert moved(fleet, fleet, 8) == 0.0
+    strangers = tuple(replace(member, name=f"new-{member.name}") for member in fleet)
+    assert moved(fleet, strangers, 8) == pytest.approx(1.0)
 
 
 def test_a_simulation_is_the_same_each_time() -> None:
     shape = FleetShape(3, collection=500, cache=100, documents=10)
     assert simulate(shape, 50) == simulate(shape, 50)
+
+
+def test_the_command_prints_writes_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_command, "_LEAST_REQUESTS", 20)
+    written, drawn = tmp_path / "fleet.json", tmp_path / "fleet.svg"
+    words = f"--members 2 --requests 1 --json {written} --plot {drawn}".split()
+    ran = CliRunner().invoke(bench_fleet, words, catch_exceptions=False)
+    assert "2 engines, by owner" in ran.output
+    figures = json.loads(written.read_text(encoding="utf-8"))
+    assert [row["documents"] for row in figures["fleets"]] == ["by owner", "anywhere"]
+    assert "<svg" in drawn.read_text(encoding="utf-8")
+
+
+def test_the_figures_that_the_documentation_shows_are_within_bounds() -> None:
+    """A busiest engine at most 1.3 times the mean, 1,000 engines no slower than ten, and what moves."""
+    figures = json.loads((ROOT / "bench" / "results" / "fleet-simulation.json").read_text(encoding="utf-8"))
+    rows = {row["members"]: row for row in figures["fleets"] if row["documents"] == "by owner"}
+    assert list(rows) == [1, 10, 100, 1_000]
+    assert all(row["max_over_mean_load"] <= 1.3 for row in rows.values())
+    assert rows[1_000]["p99_ms"] <= 1.5 * rows[10]["p99_ms"]
+    assert all(moves["one more comes"] <= 1.2 for moves in figures["moves"].values())
