@@ -30,7 +30,7 @@ def bench_cluster_overhead(rounds: int, seconds: float, cpus: int, json_file: st
     own = str(Path(sys.executable).with_name("maxsimd"))
     servers = [
         maxsimd("one process", "--cache-mb", "256", "--threads", str(cpus)),
-        Server("on Ray", (own, "cluster", "serve", "--cache-mb", "256", "--cpus", str(cpus))),
+        Server("on Ray", (own, "cluster", "serve", "--cache-mb", "256", "--num-cpus", str(cpus))),
     ]
     figures = run_and_clean_up(measure_overhead(servers, rounds, seconds, _TITLES))
     ratio = figures["on Ray: new documents/s"] / figures["one process: new documents/s"]

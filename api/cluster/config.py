@@ -30,8 +30,8 @@ class ClusterConfig:
         2.0, "With --max-replicas, how long what waits may take; where it takes longer, there are to be more."
     )
     fronts: int = option(1, "Fronts: actors that read requests, spread them, and write answers.")
-    cpus: float = option(1.0, "Cores of each scorer, which are also the threads that it computes with.")
-    gpus: float = option(0.0, "GPUs of each scorer.")
+    num_cpus: float = option(1.0, "Cores of each scorer, which are also the threads that it computes with.")
+    num_gpus: float = option(0.0, "GPUs of each scorer.")
 
     def __post_init__(self) -> None:
         for name in ("replicas", "fronts"):
@@ -43,8 +43,8 @@ class ClusterConfig:
             )
         if not self.wanted_seconds > 0:
             raise ValueError(f"wanted_seconds must be above 0, not {self.wanted_seconds}")
-        if self.cpus < 0 or self.gpus < 0:
-            raise ValueError("cpus and gpus must not be negative")
+        if self.num_cpus < 0 or self.num_gpus < 0:
+            raise ValueError("num_cpus and num_gpus must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class AppConfig:
         server = ServerConfig(**_taken(left, _names(ServerConfig) - RAYS_OWN))
         if left:
             raise ValueError(f"there is no option {', '.join(sorted(left))}")
-        if engine.threads is None and cluster.cpus >= 1:
+        if engine.threads is None and cluster.num_cpus >= 1:
             # Ray has libraries run on one thread otherwise.
-            engine = dataclasses.replace(engine, threads=int(cluster.cpus))
+            engine = dataclasses.replace(engine, threads=int(cluster.num_cpus))
         return cls(engine, server, cluster)
 
     def arguments(self) -> dict[str, Any]:

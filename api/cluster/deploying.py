@@ -20,10 +20,10 @@ def serve_yaml(config: AppConfig) -> str:
 def kuberay_yaml(config: AppConfig, image: str) -> str:
     """A RayService: the head takes the fronts, and a worker is one scorer."""
     cluster = config.cluster
-    cores = max(1, math.ceil(cluster.cpus))
+    cores = max(1, math.ceil(cluster.num_cpus))
     scorer: dict[str, Any] = {"cpu": cores, "memory": _MEMORY_OF_SCORER}
-    if cluster.gpus:
-        scorer["nvidia.com/gpu"] = math.ceil(cluster.gpus)
+    if cluster.num_gpus:
+        scorer["nvidia.com/gpu"] = math.ceil(cluster.num_gpus)
     front = {"cpu": cluster.fronts, "memory": _MEMORY_OF_FRONT}
     service = {
         "apiVersion": "ray.io/v1",

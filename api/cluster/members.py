@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from maxsimd.api.cluster.watchers import Published, watchers
@@ -62,6 +63,12 @@ def own_rank() -> int:
 def own_host() -> str:
     """This machine's address, as others in the cluster reach it."""
     return str(ray.util.get_node_ip_address())
+
+
+def proxy_address() -> tuple[str, int]:
+    """Where Serve's proxies listen, which may have been started before with other options."""
+    options = get_global_client().http_config
+    return str(options.host), int(options.port)
 
 
 def published(address: NetAddress) -> dict[str, Any]:

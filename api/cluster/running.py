@@ -24,14 +24,17 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
     click.ClickException where that cannot be."""
     from ray import serve
 
+    from maxsimd.api.cluster.members import proxy_address
     from maxsimd.api.cluster.serve import app_builder
 
     begun = time.perf_counter()
     cluster = config.cluster
-    cores = (cluster.max_replicas or cluster.replicas) * max(1.0, cluster.cpus) + cluster.fronts
+    cores = (cluster.max_replicas or cluster.replicas) * max(1.0, cluster.num_cpus) + cluster.fronts
     with _asked(), ray_session(address, cores, shows_log=True):
         try:
-            serve.start(http_options={"host": host, "port": port, "location": "HeadOnly"})
+            where = "HeadOnly" if address is None else "EveryNode"
+            serve.start(http_options={"host": host, "port": port, "location": where})
+            host, port = proxy_address()
             serve.run(app_builder(config.arguments()), name=APP_NAME, route_prefix="/")
             click.echo(
                 f"ready on http://{host}:{port} after {time.perf_counter() - begun:.1f} s: "

@@ -43,11 +43,13 @@ def application(config: AppConfig, scorer: type[Scorer] = Scorer) -> Application
         number = {"autoscaling_config": _scaling(cluster)}
     scorers = (
         serve.deployment(scorer, name="Scorer")
-        .options(**number, **ends, ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus})
+        .options(
+            **number, **ends, ray_actor_options={"num_cpus": cluster.num_cpus, "num_gpus": cluster.num_gpus}
+        )
         .bind(config.engine, server)
     )
     fronts = serve.deployment(serve.ingress()(Front)).options(
-        **ends, num_replicas=cluster.fronts, ray_actor_options={"num_cpus": 0 if cluster.cpus < 1 else 1}
+        **ends, num_replicas=cluster.fronts, ray_actor_options={"num_cpus": 0 if cluster.num_cpus < 1 else 1}
     )
     bound: Application = fronts.bind(scorers, server)
     return bound

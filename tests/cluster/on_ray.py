@@ -53,7 +53,7 @@ def deploy(name: str, url: str, *, replicas: int = 2, **args: Any) -> str:
     """Runs an application, or a new version of it, until all its scorers are there; gives its URL."""
     from maxsimd.api.cluster.serve import app_builder
 
-    given = {"dtype": "float32", "cpus": 1, "replicas": replicas, **args}
+    given = {"dtype": "float32", "num_cpus": 1, "replicas": replicas, **args}
     return run(name, url, app_builder(given), replicas)
 
 
