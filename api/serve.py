@@ -25,7 +25,6 @@ from maxsimd.api.state import ServerState
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.device.cores import usable_cores
-from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.device.time_slices import take_short_slices
 
@@ -134,7 +133,7 @@ async def _live(engine: ServedEngine, door: _Door, stop: Stop, started: float) -
     """Serves until the engine has died, or a signal has come. It was `started` then (perf_counter)."""
     with garbage_left_alone():
         seconds = time.perf_counter() - started
-        name, how = engine.facts.name, how_it_runs(engine.facts)
+        name, how = engine.facts.name, engine.facts.how_it_runs
         log.info("%s is ready on %s after %.1f s: %s", name, door.url, seconds, how)
         collecting = asyncio.create_task(collect_when_quiet(lambda: door.state.is_quiet, resident_bytes))
         await _until_the_end(engine, stop)
@@ -162,9 +161,3 @@ async def _drain(door: _Door, deadline: float) -> None:
         log.warning("%d requests were not done in time and are answered 503", door.state.end_requests())
         await asyncio.wait({asyncio.create_task(door.connections.until_quiet())}, timeout=_LEAVING_SECONDS)
     log.info("drained")
-
-
-def how_it_runs(facts: ModelFacts) -> str:
-    """In one line of the log."""
-    kernels = f", {facts.kernels}" if facts.kernels else ""
-    return f"{facts.score_type.value}, {facts.precision}, {facts.execution} on {facts.device}{kernels}"

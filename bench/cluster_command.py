@@ -6,8 +6,6 @@ from pathlib import Path
 import click
 
 from maxsimd.api.cluster.ray_session import ray_session, require_ray
-from maxsimd.bench.overhead import measure_overhead
-from maxsimd.bench.peers.systems import Server, maxsimd
 from maxsimd.bench.report import publish
 from maxsimd.bench.running import run_and_clean_up
 
@@ -27,6 +25,9 @@ _TITLES = {
 def bench_cluster_overhead(rounds: int, seconds: float, cpus: int, json_file: str | None) -> None:
     """A front and a scorer on Ray beside the server that is one process."""
     require_ray()
+    from maxsimd.bench.overhead import measure_overhead
+    from maxsimd.bench.peers.systems import Server, maxsimd
+
     own = str(Path(sys.executable).with_name("maxsimd"))
     servers = [
         maxsimd("one process", "--cache-mb", "256", "--threads", str(cpus)),

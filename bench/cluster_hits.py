@@ -21,7 +21,7 @@ from maxsimd.bench.datasets import QUERY, docstring_pairs
 _CACHE_MB, _DOCUMENTS = 8, 40
 # As often as caches hold all that is asked for: of one scorer. Requests that fill caches, and that count.
 _WORKING_SET, _FILLING, _COUNTED = 1.5, 120, 120
-# After a change, hits are back once so many requests in a row have so many of those before.
+# After a change, hits are back once this many requests in a row have this share of those before.
 _IN_A_ROW, _BACK = 10, 0.95
 _NAME = "hits"
 _CHANGE_REQUESTS = 400
@@ -108,7 +108,7 @@ async def _until_back(traffic: _Traffic, before: float, when: str) -> dict[str, 
 
 
 async def _deploy(roster: Roster, replicas: int) -> None:
-    """Runs the application with so many scorers, and watches them."""
+    """Runs the application with as many scorers, and watches them."""
     from ray import serve
 
     from maxsimd.api.cluster.members import watch

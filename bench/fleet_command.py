@@ -10,8 +10,6 @@ import click
 from maxsimd.bench.fleet_changes import moves_of_growth, moves_times_members
 from maxsimd.bench.fleet_simulation import FleetShape, Routing, simulate
 from maxsimd.bench.fleet_sweep import line_of, sweep
-from maxsimd.bench.overhead import measure_overhead
-from maxsimd.bench.peers.systems import maxsimd
 from maxsimd.bench.report import publish
 from maxsimd.bench.running import run_and_clean_up
 
@@ -34,6 +32,9 @@ _LEAST_REQUESTS = 2_000
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
 def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float, json_file: str | None) -> None:
     """Several fronts and replicas beside one process: the way of cached documents, throughput of new ones."""
+    from maxsimd.bench.overhead import measure_overhead
+    from maxsimd.bench.peers.systems import maxsimd
+
     servers = [
         maxsimd(name, *options, "--cache-mb", "256", executable=executable)
         for name, options in _SERVERS.items()

@@ -20,7 +20,7 @@ from maxsimd.api.state import ServerState
 
 log = logging.getLogger("maxsimd.cluster")
 
-# A front that has found no scorer after so many seconds serves anyway, and says that it is not ready. As long
+# A front that has found no scorer after these seconds serves anyway, and says that it is not ready. As long
 # do requests wait for a scorer that takes the place of one that died.
 _PATIENCE = 120.0
 

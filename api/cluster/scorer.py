@@ -14,7 +14,6 @@ from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident
 from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
 from maxsimd.api.logs import set_up_logging
-from maxsimd.api.serve import how_it_runs
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.time_slices import take_short_slices
@@ -45,7 +44,7 @@ class Scorer:
         ]
         self._door = Door(EngineAnswers(engine), lambda: _waiting_tokens(engine))
         self._address = await self._door.open_port(own_host())
-        log.info("scorer %d is ready: %s", own_rank(), how_it_runs(engine.facts))
+        log.info("scorer %d is ready: %s", own_rank(), engine.facts.how_it_runs)
 
     async def check_health(self) -> None:
         """Raises once the engine has died: Serve puts another replica in its place then."""

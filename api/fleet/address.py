@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 # Who connects to a port sends the secret first, of as many bytes, and has as many seconds for it.
 _SECRET_BYTES, _SECRET_SECONDS = 32, 5.0
-# A connection whose other machine is silent is looked after by the system, and given up after about a minute:
-# after as many seconds first, then so often, so many times.
+# A connection whose other machine is silent is given up by the system after about a minute: it asks after
+# these seconds for the first time, then this often, and this many times.
 _QUIET_SECONDS, _EVERY_SECONDS, _TIMES = 30, 10, 3
 
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -25,7 +25,7 @@ from maxsimd.api.interpreter import switching_often
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging
 from maxsimd.api.media.sources import MediaSources
-from maxsimd.api.serve import how_it_runs, run_server
+from maxsimd.api.serve import run_server
 from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.api.sockets import max_connections, raise_descriptor_limit
 from maxsimd.api.tls import tls_context
@@ -89,7 +89,7 @@ async def _engine(setup: Setup, started: float) -> int:
     door = Door(EngineAnswers(engine), lambda: engine.stats().waiting_tokens if engine.is_healthy else 0)
     await door.open(setup.engine_paths[setup.slot])
     seconds = time.perf_counter() - started
-    log.info("engine %d is ready after %.1f s: %s", setup.slot, seconds, how_it_runs(engine.facts))
+    log.info("engine %d is ready after %.1f s: %s", setup.slot, seconds, engine.facts.how_it_runs)
     with garbage_left_alone():
         collecting = asyncio.create_task(collect_when_quiet(lambda: _is_idle(engine), resident_bytes))
         ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}

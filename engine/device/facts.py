@@ -60,6 +60,12 @@ class ModelFacts:
         """Whether it only classifies: with several labels there is no single score."""
         return self.score_task == "classify" and len(self.labels) > 1
 
+    @property
+    def how_it_runs(self) -> str:
+        """In one line, for logs."""
+        kernels = f", {self.kernels}" if self.kernels else ""
+        return f"{self.score_type.value}, {self.precision}, {self.execution} on {self.device}{kernels}"
+
 
 def facts_of(loaded: DeviceModel, max_tokens: int, step_tokens: int) -> ModelFacts:
     """The facts of a model that is ready on its device, and of the limits that its engine has."""

@@ -477,7 +477,7 @@ async def test_cross_encoders_get_the_query_as_it_came(tmp_path: Path) -> None:
     for engine in engines:
         engine.score_type = ScoreType.CROSS_ENCODER
         await engine.door.open(engine.path)
-    front = FleetEngine([engine.path for engine in engines])
+    front = FleetEngine(Roster.of_paths([engine.path for engine in engines]))
     await front.start()
     await front.score("q", _documents(60))
     assert {query for engine in engines for question in engine.asked for query in question.queries} == {"q"}
