@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import click
 
 # For what goes from process to process; texts do not.
 _OBJECT_STORE = 100 * 1024 * 1024
+_CONNECT_SECONDS = 10
 
 
 def require_ray() -> None:
@@ -38,8 +40,9 @@ def ray_session(address: str | None, num_cpus: float, shows_log: bool = False) -
     quiet = {"log_to_driver": shows_log, "logging_level": logging.ERROR}
     if address is not None:
         try:
+            _check_reachable(address)
             ray.init(address=address, **quiet)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             raise click.ClickException(f"no Ray at {address}: {error}") from error
         try:
             yield
@@ -62,6 +65,13 @@ def ray_session(address: str | None, num_cpus: float, shows_log: bool = False) -
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_reachable(address: str) -> None:
+    """Raises OSError where nobody listens at host:port: Ray would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 def last_line(error: Exception) -> str:

@@ -15,10 +15,13 @@ pytest.importorskip("ray")
 
 import pyarrow as pa
 import ray
+from click.testing import CliRunner
 from pyarrow import parquet
 
+from maxsimd.api.cli import main
 from maxsimd.api.cluster.actor_pool import ActorPool
 from maxsimd.api.cluster.data import EmbedRows, ScoreRows, build_scorer
+from maxsimd.api.cluster.score_files import Files, ScoringError, Work, score_shards
 from maxsimd.engine import EngineConfig, EngineDeadError, InvalidRequestError, SyncEngine
 from tests.cluster import soak_rows
 from tests.cluster.dying_rows import DyingRows
@@ -181,21 +184,17 @@ def test_every_row_is_there_once_after_an_actor_and_the_command_were_killed(tmp_
     assert verdict == soak_rows.Verdict(missing=0, doubled=0, wrong=0, is_in_order=True)
 
 
-def _score(*arguments: Any, status: int = 0) -> str:
-    command = [installed_command(), "cluster", "score", *map(str, arguments), "--dtype", "float32"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == status, ran.stderr
-    return ran.stderr
-
-
 def test_lines_of_json_have_their_scores_and_errors(tmp_path: Path) -> None:
     lines = [json.dumps({"id": i, "documents": DOCUMENTS, "nested": {"a": [i]}}) for i in range(5)]
     lines += ["{broken", "[1]", '{"document": 7}']
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "b.jsonl").write_text("\n\n".join(lines) + "\n")
     (tmp_path / "in" / "a.jsonl").write_text('{"id": "first", "document": "\\ud800"}')
-    said = _score(tmp_path / "in", tmp_path / "out", "--query", QUERIES[0], "--batch-size", 3)
-    assert "9 of 9 rows" in said
+    command = ["cluster", "score", str(tmp_path / "in"), str(tmp_path / "out"), "--query", QUERIES[0]]
+    command += ["--batch-size", "3", "--dtype", "float32"]
+    ran = subprocess.run([installed_command(), *command], capture_output=True, text=True, timeout=120)
+    assert "9 of 9 rows" in ran.stderr
+    assert ran.returncode == 0
     with SyncEngine(EngineConfig(dtype="float32"), progress=False) as engine:
         expected = engine.score(QUERIES[0], DOCUMENTS).scores
     files = sorted((tmp_path / "out").glob("*.jsonl"))
@@ -211,16 +210,22 @@ def test_lines_of_json_have_their_scores_and_errors(tmp_path: Path) -> None:
         "document is no text but int",
     ]
     # All of it is there: this needs no model.
-    again = (tmp_path / "in", tmp_path / "out", "--query", QUERIES[0], "--batch-size", 3)
-    assert "go on with --resume" in _score(*again, status=1)
-    assert "9 of 9 rows" in _score(*again, "--resume")
-    assert "is of another run" in _score(*again, "--resume", "--normalize", status=1)
+    for more, status, answer in (
+        ([], 1, "go on with --resume"),
+        (["--resume"], 0, "9 of 9 rows"),
+        (["--resume", "--normalize"], 1, "is of another run"),
+    ):
+        again = CliRunner().invoke(main, [*command, *more])
+        assert again.exit_code == status
+        assert answer in again.output
 
 
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_one_line(local_ray: None, tmp_path: Path) -> None:
     parquet.write_table(soak_rows.pairs(3), tmp_path / "in.parquet")
-    said = _score(tmp_path / "in.parquet", tmp_path / "out", tmp_path / "none", status=1)
-    assert said.splitlines()[-1] == f"Error: there is no folder '{tmp_path / 'none'}'"
+    missing = EngineConfig(model=str(tmp_path / "none"))
+    work = Work(missing, Files.of(tmp_path / "in.parquet"), None, {}, 10)
+    with pytest.raises(ScoringError, match=r"^there is no folder '\S+none'$"):
+        next(score_shards(work, work.shards(), ActorPool(1, 1, 0), tmp_path))
 
 
 def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
