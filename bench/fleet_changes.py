@@ -55,7 +55,7 @@ def _changes(members: int) -> Iterator[tuple[str, tuple[Member, ...], tuple[Memb
     if members > 1:
         yield "the last goes", fleet, fleet[:-1]
         yield "the first goes, its slot stays free", fleet, fleet[1:]
-        # What would happen if slots were numbered anew, as ranks may be.
+        # As where slots are ranks, which a cluster may number anew once one has left.
         yield "the first goes, the last takes its slot", fleet, (Member(0, last.name, "f"), *fleet[1:-1])
 
 
