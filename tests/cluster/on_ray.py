@@ -61,6 +61,7 @@ def run(name: str, url: str, application: Any, replicas: int) -> str:
     """The same of an application that is there already."""
     from ray import serve
 
+    name = _own(name)
     serve.run(application, name=name, route_prefix=f"/{name}")
     wait_for(lambda: num_ready(f"{url}/{name}") == replicas, READY_SECONDS)
     return f"{url}/{name}"
@@ -70,7 +71,7 @@ def delete(name: str) -> None:
     """Ends an application."""
     from ray import serve
 
-    serve.delete(name)
+    serve.delete(_own(name))
 
 
 def num_ready(url: str) -> int:
@@ -88,7 +89,7 @@ def replicas(name: str, deployment: str) -> list[int]:
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(FileNotFoundError, ProcessLookupError):
             title = Path("/proc", entry, "cmdline").read_text()
-            if title.startswith(f"ray::ServeReplica:{name}:{deployment}"):
+            if title.startswith(f"ray::ServeReplica:{_own(name)}:{deployment}"):
                 found.append(int(entry))
     return found
 
@@ -96,6 +97,11 @@ def replicas(name: str, deployment: str) -> list[int]:
 def kill(pid: int) -> None:
     """As a machine that fails would: without a word."""
     os.kill(pid, signal.SIGKILL)
+
+
+def _own(name: str) -> str:
+    """The name of an application that no cluster of another test's process has."""
+    return f"{name}-{os.getpid()}"
 
 
 def _processes(folder: str) -> list[int]:
