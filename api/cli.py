@@ -22,11 +22,10 @@ from maxsimd.api.config import ServerConfig
 from maxsimd.api.config_file import config_file_option, shown
 from maxsimd.api.flags import in_flags
 from maxsimd.api.interpreter import waiting_threads_sleep
-from maxsimd.api.options import config_from, options_from
+from maxsimd.api.options import config_from, keys_of_environment, options_from
 from maxsimd.api.signals import leaving_when_asked
 from maxsimd.engine.config import EngineConfig
 
-_KEYS_VARIABLE = "MAXSIMD_API_KEY"
 _FILE = click.Path(exists=True, dir_okay=False)
 
 
@@ -126,7 +125,7 @@ def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, *
 def serve(print_config: bool, **values: Any) -> None:
     """Serves MODEL, a folder or a hub id, over HTTP; without one, the embedded all-MiniLM-L6-v2."""
     engine_config = config_from(EngineConfig, values)
-    values["api_key"] += _keys_of_environment()
+    values["api_key"] += keys_of_environment()
     server_config = config_from(ServerConfig, values)
     if print_config:
         click.echo(shown(engine_config, server_config), nl=False)
@@ -152,17 +151,6 @@ def _ignore_service_links() -> None:
     for name, value in list(os.environ.items()):
         if name.startswith("MAXSIMD_") and re.match(r"(tcp|udp|sctp)://", value):
             del os.environ[name]
-
-
-def _keys_of_environment() -> tuple[str, ...]:
-    """Keys that are not to be seen in the list of processes."""
-    value = os.environ.get(_KEYS_VARIABLE)
-    if value is None:
-        return ()
-    keys = tuple(key.strip() for key in re.split(r"[,\n]", value) if key.strip())
-    if not keys:
-        raise click.UsageError(f"{_KEYS_VARIABLE} is set, but holds no key; give it one or unset it")
-    return keys
 
 
 if __name__ == "__main__":

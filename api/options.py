@@ -1,6 +1,8 @@
 """Command-line options and their documentation, generated from configuration dataclasses."""
 
 import dataclasses
+import os
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -13,6 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Options whose variable is read elsewhere: it may hold several values.
 _OWN_VARIABLES = {"api_key"}
+_KEYS_VARIABLE = "MAXSIMD_API_KEY"
 
 
 def options_from(config: type, exclude: frozenset[str] = frozenset()) -> Callable[[F], F]:
@@ -82,3 +85,14 @@ def _click_arguments(config: type, field: "dataclasses.Field[Any]") -> dict[str,
         arguments["type"] = kind
     arguments["show_default"] = field.default not in (None, (), False)
     return arguments
+
+
+def keys_of_environment() -> tuple[str, ...]:
+    """Keys that are not to be seen in the list of processes."""
+    value = os.environ.get(_KEYS_VARIABLE)
+    if value is None:
+        return ()
+    keys = tuple(key.strip() for key in re.split(r"[,\n]", value) if key.strip())
+    if not keys:
+        raise click.UsageError(f"{_KEYS_VARIABLE} is set, but holds no key; give it one or unset it")
+    return keys

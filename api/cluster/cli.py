@@ -9,7 +9,7 @@ from maxsimd.api.cluster.ray_session import require_ray
 from maxsimd.api.cluster.score_command import score
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.config_file import config_file_option
-from maxsimd.api.options import options_from
+from maxsimd.api.options import keys_of_environment, options_from
 from maxsimd.engine.config import EngineConfig
 
 
@@ -46,6 +46,7 @@ def _config(values: dict[str, Any]) -> AppConfig:
 def serve(host: str, port: int, address: str | None, **values: Any) -> None:
     """Serves MODEL on Ray Serve: fronts that take requests, scorers that each load the model."""
     require_ray()
+    values["api_key"] += keys_of_environment()
     config = _config(values)
     from maxsimd.api.cluster.running import run
 
@@ -61,6 +62,8 @@ def show_config(kuberay: bool, image: str, **values: Any) -> None:
     from maxsimd.api.cluster.deploying import kuberay_yaml, serve_yaml
 
     config = _config(values)
+    if config.server.api_key:
+        raise click.UsageError("keys are not for files that many read; give --api-key-file instead")
     if kuberay and not image:
         raise click.UsageError("--kuberay needs --image, a container image with maxsimd[ray] in it")
     click.echo(kuberay_yaml(config, image) if kuberay else serve_yaml(config), nl=False)

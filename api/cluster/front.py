@@ -13,8 +13,10 @@ from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet.address import Address
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.front import FrontView
+from maxsimd.api.fleet.limits import check_limits
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.interpreter import switching_often
+from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging
 from maxsimd.api.state import ServerState
 
@@ -30,11 +32,12 @@ class Front:
     raises SetupError."""
 
     async def __init__(  # type: ignore[misc]
-        self, scorers: DeploymentHandle, server_config: ServerConfig
+        self, scorers: DeploymentHandle, most_scorers: int, server_config: ServerConfig
     ) -> None:
         set_up_logging(server_config.log_level, server_config.log_format)
+        ApiKeys(server_config, set_tenants=lambda tenants: check_limits(tenants, most_scorers))
         self._grace = server_config.grace_seconds
-        self._roster = Roster()
+        self._roster = Roster(most=most_scorers)
         self._engine = FleetEngine(self._roster, _PATIENCE)
         self._state = ServerState(self._engine, server_config)
         self._others: dict[int, Address] = {}
@@ -51,7 +54,8 @@ class Front:
         self._lag = asyncio.create_task(self._state.metrics.watch_lag())
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._starting), _PATIENCE)
-        log.info("front %d has its scorers after %.1f s", own_rank(), self._loop.time() - begun)
+        found = "has found scorers" if self._engine.is_healthy else "has found no scorer yet"
+        log.info("front %d %s after %.1f s", own_rank(), found, self._loop.time() - begun)
 
     def __serve_build_asgi_app__(self) -> AsgiAdapter:
         return AsgiAdapter(self._state)

@@ -13,6 +13,8 @@ from maxsimd.api.cluster.ray_session import ray_session
 
 # The application's name on Serve; a cluster may have others beside it.
 APP_NAME = "maxsimd"
+# What only this machine can connect to.
+_OWN_HOSTS = {"127.0.0.1", "localhost", "::1"}
 
 
 class Asked(Exception):
@@ -41,6 +43,11 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
                 f"{cluster.replicas} scorers, {cluster.fronts} fronts",
                 err=True,
             )
+            server = config.server
+            if host not in _OWN_HOSTS and not (server.api_key or server.api_key_file):
+                click.echo(
+                    "whoever can reach it may use it: there is no --api-key, no --api-key-file", err=True
+                )
             while True:
                 signal.pause()
         except Asked:

@@ -49,9 +49,9 @@ def application(config: AppConfig, scorer: type[Scorer] = Scorer) -> Application
         .bind(config.engine, server)
     )
     fronts = serve.deployment(serve.ingress()(Front)).options(
-        **ends, num_replicas=cluster.fronts, ray_actor_options={"num_cpus": 0 if cluster.num_cpus < 1 else 1}
+        **ends, num_replicas=cluster.fronts, ray_actor_options={"num_cpus": min(1.0, cluster.num_cpus)}
     )
-    bound: Application = fronts.bind(scorers, server)
+    bound: Application = fronts.bind(scorers, cluster.max_replicas or cluster.replicas, server)
     return bound
 
 

@@ -126,8 +126,8 @@ class FleetEngine:
         return EngineStats(waiting_tokens=waiting)
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
-        """Weights and priorities hold at every engine, limits where there is one engine."""
-        self._roster.set_tenants(without_limits(tenants, self._roster.num_listed))
+        """Weights and priorities hold at every engine, limits where there is never more than one."""
+        self._roster.set_tenants(without_limits(tenants, self._roster.most))
 
     def check_rate(self, tenant: str) -> None:
         """Engines check rates themselves."""

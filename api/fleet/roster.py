@@ -56,9 +56,11 @@ class Connected:
 
 class Roster:
     """For one event loop. All engines that serve a request are of one fingerprint: where there are several,
-    as while a new version takes the place of an old one, requests go to those that are more."""
+    as while a new version takes the place of an old one, requests go to those that are more. There may be
+    as many as `most` engines, by default those that are listed."""
 
-    def __init__(self, listed: Sequence[Listed] = ()) -> None:
+    def __init__(self, listed: Sequence[Listed] = (), most: int | None = None) -> None:
+        self.most = len(listed) if most is None else most
         self._listed = {each.address: each.slot for each in listed}
         self._unlisted: dict[Address, asyncio.Event] = {}
         self._connected: dict[Address, Connected] = {}
@@ -163,6 +165,7 @@ class Roster:
     async def _stay_connected(self, address: Address) -> None:
         try:
             while address in self._listed:
+                self._unlisted[address].clear()
                 try:
                     link = await Link.open(address)
                 except LostError:
@@ -177,7 +180,7 @@ class Roster:
                     await link.close()
                 await asyncio.sleep(_LOOK_SECONDS)
         finally:
-            del self._tasks[address]
+            del self._tasks[address], self._unlisted[address]
 
     async def _use(self, address: Address, link: Link) -> None:
         """Until the engine is gone, or has left and answered what it was asked before."""

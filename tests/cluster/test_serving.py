@@ -17,8 +17,8 @@ import pytest
 from maxsimd.bench.datasets import docstring_pairs
 from tests.checkpoints import language_models
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.clients_under_load import QUERY, Clients, right_scores
 from tests.cluster import on_ray
-from tests.cluster.clients import QUERY, Clients, right_scores
 from tests.server.conftest import StartServer, session_starter
 from tests.waiting import wait_for
 

@@ -3,9 +3,7 @@
 import os
 import random
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 from maxsimd.bench.datasets import docstring_pairs
+from tests.clients_under_load import QUERY, Clients, right_scores
 from tests.server.conftest import Server, StartServer
 from tests.waiting import wait_for
 
@@ -36,11 +35,6 @@ def _children(server: Server) -> dict[str, list[int]]:
     return found
 
 
-def _body(rng: random.Random, cache: str = "bypass") -> dict[str, object]:
-    documents = rng.sample(DOCUMENTS, rng.randrange(1, 25))
-    return {"query": "how is a file opened", "documents": documents, "cache": cache, "return_documents": True}
-
-
 @pytest.fixture(scope="module")
 def fleet(session_starter: StartServer) -> Server:
     server = session_starter(*FLEET)
@@ -54,16 +48,9 @@ def _num_engines(server: Server) -> int:
     return int(status["replicas"]["ready"])
 
 
-def _right(server: Server) -> dict[str, float]:
-    """Each document's score by a server of one process."""
-    body = {"queries": "how is a file opened", "documents": DOCUMENTS, "cache": "bypass"}
-    data = httpx.post(server.url + "/score", json=body, timeout=60).json()["data"]
-    return {DOCUMENTS[each["index"]]: each["score"] for each in data}
-
-
 def test_a_spread_request_is_answered_as_one_process_answers_it(fleet: Server, server: Server) -> None:
     for path, body in [
-        ("/score", {"queries": "how is a file opened", "documents": DOCUMENTS, "cache": "bypass"}),
+        ("/score", {"queries": QUERY, "documents": DOCUMENTS, "cache": "bypass"}),
         ("/rerank", {"query": "a list", "documents": DOCUMENTS, "top_n": 7}),
         ("/rerank", {"query": "a list", "documents": [*DOCUMENTS, *DOCUMENTS[:9]], "cache": "bypass"}),
         ("/rerank", {"query": "a list " * 300, "documents": DOCUMENTS, "cache": "bypass"}),
@@ -128,8 +115,8 @@ def test_an_error_names_the_document_of_the_whole_request(fleet: Server, server:
 
 
 def test_a_stream_gives_each_document_once(fleet: Server, server: Server) -> None:
-    right = _right(server)
-    body = {"query": "how is a file opened", "documents": DOCUMENTS, "stream": True, "cache": "bypass"}
+    right = right_scores(server.url, DOCUMENTS)
+    body = {"query": QUERY, "documents": DOCUMENTS, "stream": True, "cache": "bypass"}
     with httpx.stream("POST", fleet.url + "/rerank", json=body, timeout=60) as answer:
         lines = [httpx.Response(200, content=line).json() for line in answer.iter_lines()]
     given = {line["index"]: line["relevance_score"] for line in lines[:-1]}
@@ -148,78 +135,37 @@ def test_clearing_the_cache_reaches_all_engines(fleet: Server) -> None:
     assert not (details.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
-class _Clients:
-    """Eight clients that ask until they are stopped, and compare what they get."""
-
-    def __init__(self, server: Server, right: dict[str, float]) -> None:
-        self._server, self._right = server, right
-        self._stop = threading.Event()
-        self.wrong: list[str] = []
-        self.failed: list[str] = []
-        self.answered = 0
-
-    def ask(self, seed: int) -> None:
-        rng = random.Random(seed)
-        while not self._stop.is_set():
-            body = _body(rng)
-            try:
-                answer = httpx.post(self._server.url + "/rerank", json=body, timeout=60)
-            except httpx.TransportError as error:
-                self.failed.append(repr(error))
-                continue
-            if answer.status_code != 200:
-                self.failed.append(answer.text)
-                continue
-            results = answer.json()["results"]
-            if sorted(each["index"] for each in results) != list(range(len(body["documents"]))):  # type: ignore[arg-type]
-                self.wrong.append("a document is missing or doubled")
-            for each in results:
-                if abs(each["relevance_score"] - self._right[each["document"]["text"]]) > 1e-4:
-                    self.wrong.append(str(each["index"]))
-            self.answered += 1
-
-    def stop(self) -> None:
-        self._stop.set()
-
-
 @pytest.fixture
-def clients(fleet: Server, server: Server) -> Iterator[_Clients]:
-    asking = _Clients(fleet, _right(server))
-    with ThreadPoolExecutor(8) as threads:
-        tasks = [threads.submit(asking.ask, seed) for seed in range(8)]
-        try:
-            yield asking
-        finally:
-            asking.stop()
-        for task in tasks:
-            task.result()
+def clients(fleet: Server, server: Server) -> Clients:
+    return Clients(fleet.url, right_scores(server.url, DOCUMENTS))
 
 
 # How often an engine is killed; MAXSIMD_KILLS=50 for a longer trial.
 KILLS = int(os.environ.get("MAXSIMD_KILLS", "3"))
 
 
-def test_an_engine_that_is_killed_loses_nothing(fleet: Server, clients: _Clients) -> None:
+def test_an_engine_that_is_killed_loses_nothing(fleet: Server, clients: Clients) -> None:
     rng = random.Random(0)
-    for _ in range(KILLS):
-        time.sleep(rng.uniform(0.5, 2.0))
-        engines = _children(fleet)["engine"]
-        os.kill(rng.choice(engines), signal.SIGKILL)
-        wait_for(lambda before=set(engines): len(set(_children(fleet)["engine"]) - before) == 1, 60)
-        wait_for(lambda: _num_engines(fleet) == 2, 60)
-    clients.stop()
+    with clients.asking():
+        for _ in range(KILLS):
+            time.sleep(rng.uniform(0.5, 2.0))
+            engines = _children(fleet)["engine"]
+            os.kill(rng.choice(engines), signal.SIGKILL)
+            wait_for(lambda before=set(engines): len(set(_children(fleet)["engine"]) - before) == 1, 60)
+            wait_for(lambda: _num_engines(fleet) == 2, 60)
     assert clients.answered > 0
     assert clients.wrong == []
     assert clients.failed == []
 
 
-def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clients: _Clients) -> None:
-    time.sleep(1)
-    fronts = _children(fleet)["front"]
-    os.kill(fronts[0], signal.SIGKILL)
-    wait_for(lambda: len(set(_children(fleet)["front"]) - set(fronts)) == 1, 60)
-    time.sleep(1)
-    clients.stop()
+def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clients: Clients) -> None:
+    with clients.asking():
+        time.sleep(1)
+        fronts = _children(fleet)["front"]
+        os.kill(fronts[0], signal.SIGKILL)
+        wait_for(lambda: len(set(_children(fleet)["front"]) - set(fronts)) == 1, 60)
+        time.sleep(1)
+    assert clients.answered > 0
     assert clients.wrong == []
     assert len(clients.failed) <= 8, "each client had at most one request there"
     assert fleet.process.poll() is None
