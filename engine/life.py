@@ -94,6 +94,11 @@ class EngineLife:
         return self._require().stats()
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """How fast the device runs when it has enough to do; None before it ever had."""
+        return self._require().scheduler.rate.tokens_per_second
+
+    @property
     def model(self) -> LoadedModel:
         """The loaded model's description."""
         return self._require().device_model.model

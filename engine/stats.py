@@ -1,6 +1,6 @@
 """What an engine holds at a moment: for tests, and for whoever wants to see that nothing leaks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,7 @@ class EngineStats:
 
     `requests` are inside, from their call to their result, and `open_requests` of them admitted to the queue;
     `waiting_tokens` counts cached documents at their price, `waiting_cached` their batches; `steps_in_flight`
-    are on the device. `tokens_per_second` is how fast the device runs when it has enough to do, which is not
-    held and compared; None before it ever had."""
+    are on the device."""
 
     requests: int = 0
     open_requests: int = 0
@@ -36,4 +35,3 @@ class EngineStats:
     waiting_cached: int = 0
     steps_in_flight: int = 0
     device: DeviceStats = DeviceStats()
-    tokens_per_second: float | None = field(default=None, compare=False)

@@ -61,10 +61,10 @@ class Scorer:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What waits here in tokens, how many tokens a second are run, and for what share of the time."""
-        stats = self._engine.stats()
+        engine = self._engine
         return {
-            "queued_tokens": stats.waiting_tokens,
-            "tokens_per_second": stats.tokens_per_second or 0.0,
+            "queued_tokens": engine.stats().waiting_tokens,
+            "tokens_per_second": engine.tokens_per_second or 0.0,
             "busy": self._busy.share(),
         }
 

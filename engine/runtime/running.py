@@ -167,7 +167,6 @@ class Running:
             waiting_cached=self.scheduler.waiting_cached,
             steps_in_flight=self.scheduler.in_flight,
             device=self._actors.stats(),
-            tokens_per_second=self.scheduler.rate.tokens_per_second,
         )
 
     async def close(self, grace: float | None) -> None:

@@ -39,7 +39,7 @@ async def test_scores_equal_the_reference(
     ours = await engines.scores(_config(family, path), pairs[:100])
     texts = [pair.query for pair in pairs[:100]], [pair.document for pair in pairs[:100]]
     reference = family.reference(family.weights(path), *texts)
-    assert reference.std() > 0.01, "the checkpoint must tell pairs apart, or this test shows nothing"
+    assert reference.std() > 0.005, "the checkpoint must tell pairs apart, or this test shows nothing"
     tolerance = 1e-5 if family.kind == "bi-encoder" else 1e-4
     np.testing.assert_allclose(ours, reference, atol=tolerance, rtol=0)
 
