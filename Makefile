@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-fleet test-gpu test-clients test-oracles screenshots docs soak lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
+.PHONY: serve test test-fast test-all test-fleet test-ray test-gpu test-clients test-oracles screenshots docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -29,6 +29,10 @@ test: $(VENV)/.dev
 # The server's tests with servers of two fronts and two engines.
 test-fleet: $(VENV)/.dev
 	MAXSIMD_FLEET=2x2 $(PYTEST) --dist loadfile -m "not exhaustive and not one_process" tests/server
+
+# The server's tests with servers that are a front and two scorers on Ray, each on a cluster of its own: half an hour.
+test-ray: $(VENV)/.dev
+	MAXSIMD_FLEET=ray $(BIN)/python -m pytest -m "not exhaustive and not one_process" tests/server
 
 # Every architecture that transformers has, every damage to every family, every precision: up to an hour.
 test-all: $(VENV)/.dev
@@ -58,6 +62,10 @@ docs: $(VENV)/.dev
 SOAK_SECONDS ?= 1800
 soak: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos faults --seconds $(SOAK_SECONDS) --plot docs/soak.svg
+
+# On Ray: 50 scorers killed under clients, and 100,000 rows while actors and the command are killed.
+soak-cluster: $(VENV)/.dev
+	$(BIN)/python -m tests.cluster.soak --out bench/results/cluster-soak.md
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ import numpy as np
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.spread import Job, Spreader
+from maxsimd.bench.cluster_deploy import deploy_in_thread
 from maxsimd.bench.datasets import QUERY, docstring_pairs
 
 # The scorers' caches in MiB, and documents a request.
-_CACHE_MB, _DOCUMENTS = 8, 40
+_CACHE_MB, _DOCUMENTS = 16, 40
 # As often as caches hold all that is asked for: of one scorer. Requests that fill caches, and that count.
-_WORKING_SET, _FILLING, _COUNTED = 1.5, 120, 120
+_WORKING_SET, _FILLING, _COUNTED = 1.5, 400, 120
 # After a change, hits are back once this many requests in a row have this share of those before.
 _IN_A_ROW, _BACK = 10, 0.95
 _NAME = "hits"
-_CHANGE_REQUESTS = 400
+_CHANGE_REQUESTS = 600
+_ARGS = {"replicas": 2, "cache_mb": _CACHE_MB, "max_batch_tokens": 512, "dtype": "bfloat16"}
 
 
 class AnywhereSpreader(Spreader):
@@ -61,8 +64,10 @@ async def measure_hits(seed: int) -> dict[str, Any]:
     engine = FleetEngine(roster)
     anywhere = FleetEngine(roster, spreader=AnywhereSpreader(roster, 30.0))
     figures: dict[str, Any] = {}
-    await _deploy(roster, 2)
+    await deploy_in_thread(_NAME, _ARGS, 2)
+    _watch(roster)
     try:
+        await _deploy(roster, 2)
         documents = await _working_set(engine)
         figures["documents"] = len(documents)
         for name, front in (("anywhere", anywhere), ("by owner", engine)):
@@ -84,12 +89,14 @@ async def measure_hits(seed: int) -> dict[str, Any]:
 
 async def _working_set(front: FleetEngine) -> list[str]:
     """As many documents as 1.5 caches of a scorer hold, by what a page of metrics says one takes."""
-    texts = [pair.document for pair in docstring_pairs() if 300 < len(pair.document) < 600]
+    texts = [pair.document for pair in docstring_pairs() if 200 < len(pair.document) < 1_200]
     result = await front.score(QUERY, texts[:200], cache="bypass")
     tokens = (result.usage.prompt_tokens - result.usage.query_tokens) / 200
     width = front.facts.tasks[front.facts.score_task].dim
     of_one = tokens * width * 2  # bytes, in bfloat16
-    return texts[: int(_WORKING_SET * _CACHE_MB * 2**20 / of_one)]
+    count = int(_WORKING_SET * _CACHE_MB * 2**20 / of_one)
+    assert count <= len(texts), "there are too few docstrings for such caches"
+    return texts[:count]
 
 
 async def _until_back(traffic: _Traffic, before: float, when: str) -> dict[str, Any]:
@@ -108,24 +115,26 @@ async def _until_back(traffic: _Traffic, before: float, when: str) -> dict[str, 
 
 
 async def _deploy(roster: Roster, replicas: int) -> None:
-    """Runs the application with as many scorers, and watches them."""
+    """Runs the application with as many scorers; those that are there stay. Returns once all are reached."""
+    await deploy_in_thread(_NAME, _ARGS, replicas)
+    while len(roster.members) != replicas:
+        await roster.until_changed()
+
+
+def _watch(roster: Roster) -> None:
+    """Has the roster follow which scorers there are."""
     from ray import serve
 
     from maxsimd.api.cluster.members import watch
-    from maxsimd.api.cluster.serve import app_builder
 
-    args = {"replicas": replicas, "cache_mb": _CACHE_MB, "max_batch_tokens": 512, "dtype": "bfloat16"}
     loop = asyncio.get_running_loop()
-    await asyncio.to_thread(serve.run, app_builder(args), name=_NAME, route_prefix=f"/{_NAME}")
-    handle = serve.get_deployment_handle("Scorer", _NAME)
 
     def changed(listed: list[Listed]) -> None:
-        loop.call_soon_threadsafe(roster.set_listed, listed)
+        with suppress(RuntimeError):  # the measurement is over
+            loop.call_soon_threadsafe(roster.set_listed, listed)
 
-    watch(handle, changed)
+    watch(serve.get_deployment_handle("Scorer", _NAME), changed)
     roster.start()
-    while len(roster.members) != replicas:
-        await roster.until_changed()
 
 
 def _kill_one(seed: int) -> None:

@@ -1,18 +1,21 @@
 """How many documents are asked of another member once a member comes or goes.
 
-A request goes to a cell as often as it has members, and each of its documents to the owner there. Such a
-document has moved where its member did not own it before, in the cell in which it was: it is encoded again.
-What a full cache has forgotten is not counted, nor what a member has by chance."""
+Requests are drawn as a front draws them, each to the cells with less to do; each of a request's documents
+goes to its owner there. It has moved where its member did not own it before, for any request: it is encoded
+again. What a full cache has forgotten is not counted, nor what a member has by chance."""
 
+import random
 from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.scheduler.fleet import Cell, Member, cells_of, ranked
+from maxsimd.scheduler.fleet import Cell, Member, cells_of, reach_of
 
-_DOCUMENTS = 20_000
+_DOCUMENTS = 4_000
+# Requests drawn of a fleet, a cell, and at the least.
+_A_CELL, _REQUESTS = 40, 1_000
 
 
 def moves_times_members(members: int, cell_size: int) -> dict[str, float]:
@@ -33,44 +36,69 @@ def moves_of_growth(members: int, cell_size: int) -> list[float]:
 def moved(before: tuple[Member, ...], after: tuple[Member, ...], cell_size: int) -> float:
     """The share of all requests' documents whose member after the change did not own them before."""
     digests = np.random.default_rng(0).integers(0, 2**64, _DOCUMENTS, dtype=np.uint64)
-    cell_before = {member.name: cell for cell in cells_of(before, cell_size) for member in cell.members}
-    share = 0.0
-    for cell in cells_of(after, cell_size):
-        if all(_is_as_before(member, cell, cell_before) for member in cell.members):
-            continue
-        owners = _owners(cell, digests)
-        has_owned = np.zeros(_DOCUMENTS, dtype=np.bool_)
-        # Each of the cells from which its members are, by its first member: cells are compared slowly.
-        for old in {each.members[0].name: each for each in _old_cells(cell, cell_before)}.values():
-            has_owned |= owners == _owners(old, digests)
-        share += len(cell.members) / len(after) * float(1 - has_owned.mean())
-    return share
+    earlier, later = _Fleet(before, cell_size, digests), _Fleet(after, cell_size, digests)
+    has_moved = {cell.number: ~earlier.has_owned(later.owners[cell.number]) for cell in later.cells}
+    draws = random.Random(0)
+    shares = []
+    for _ in range(max(_REQUESTS, _A_CELL * len(later.cells))):
+        number, other = later.draw(draws.getrandbits(64))
+        is_there = later.is_owned[number]
+        shares.append(float(np.where(is_there, has_moved[number], has_moved[other]).mean()))
+    return float(np.mean(shares))
+
+
+class _Fleet:
+    """Whose documents [N] are whose: by a cell's number their `owners` there, by name, and whether their slot
+    there has a member."""
+
+    def __init__(self, members: tuple[Member, ...], cell_size: int, digests: NDArray[np.uint64]) -> None:
+        self.cells = cells_of(members, cell_size)
+        self.owners = {cell.number: _owners(cell, digests) for cell in self.cells}
+        self.is_owned = {cell.number: cell.is_owned(digests) for cell in self.cells}
+        self._cell_of = {member.name: cell.number for cell in self.cells for member in cell.members}
+        self._work = dict.fromkeys(self._cell_of, 0)
+
+    def has_owned(self, names: NDArray[np.str_]) -> NDArray[np.bool_]:
+        """Whether the members of these names, one for each document [N], own it for some request."""
+        owned = np.zeros(len(names), dtype=np.bool_)
+        free = {number: ~is_owned for number, is_owned in self.is_owned.items()}
+        num_free = np.sum(list(free.values()), axis=0)
+        for name in np.unique(names):
+            number = self._cell_of.get(str(name))
+            if number is not None:
+                # Those whose slot there is its own; and those without one that come from other cells.
+                comes = self.is_owned[number] | (num_free > free[number]) | (len(self.cells) == 1)
+                owned |= (names == name) & (self.owners[number] == name) & comes
+        return owned
+
+    def draw(self, draw: int) -> tuple[int, int]:
+        """The cells of a request for all documents, by their numbers: the first, and the one for documents
+        without a member there. The request is counted as work of its members."""
+        reach = reach_of(self.cells, self._load, draw)
+        number = reach.cell.number
+        other = number if reach.other is None else reach.other.number
+        taken = np.where(self.is_owned[number], self.owners[number], self.owners[other])
+        for name, count in zip(*np.unique(taken, return_counts=True), strict=True):
+            self._work[str(name)] += int(count)
+        return number, other
+
+    def _load(self, cell: Cell) -> float:
+        return float(np.mean([self._work[member.name] for member in cell.members]))
 
 
 def _changes(members: int) -> Iterator[tuple[str, tuple[Member, ...], tuple[Member, ...]]]:
     fleet = _fleet(members)
-    newer, last = Member(0, "newer", "f"), fleet[-1]
+    newer = Member(0, "newer", "f")
     yield "one more comes", fleet, _fleet(members + 1)
     yield "one dies, another takes its slot", fleet, (newer, *fleet[1:])
     if members > 1:
         yield "the last goes", fleet, fleet[:-1]
         yield "the first goes, its slot stays free", fleet, fleet[1:]
-        # As where slots are ranks, which a cluster may number anew once one has left.
-        yield "the first goes, the last takes its slot", fleet, (Member(0, last.name, "f"), *fleet[1:-1])
 
 
 def _fleet(members: int) -> tuple[Member, ...]:
     return tuple(Member(slot, f"m{slot}", "f") for slot in range(members))
 
 
-def _old_cells(cell: Cell, cell_before: dict[str, Cell]) -> list[Cell]:
-    return [cell_before[member.name] for member in cell.members if member.name in cell_before]
-
-
-def _is_as_before(member: Member, cell: Cell, cell_before: dict[str, Cell]) -> bool:
-    return member.name in cell_before and cell_before[member.name].members == cell.members
-
-
 def _owners(cell: Cell, digests: NDArray[np.uint64]) -> NDArray[np.str_]:
-    names = np.array([member.name for member in cell.members])
-    return names[ranked(digests, [member.slot for member in cell.members])[:, 0]]
+    return np.array([member.name for member in cell.members])[cell.ranked(digests)[:, 0]]

@@ -19,8 +19,8 @@ _SERVERS = {
     "1 front, 2 replicas": ("--replicas", "2"),
     "2 fronts, 2 replicas": ("--fronts", "2", "--replicas", "2"),
 }
-# To how many engines a fleet grows one by one, and what a step may move, in engines' shares.
-_GROWN, _BAR = 100, 1.2
+# To how many engines a fleet grows one by one.
+_GROWN = 100
 # Requests that count at least, however few engines there are.
 _LEAST_REQUESTS = 2_000
 
@@ -116,12 +116,10 @@ def _moves(members: tuple[int, ...], cell_size: int) -> dict[str, dict[str, floa
 
 
 def _growth(cell_size: int) -> list[float]:
-    """The same as a fleet grows, printed: steps that open a cell are the other ones."""
+    """The same as a fleet grows, printed."""
     steps = moves_of_growth(_GROWN, cell_size)
-    usual = [times for times in steps if times <= _BAR]
     click.echo(
-        f"  from 1 engine to {_GROWN}, one by one: {sum(steps) / len(steps):.2f} / engines a step; at most "
-        f"{max(usual):.2f} in {len(usual)} steps, at most {max(steps):.2f} in the other "
-        f"{len(steps) - len(usual)}"
+        f"  from 1 engine to {_GROWN}, one by one: {sum(steps) / len(steps):.2f} / engines a step, at most "
+        f"{max(steps):.2f}"
     )
     return steps

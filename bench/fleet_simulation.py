@@ -22,13 +22,14 @@ from maxsimd.scheduler.fleet import (
     Fail,
     Loads,
     Member,
+    Reach,
     RetryBudget,
     Seen,
     Send,
     Split,
-    cell_of,
     cells_of,
     plan,
+    reach_of,
 )
 
 # The way to a member or back, in seconds.
@@ -85,7 +86,7 @@ class _Request:
     """One that is under way: its documents' numbers [N], digests [N] and tokens [N]."""
 
     front: _Front
-    cell: Cell
+    reach: Reach
     drawn: NDArray[np.intp]
     digests: NDArray[np.uint64]
     tokens: NDArray[np.int64]
@@ -190,15 +191,15 @@ class _Fleet:
         if self._now > front.forgot + _QUEUES_FOR:
             front.loads.forget_queued()
             front.forgot = self._now
-        cell = cell_of(self._cells, None, partial(self._load, front), self._random.getrandbits(64))
+        reach = reach_of(self._cells, partial(self._load, front), self._random.getrandbits(64))
         drawn = np.searchsorted(self._bounds, self._generator.random(self._shape.documents))
         digests, tokens = self._digests[drawn], self._tokens[drawn]
-        documents = Documents(digests, tokens, front.seen.weights(cell, digests, tokens))
+        documents = Documents(digests, tokens, front.seen.weights(reach, digests, tokens))
         split = Split.BY_OWNER if self._shape.routing is Routing.BY_OWNER else Split.BY_TOKENS
-        parts = plan(documents, cell.members, front.loads.of(cell.members), split, _STEP_TOKENS)
+        parts = plan(documents, reach, front.loads.of(reach.members), split, _STEP_TOKENS)
         self._counts.parts += len(parts)
         attempts = Attempts(parts, front.budget)
-        request = _Request(front, cell, drawn, digests, tokens, attempts, self._now)
+        request = _Request(front, reach, drawn, digests, tokens, attempts, self._now)
         for send in attempts.begin():
             self._send(request, send)
 
@@ -227,7 +228,7 @@ class _Fleet:
             return  # its request has failed
         self._counts.hits += hits
         self._counts.answered += len(send.part.indices)
-        request.front.seen.remember(request.cell, request.digests[send.part.indices].tolist(), send.member)
+        request.front.seen.remember(request.reach, request.digests[send.part.indices].tolist(), send.member)
         if request.attempts.is_over:
             self._counts.latencies.append(self._now - request.begun)
 

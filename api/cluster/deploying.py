@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from maxsimd.api.cluster.config import AppConfig
+from maxsimd.api.cluster.config import AppConfig, ClusterConfig
 from maxsimd.api.cluster.running import APP_NAME
 
 _IMPORT_PATH = "maxsimd.api.cluster.serve:app_builder"
@@ -64,9 +64,19 @@ def _deployed(config: AppConfig) -> dict[str, Any]:
                 "import_path": _IMPORT_PATH,
                 "route_prefix": "/",
                 "args": config.arguments(),
+                "deployments": _numbers(config.cluster),
             }
         ],
     }
+
+
+def _numbers(cluster: ClusterConfig) -> list[dict[str, Any]]:
+    """How many replicas there are, which can be changed here without replacing those that are there: a change
+    of `args` replaces all."""
+    numbers = [{"name": "Front", "num_replicas": cluster.fronts}]
+    if cluster.max_replicas is None:
+        numbers.append({"name": "Scorer", "num_replicas": cluster.replicas})
+    return numbers
 
 
 def _pod(name: str, image: str, resources: dict[str, Any]) -> dict[str, Any]:

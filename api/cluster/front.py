@@ -62,7 +62,7 @@ class Front:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Where other fronts can ask this one."""
-        return published(self._address)
+        return published(self._address, own_rank())
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Its number in /metrics."""
@@ -88,7 +88,7 @@ class Front:
     def _scorers_changed(self, listed: list[Listed]) -> None:
         if not listed:
             return  # all leave, with this one: until they are gone they answer
-        self._loop.call_soon_threadsafe(self._roster.set_listed, listed)
+        self._loop.call_soon_threadsafe(self._engine.set_listed, listed)
 
     def _fronts_changed(self, listed: list[Listed]) -> None:
         others = {each.slot: each.address for each in listed if each.address != self._address}

@@ -1,6 +1,6 @@
 """Who serves, as Ray Serve says it: what is not settled in Ray's interface is in this file and `router.py`.
 
-Each replica publishes where it listens when it is ready (`record_replica_metadata`), and its rank as that
+Each replica publishes where it listens when it is ready (`record_replica_metadata`), and its slot as that
 changes (`record_routing_stats`); Serve's controller pushes both to the routers of all processes that have a
 handle. Parts of requests do not come by a router: a front connects to the scorers themselves.
 """
@@ -18,15 +18,15 @@ from maxsimd.api.cluster.watchers import Published, watchers
 from maxsimd.api.fleet.address import NetAddress
 from maxsimd.api.fleet.roster import Listed
 
-# How often replicas are asked for their rank, in seconds.
-_RANK_SECONDS = 5.0
+# How often replicas are asked for their slot, in seconds.
+_SLOT_SECONDS = 5.0
 
 
 def router() -> RequestRouterConfig:
     """What deployments are to be configured with whose replicas are watched."""
     return RequestRouterConfig(
         request_router_class="maxsimd.api.cluster.router:MembersRouter",
-        request_routing_stats_period_s=_RANK_SECONDS,
+        request_routing_stats_period_s=_SLOT_SECONDS,
     )
 
 
@@ -55,8 +55,8 @@ def own_handle() -> DeploymentHandle:
 
 
 def own_rank() -> int:
-    """The rank of this replica among its deployment's: a number from 0, which whoever replaces it takes
-    over."""
+    """The rank of this replica among its deployment's by now: a number from 0, which whoever replaces it
+    takes over. It changes where another one leaves."""
     return int(serve.get_replica_context().rank.rank)
 
 
@@ -71,6 +71,6 @@ def proxy_address() -> tuple[str, int]:
     return str(options.host), int(options.port)
 
 
-def published(address: NetAddress) -> dict[str, Any]:
+def published(address: NetAddress, slot: int) -> dict[str, Any]:
     """What a replica is to return as its metadata."""
-    return {"host": address.host, "port": address.port, "secret": address.secret, "slot": own_rank()}
+    return {"host": address.host, "port": address.port, "secret": address.secret, "slot": slot}

@@ -6,10 +6,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from maxsimd.api.cluster.busy import Busy
-from maxsimd.api.cluster.members import own_host, own_rank, published
+from maxsimd.api.cluster.members import own_handle, own_host, own_rank, published, watch
+from maxsimd.api.cluster.own_slot import OwnSlot
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet.door import Door
 from maxsimd.api.fleet.engine_answers import EngineAnswers
+from maxsimd.api.fleet.roster import Listed
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
 from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
@@ -32,6 +34,9 @@ class Scorer:
         take_short_slices()
         share_heaps(usable_cores().threads)
         self._grace = server_config.grace_seconds
+        self._slot = OwnSlot()
+        self._loop = asyncio.get_running_loop()
+        watch(own_handle(), self._scorers_changed)
         engine = self._engine = Engine(engine_config)
         await engine.start()
         self._stack = ExitStack()
@@ -44,7 +49,8 @@ class Scorer:
         ]
         self._door = Door(EngineAnswers(engine), lambda: _waiting_tokens(engine))
         self._address = await self._door.open_port(own_host())
-        log.info("scorer %d is ready: %s", own_rank(), engine.facts.how_it_runs)
+        self._slot.choose(own_rank(), self._address)
+        log.info("scorer %d is ready: %s", self._slot.number, engine.facts.how_it_runs)
 
     async def check_health(self) -> None:
         """Raises once the engine has died: Serve puts another replica in its place then."""
@@ -53,11 +59,11 @@ class Scorer:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Where this scorer listens, for fronts."""
-        return published(self._address)
+        return published(self._address, self._slot.number)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Whose documents are cached here: those of this slot."""
-        return {"slot": own_rank()}
+        return {"slot": self._slot.number}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What waits here in tokens, how many tokens a second are run, and for what share of the time."""
@@ -80,6 +86,9 @@ class Scorer:
             task.cancel()
         await self._engine.stop(grace=0)
         self._stack.close()
+
+    def _scorers_changed(self, listed: list[Listed]) -> None:
+        self._loop.call_soon_threadsafe(self._slot.set_listed, listed)
 
     def _is_idle(self) -> bool:
         return self._engine.is_healthy and self._engine.stats().requests == 0

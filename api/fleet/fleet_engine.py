@@ -30,7 +30,7 @@ from maxsimd.api.fleet.messages import (
     Rank,
     Ranked,
 )
-from maxsimd.api.fleet.roster import ReplacedError, Roster, Served
+from maxsimd.api.fleet.roster import Listed, ReplacedError, Roster, Served
 from maxsimd.api.fleet.scoring import NewScores, ScoreJob
 from maxsimd.api.fleet.spread import Job, Spreader, estimated_tokens
 from maxsimd.api.fleet.stream import FleetStream
@@ -71,6 +71,7 @@ class FleetEngine:
         self._roster = roster
         self._spreader = Spreader(roster, patience) if spreader is None else spreader
         self._pool = WorkerPool(_THREADS, lambda: None)
+        self._tenants: Mapping[str, Tenant] = {}
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         self.death: str | None = None
         self.restart_obstacle: str | None = None
@@ -126,8 +127,14 @@ class FleetEngine:
         return EngineStats(waiting_tokens=waiting)
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
-        """Weights and priorities hold at every engine, limits where there is never more than one."""
-        self._roster.set_tenants(without_limits(tenants, self._roster.most))
+        """Weights and priorities hold at every engine, limits while there is one at most."""
+        self._tenants = tenants
+        self._roster.set_tenants(without_limits(tenants, max(self._roster.most, self._roster.num_listed)))
+
+    def set_listed(self, listed: Sequence[Listed]) -> None:
+        """These engines are meant to be there from now on; they may be more than the roster was made for."""
+        self._roster.set_listed(listed)
+        self.set_tenants(self._tenants)
 
     def check_rate(self, tenant: str) -> None:
         """Engines check rates themselves."""

@@ -150,6 +150,8 @@ class Roster:
 
     def set_tenants(self, tenants: dict[str, Tenant]) -> None:
         """Tells all engines, and those that come later."""
+        if tenants == self._tenants:
+            return
         self._tenants = tenants
         for connected in self._connected.values():
             telling = asyncio.create_task(_tell(connected.link, tenants))

@@ -22,24 +22,24 @@ from maxsimd.engine.errors import (
 )
 from maxsimd.scheduler.fleet import (
     Attempts,
+    Cell,
     Fail,
     FleetError,
     Loads,
     Member,
+    Reach,
     RetryBudget,
     Seen,
     Send,
     Split,
-    cell_of,
     cells_of,
     plan,
+    reach_of,
 )
-from maxsimd.scheduler.fleet.cells import Cell
 from maxsimd.scheduler.fleet.plan import Documents, Part
 
 # Documents that a front remembers having sent.
 _REMEMBERED = 200_000
-_CELL_SIZE = 8
 # An engine that has not answered this many seconds after the deadline hangs.
 _HANGS = 1.0
 # What replies say of the queue at an engine is forgotten this often, in seconds.
@@ -104,21 +104,22 @@ class Spreader:
         if (now := asyncio.get_running_loop().time()) > self._forgot + _QUEUES_FOR:
             self._loads.forget_queued()
             self._forgot = now
-        cells = cells_of(members, _CELL_SIZE)
-        cell = cell_of(cells, None, lambda each: float(self._loads.of(each.members).mean()), getrandbits(64))
-        weights = self._seen.weights(cell, job.digests, job.tokens) if job.is_cached else job.tokens
+        reach = reach_of(cells_of(members), self._load, getrandbits(64))
+        weights = self._seen.weights(reach, job.digests, job.tokens) if job.is_cached else job.tokens
         documents = Documents(job.digests, job.tokens, weights)
-        loads = self._loads.of(cell.members)
-        parts = plan(documents, cell.members, loads, job.split, least_tokens)
+        parts = plan(documents, reach, self._loads.of(reach.members), job.split, least_tokens)
         if job.first is not None and len(parts) > 1:
             try:
-                await self._run_parts(job.first, [_by_one(job.first, parts)], cell, deadline)
+                await self._run_parts(job.first, [_by_one(job.first, parts)], reach, deadline)
             except TimeoutError:
                 if job.needs_first:
                     raise
-        await self._run_parts(job, parts, cell, deadline)
+        await self._run_parts(job, parts, reach, deadline)
 
-    async def _run_parts(self, job: Job, parts: list[Part], cell: Cell, deadline: float | None) -> None:
+    def _load(self, cell: Cell) -> float:
+        return float(self._loads.of(cell.members).mean())
+
+    async def _run_parts(self, job: Job, parts: list[Part], reach: Reach, deadline: float | None) -> None:
         """Returns when all parts are committed."""
         attempts = Attempts(parts, self._budget)
         under_way: dict[asyncio.Task[Reply], Send] = {}
@@ -142,7 +143,7 @@ class Spreader:
                     sends += next_sends
                     if job.is_cached and _is_answered(task):
                         digests = job.digests[send.part.indices]
-                        self._seen.remember(cell, digests.tolist(), send.member)
+                        self._seen.remember(reach, digests.tolist(), send.member)
         finally:
             for task in under_way:
                 task.cancel()

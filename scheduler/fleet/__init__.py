@@ -5,7 +5,7 @@ of it can be simulated a million requests at a time.
 """
 
 from maxsimd.scheduler.fleet.attempts import Attempts, Fail, FleetError, Send
-from maxsimd.scheduler.fleet.cells import Cell, cell_of, cells_of
+from maxsimd.scheduler.fleet.cells import Cell, Reach, cells_of, reach_of
 from maxsimd.scheduler.fleet.loads import Loads
 from maxsimd.scheduler.fleet.merge import Merge
 from maxsimd.scheduler.fleet.owners import Member, digest_of, ranked
@@ -23,13 +23,14 @@ __all__ = [
     "Member",
     "Merge",
     "Part",
+    "Reach",
     "RetryBudget",
     "Seen",
     "Send",
     "Split",
-    "cell_of",
     "cells_of",
     "digest_of",
     "plan",
     "ranked",
+    "reach_of",
 ]

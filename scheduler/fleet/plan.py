@@ -1,6 +1,5 @@
 """From a request's documents to parts, each for one member."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heapify, heapreplace
@@ -8,12 +7,14 @@ from heapq import heapify, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.scheduler.fleet.owners import Digests, Member, ranked
+from maxsimd.scheduler.fleet.cells import Reach
+from maxsimd.scheduler.fleet.owners import Digests, Member
 
 Tokens = NDArray[np.int64]
 
 # Consistent hashing with bounded loads (Mirrokni, Thorup & Zadimoghaddam 2018, arXiv 1608.01350): no member
-# may have more than this many times the mean of its cell, and one step beyond, or few requests would move.
+# may have more than this many times the mean of those that a request is spread over, and one step beyond, or
+# few requests would move.
 _BOUND = 1.25
 
 
@@ -50,14 +51,14 @@ class Part:
     is_whole: bool = False
 
 
-def plan(
-    documents: Documents, members: Sequence[Member], loads: Tokens, split: Split, least_tokens: int
-) -> list[Part]:
+def plan(documents: Documents, reach: Reach, loads: Tokens, split: Split, least_tokens: int) -> list[Part]:
     """The parts of a request: each document in exactly one, equal documents in the same.
 
-    `loads` is what waits at each member [G] by now, in tokens. A request with at most `least_tokens` goes to
-    one member, and no part by tokens weighs less where it need not. Raises ValueError without members.
+    `loads` is what waits at each of the reach's members [G] by now, in tokens. A request with at most
+    `least_tokens` goes to one member, and no part by tokens weighs less where it need not. Raises ValueError
+    without members.
     """
+    members = reach.members
     if not members:
         raise ValueError("there is no member that could take a part")
     if not len(documents.digests):
@@ -65,7 +66,7 @@ def plan(
     unique, inverse = np.unique(documents.digests, return_inverse=True)
     of_unique = np.maximum(1, np.bincount(inverse, weights=documents.weights).astype(np.int64))
     if split is Split.BY_OWNER:
-        order = ranked(unique, [member.slot for member in members])  # [N, G]
+        order = reach.ranked(unique)  # [N, G]
         room = _BOUND * (loads.sum() + of_unique.sum()) / len(members) + least_tokens - loads
         choose = _at_one if documents.tokens.sum() <= least_tokens else _at_owners
         chosen = choose(order, of_unique, room)
@@ -73,7 +74,7 @@ def plan(
         chosen = _by_tokens(of_unique, loads, least_tokens)
     else:
         chosen = np.full(len(unique), np.argmin(loads), dtype=np.intp)
-    parts = _parts(chosen[inverse], documents, members)
+    parts = _parts(chosen[inverse], documents, reach)
     return [replace(part, is_whole=True) for part in parts] if split is Split.NEVER else parts
 
 
@@ -118,10 +119,11 @@ def _by_tokens(weights: Tokens, loads: Tokens, least_tokens: int) -> NDArray[np.
     return chosen
 
 
-def _parts(chosen: NDArray[np.intp], documents: Documents, members: Sequence[Member]) -> list[Part]:
+def _parts(chosen: NDArray[np.intp], documents: Documents, reach: Reach) -> list[Part]:
+    members = reach.members
     firsts, a_document = np.unique(chosen, return_index=True)
     # Who else is asked: in the order of one of its documents, so that others differ from part to part.
-    others = ranked(documents.digests[a_document], [member.slot for member in members])
+    others = reach.ranked(documents.digests[a_document])
     parts = []
     for first, order in zip(firsts.tolist(), others.tolist(), strict=True):
         indices = np.flatnonzero(chosen == first).astype(np.int64)

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from maxsimd.bench.cluster_deploy import deploy as deploy_as_file
 from tests.waiting import wait_for
 
 # Loading on two cores beside others takes long.
@@ -49,16 +50,18 @@ def ray_session(cores: int = 16) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def deploy(name: str, url: str, *, replicas: int = 2, **args: Any) -> str:
-    """Runs an application, or a new version of it, until all its scorers are there; gives its URL."""
-    from maxsimd.api.cluster.serve import app_builder
-
+def deploy(name: str, url: str, *, replicas: int = 2, scorers: int | None = None, **args: Any) -> str:
+    """Runs an application as `serve deploy` does, or changes it, until all its scorers are there: `replicas`
+    of them, or `scorers` where its deployment is to have others by now. Gives its URL."""
     given = {"dtype": "float32", "num_cpus": 1, "replicas": replicas, **args}
-    return run(name, url, app_builder(given), replicas)
+    ready = replicas if scorers is None else scorers
+    deploy_as_file(_own(name), given, ready)
+    wait_for(lambda: num_ready(f"{url}/{_own(name)}") == ready, READY_SECONDS)
+    return f"{url}/{_own(name)}"
 
 
 def run(name: str, url: str, application: Any, replicas: int) -> str:
-    """The same of an application that is there already."""
+    """The same of an application that has been built here."""
     from ray import serve
 
     name = _own(name)

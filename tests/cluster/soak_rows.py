@@ -2,7 +2,6 @@
 output once, with its score. `python -m tests.cluster.soak_rows --rows 100000` prints a table."""
 
 import argparse
-import math
 import os
 import random
 import shutil
@@ -169,8 +168,26 @@ def compare(rows: pa.Table, out: Path, scores: Sequence[float]) -> Verdict:
     )
 
 
-def _equal(score: float, expected: float) -> bool:
-    return math.isclose(score, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+def soak(count: int, batch_size: int, seed: int) -> tuple[str, bool]:
+    """Scores rows while actors and the command are killed: a table of what came of it, and whether each row
+    is there once with its score."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder, "in.parquet"), Path(folder, "out")
+        rows = pairs(count)
+        parquet.write_table(rows, source)
+        start = time.monotonic()
+        killed = score_with_kills(source, out, batch_size, KILLS, seed)
+        seconds = time.monotonic() - start
+        verdict = compare(rows, out, direct_scores(rows))
+        tokens = sum(parquet.read_table(out)["prompt_tokens"].to_pylist())
+    deaths = ", ".join(f"{each.what} at {each.rows:,}" for each in killed)
+    numbers = f"{verdict.missing} | {verdict.doubled} | {verdict.wrong}"
+    table = (
+        "| rows | tokens | seconds | killed | missing | doubled | wrong |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        f"| {count:,} | {tokens:,} | {seconds:.0f} | {deaths} | {numbers} |"
+    )
+    return table, not (verdict.missing or verdict.doubled or verdict.wrong)
 
 
 def main() -> int:
@@ -179,21 +196,9 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        source, out = Path(folder, "in.parquet"), Path(folder, "out")
-        rows = pairs(options.rows)
-        parquet.write_table(rows, source)
-        start = time.monotonic()
-        killed = score_with_kills(source, out, options.batch_size, KILLS, options.seed)
-        seconds = time.monotonic() - start
-        verdict = compare(rows, out, direct_scores(rows))
-        tokens = sum(parquet.read_table(out)["prompt_tokens"].to_pylist())
-    print("| rows | tokens | seconds | killed | missing | doubled | wrong |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    deaths = ", ".join(f"{each.what} at {each.rows:,}" for each in killed)
-    numbers = f"{verdict.missing} | {verdict.doubled} | {verdict.wrong}"
-    print(f"| {options.rows:,} | {tokens:,} | {seconds:.0f} | {deaths} | {numbers} |")
-    return int(bool(verdict.missing or verdict.doubled or verdict.wrong))
+    table, is_right = soak(options.rows, options.batch_size, options.seed)
+    print(table)
+    return int(not is_right)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Real applications on Ray Serve, beside the server that one process is: the same answers, whatever dies."""
 
 import os
-import random
 import signal
 import sys
 import threading
@@ -14,11 +13,11 @@ import httpx
 import numpy as np
 import pytest
 
-from maxsimd.bench.datasets import docstring_pairs
 from tests.checkpoints import language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.clients_under_load import QUERY, Clients, right_scores
 from tests.cluster import on_ray
+from tests.cluster.kills import DOCUMENTS, kill_scorers
 from tests.server.conftest import StartServer, session_starter
 from tests.waiting import wait_for
 
@@ -30,11 +29,9 @@ from maxsimd.api.cluster.serve import application
 
 __all__ = ["session_starter"]
 
-# More than one step, so that requests are spread.
-DOCUMENTS = [pair.document for pair in docstring_pairs() if len(pair.document) > 200][:60]
 SHORT = [document[:300] for document in DOCUMENTS]
-# How often a scorer is killed; MAXSIMD_KILLS=50 for a longer trial.
-KILLS = int(os.environ.get("MAXSIMD_KILLS", "3"))
+# How often a scorer is killed; `make soak-cluster` does it more often.
+KILLS = 3
 LATE = "late"
 # What the next version of it is configured by.
 NEXT: dict[str, int] = {"fronts": 2, "max_batch_tokens": 1_024, "max_documents": 9_999}
@@ -91,7 +88,7 @@ def test_answers_are_those_of_one_process(
         assert answers[0].status_code == answers[1].status_code, (path, [each.text[:300] for each in answers])
         spread, whole = (each.json() for each in answers)
         assert _without_numbers(spread) == _without_numbers(whole), path
-        assert _numbers(spread) == pytest.approx(_numbers(whole), abs=1e-5), path
+        assert _numbers(spread) == pytest.approx(_numbers(whole), rel=1e-6, abs=1e-6), path
     if many != late:
         on_ray.delete(kind)
     one.terminate()
@@ -157,19 +154,23 @@ def test_a_compressed_body_and_a_head_request_are_answered(late: str) -> None:
 
 
 def test_a_scorer_that_is_killed_loses_nothing(late: str) -> None:
-    clients = Clients(late, right_scores(late, DOCUMENTS))
-    rng = random.Random(0)
-    with clients.asking():
-        for _ in range(KILLS):
-            time.sleep(rng.uniform(0.5, 2.0))
-            scorers = on_ray.replicas(LATE, "Scorer")
-            assert len(scorers) == 2
-            on_ray.kill(rng.choice(scorers))
-            wait_for(lambda before={*scorers}: bool({*on_ray.replicas(LATE, "Scorer")} - before), 120)
-            wait_for(lambda: on_ray.num_ready(late) == 2, on_ray.READY_SECONDS)
+    clients = kill_scorers(LATE, late, right_scores(late, DOCUMENTS), KILLS)
     assert clients.answered > 0
     assert clients.wrong == []
     assert clients.failed == []
+
+
+def test_scorers_that_are_there_stay_with_their_caches_where_one_more_comes(late: str, cluster: str) -> None:
+    body = {"query": "a list", "documents": SHORT}
+    httpx.post(late + "/rerank", json=body, timeout=60)
+    before = {*on_ray.replicas(LATE, "Scorer"), *on_ray.replicas(LATE, "Front")}
+    on_ray.deploy(LATE, cluster, scorers=3)
+    assert before < {*on_ray.replicas(LATE, "Scorer"), *on_ray.replicas(LATE, "Front")}
+    usage = httpx.post(late + "/rerank", json=body, timeout=60).json()["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached > usage["prompt_tokens"] / 3, "two thirds of the documents are where they were"
+    on_ray.deploy(LATE, cluster)
+    assert len(on_ray.replicas(LATE, "Front")) == 1
 
 
 def test_a_new_version_takes_over_under_load(late: str, cluster: str) -> None:

@@ -34,8 +34,8 @@ class Server:
         values = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return sum(float(value) for sample, value in values if _without_process(sample) == name)
 
-    def wait_until_ready(self, seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_until_ready(self, seconds: float | None = None) -> None:
+        deadline = time.monotonic() + (_READY_SECONDS if seconds is None else seconds)
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"the server ended:\n{self.log}"
             try:
@@ -49,16 +49,36 @@ class Server:
     def terminate(self) -> int:
         """SIGTERM, and the exit status that comes of it."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=_END_SECONDS)
 
 
 def _without_process(sample: str) -> str:
     return re.sub(r'{(?:front|replica)="\d+",?', "{", sample).replace("{}", "")
 
 
-# With MAXSIMD_FLEET=2x2 in the environment, servers in tests are two fronts and two engines.
-FLEET = tuple(os.environ.get("MAXSIMD_FLEET", "").split("x")) if "MAXSIMD_FLEET" in os.environ else ()
-FLEET_OPTIONS = ("--fronts", FLEET[0], "--replicas", FLEET[1]) if FLEET else ()
+# With MAXSIMD_FLEET=2x2 in the environment, servers in tests are two fronts and two engines; with
+# MAXSIMD_FLEET=ray they are a front and two scorers on Ray.
+FLEET = os.environ.get("MAXSIMD_FLEET", "")
+ON_RAY = FLEET == "ray"
+_READY_SECONDS, _END_SECONDS = (300.0, 180.0) if ON_RAY else (120.0, 60.0)
+
+
+def _command(arguments: Sequence[str], program: Sequence[str]) -> list[str]:
+    """That starts a server. Skips the test where Ray would have no such server."""
+    started = [*(program or [installed_command()])]
+    if not FLEET:
+        return [*started, "serve", *arguments]
+    if not ON_RAY:
+        fronts, replicas = FLEET.split("x")
+        return [*started, "serve", *arguments, "--fronts", fronts, "--replicas", replicas]
+    pytest.importorskip("ray")
+    from maxsimd.api.cluster.config import RAYS_OWN
+
+    options = {argument.partition("=")[0] for argument in arguments}
+    if program or options & {"--" + name.replace("_", "-") for name in RAYS_OWN}:
+        pytest.skip("connections and processes are Ray's own there")
+    return [*started, "cluster", "serve", *arguments, "--replicas", "2"]
+
 
 StartServer = Callable[..., Server]
 
@@ -88,16 +108,9 @@ def _starter(folder: Path) -> Iterator[StartServer]:
         """`descriptors` is the process's limit on them, `program` another command than the installed one, and
         `before` what its process does first."""
         port = _free_port()
-        command = [
-            *(program or [installed_command()]),
-            "serve",
-            *arguments,
-            *FLEET_OPTIONS,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ]
+        if ON_RAY and (descriptors is not None or before is not None):
+            pytest.skip("processes are Ray's own there")
+        command = [*_command(arguments, program), "--host", "127.0.0.1", "--port", str(port)]
         if descriptors is not None:
             command = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *command]
         log_file = folder / f"server-{port}.log"
@@ -118,6 +131,8 @@ def _starter(folder: Path) -> Iterator[StartServer]:
     yield start
     for server in servers:
         if server.process.poll() is None:
+            if ON_RAY:
+                server.terminate()  # which ends the processes of Ray, too
             server.process.kill()
             server.process.wait()
 

@@ -7,18 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxsimd.bench.fleet_changes import moved
 from maxsimd.scheduler.fleet import (
     Cell,
     Documents,
     Loads,
     Member,
+    Reach,
     Seen,
     Split,
-    cell_of,
     cells_of,
     digest_of,
     plan,
     ranked,
+    reach_of,
 )
 
 
@@ -71,59 +73,71 @@ def test_cells_are_of_neighbouring_slots() -> None:
         cells_of(members, 0)
 
 
+def reach_over(members: tuple[Member, ...]) -> Reach:
+    """A request over all members of a small fleet."""
+    [cell] = cells_of(members)
+    return Reach(cell)
+
+
 def slots_of(cells: tuple[Cell, ...]) -> list[list[int]]:
     return [[member.slot for member in cell.members] for cell in cells]
 
 
-def test_a_cell_with_fewer_than_half_its_members_joins_the_one_before() -> None:
-    assert slots_of(cells_of(fleet(19), 8)) == [[*range(8)], [*range(8, 19)]]
-    assert slots_of(cells_of(fleet(3), 8)) == [[0, 1, 2]], "there is none before"
-    some = [member for member in fleet(16) if member.slot not in (0, 1, 2, 3, 4)]
-    [cell] = cells_of(some, 8)
-    assert cell.number == 1, "that of most of them, whose documents stay"
-    assert slots_of((cell,)) == [[*range(5, 16)]]
-
-
 @settings(deadline=None)
 @given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 12))
-def test_every_member_is_in_one_cell_and_cells_are_not_small(slots: set[int], size: int) -> None:
+def test_every_member_is_in_the_cell_of_its_slot(slots: set[int], size: int) -> None:
     cells = cells_of([Member(slot, f"m{slot}", "f") for slot in slots], size)
     assert [slot for cell in slots_of(cells) for slot in cell] == sorted(slots)
     assert len({cell.number for cell in cells}) == len(cells)
-    assert len(cells) == 1 or all(2 * len(cell.members) >= size for cell in cells)
+    for cell in cells:
+        assert {member.slot // size for member in cell.members} == {cell.number}
+        assert cell.is_full == (len(cell.members) == size)
 
 
-def test_requests_are_spread_over_cells_as_they_have_members() -> None:
-    cells = cells_of(fleet(20), 8)
-    taken = np.zeros(3)
-    for key in digests(6_000).tolist():
-        cell = cell_of(cells, key, lambda _: 0.0, 0)
-        assert cell is cell_of(cells, key, lambda _: 1.0, 7), "a key has one cell"
-        taken[cell.number] += 1
-    np.testing.assert_allclose(taken / taken.sum(), [0.4, 0.4, 0.2], atol=0.03)
+def test_documents_of_free_slots_go_to_their_owners_in_another_cell() -> None:
+    full, partial = cells_of(fleet(11), 8)
+    numbers = digests(4_000)
+    reach = Reach(partial, full)
+    assert [member.slot for member in reach.members] == [8, 9, 10, *range(8)]
+    slots = np.array([member.slot for member in reach.members])
+    order = slots[reach.ranked(numbers)]
+    assert (np.sort(order, axis=1) == np.arange(11)).all(), "each member is in each document's order"
+    of_all_slots = 8 + ranked(numbers, range(8, 16))[:, 0]
+    has_member = of_all_slots < 11
+    assert (order[has_member, 0] == of_all_slots[has_member]).all()
+    assert (order[~has_member, 0] == ranked(numbers, range(8))[~has_member, 0]).all()
+    assert (reach.numbers(numbers) == np.where(has_member, 1, 0)).all()
+    assert 0.3 < has_member.mean() < 0.45, "three of eight slots have a member"
 
 
-def test_keys_move_to_a_cell_that_grows_and_nowhere_else() -> None:
-    before, after = cells_of(fleet(20), 8), cells_of(fleet(21), 8)
-    moved = 0
-    for key in digests(6_000).tolist():
-        first, second = (cell_of(cells, key, lambda _: 0.0, 0).number for cells in (before, after))
-        assert first == second or second == 2
-        moved += first != second
-    assert moved / 6_000 <= 1.2 / 21
+def test_where_there_is_one_cell_its_members_own_everything() -> None:
+    [cell] = cells_of([member for member in fleet(8) if member.slot != 3], 8)
+    reach = reach_of([cell], lambda _: 0.0, 123)
+    assert reach == Reach(cell)
+    assert (reach.ranked(digests(100)) == ranked(digests(100), [0, 1, 2, 4, 5, 6, 7])).all()
+    assert (reach.numbers(digests(100)) == 0).all()
 
 
-def test_without_a_key_the_lighter_of_two_cells_is_taken() -> None:
-    cells = cells_of(fleet(32), 8)
+def test_the_lighter_of_two_cells_is_taken() -> None:
+    cells = cells_of(fleet(30), 8)
     heavy = cells[1]
     draws = random.Random(0)
+    taken = [reach_of(cells, lambda cell: float(cell is heavy), draws.getrandbits(64)) for _ in range(300)]
+    assert {reach.cell.number for reach in taken} == {0, 2, 3}
+    for reach in taken:
+        assert (reach.other is None) == reach.cell.is_full
+        assert reach.other is not reach.cell
 
-    def load(cell: Cell) -> float:
-        return float(cell is heavy)
 
-    taken = [cell_of(cells, None, load, draws.getrandbits(64)) for _ in range(300)]
-    assert heavy not in taken
-    assert {cell.number for cell in taken} == {0, 2, 3}
+@pytest.mark.parametrize("count", [3, 8, 9, 12, 16])
+def test_documents_move_to_a_member_that_comes_and_nowhere_else(count: int) -> None:
+    assert moved(fleet(count), fleet(count + 1), 8) <= 1.2 / (count + 1)
+
+
+def test_where_a_member_was_its_documents_are_in_other_cells() -> None:
+    assert moved(fleet(16), fleet(16)[:-1], 8) == 0
+    assert moved(fleet(16), fleet(16)[1:], 8) == 0
+    assert 0.9 / 8 < moved(fleet(8), fleet(8)[1:], 8) < 1.1 / 8, "where there is none, they are anew"
 
 
 requests = st.integers(1, 8).flatmap(
@@ -143,7 +157,7 @@ def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, s
     numbers = np.array([number for number, _ in documents], dtype=np.uint64)
     tokens = np.array([count for _, count in documents], dtype=np.int64)
     load = np.array(loads, dtype=np.int64)
-    parts = plan(Documents(numbers, tokens, tokens), members, load, split, least)
+    parts = plan(Documents(numbers, tokens, tokens), reach_over(members), load, split, least)
     held = np.concatenate([part.indices for part in parts])
     assert sorted(held.tolist()) == list(range(len(documents)))
     assert all((np.diff(part.indices) > 0).all() for part in parts)
@@ -173,7 +187,7 @@ def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
     load = np.array(loads, dtype=np.int64)
     after = load.copy()
     weights = np.maximum(tokens, 1)
-    for part in plan(Documents(numbers, tokens, tokens), members, load, Split.BY_OWNER, least):
+    for part in plan(Documents(numbers, tokens, tokens), reach_over(members), load, Split.BY_OWNER, least):
         slot = part.members[0].slot
         after[slot] += weights[part.indices].sum()
     most = 1.25 * (load.sum() + weights.sum()) / len(members) + least
@@ -185,7 +199,11 @@ def test_a_document_with_room_at_its_owner_goes_there() -> None:
     members, numbers = fleet(4), digests(40)
     tokens = np.full(40, 10, dtype=np.int64)
     parts = plan(
-        Documents(numbers, tokens, tokens), members, np.zeros(4, dtype=np.int64), Split.BY_OWNER, 300
+        Documents(numbers, tokens, tokens),
+        reach_over(members),
+        np.zeros(4, dtype=np.int64),
+        Split.BY_OWNER,
+        300,
     )
     owners = ranked(numbers, range(4))[:, 0]
     for part in parts:
@@ -197,23 +215,29 @@ def test_a_small_request_goes_to_the_owner_of_most_of_it() -> None:
     owners = ranked(numbers, range(4))[:, 0]
     tokens = np.where(owners == owners[0], 100, 10)
     idle = np.zeros(4, dtype=np.int64)
-    [part] = plan(Documents(numbers, tokens, tokens), members, idle, Split.BY_OWNER, 1_000)
+    [part] = plan(Documents(numbers, tokens, tokens), reach_over(members), idle, Split.BY_OWNER, 1_000)
     assert part.members[0].slot == owners[0]
     busy = np.where(np.arange(4) == owners[0], 100_000, 0)
-    [part] = plan(Documents(numbers, tokens, tokens), members, busy, Split.BY_OWNER, 1_000)
+    [part] = plan(Documents(numbers, tokens, tokens), reach_over(members), busy, Split.BY_OWNER, 1_000)
     assert part.members[0].slot != owners[0], "but not where too many wait"
 
 
 def test_parts_by_tokens_are_about_equal_and_avoid_the_busy() -> None:
     tokens = np.random.default_rng(0).integers(1, 512, 1_000)
     load = np.array([0, 0, 60_000, 0], dtype=np.int64)
-    parts = plan(Documents(digests(1_000), tokens, tokens), fleet(4), load, Split.BY_TOKENS, 1_000)
+    parts = plan(
+        Documents(digests(1_000), tokens, tokens), reach_over(fleet(4)), load, Split.BY_TOKENS, 1_000
+    )
     after = load.copy()
     for part in parts:
         after[part.members[0].slot] += part.weight
     assert after.max() - after.min() < 512
     few = plan(
-        Documents(digests(10), np.full(10, 100), np.full(10, 100)), fleet(4), load, Split.BY_TOKENS, 600
+        Documents(digests(10), np.full(10, 100), np.full(10, 100)),
+        reach_over(fleet(4)),
+        load,
+        Split.BY_TOKENS,
+        600,
     )
     assert [part.members[0].slot for part in few] == [0], "there is too little for two"
 
@@ -221,8 +245,8 @@ def test_parts_by_tokens_are_about_equal_and_avoid_the_busy() -> None:
 def test_nobody_can_take_a_part_of_an_empty_fleet() -> None:
     none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
     with pytest.raises(ValueError, match="no member"):
-        plan(Documents(digests(1), one, one), (), none, Split.BY_OWNER, 1)
-    assert plan(Documents(digests(0), none, none), fleet(1), one, Split.NEVER, 1) == []
+        plan(Documents(digests(1), one, one), Reach(Cell(0, ())), none, Split.BY_OWNER, 1)
+    assert plan(Documents(digests(0), none, none), reach_over(fleet(1)), one, Split.NEVER, 1) == []
 
 
 def test_loads_are_what_was_sent_and_what_others_sent() -> None:
@@ -240,13 +264,21 @@ def test_loads_are_what_was_sent_and_what_others_sent() -> None:
 
 
 def test_documents_lately_seen_weigh_little_while_their_member_lives() -> None:
-    [cell] = cells_of(fleet(2))
+    reach = reach_over(fleet(2))
     seen, tokens = Seen(capacity=2), np.full(3, 100)
     numbers = np.array([1, 2, 3], dtype=np.uint64)
-    assert seen.weights(cell, numbers, tokens).tolist() == [100, 100, 100]
-    seen.remember(cell, [1, 2, 3], cell.members[0])
-    assert seen.weights(cell, numbers, tokens).tolist() == [100, 2, 2], "the oldest is forgotten"
-    survivor = Cell(cell.number, cell.members[1:])
+    assert seen.weights(reach, numbers, tokens).tolist() == [100, 100, 100]
+    seen.remember(reach, [1, 2, 3], reach.members[0])
+    assert seen.weights(reach, numbers, tokens).tolist() == [100, 2, 2], "the oldest is forgotten"
+    survivor = Reach(Cell(0, reach.members[1:]))
     assert seen.weights(survivor, numbers, tokens).tolist() == [100, 100, 100]
-    other = Cell(1, cell.members)
+    other = Reach(Cell(1, (Member(8, "m8", "f"),)))
     assert seen.weights(other, numbers, tokens).tolist() == [100, 100, 100]
+
+
+def test_documents_of_free_slots_are_looked_for_where_they_go() -> None:
+    full, partial = cells_of(fleet(9), 8)
+    reach, seen, numbers = Reach(partial, full), Seen(1_000), digests(200)
+    seen.remember(Reach(full), numbers.tolist(), full.members[0])
+    weights = seen.weights(reach, numbers, np.full(200, 100))
+    assert (weights == np.where(partial.is_owned(numbers), 100, 2)).all()

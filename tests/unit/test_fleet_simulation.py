@@ -35,11 +35,11 @@ def test_the_busiest_engine_does_little_more_than_the_mean(members: int) -> None
     assert figures["failed"] == 0
 
 
-def test_ten_engines_are_no_slower_than_eight(healthy: dict[str, float]) -> None:
-    """Two engines beyond a cell are no cell of their own: it would cache a quarter of what the other does."""
-    ten = simulate(FleetShape(10, collection=6_000), 600)
-    assert ten["p99_ms"] <= 1.2 * healthy["p99_ms"]
-    assert ten["hits"] >= healthy["hits"]
+def test_ten_engines_are_no_slower_than_eight() -> None:
+    """Two engines beyond a cell do not have to answer requests by themselves."""
+    eight, ten = (simulate(FleetShape(members), 1_000) for members in (8, 10))
+    assert ten["p99_ms"] <= 1.2 * eight["p99_ms"]
+    assert ten["hits"] >= eight["hits"] - 0.01
 
 
 def test_a_death_costs_no_request(healthy: dict[str, float]) -> None:
@@ -57,15 +57,11 @@ def test_a_slow_engine_is_noticed(healthy: dict[str, float]) -> None:
 @pytest.mark.parametrize("members", [1, 10, 100, 1_000])
 def test_a_member_that_comes_or_goes_moves_its_share(members: int) -> None:
     for change, times in moves_times_members(members, 8).items():
-        assert times <= (2.0 if "last takes" in change else 1.2), change
+        assert times <= 1.2, change
 
 
-def test_opening_a_cell_moves_more() -> None:
-    """The twelfth engine and three others leave the first cell, and need all documents among them."""
-    steps = dict(enumerate(moves_of_growth(40, 8), start=2))
-    opening = {members: times for members, times in steps.items() if times > 1.2}
-    assert list(opening) == [12, 20, 28, 36]
-    assert max(opening.values()) <= 5.5
+def test_each_step_of_growth_moves_the_share_of_who_comes() -> None:
+    assert max(moves_of_growth(26, 8)) <= 1.2
 
 
 def test_nothing_moves_where_nothing_changes() -> None:
@@ -98,4 +94,5 @@ def test_the_figures_that_the_documentation_shows_are_within_bounds() -> None:
     assert list(rows) == [1, 10, 100, 1_000]
     assert all(row["max_over_mean_load"] <= 1.3 for row in rows.values())
     assert rows[1_000]["p99_ms"] <= 1.5 * rows[10]["p99_ms"]
-    assert all(moves["one more comes"] <= 1.2 for moves in figures["moves"].values())
+    assert all(times <= 1.2 for moves in figures["moves"].values() for times in moves.values())
+    assert max(figures["moves_of_growth"]) <= 1.2
