@@ -148,6 +148,11 @@ class Roster:
                 raise ReplacedError
             await self.until_changed()
 
+    @property
+    def tenants(self) -> dict[str, Tenant]:
+        """The tenants by name, as engines have them."""
+        return self._tenants
+
     def set_tenants(self, tenants: dict[str, Tenant]) -> None:
         """Tells all engines, and those that come later."""
         if tenants == self._tenants:

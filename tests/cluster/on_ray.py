@@ -17,13 +17,15 @@ from tests.waiting import wait_for
 
 # Loading on two cores beside others takes long.
 READY_SECONDS = 240.0
+# However slow the machine is, requests are to wait.
+_ARGS = {"dtype": "float32", "num_cpus": 1, "max_wait_seconds": 600.0}
 
 
 @contextmanager
 def ray_session(cores: int = 16) -> Iterator[str]:
     """A cluster with as many cores as it is told, whether or not this machine has them, and Serve on it;
     gives the URL of its proxy. Everything is gone afterwards."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     import ray
     from ray import serve
 
@@ -50,13 +52,18 @@ def ray_session(cores: int = 16) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def deploy(name: str, url: str, *, replicas: int = 2, scorers: int | None = None, **args: Any) -> str:
-    """Runs an application as `serve deploy` does, or changes it, until all its scorers are there: `replicas`
-    of them, or `scorers` where its deployment is to have others by now. Gives its URL."""
-    given = {"dtype": "float32", "num_cpus": 1, "replicas": replicas, **args}
-    ready = replicas if scorers is None else scorers
-    deploy_as_file(_own(name), given, ready)
-    wait_for(lambda: num_ready(f"{url}/{_own(name)}") == ready, READY_SECONDS)
+def deploy(name: str, url: str, *, replicas: int = 2, **args: Any) -> str:
+    """Runs an application until all its scorers are there; gives its URL."""
+    from maxsimd.api.cluster.serve import app_builder
+
+    return run(name, url, app_builder({**_ARGS, "replicas": replicas, **args}), replicas)
+
+
+def deploy_file(name: str, url: str, *, scorers: int = 2, **args: Any) -> str:
+    """The same as `serve deploy` does it; or changes what runs, which leaves those there whose `args` are as
+    before. There is one application of files at a time."""
+    deploy_as_file(_own(name), {**_ARGS, "replicas": 2, **args}, scorers)
+    wait_for(lambda: num_ready(f"{url}/{_own(name)}") == scorers, READY_SECONDS)
     return f"{url}/{_own(name)}"
 
 

@@ -46,7 +46,7 @@ def cluster() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def late(cluster: str) -> str:
     """The default model on two scorers behind a front."""
-    return on_ray.deploy(LATE, cluster)
+    return on_ray.deploy_file(LATE, cluster)
 
 
 # What is asked of every kind of model: the route, and what is sent there.
@@ -164,12 +164,12 @@ def test_scorers_that_are_there_stay_with_their_caches_where_one_more_comes(late
     body = {"query": "a list", "documents": SHORT}
     httpx.post(late + "/rerank", json=body, timeout=60)
     before = {*on_ray.replicas(LATE, "Scorer"), *on_ray.replicas(LATE, "Front")}
-    on_ray.deploy(LATE, cluster, scorers=3)
+    on_ray.deploy_file(LATE, cluster, scorers=3)
     assert before < {*on_ray.replicas(LATE, "Scorer"), *on_ray.replicas(LATE, "Front")}
     usage = httpx.post(late + "/rerank", json=body, timeout=60).json()["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert cached > usage["prompt_tokens"] / 3, "two thirds of the documents are where they were"
-    on_ray.deploy(LATE, cluster)
+    on_ray.deploy_file(LATE, cluster)
     assert len(on_ray.replicas(LATE, "Front")) == 1
 
 
@@ -178,7 +178,7 @@ def test_a_new_version_takes_over_under_load(late: str, cluster: str) -> None:
     before = {*on_ray.replicas(LATE, "Scorer"), *on_ray.replicas(LATE, "Front")}
     with clients.asking():
         time.sleep(1)
-        on_ray.deploy(LATE, cluster, **NEXT)
+        on_ray.deploy_file(LATE, cluster, **NEXT)
         time.sleep(1)
     after = {*on_ray.replicas(LATE, "Scorer"), *on_ray.replicas(LATE, "Front")}
     assert len(after) == 4
@@ -190,7 +190,7 @@ def test_a_new_version_takes_over_under_load(late: str, cluster: str) -> None:
 
 def test_a_front_that_is_killed_loses_only_its_own_requests(late: str, cluster: str) -> None:
     if len(on_ray.replicas(LATE, "Front")) < 2:
-        on_ray.deploy(LATE, cluster, **NEXT)
+        on_ray.deploy_file(LATE, cluster, **NEXT)
     clients = Clients(late, right_scores(late, DOCUMENTS))
     with clients.asking():
         time.sleep(1)

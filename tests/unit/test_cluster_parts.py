@@ -15,8 +15,13 @@ from maxsimd.api.cli import main
 from maxsimd.api.cluster import asgi
 from maxsimd.api.cluster.asgi import AsgiAdapter
 from maxsimd.api.cluster.config import AppConfig
+from maxsimd.api.cluster.own_slot import OwnSlot
 from maxsimd.api.cluster.scaling import QueuedTokensPolicy
+from maxsimd.api.fleet.address import NetAddress
+from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.state import ServerState
+from maxsimd.engine.tenants import Tenant
 
 
 def test_a_configuration_is_read_from_flat_arguments_and_given_back() -> None:
@@ -152,6 +157,48 @@ def test_the_yaml_has_what_the_application_is_built_from() -> None:
     assert inner["applications"][0]["args"] == arguments
     workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     assert (workers["minReplicas"], workers["maxReplicas"]) == (2, 5)
+
+
+def test_numbers_of_replicas_can_be_changed_beside_the_arguments() -> None:
+    def numbers(*options: str) -> dict[str, int]:
+        result = CliRunner().invoke(
+            main, ["cluster", "config", "a/b", "--replicas", "3", "--fronts", "2", *options]
+        )
+        [application] = yaml.safe_load(result.output)["applications"]
+        return {each["name"]: each["num_replicas"] for each in application["deployments"]}
+
+    assert numbers() == {"Front": 2, "Scorer": 3}
+    assert numbers("--max-replicas", "5") == {"Front": 2}, "how many scorers there are is Serve's to choose"
+
+
+def test_a_scorer_stays_with_its_slot_where_ranks_change() -> None:
+    here, there = (NetAddress("127.0.0.1", port, "00") for port in (1, 2))
+    slot = OwnSlot()
+    slot.set_listed([Listed(1, there)])
+    slot.choose(1, here)
+    assert slot.number == 0, "the other has the slot of its rank"
+    slot.set_listed([Listed(1, there)])
+    slot.set_listed([Listed(7, here), Listed(1, there)])
+    assert slot.number == 0, "what is listed of itself is old"
+    slot.set_listed([Listed(0, there), Listed(0, here)])
+    other = OwnSlot()
+    other.choose(0, there)
+    other.set_listed([Listed(0, there), Listed(0, here)])
+    assert {slot.number, other.number} == {0, 1}, "of two that have one slot by chance one changes"
+
+
+async def test_limits_of_tenants_end_where_scorers_are_several_and_come_back() -> None:
+    roster = Roster(most=1)
+    engine = FleetEngine(roster)
+    limited, unlimited = {"a": Tenant(requests_per_minute=5)}, {"a": Tenant()}
+    engine.set_tenants(limited)
+    listed = [Listed(slot, NetAddress("127.0.0.1", slot + 1, "00")) for slot in range(2)]
+    given = []
+    for count in (1, 2, 2, 1):
+        engine.set_listed(listed[:count])
+        given.append(roster.tenants)
+    assert given == [limited, unlimited, unlimited, limited]
+    await engine.stop()
 
 
 def test_keys_are_not_written_into_yaml() -> None:
