@@ -32,7 +32,7 @@ test-fleet: $(VENV)/.dev
 
 # The server's tests with servers that are a front and two scorers on Ray, each on a cluster of its own: half an hour.
 test-ray: $(VENV)/.dev
-	MAXSIMD_FLEET=ray $(BIN)/python -m pytest -m "not exhaustive and not one_process" tests/server
+	MAXSIMD_FLEET=ray $(BIN)/python -m pytest -m "not exhaustive and not one_process and not not_on_ray" tests/server
 
 # Every architecture that transformers has, every damage to every family, every precision: up to an hour.
 test-all: $(VENV)/.dev

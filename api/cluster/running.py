@@ -32,8 +32,8 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
     begun = time.perf_counter()
     cluster = config.cluster
     cores = (cluster.max_replicas or cluster.replicas) * max(1.0, cluster.num_cpus) + cluster.fronts
-    # Ray puts a handler of its own before ours, which aborts a process that has not ended within three seconds;
-    # ours are set again therefore.
+    # Ray puts a handler of its own before ours, which aborts a process that has not ended within three
+    # seconds; ours are set again therefore.
     with _asked(), ray_session(address, cores, shows_log=True), _asked():
         try:
             where = "HeadOnly" if address is None else "EveryNode"

@@ -116,6 +116,7 @@ def test_a_downloaded_checkpoint_is_served_where_there_is_no_hub(
     assert [each["score"] for each in ours["data"]] == [each["score"] for each in theirs["data"]]
 
 
+@pytest.mark.not_on_ray
 @pytest.mark.parametrize("damage", ["changed", "missing"])
 def test_a_file_that_is_not_as_it_was_downloaded_is_named(
     damage: str, hub: Hub, tmp_path: Path, start_server: StartServer

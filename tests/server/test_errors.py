@@ -172,6 +172,7 @@ def test_a_timeout_is_a_504(server: Server) -> None:
     check(httpx.post(server.url + "/rerank", json=body, timeout=60), 504, "not done within 0.05 seconds")
 
 
+@pytest.mark.not_on_ray
 def test_the_clients_request_id_comes_back(server: Server) -> None:
     response = httpx.post(server.url + "/rerank", json=RERANK, headers={"x-request-id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"
