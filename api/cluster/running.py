@@ -9,7 +9,7 @@ from types import FrameType
 import click
 
 from maxsimd.api.cluster.config import AppConfig
-from maxsimd.api.cluster.ray_session import ray_session
+from maxsimd.api.cluster.ray_session import last_line, ray_session
 
 # The application's name on Serve; a cluster may have others beside it.
 APP_NAME = "maxsimd"
@@ -55,10 +55,21 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
         except Asked:
             click.echo("stopping: what is in flight is finished first", err=True)
         except RuntimeError as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(_reason(error)) from error
         finally:
             with suppress(Asked):
                 _end(is_own=address is None)
+
+
+def _reason(error: RuntimeError) -> str:
+    """Why an application could not be deployed, as one of its deployments says it, else as Serve does."""
+    from ray import serve
+
+    with suppress(Exception):
+        for deployment in serve.status().applications[APP_NAME].deployments.values():
+            if "Error" in deployment.message:
+                return last_line(deployment.message)
+    return str(error)
 
 
 def _end(is_own: bool) -> None:

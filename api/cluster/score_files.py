@@ -141,7 +141,7 @@ def score_shards(work: Work, shards: list[Shard], pool: ActorPool, out: Path) ->
                 raise ScoringError(failure)
             yield Counts(**row)
     except ray.exceptions.RayActorError as error:
-        reason = f"an actor has died several times at the same rows: {last_line(error)}"
+        reason = f"an actor has died several times at the same rows: {last_line(str(error))}"
         raise ScoringError(reason) from error
     except ray.exceptions.RayError as error:
-        raise ScoringError(last_line(error)) from error
+        raise ScoringError(last_line(str(error))) from error

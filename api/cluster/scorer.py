@@ -34,6 +34,7 @@ class Scorer:
         take_short_slices()
         share_heaps(usable_cores().threads)
         self._grace = server_config.grace_seconds
+        self._door: Door | None = None
         self._slot = OwnSlot()
         self._loop = asyncio.get_running_loop()
         watch(own_handle(), self._scorers_changed)
@@ -76,6 +77,8 @@ class Scorer:
 
     async def __del__(self) -> None:
         """Ends once all fronts have left, to which Serve has said before that this one is leaving."""
+        if self._door is None:
+            return  # the model was not loaded
         try:
             async with asyncio.timeout(self._grace):
                 await self._door.until_left()
