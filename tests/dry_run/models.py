@@ -207,14 +207,16 @@ def first_layers(backbone: nn.Module, count: int) -> Iterator[int]:
 
 
 def layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList]:
-    """The list that has as many modules as the model has layers, with its parent and name."""
+    """The list that has as many modules as the model has layers, with its parent and name; of an encoder and
+    a decoder, the encoder's."""
     count = backbone.config.get_text_config().num_hidden_layers
-    [found] = [
+    found, *others = [
         (parent, name, child)
         for parent in backbone.modules()
         for name, child in parent.named_children()
         if isinstance(child, nn.ModuleList) and len(child) == count
     ]
+    assert not others or hasattr(backbone, "decoder")
     return found
 
 

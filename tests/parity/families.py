@@ -94,6 +94,11 @@ FAMILIES = [
     Family("LogitScore", CROSS, "zeroentropy/zerank-2", f"{_SAVE}, LogitScore", language_models.zerank_2,
            references.cross_encoder, causal=True),
 
+    Family("monoT5", CROSS, "castorini/monot5-base-msmarco", "T5ForConditionalGeneration", t5.monot5,
+           references.monot5),
+    Family("mT5", CROSS, "unicamp-dl/mt5-base-mmarco-v2", "MT5ForConditionalGeneration", t5.mt5,
+           partial(references.monot5, words=("\u2581yes", "\u2581no"))),
+
     Family("MiniLM", BI, "sentence-transformers/all-MiniLM-L6-v2", _SAVE, _embedded, references.bi_encoder,
            {"score_type": BI}),
     Family("BGE", BI, "BAAI/bge-base-en-v1.5", _SAVE, bi_encoders.bge, references.bi_encoder),
