@@ -7,6 +7,8 @@ LISTWISE = "JinaForRanking"
 JINA_M0 = "JinaVLForRanking"
 COLPALI, COLQWEN2 = "ColPaliForRetrieval", "ColQwen2ForRetrieval"
 COLMODERNVBERT = "ColModernVBertForRetrieval"
+# Bare ones are taken for rerankers: nothing in a checkpoint tells monoT5 from the T5 that it was made from.
+ENCODER_DECODERS = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration")
 RETRIEVAL = (COLPALI, COLQWEN2, COLMODERNVBERT)
 
 
@@ -18,7 +20,8 @@ def detect_score_type(files: CheckpointFiles) -> ScoreType:
     if is_late_interaction(files):
         return ScoreType.LATE_INTERACTION
     classifies = files.architecture.endswith("ForSequenceClassification")
-    answers = (is_language_model(files) and not files.modules) or files.architecture == JINA_M0
+    answers = is_language_model(files) or files.architecture in ENCODER_DECODERS
+    answers = (answers and not files.modules) or files.architecture == JINA_M0
     if files.sentence_transformers.get("model_type") == "CrossEncoder" or classifies or answers:
         return ScoreType.CROSS_ENCODER
     return ScoreType.BI_ENCODER

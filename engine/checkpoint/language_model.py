@@ -170,13 +170,14 @@ def _read_bare(
         assert family is not None
         template = ScoreTemplate(family.segments, family.instruction, special_tokens(tokenizer))
     true, false = (family.true, family.false) if family else ("yes", "no")
-    words = [_token_id(tokenizer, word, path) for word in (true, false) if word is not None]
+    words = [token_id(tokenizer, word, path) for word in (true, false) if word is not None]
     activation = family.activation if family else torch.nn.Sigmoid()
     return _Read(model, tokenizer, words, activation, PairRules("only_second", template))
 
 
-def _token_id(tokenizer: Any, word: str, path: str) -> int:
-    token_id = tokenizer.convert_tokens_to_ids(word)
-    if token_id is None or token_id == tokenizer.unk_token_id:
+def token_id(tokenizer: Any, word: str, path: str) -> int:
+    """The id of a word of an answer. Raises ModelLoadError where it is no token."""
+    found = tokenizer.convert_tokens_to_ids(word)
+    if found is None or found == tokenizer.unk_token_id:
         raise ModelLoadError(f"the tokeniser of {path!r} has no token {word!r} to take the score from")
-    return int(token_id)
+    return int(found)

@@ -16,6 +16,7 @@ from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_o
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
 from maxsimd.engine.checkpoint.detect import (
+    ENCODER_DECODERS,
     JINA_M0,
     LISTWISE,
     answers_in_words,
@@ -26,6 +27,7 @@ from maxsimd.engine.checkpoint.detect import (
 )
 from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
+from maxsimd.engine.checkpoint.encoder_decoder import load_encoder_decoder
 from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files, refuse_missing_tokenizer
 from maxsimd.engine.checkpoint.fit import refusing_misfits
 from maxsimd.engine.checkpoint.heads import modules_of
@@ -139,6 +141,8 @@ def _load_parts(
         if files.architecture == JINA_M0:
             with by_pillow(path, files, options) as with_pillow:
                 return load_jina_m0(path, template, with_pillow)
+        if files.architecture in ENCODER_DECODERS:
+            return load_encoder_decoder(path, files, template, options)
         if is_language_model(files) or answers_in_words(files):
             with by_pillow(path, files, options) as with_pillow:
                 return load_language_model(path, files, template, with_pillow)

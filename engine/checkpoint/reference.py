@@ -76,6 +76,24 @@ class WordLogitsReference:
         return (logits[:1] - logits[1:].sum()).float()[None]
 
 
+class FirstWordReference:
+    """Of a model with an encoder and a decoder, the logit of the first of two words, minus that of the
+    second, as the first word of its answer: [1, 1]. `output` replaces the model's output layer: it has the
+    rows of these words alone, in float32."""
+
+    def __init__(self, model: Any, tokenizer: Any, output: torch.nn.Linear) -> None:
+        model.set_output_embeddings(output)
+        self._model = model
+        self._tokenizer = tokenizer
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor:
+        inputs = inputs_of(sequence, self._tokenizer, self._model)
+        start = torch.full((1, 1), self._model.config.decoder_start_token_id)
+        inputs["decoder_input_ids"] = start.to(inputs["input_ids"].device)
+        logits: torch.Tensor = self._model(**inputs, use_cache=False).logits[0, -1]  # [2]
+        return (logits[:1] - logits[1:]).float()[None]
+
+
 class ModulesReference:
     """The output of sentence-transformers' modules, run one after the other, under the name `feature`:
     sentence_embedding [1, dim] or token_embeddings [tokens, dim]. `pictures` makes the inputs for those of a

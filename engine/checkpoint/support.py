@@ -3,6 +3,7 @@
 from transformers import CONFIG_MAPPING
 
 from maxsimd.engine.checkpoint.detect import (
+    ENCODER_DECODERS,
     JINA_M0,
     LISTWISE,
     RETRIEVAL,
@@ -18,7 +19,8 @@ from maxsimd.engine.errors import ModelLoadError
 
 SUPPORTED = (
     "encoders and decoders that transformers has (*Model), with sentence-transformers' modules or alone; "
-    "*ForSequenceClassification; *ForCausalLM that answer yes or no; sentence-transformers, PyLate and "
+    "*ForSequenceClassification; *ForCausalLM that answer yes or no; "
+    f"{' and '.join(ENCODER_DECODERS)} that answer as monoT5 does; sentence-transformers, PyLate and "
     f"Stanford ColBERT (HF_ColBERT) saves; {LISTWISE}; {JINA_M0}; {', '.join(RETRIEVAL)}"
 )
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
@@ -96,4 +98,5 @@ def refuse_unsupported(
 def _reads_pairs(files: CheckpointFiles) -> bool:
     classifies = files.architecture.endswith("ForSequenceClassification")
     answers = is_language_model(files) or answers_in_words(files)
-    return classifies or answers or files.architecture == JINA_M0
+    first_word = files.architecture in ENCODER_DECODERS and not files.modules
+    return classifies or answers or first_word or files.architecture == JINA_M0

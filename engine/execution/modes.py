@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, Task
-from maxsimd.engine.execution import cls_only_last_layer
+from maxsimd.engine.execution import cls_only_last_layer, relative
 from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.interface import NAME, register
 from maxsimd.engine.execution.attention.recorded import RecordedBackend
@@ -100,8 +100,9 @@ def try_packed(
     recorded = RecordedBackend(backend)
     poolers = pooler_for(model.tasks)
     register()
+    undo = relative.install(backbone, NAME)
     try:
-        backbone.set_attn_implementation(NAME)
+        _set_attention(backbone, NAME)
         runner = PackedRunner(model, device, recorded)
         comparison = compare(runner, poolers, samples)
         mismatch = None if comparison.agrees else f"packed and one-by-one results differ: {comparison}"
@@ -112,6 +113,7 @@ def try_packed(
     except Exception as error:
         mismatch = f"packed attention failed: {error}"
     if mismatch is not None:
+        undo()
         _set_attention(backbone, own)
         return mismatch
     cls_only = _cls_only_if_exact(model, device, backend, samples)

@@ -31,6 +31,7 @@ from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name
 from maxsimd.engine.execution.selfcheck.findings import Finding, findings_of
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
+from maxsimd.engine.execution.selfcheck.rules import why_not_float16
 from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
 from maxsimd.engine.execution.selfcheck.samples import Sample, make_samples
 from maxsimd.engine.execution.selfcheck.threads import one_thread
@@ -82,6 +83,9 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
 def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> PreparedModel:
     dtype = choose_dtype(config.dtype, device)
     compiled = config.kernels == "auto" and is_compiled_supported(device, dtype)
+    overflow = why_not_float16(model) if dtype is torch.float16 else None
+    if overflow is not None:
+        raise ModelLoadError(f"{model.name!r} cannot be run in float16: {overflow}")
     _refuse_quantization(config, compiled and dtype is torch.bfloat16)
     backend = choose_attention(config.attention, model, device, dtype, compiled)
     started = time.perf_counter()

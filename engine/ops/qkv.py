@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from maxsimd.engine.ops.relative import RelativePositions
+
 
 class KV(NamedTuple):
     """Keys and values, [kv_heads, tokens, head_dim] each; the heads of values may have a size of their
@@ -19,13 +21,14 @@ class QKV:
     """`query` is [heads, rows, head_dim], `key` and `value` are [kv_heads, rows, head_dim].
 
     Products of queries and keys are multiplied by `scaling`. With a `window`, a query sees only the keys that
-    are fewer than `window` positions away."""
+    are fewer than `window` positions away. With `relative`, distances add to the products."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     scaling: float
     window: int | None = None
+    relative: RelativePositions | None = None
 
     def of_rows(self, rows: slice) -> "QKV":
         """The queries, keys and values of these rows alone, as views."""

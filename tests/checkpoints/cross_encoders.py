@@ -116,8 +116,9 @@ def modernbert(folder: Path) -> str:
     return str(folder)
 
 
-def deberta_v2(folder: Path) -> str:
-    """mixedbread-ai/mxbai-rerank-base-v1: relative positions inside attention, which has no interface."""
+def deberta_v2(folder: Path, changes: tuple[tuple[str, Any], ...] = ()) -> str:
+    """mixedbread-ai/mxbai-rerank-base-v1: relative positions inside attention, which has no interface; with
+    changes to its config."""
     specials = {
         "pad_token": "[PAD]",
         "cls_token": "[CLS]",
@@ -127,20 +128,21 @@ def deberta_v2(folder: Path) -> str:
     }
     single, pair = "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"
     size = unigram(folder, specials, single, pair)
-    config = DebertaV2Config(
-        vocab_size=size,
-        max_position_embeddings=512,
-        type_vocab_size=0,
-        relative_attention=True,
-        position_buckets=32,
-        pos_att_type=["p2c", "c2p"],
-        position_biased_input=False,
-        share_att_key=True,
-        norm_rel_ebd="layer_norm",
-        pooler_hidden_size=128,
-        num_labels=1,
+    settings = {
+        "vocab_size": size,
+        "max_position_embeddings": 512,
+        "type_vocab_size": 0,
+        "relative_attention": True,
+        "position_buckets": 32,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "pooler_hidden_size": 128,
+        "num_labels": 1,
         **SIZES,
-    )
+    }
+    config = DebertaV2Config(**settings | dict(changes))
     spread(DebertaV2ForSequenceClassification(config)).save_pretrained(folder)
     return str(folder)
 

@@ -18,12 +18,23 @@ def wordpiece() -> Any:
     return AutoTokenizer.from_pretrained(embedded_model_path())
 
 
-def unigram(folder: Path, specials: dict[str, str], single: str, pair: str, **options: Any) -> int:
-    """A SentencePiece unigram tokeniser (XLM-RoBERTa, DeBERTa-v2, Gemma); returns its size.
+def unigram(
+    folder: Path,
+    specials: dict[str, str],
+    single: str,
+    pair: str,
+    words: tuple[str, ...] = (),
+    **options: Any,
+) -> int:
+    """A SentencePiece unigram tokeniser (XLM-RoBERTa, DeBERTa-v2, Gemma, T5); returns its size.
 
-    `specials` are the tokens in front of the vocabulary by their roles; `single` and `pair` the templates."""
+    `specials` are the tokens in front of the vocabulary by their roles; `single` and `pair` the templates;
+    `words` further pieces."""
     ordered = list(dict.fromkeys(specials.values()))
-    tokenizer = Tokenizer(models.Unigram(pieces_of(ordered), unk_id=ordered.index(specials["unk_token"])))
+    pieces = pieces_of(ordered)
+    present = {piece for piece, _ in pieces}
+    pieces += [(word, -8.0) for word in words if word not in present]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=ordered.index(specials["unk_token"])))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     _set_template(tokenizer, single, pair, ordered)

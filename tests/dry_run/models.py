@@ -33,6 +33,7 @@ from maxsimd.engine.execution.modes import Execution, Packed, choose_execution, 
 from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.precision import cast
 from maxsimd.engine.execution.prepare import PreparedModel, _samples
+from maxsimd.engine.execution.relative import has_relative_positions
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
 from maxsimd.engine.scoring.documents import SkippedSequence
 from maxsimd.engine.scoring.maxsim import choose_maxsim
@@ -122,7 +123,8 @@ class OnGPU:
         move(
             [*self.model.encoders, *(m for task in self.model.tasks.values() for m in modules_of(task.head))]
         )
-        self.backend = BACKENDS[backend]()
+        # As `choose_attention` has it.
+        self.backend = BACKENDS["torch" if has_relative_positions(self.model.backbone) else backend]()
         self.runner = make_runner(self.execution, self.model, GPU, self.backend)
         self.cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
         if self.is_late:
@@ -205,14 +207,16 @@ def first_layers(backbone: nn.Module, count: int) -> Iterator[int]:
 
 
 def layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList]:
-    """The list that has as many modules as the model has layers, with its parent and name."""
+    """The list that has as many modules as the model has layers, with its parent and name; of an encoder and
+    a decoder, the encoder's."""
     count = backbone.config.get_text_config().num_hidden_layers
-    [found] = [
+    found, *others = [
         (parent, name, child)
         for parent in backbone.modules()
         for name, child in parent.named_children()
         if isinstance(child, nn.ModuleList) and len(child) == count
     ]
+    assert not others or hasattr(backbone, "decoder")
     return found
 
 

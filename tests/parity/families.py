@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, t5
 from tests.parity import references
 
 Reference = Callable[[str, Sequence[str], Sequence[str]], references.Scores]
@@ -76,7 +76,7 @@ FAMILIES = [
     Family("ModernBERT", CROSS, "Alibaba-NLP/gte-reranker-modernbert-base", _FOR_CLASSIFICATION,
            cross_encoders.modernbert, references.cross_encoder),
     Family("DeBERTa-v2", CROSS, "mixedbread-ai/mxbai-rerank-base-v1", _FOR_CLASSIFICATION,
-           cross_encoders.deberta_v2, references.cross_encoder, packed=False),
+           cross_encoders.deberta_v2, references.cross_encoder),
     Family("Qwen2", CROSS, "Qwen2ForSequenceClassification", _FOR_CLASSIFICATION, cross_encoders.qwen2,
            references.cross_encoder, causal=True),
     Family("Qwen3", CROSS, "tomaarsen/Qwen3-Reranker-0.6B-seq-cls", _FOR_CLASSIFICATION, cross_encoders.qwen3,
@@ -94,6 +94,11 @@ FAMILIES = [
     Family("LogitScore", CROSS, "zeroentropy/zerank-2", f"{_SAVE}, LogitScore", language_models.zerank_2,
            references.cross_encoder, causal=True),
 
+    Family("monoT5", CROSS, "castorini/monot5-base-msmarco", "T5ForConditionalGeneration", t5.monot5,
+           references.monot5),
+    Family("mT5", CROSS, "unicamp-dl/mt5-base-mmarco-v2", "MT5ForConditionalGeneration", t5.mt5,
+           partial(references.monot5, words=("\u2581yes", "\u2581no"))),
+
     Family("MiniLM", BI, "sentence-transformers/all-MiniLM-L6-v2", _SAVE, _embedded, references.bi_encoder,
            {"score_type": BI}),
     Family("BGE", BI, "BAAI/bge-base-en-v1.5", _SAVE, bi_encoders.bge, references.bi_encoder),
@@ -108,7 +113,11 @@ FAMILIES = [
            references.bi_encoder),
     Family("Jina v3", BI, "jinaai/jina-embeddings-v3-hf", _SAVE, bi_encoders.jina_v3, references.bi_encoder),
     Family("MPNet", BI, "sentence-transformers/all-mpnet-base-v2", _SAVE, bi_encoders.mpnet,
-           references.bi_encoder, packed=False),
+           references.bi_encoder),
+    Family("Sentence-T5", BI, "sentence-transformers/sentence-t5-base, gtr-t5-base", _SAVE, t5.sentence_t5,
+           references.bi_encoder),
+    Family("T5 1.1", BI, "gated T5 encoders", _SAVE, partial(t5.sentence_t5, gated=True),
+           references.bi_encoder),
     Family("SGPT", BI, "Muennighoff/SGPT-125M-weightedmean-nli-bitfit", _SAVE, bi_encoders.sgpt,
            references.bi_encoder, packed=False, causal=True),
     Family("prompt left out", BI, "include_prompt: false", _SAVE, bi_encoders.without_prompt,

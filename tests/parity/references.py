@@ -12,7 +12,14 @@ from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, Qwen2VLModel, Qwen3Model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoProcessor,
+    AutoTokenizer,
+    Qwen2VLModel,
+    Qwen3Model,
+)
 
 from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
 
@@ -154,6 +161,32 @@ def bge_reranker_v2_gemma(path: str, queries: Sequence[str], documents: Sequence
         parts = [f"A: {query}", "\n", f"B: {document}", "\n", task]
         ids = [model.tokenizer.bos_token_id, *(token for part in parts for token in model.ids(part))]
         scores.append(float(model.logits(ids)[model.word("Yes")]))
+    return np.array(scores, dtype=np.float32)
+
+
+def monot5(
+    path: str,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    words: tuple[str, str] = ("\u2581true", "\u2581false"),
+) -> Scores:
+    """As pygaggle's `MonoT5` has it: the logarithm of the first word's share in the softmax over both, as the
+    first word that the decoder says. Of a long pair pygaggle cuts the end, and with it what it asks; here the
+    end of the document is left out."""
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForSeq2SeqLM.from_pretrained(path).eval()
+    ids = [tokenizer.get_vocab()[word] for word in words]
+    start = torch.tensor([[model.config.decoder_start_token_id]])
+    scores = []
+    for query, document in zip(queries, documents, strict=True):
+        asked = f"Query: {query} Document: {document}"
+        read = tokenizer(f"{asked} Relevant:", return_offsets_mapping=True)
+        within = [i for i, (_, end) in enumerate(read["offset_mapping"]) if 0 < end <= len(asked)]
+        surplus = max(0, len(read["input_ids"]) - 512)
+        left_out = set(within[len(within) - surplus :])
+        token_ids = [token for i, token in enumerate(read["input_ids"]) if i not in left_out]
+        with torch.inference_mode():
+            logits = model(torch.tensor([token_ids]), decoder_input_ids=start).logits[0, -1]
+        scores.append(float(torch.log_softmax(logits[ids], dim=0)[0]))
     return np.array(scores, dtype=np.float32)
 
 

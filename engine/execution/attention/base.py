@@ -5,6 +5,7 @@ depends on transformers, whose calls come through `interface.py`.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.execution.layout import Arrangement, Layout
 from maxsimd.engine.ops.qkv import KV, QKV
+from maxsimd.pooling.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +27,11 @@ class AttentionMetadata:
     layout: Layout
     device: torch.device
 
+    @cached_property
+    def first_of_each(self) -> torch.Tensor:
+        """The first row of each whole sequence, int64 [sequences]."""
+        return to_device(torch.from_numpy(self.layout.whole_sequences[:, 0].copy()), self.device)
+
 
 M = TypeVar("M", bound=AttentionMetadata)
 
@@ -34,12 +41,14 @@ class AttentionBackend(ABC, Generic[M]):
 
     A subclass overrides what it does better and inherits the rest. `supports_float32` says whether it takes
     float32; `supports_first_rows` whether `first_rows` is worth calling. Where it is not, a last layer of
-    which only the first rows are needed is computed whole."""
+    which only the first rows are needed is computed whole. `supports_relative` says whether it adds what
+    relative positions add to products."""
 
     name: str
     arrangement: Arrangement
     supports_float32: bool = True
     supports_first_rows: bool = False
+    supports_relative: bool = False
 
     @abstractmethod
     def prepare(self, layout: Layout, device: torch.device) -> M:

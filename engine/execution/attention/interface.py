@@ -11,9 +11,10 @@ from transformers import AttentionInterface
 from maxsimd.engine.execution.attention.base import AttentionBackend, M
 from maxsimd.engine.execution.cls_only_last_layer import ClsOnlyLastLayer
 from maxsimd.engine.ops.qkv import KV, QKV
+from maxsimd.engine.ops.relative import PositionBias
 
 NAME = "maxsimd_packed"
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("softcap", "s_aux")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +27,10 @@ class StepAttention(Generic[M]):
     cls_only: ClsOnlyLastLayer | None = None
 
     def of_layer(self, module: Any, qkv: QKV) -> torch.Tensor:
-        """What the attention `module` of a layer gives: [rows, heads, head_dim]."""
+        """What the attention `module` of a layer gives: [rows, heads, head_dim]. Raises NotImplementedError
+        for relative positions if the backend lacks them."""
+        if qkv.relative is not None and not self.backend.supports_relative:
+            raise NotImplementedError(f"attention by {self.backend.name} lacks relative positions")
         layout = self.metadata.layout
         if self.cls_only is not None and self.cls_only.belongs_to(module):
             return self.backend.first_rows(qkv, self.metadata)
@@ -72,6 +76,7 @@ def attend(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    position_bias: Any = None,
     step_attention: StepAttention[Any] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -84,9 +89,11 @@ def attend(
     if step_attention is None:
         raise RuntimeError("packed attention was called outside of a packed step")
     if any(kwargs.get(name) is not None for name in _UNSUPPORTED):
-        raise NotImplementedError("packed attention supports neither softcap, sinks nor position bias")
+        raise NotImplementedError("packed attention supports neither softcap nor sinks")
+    if position_bias is not None and not isinstance(position_bias, PositionBias):
+        raise NotImplementedError("packed attention supports position bias by distance alone")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    qkv = QKV(query[0], key[0], value[0], scaling, sliding_window)
+    qkv = QKV(query[0], key[0], value[0], scaling, sliding_window, position_bias)
     return step_attention.of_layer(module, qkv)[None], None
 
 

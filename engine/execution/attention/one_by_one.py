@@ -44,6 +44,7 @@ class OneByOneBackend(OneByOneAttention[AttentionMetadata]):
     """The reference with rows end to end."""
 
     name = "one by one"
+    supports_relative = True
     arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
 
     def prepare(self, layout: Layout, device: torch.device) -> AttentionMetadata:
@@ -54,6 +55,11 @@ def attend_one(qkv: QKV, rows: slice, kv: KV, causal: bool) -> torch.Tensor:
     """The queries in `rows` against the keys and values of their sequence: [rows, heads, head_dim]."""
     query = qkv.query[:, rows]
     mask = visible(query.shape[1], kv.key.shape[1], causal, qkv.window, query.device)
+    if qkv.relative is not None:
+        before = kv.key.shape[1] - query.shape[1] if causal else 0
+        terms = qkv.relative.terms(query, kv.key, qkv.scaling, before).to(query.dtype)
+        mask = terms if mask is None else terms.masked_fill(~mask, float("-inf"))
+        mask = mask[None]
     key, value = repeat_heads(kv.key, query), repeat_heads(kv.value, query)
     attended = F.scaled_dot_product_attention(query[None], key[None], value[None], mask, scale=qkv.scaling)
     return attended[0].transpose(0, 1)

@@ -21,6 +21,7 @@ from maxsimd.engine.execution.attention.varlen import (
     is_varlen_available,
 )
 from maxsimd.engine.execution.precision import dtype_name
+from maxsimd.engine.execution.relative import has_relative_positions
 from maxsimd.engine.ops import triton as triton_ops
 
 log = logging.getLogger(__name__)
@@ -41,11 +42,15 @@ def choose_attention(
     if name == "auto" and device.type == "cpu":
         return CompiledBackend() if compiled else GroupedBackend()
     found = candidates(device, dtype)
+    if name not in ("auto", *found):
+        raise ModelLoadError(
+            f"attention by {name} cannot run on this {device.type} in {dtype_name(dtype)}; use auto"
+        )
+    if has_relative_positions(model.backbone):
+        level = logging.INFO if name == "auto" else logging.WARNING
+        log.log(level, "attention: plain torch, which alone adds relative positions on this device")
+        return GroupedBackend()
     if name != "auto":
-        if name not in found:
-            raise ModelLoadError(
-                f"attention by {name} cannot run on this {device.type} in {dtype_name(dtype)}; use auto"
-            )
         return found[name]()
     right: dict[str, Backend] = {}
     for candidate, make in found.items():

@@ -11,9 +11,19 @@ from maxsimd.engine.checkpoint import LoadedModel
 _PACKABLE = frozenset({"full_attention", "sliding_attention"})
 # Kinds of rotary positions whose frequencies depend on the longest sequence of a pass.
 _BY_LENGTH = frozenset({"longrope", "dynamic"})
+# Trained in bfloat16, whose range is that of float32.
+_BEYOND_FLOAT16 = frozenset({"t5", "mt5", "umt5", "longt5"})
 # Random texts reach beyond windows up to this many tokens.
 LONGEST_WINDOW = 1024
 _ORIGINAL = "original_max_position_embeddings"
+
+
+def why_not_float16(model: LoadedModel) -> str | None:
+    """Why a model is not to be run in float16, though short random texts may stay within its range, or
+    None."""
+    if getattr(_config(model), "model_type", None) in _BEYOND_FLOAT16:
+        return "the states of T5 leave the range of float16 (65504) on real texts; use bfloat16 or float32"
+    return None
 
 
 def why_one_by_one(model: LoadedModel) -> str | None:

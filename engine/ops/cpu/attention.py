@@ -10,6 +10,7 @@ import torch
 
 from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT32, kernels
 from maxsimd.engine.ops.qkv import KV, QKV
+from maxsimd.engine.ops.relative import PositionBias
 
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 _DIMS = 16  # the kernel takes head sizes that are multiples of this
@@ -23,7 +24,8 @@ def attention(
     `sequences`, int64 [n, 4], holds for each sequence its first row, the number of its queries to compute
     from there, the number of its own keys that they may see, and the index in `prefixes` of the keys and
     values that come before its own, or -1. A causal query sees the keys up to its own. Writes these queries'
-    rows of `out` [rows, heads, head_dim of the values]; a row that sees no key becomes zero."""
+    rows of `out` [rows, heads, head_dim of the values]; a row that sees no key becomes zero. Raises
+    ValueError for a sequence that is longer than relative positions reach, and for a prefix beside these."""
     tensors = (qkv.key, qkv.value, out, *(tensor for prefix in prefixes for tensor in prefix))
     if {tensor.dtype for tensor in tensors} != {qkv.query.dtype}:
         raise TypeError(f"queries are {qkv.query.dtype}, and keys, values and output must be too")
@@ -41,6 +43,7 @@ def attention(
         ],
         dtype=torch.int64,
     )
+    positions, held = _positions(qkv, sequences, len(pairs))  # noqa: RUF059 (held is only to outlive the call)
     kernels().maxsimd_attention(
         _KINDS[q.dtype],
         q.data_ptr(),
@@ -54,6 +57,7 @@ def attention(
         len(sequences),
         table.data_ptr(),
         len(pairs),
+        None if positions is None else positions.data_ptr(),
         causal,
         qkv.window or 0,
         qkv.scaling,
@@ -61,6 +65,26 @@ def attention(
     )
     if padded_out is not out:
         out.copy_(padded_out[..., : out.shape[-1]])
+
+
+def _positions(
+    qkv: QKV, sequences: torch.Tensor, prefixes: int
+) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+    """The addresses and sizes of the tables of relative positions, if there are any, and the tables."""
+    relative = qkv.relative
+    if relative is None:
+        return None, ()
+    if prefixes:
+        raise ValueError("a prefix has no relative positions here")
+    if len(sequences) and int(sequences[:, 1:3].max()) > relative.reach + 1:
+        raise ValueError(f"a sequence is longer than its relative positions reach, {relative.reach}")
+    if isinstance(relative, PositionBias):
+        tables: tuple[torch.Tensor, ...] = (relative.divided(qkv.scaling),)
+        addresses = [tables[0].data_ptr(), 0, 0]
+    else:
+        tables = relative.units
+        addresses = [0, *(table.data_ptr() for table in tables)]
+    return torch.tensor([*addresses, relative.reach, tables[0].shape[-1]]), tables
 
 
 def _padded(x: torch.Tensor, dims: int) -> torch.Tensor:

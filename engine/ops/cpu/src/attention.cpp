@@ -47,9 +47,20 @@ struct Sequence {
     }
 };
 
+// What the distance of a key from a query adds to their product, by head. The entry `reach` + d is for a key that
+// comes d positions after its query; entries beyond 2 * `reach` are there to be read, and mean nothing.
+struct Positions {
+    const float* bias;           // [heads][stride], divided by the scale, or null
+    const Unit *keys, *queries;  // [heads][units of a head][stride]: multiplied with queries, and with keys; or null
+    int64_t reach, stride;
+
+    int64_t at(int64_t position, int64_t key) const { return reach + key - position; }
+};
+
 template <class Value>
 struct Attention {
     Heads<Value> q, k, v;
+    Positions positions;
     int64_t heads, key_heads, head_dim;
     bool causal;
     int64_t window;  // how far off keys may be, plus one; 0 for no limit
@@ -164,6 +175,56 @@ inline void product_tile(const Attention<typename Number::Value>& a, const typen
             _mm512_storeu_ps(products + row * scratch.columns + block * LANES, sums[row][block]);
 }
 
+// As `product_tile`, for queries from a position on, with the products of queries and of keys with positions. Sixteen
+// neighbouring keys are multiplied with what belongs to their sixteen distances, so that a query's products with
+// positions are as many as those with keys, and none has to be looked up.
+template <class Number, int ROWS, int BLOCKS>
+inline void positioned_tile(const Attention<typename Number::Value>& a, const typename Number::Value* queries,
+                            Scratch<Number>& scratch, int64_t column, int64_t position, int64_t head) {
+    const int64_t units = a.head_dim / Number::PER_UNIT, stride = a.positions.stride;
+    const int64_t first = head * units * stride + a.positions.at(position, column);
+    const Unit *near_keys = a.positions.keys + first, *near_queries = a.positions.queries + first;
+    const Unit *rows = (const Unit*)queries, *keys = scratch.keys.data() + column * units;
+    const int64_t row_stride = a.q.row_stride / Number::PER_UNIT;
+    typename Number::Sum sums[ROWS][BLOCKS];
+    for (auto& row : sums)
+        for (auto& sum : row) sum = Number::zero();
+    for (int64_t unit = 0; unit < units; unit++) {
+        __m512i key[BLOCKS];
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; block++)
+            key[block] = _mm512_loadu_si512(keys + (block * units + unit) * LANES);
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++) {
+            const __m512i query = _mm512_set1_epi32(rows[row * row_stride + unit]);
+            const int64_t at = unit * stride - row;
+#pragma GCC unroll 4
+            for (int block = 0; block < BLOCKS; block++) {
+                const int64_t here = at + block * LANES;
+                sums[row][block] = Number::add(sums[row][block], query, key[block]);
+                sums[row][block] = Number::add(sums[row][block], query, _mm512_loadu_si512(near_keys + here));
+                sums[row][block] = Number::add(sums[row][block], _mm512_loadu_si512(near_queries + here), key[block]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; block++)
+            _mm512_storeu_ps(scratch.products.data() + row * scratch.columns + column + block * LANES,
+                             sums[row][block]);
+}
+
+// Adds to the products of the query at a position, in columns [from, to), the bias of their distances.
+template <class Value>
+inline void add_bias(const Attention<Value>& a, float* products, int64_t position, int64_t head, int64_t from,
+                     int64_t to) {
+    const float* bias = a.positions.bias + head * a.positions.stride + a.positions.at(position, 0);
+    for (int64_t column = from; column < to; column += LANES)
+        _mm512_storeu_ps(products + column,
+                         _mm512_add_ps(_mm512_loadu_ps(products + column), _mm512_loadu_ps(bias + column)));
+}
+
 template <class Number, int ROWS, int BLOCKS>
 inline void mix_tile(const Attention<typename Number::Value>& a, const Scratch<Number>& scratch, int64_t from,
                      int64_t to, int64_t column, const float* totals, typename Number::Value* out) {
@@ -191,7 +252,13 @@ void attend_tile(const Attention<typename Number::Value>& a, Scratch<Number>& sc
     const int64_t from = a.first_key(position) / (2 * LANES) * (2 * LANES);
     const int64_t to = std::max(from, round_up(a.last_key(position + ROWS - 1, keys), 2 * LANES));
     for (int64_t column = from; column < to; column += 2 * LANES)
-        product_tile<Number, ROWS, 2>(a, queries, scratch, column);
+        if (a.positions.keys)
+            positioned_tile<Number, ROWS, 2>(a, queries, scratch, column, position, head);
+        else
+            product_tile<Number, ROWS, 2>(a, queries, scratch, column);
+    if (a.positions.bias)
+        for (int i = 0; i < ROWS; i++)
+            add_bias(a, scratch.products.data() + i * scratch.columns, position + i, head, from, to);
     const float scale = a.scale * 1.44269504f;  // times log2(e)
     float totals[ROWS];
     for (int i = 0; i < ROWS; i++)
@@ -261,17 +328,24 @@ extern "C" {
 // strides in elements (of heads and of rows, six numbers, those of bfloat16 rows even); head_dim a multiple of 16.
 // `sequences` is [count][4]: the first row, the number of queries to compute from there, the number of the sequence's
 // own keys that they may see, and the index of the prefix that comes before these, or -1. `prefixes` is [n][7]: the
-// addresses of keys and values, their strides as above, and their length. Writes out [rows][heads][head_dim].
+// addresses of keys and values, their strides as above, and their length. `positions` is null, or five numbers: the
+// addresses of bias, keys and queries (0 for none) by distance, the greatest distance, and the entries of a row, which
+// are twice that, one, and 63 more. Writes out [rows][heads][head_dim].
 void maxsimd_attention(int kind, const void* q, const void* k, const void* v, const int64_t* strides, int64_t heads,
                        int64_t key_heads, int64_t head_dim, const int64_t* sequences, int64_t count,
-                       const int64_t* prefixes, int64_t prefix_count, int causal, int64_t window, float scale,
-                       void* out) {
+                       const int64_t* prefixes, int64_t prefix_count, const int64_t* positions, int causal,
+                       int64_t window, float scale, void* out) {
     using namespace maxsimd;
+    Positions by_distance{};
+    if (positions)
+        by_distance = {(const float*)positions[0], (const Unit*)positions[1], (const Unit*)positions[2], positions[3],
+                       positions[4]};
     const auto compute = [&](auto number) {
         using Value = typename decltype(number)::Value;
         const Attention<Value> attention{{(const Value*)q, strides[0], strides[1]},
                                          {(const Value*)k, strides[2], strides[3]},
                                          {(const Value*)v, strides[4], strides[5]},
+                                         by_distance,
                                          heads,
                                          key_heads,
                                          head_dim,

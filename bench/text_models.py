@@ -1,0 +1,51 @@
+"""Models of text with relative positions, as wide as those that are published, with random weights: for
+speed, not for quality. All have MiniLM's tokeniser."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def deberta_v3_base(folder: Path, layers: int) -> str:
+    """mixedbread-ai/mxbai-rerank-base-v1: microsoft/deberta-v3-base with a classifier."""
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    config = DebertaV2Config(
+        vocab_size=30522,
+        num_hidden_layers=layers,
+        max_position_embeddings=512,
+        type_vocab_size=0,
+        relative_attention=True,
+        position_buckets=256,
+        pos_att_type=["p2c", "c2p"],
+        position_biased_input=False,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        num_labels=1,
+    )
+    return _saved(folder, DebertaV2ForSequenceClassification, config)
+
+
+def mpnet_base(folder: Path, layers: int) -> str:
+    """sentence-transformers/all-mpnet-base-v2."""
+    from transformers import MPNetConfig, MPNetModel
+
+    return _saved(folder, MPNetModel, MPNetConfig(num_hidden_layers=layers, max_position_embeddings=514))
+
+
+SHAPES: dict[str, Callable[[Path, int], str]] = {
+    "deberta-v3-base": deberta_v3_base,
+    "mpnet-base": mpnet_base,
+}
+
+
+def _saved(folder: Path, kind: Any, config: Any) -> str:
+    import torch
+    from transformers import AutoTokenizer
+
+    from maxsimd.engine.checkpoint.embedded import embedded_model_path
+
+    torch.manual_seed(0)
+    kind(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(embedded_model_path(), model_max_length=512).save_pretrained(folder)
+    return str(folder)

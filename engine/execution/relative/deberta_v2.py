@@ -1,0 +1,140 @@
+"""DeBERTa-v2 and -v3, packed.
+
+Their attention is disentangled: queries and keys are multiplied with each other and with the projections of
+relative positions (He et al. 2021, arXiv 2006.03654 and 2111.09543).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+from maxsimd.engine.execution.layout import Layout
+from maxsimd.engine.execution.relative.encoder import PackedEncoder, distances, in_heads, reach_of
+from maxsimd.engine.ops.qkv import QKV
+from maxsimd.engine.ops.relative import PositionContent
+from maxsimd.pooling.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """The positions of a layer as they were projected by these modules, in this precision."""
+
+    projections: tuple[nn.Module, ...]
+    dtype: torch.dtype
+    content: PositionContent
+
+    def serves(self, projections: tuple[nn.Module, ...], dtype: torch.dtype, reach: int) -> bool:
+        same = all(ours is theirs for ours, theirs in zip(self.projections, projections, strict=True))
+        return same and self.dtype is dtype and self.content.reach >= reach
+
+
+class PackedDebertaV2(PackedEncoder):
+    """Replaces a `DebertaV2Encoder`. Owns the positions of each layer, which depend on nothing but its
+    weights and are projected once."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._prepared: WeakKeyDictionary[nn.Module, _Prepared] = WeakKeyDictionary()
+
+    def take_attention(
+        self, backbone: nn.Module, arguments: Any, options: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """As of any packed encoder. Without a mask the backbone would look for padding among the tokens, for
+        which it waits for the device."""
+        everything = torch.ones(options["input_ids"].shape, device=options["input_ids"].device)
+        return super().take_attention(backbone, arguments, {**options, "attention_mask": everything})
+
+    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> BaseModelOutput:
+        """The hidden states [1, rows, hidden] of packed rows; masks mean nothing here."""
+        layout = self.step.metadata.layout
+        reach = reach_of(layout)
+        hidden = hidden_states
+        for index, layer in enumerate(self.layer):
+            attended = layer.attention.output(self._attended(layer.attention.self, hidden, reach), hidden)
+            hidden = layer.output(layer.intermediate(attended), attended)
+            if index == 0 and self.inner.conv is not None:
+                hidden = _convolved(self.inner.conv, hidden_states, hidden, layout)
+        return BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))
+
+    def _attended(self, attention: Any, hidden: torch.Tensor, reach: int) -> torch.Tensor:
+        heads = attention.num_attention_heads
+        query, key, value = (
+            in_heads(projection(hidden), heads)
+            for projection in (attention.query_proj, attention.key_proj, attention.value_proj)
+        )
+        kinds = 1 + sum(kind in attention.pos_att_type for kind in ("c2p", "p2c"))
+        content = self._content(attention, hidden.dtype, reach) if attention.relative_attention else None
+        qkv = QKV(query, key, value, 1 / math.sqrt(query.shape[-1] * kinds), None, content)
+        return self.step.of_layer(attention, qkv).flatten(1)[None]
+
+    def _content(self, attention: Any, dtype: torch.dtype, reach: int) -> PositionContent:
+        projections = _projections(attention)
+        used = tuple(projection for projection in projections if projection is not None)
+        prepared = self._prepared.get(attention)
+        if prepared is None or not prepared.serves(used, dtype, reach):
+            prepared = _Prepared(used, dtype, self._projected(attention, projections, reach))
+            self._prepared[attention] = prepared
+        return prepared.content
+
+    def _projected(
+        self, attention: Any, projections: tuple[nn.Module | None, nn.Module | None], reach: int
+    ) -> PositionContent:
+        span = attention.pos_ebd_size
+        rows = self.inner.get_rel_embedding()[: 2 * span]  # [2 * span, hidden]
+        # The other way round from tables by distance: transformers counts from the key to the query.
+        apart = -distances(reach, torch.device("cpu"))
+        if attention.position_buckets > 0:
+            apart = make_log_bucket_position(
+                apart, attention.position_buckets, attention.max_relative_positions
+            )
+        buckets = to_device((apart.long() + span).clamp(0, 2 * span - 1), rows.device)
+        heads = attention.num_attention_heads
+        # What is left out is multiplied with nothing.
+        keys, queries = (
+            in_heads(
+                projection(rows[None]) if projection is not None else torch.zeros_like(rows)[None], heads
+            )
+            for projection in projections
+        )
+        return PositionContent(keys[:, buckets].contiguous(), queries[:, buckets].contiguous())
+
+
+def _projections(attention: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """What projects positions that queries are multiplied with, and those that keys are."""
+    shared = attention.share_att_key
+    keys = attention.key_proj if shared else getattr(attention, "pos_key_proj", None)
+    queries = attention.query_proj if shared else getattr(attention, "pos_query_proj", None)
+    return (
+        keys if "c2p" in attention.pos_att_type else None,
+        queries if "p2c" in attention.pos_att_type else None,
+    )
+
+
+def _convolved(conv: Any, embedded: torch.Tensor, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What a `ConvLayer` makes of the embedded rows [1, rows, hidden] and of those after the first layer: no
+    sequence sees another's rows, or those that it may not attend to."""
+    width = conv.conv.kernel_size[0]
+    table = layout.whole_sequences
+    rows = torch.cat([torch.arange(first, first + keys) for first, _, keys in table.tolist()])
+    # Between sequences stand rows of zeros, as many as the convolution sees to one side.
+    apart = torch.repeat_interleave(torch.arange(len(table)), torch.from_numpy(table[:, 2].copy()))
+    ends = torch.from_numpy(table[:, 2].cumsum() - table[:, 2])
+    within = torch.arange(len(rows)) - ends[apart]
+    spread = to_device(within + ends[apart] + width * (apart + 1), embedded.device)
+    rows = to_device(rows, embedded.device)
+    given = embedded.new_zeros(int(len(rows) + width * (len(table) + 1)), embedded.shape[-1])
+    given[spread] = embedded[0, rows]
+    made = conv.conv(given.t()[None])[0].t()[spread]  # [seen rows, hidden]
+    added = torch.zeros_like(hidden[0])
+    added[rows] = ACT2FN[conv.conv_act](made)
+    normed: torch.Tensor = conv.LayerNorm(hidden + added[None])
+    seen = torch.zeros_like(hidden[0, :, :1])
+    seen[rows] = 1
+    return normed * seen
