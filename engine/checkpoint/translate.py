@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.translations import gte
 from maxsimd.engine.errors import ModelLoadError
 
 
@@ -54,7 +55,17 @@ def _translation(config: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str,
         return _rotary_xlm_roberta
     if config.get("model_type") == "nomic_bert" and "n_embd" in config:
         return _nomic_bert
+    if config.get("model_type") == "new" or (config.get("model_type") == "gte" and "rope_theta" in config):
+        return gte
     return None
+
+
+def runs_as(files: CheckpointFiles) -> Any:
+    """The type of model that a checkpoint's config is read as. Raises ModelLoadError for a config that
+    cannot be translated."""
+    translate = _translation(files.config) if files.config_at_root else None
+    config = files.config if translate is None else translate(files.config)
+    return config.get("model_type")
 
 
 @contextmanager

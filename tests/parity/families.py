@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
-from tests.parity import references
+from tests.checkpoints import bi_encoders, cross_encoders, gte, language_models, late_interaction
+from tests.parity import plain_encoders, references
 
 Reference = Callable[[str, Sequence[str], Sequence[str]], references.Scores]
+Embeddings = Callable[[str, Sequence[str], str], list[references.Scores]]
 
 LATE, CROSS, BI = "late-interaction", "cross-encoder", "bi-encoder"
 
@@ -20,7 +21,8 @@ LATE, CROSS, BI = "late-interaction", "cross-encoder", "bi-encoder"
 class Family:
     """`settings` are what a user would give on the command line beside the model; `packed` is how the engine
     is expected to run it; `weights` tells where the reference finds the same weights in its own terms, for
-    checkpoints with code of their own."""
+    checkpoints with code of their own; `embeddings` makes them of texts in a role, for checkpoints that
+    sentence-transformers does not read."""
 
     name: str
     kind: str
@@ -32,6 +34,14 @@ class Family:
     packed: bool = True
     causal: bool = False
     weights: Callable[[str], str] = str
+    embeddings: Embeddings | None = None
+
+
+def _plain(
+    name: str, published: str, build: Callable[[Path], str], plain: plain_encoders.PlainBiEncoder
+) -> Family:
+    """A bi-encoder with code of its own, beside a plain reading of that code."""
+    return Family(name, BI, published, f"{_SAVE}, code of its own", build, plain, embeddings=plain.embeddings)
 
 
 def _embedded(folder: Path) -> str:
@@ -40,6 +50,7 @@ def _embedded(folder: Path) -> str:
 
 _E5 = {"query_prompt": "query: ", "document_prompt": "passage: "}
 _FOR_CLASSIFICATION = "*ForSequenceClassification"
+_OF_ITS_OWN = f"{_FOR_CLASSIFICATION}, code of its own"
 _SAVE = "sentence-transformers"
 
 FAMILIES = [
@@ -75,6 +86,8 @@ FAMILIES = [
            references.cross_encoder),
     Family("ModernBERT", CROSS, "Alibaba-NLP/gte-reranker-modernbert-base", _FOR_CLASSIFICATION,
            cross_encoders.modernbert, references.cross_encoder),
+    Family("gte-multilingual-reranker", CROSS, "Alibaba-NLP/gte-multilingual-reranker-base", _OF_ITS_OWN,
+           gte.multilingual_reranker, plain_encoders.GTE_RERANKER),
     Family("DeBERTa-v2", CROSS, "mixedbread-ai/mxbai-rerank-base-v1", _FOR_CLASSIFICATION,
            cross_encoders.deberta_v2, references.cross_encoder, packed=False),
     Family("Qwen2", CROSS, "Qwen2ForSequenceClassification", _FOR_CLASSIFICATION, cross_encoders.qwen2,
@@ -111,6 +124,13 @@ FAMILIES = [
            references.bi_encoder, packed=False),
     Family("SGPT", BI, "Muennighoff/SGPT-125M-weightedmean-nli-bitfit", _SAVE, bi_encoders.sgpt,
            references.bi_encoder, packed=False, causal=True),
+    _plain("gte-multilingual", "Alibaba-NLP/gte-multilingual-base", gte.multilingual,
+           plain_encoders.GTE_MULTILINGUAL),
+    _plain("gte-large-en-v1.5", "Alibaba-NLP/gte-large-en-v1.5", gte.english, plain_encoders.GTE_ENGLISH),
+    _plain("gte-base-en-v1.5", "Alibaba-NLP/gte-base-en-v1.5", gte.english_without_types,
+           plain_encoders.GTE_ENGLISH),
+    _plain("snowflake-arctic-embed-m-v2.0", "Snowflake/snowflake-arctic-embed-m-v2.0", gte.snowflake,
+           plain_encoders.SNOWFLAKE),
     Family("prompt left out", BI, "include_prompt: false", _SAVE, bi_encoders.without_prompt,
            references.bi_encoder),
 ]  # fmt: skip

@@ -19,7 +19,10 @@ ALL = [*FAMILIES, LISTWISE]
 Tensors = dict[str, torch.Tensor]
 
 # Checkpoints with code of their own: their tensor beside its name in transformers, which messages may use.
-_RENAMED = {"encoder.layers.1.norm1.bias": "layers.1.post_attention_layernorm.bias"}
+_RENAMED = {
+    "encoder.layers.1.norm1.bias": "layers.1.post_attention_layernorm.bias",
+    "encoder.layer.1.attention.o_proj.bias": "layers.1.self_attn.o_proj.bias",
+}
 
 
 def _rename(tensors: Tensors, name: str) -> None:

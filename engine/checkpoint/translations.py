@@ -1,0 +1,72 @@
+"""Configs of architectures that their authors published with code of their own, in the terms of the classes
+that run them here. What such a config asks for and those classes do not do is refused.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxsimd.engine.errors import ModelLoadError
+
+Config = dict[str, Any]
+
+
+def gte(config: Config) -> Config:
+    """Alibaba's `NewModel` (gte-multilingual, gte-*-en-v1.5) and Snowflake's `GteModel`, as transformers'
+    GTE.
+
+    Source: the configuration and the modeling file of Alibaba-NLP/new-impl, whose defaults these are. It
+    multiplies the base of the rotary frequencies by a factor f and divides them by f^(2/d) for heads of d
+    dimensions (NTK scaling, https://kexue.fm/archives/9706), which transformers calls linear scaling of that
+    larger base."""
+    config = _NEW_DEFAULTS | config
+    _require(
+        config,
+        {
+            "position_embedding_type": "rope",
+            "layer_norm_type": "layer_norm",
+            "pack_qkv": True,
+            "logn_attention_scale": False,
+        },
+    )
+    theta = float(config["rope_theta"])
+    rope: Config = {"rope_type": "default", "rope_theta": theta}
+    scaling = config.get("rope_scaling")
+    if scaling is not None:
+        if scaling.get("type") != "ntk" or scaling.get("mixed_b") is not None:
+            raise ModelLoadError(
+                f"this checkpoint scales rotary positions by {scaling}; of such models ntk is supported"
+            )
+        factor = float(scaling["factor"])
+        dims = config["hidden_size"] // config["num_attention_heads"]
+        rope = {"rope_type": "linear", "rope_theta": theta * factor, "factor": factor ** (2 / dims)}
+    rest = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
+    return rest | {"model_type": "gte", "rope_parameters": rope, "tie_word_embeddings": False}
+
+
+_NEW_DEFAULTS: Config = {
+    "vocab_size": 30528,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 2048,
+    "type_vocab_size": 1,
+    "layer_norm_type": "layer_norm",
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": None,
+    "position_embedding_type": "rope",
+    "rope_theta": 10000.0,
+    "pack_qkv": True,
+    "logn_attention_scale": False,
+}
+
+
+def _require(config: Config, required: Mapping[str, Any]) -> None:
+    """Raises ModelLoadError for a config that has other values."""
+    for name, value in required.items():
+        if config.get(name) != value:
+            raise ModelLoadError(
+                f"this checkpoint sets {name} to {config.get(name)!r}; such models are supported with "
+                f"{value!r} alone"
+            )

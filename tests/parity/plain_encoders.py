@@ -1,0 +1,166 @@
+"""What encoders with code of their own compute, read plainly from their published modeling files: one text at
+a time, in torch alone, from the tensors under their published names."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+Scores = NDArray[np.float32]
+Tensors = dict[str, torch.Tensor]
+
+
+class PlainEncoder:
+    """A checkpoint's config, tokeniser and tensors, `prefix` taken off their names."""
+
+    def __init__(self, path: str, prefix: str) -> None:
+        self.config: dict[str, Any] = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+        self.tokenizer = Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
+        self.tokenizer.enable_truncation(512)
+        self.tokenizer.no_padding()
+        tensors = load_file(Path(path) / "model.safetensors")
+        self.tensors: Tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        self.heads: int = self.config["num_attention_heads"]
+        self.dims: int = self.config["hidden_size"] // self.heads
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        eps = self.config.get("layer_norm_eps") or self.config["layer_norm_epsilon"]
+        weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    def embedded(self, ids: torch.Tensor, types: torch.Tensor, name: str = "embeddings") -> torch.Tensor:
+        """The sum of the embeddings of tokens and of their types, [tokens, hidden]."""
+        x = self.tensors[f"{name}.word_embeddings.weight"][ids]
+        learned = self.tensors.get(f"{name}.token_type_embeddings.weight")
+        return x if learned is None else x + learned[types]
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Softmax attention of [tokens, hidden] each, head by head, with a bias [heads, tokens, tokens]."""
+        outputs = []
+        for head in range(self.heads):
+            part = slice(head * self.dims, (head + 1) * self.dims)
+            weights = queries[:, part] @ keys[:, part].T / math.sqrt(self.dims)
+            if bias is not None:
+                weights = weights + bias[head]
+            outputs.append(weights.softmax(dim=-1) @ values[:, part])
+        return torch.cat(outputs, dim=-1)
+
+    def turned(self, x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        """Rotary positions: x [tokens, hidden], whose heads' two halves are turned by position times
+        `frequencies` [dims / 2]."""
+        angles = torch.arange(len(x)).float()[:, None] * frequencies
+        first, second = x.unflatten(-1, (self.heads, 2, -1)).unbind(-2)  # [tokens, heads, dims / 2] each
+        sine, cosine = angles.sin()[:, None], angles.cos()[:, None]
+        turned = torch.stack([first * cosine - second * sine, second * cosine + first * sine], dim=-2)
+        return turned.flatten(-3)
+
+
+States = Callable[[PlainEncoder, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def new_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
+    """Alibaba's `NewModel`: [tokens, hidden]."""
+    config = model.config
+    x = model.norm(model.embedded(ids, types), "embeddings.LayerNorm")
+    exponents = torch.arange(0, model.dims, 2).float() / model.dims
+    frequencies = float(config["rope_theta"]) ** -exponents
+    if config["rope_scaling"] is not None:
+        factor = config["rope_scaling"]["factor"]
+        frequencies = (config["rope_theta"] * factor) ** -exponents / factor ** (2 / model.dims)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}"
+        queries, keys, values = model.linear(x, f"{layer}.attention.qkv_proj").chunk(3, dim=-1)
+        attended = model.attend(model.turned(queries, frequencies), model.turned(keys, frequencies), values)
+        x = model.norm(x + model.linear(attended, f"{layer}.attention.o_proj"), f"{layer}.attn_ln")
+        up, gate = model.linear(x, f"{layer}.mlp.up_gate_proj").chunk(2, dim=-1)
+        inner = F.gelu(gate) * up
+        x = model.norm(x + model.linear(inner, f"{layer}.mlp.down_proj"), f"{layer}.mlp_ln")
+    return x
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: str, prefix: str) -> PlainEncoder:
+    return PlainEncoder(path, prefix)
+
+
+class PlainBiEncoder:
+    """Scores by the cosine of what a pooling makes of the states: the first token or the mean."""
+
+    def __init__(
+        self, states: States, prefix: str, pooling: str, *, query: str = "", normalized: bool = True
+    ) -> None:
+        self._states, self._prefix, self._pooling = states, prefix, pooling
+        self._prompts = {"query": query}
+        self._normalized = normalized
+
+    @torch.inference_mode()
+    def embeddings(self, path: str, texts: Sequence[str], role: str) -> list[Scores]:
+        """The embedding of each text, [hidden]."""
+        model = _loaded(path, self._prefix)
+        prompt = self._prompts.get(role, "")
+        made = []
+        for text in texts:
+            ids, types = _inputs(model, f"{prompt}{text}")
+            states = self._states(model, ids, types)
+            pooled = states[0] if self._pooling == "cls" else states.mean(dim=0)
+            made.append((F.normalize(pooled, dim=-1) if self._normalized else pooled).numpy())
+        return made
+
+    def __call__(self, path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+        both = (self.embeddings(path, queries, "query"), self.embeddings(path, documents, "document"))
+        first, second = (torch.from_numpy(np.stack(each)) for each in both)
+        return F.cosine_similarity(first, second).numpy()
+
+
+Head = Callable[[PlainEncoder, torch.Tensor], torch.Tensor]
+
+
+class PlainCrossEncoder:
+    """Scores by the probability that a head on the first token's state gives."""
+
+    def __init__(self, states: States, prefix: str, head: Head) -> None:
+        self._states, self._prefix, self._head = states, prefix, head
+
+    @torch.inference_mode()
+    def __call__(self, path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+        model = _loaded(path, self._prefix)
+        logits = [
+            self._head(model, self._states(model, *_inputs(model, *pair))[0])
+            for pair in zip(queries, documents, strict=True)
+        ]
+        return torch.cat(logits).sigmoid().numpy()
+
+
+def pooler_head(model: PlainEncoder, first: torch.Tensor) -> torch.Tensor:
+    """BERT's: a linear layer, tanh, and one logit."""
+    return model.linear(torch.tanh(model.linear(first, "pooler.dense")), "classifier")
+
+
+def _inputs(model: PlainEncoder, *texts: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids and types of a text or a pair, [tokens] each; pairs and texts that are too long are cut."""
+    encoded = model.tokenizer.encode(*texts)
+    return torch.tensor(encoded.ids), torch.tensor(encoded.type_ids)
+
+
+GTE_MULTILINGUAL = PlainBiEncoder(new_states, "new.", "cls")
+SNOWFLAKE = PlainBiEncoder(new_states, "", "cls", query="query: ")
+GTE_ENGLISH = PlainBiEncoder(new_states, "new.", "cls", normalized=False)
+GTE_RERANKER = PlainCrossEncoder(new_states, "new.", pooler_head)

@@ -1,0 +1,53 @@
+"""Settings of published encoders that would change what they compute are refused, not passed over."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from maxsimd.engine import EngineConfig, ModelLoadError
+from maxsimd.engine.checkpoint import load_model
+from tests.checkpoints import gte
+from tests.checkpoints.shared import SharedCheckpoints
+
+REFUSED: list[tuple[Callable[[Path], str], str, Any]] = [
+    (gte.multilingual, "position_embedding_type", "absolute"),
+    (gte.multilingual, "layer_norm_type", "rms_norm"),
+    (gte.multilingual, "logn_attention_scale", True),
+    (gte.multilingual, "pack_qkv", False),
+    (gte.multilingual, "rope_scaling", {"type": "dynamic", "factor": 2.0}),
+    (gte.multilingual, "rope_scaling", {"type": "ntk", "factor": 2.0, "mixed_b": 0.75}),
+]
+
+
+def _with(checkpoints: SharedCheckpoints, build: Callable[[Path], str], folder: Path, **settings: Any) -> str:
+    """A copy of a checkpoint whose config has other settings."""
+    copy = checkpoints.copy(build, folder / "copy" / "checkpoint")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | settings))
+    return str(copy)
+
+
+@pytest.mark.parametrize(("build", "name", "value"), REFUSED)
+def test_a_setting_that_is_not_carried_out_is_refused(
+    build: Callable[[Path], str], name: str, value: Any, checkpoints: SharedCheckpoints, tmp_path: Path
+) -> None:
+    path = _with(checkpoints, build, tmp_path, **{name: value})
+    with pytest.raises(ModelLoadError, match=f"this checkpoint .*{'rotary' if 'rope' in name else name}"):
+        load_model(EngineConfig(model=path), torch.device("cpu"))
+
+
+def test_what_a_config_of_alibaba_leaves_out_has_the_default_of_its_code(
+    checkpoints: SharedCheckpoints, tmp_path: Path
+) -> None:
+    copy = Path(_with(checkpoints, gte.multilingual, tmp_path))
+    config = json.loads((copy / "config.json").read_text())
+    for name in ("max_position_embeddings", "rope_theta", "rope_scaling"):
+        del config[name]
+    (copy / "config.json").write_text(json.dumps(config))
+    backbone: Any = load_model(EngineConfig(model=str(copy)), torch.device("cpu")).backbone
+    assert backbone.config.max_position_embeddings == 2048
+    assert backbone.config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
