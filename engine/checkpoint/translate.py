@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles
-from maxsimd.engine.checkpoint.translations import gte
+from maxsimd.engine.checkpoint.translations import flash_xlm_roberta, gte, is_flash_xlm_roberta
 from maxsimd.engine.errors import ModelLoadError
 
 
@@ -50,12 +50,16 @@ def _nomic_bert(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _translation(config: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    rotary = config.get("position_embedding_type") == "rotary"
-    if rotary and config.get("model_type") in ("xlm-roberta", "xlm_roberta"):
+    kind, flash = config.get("model_type"), is_flash_xlm_roberta(config)
+    if config.get("position_embedding_type") == "rotary" and (
+        flash or kind in ("xlm-roberta", "xlm_roberta")
+    ):
         return _rotary_xlm_roberta
-    if config.get("model_type") == "nomic_bert" and "n_embd" in config:
+    if flash:
+        return flash_xlm_roberta
+    if kind == "nomic_bert" and "n_embd" in config:
         return _nomic_bert
-    if config.get("model_type") == "new" or (config.get("model_type") == "gte" and "rope_theta" in config):
+    if kind == "new" or (kind == "gte" and "rope_theta" in config):
         return gte
     return None
 

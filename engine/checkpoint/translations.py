@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.models.xlm_roberta_flash import XLMRobertaFlashConfig
 
 Config = dict[str, Any]
 
@@ -60,6 +61,30 @@ _NEW_DEFAULTS: Config = {
     "pack_qkv": True,
     "logn_attention_scale": False,
 }
+
+
+def is_flash_xlm_roberta(config: Config) -> bool:
+    """Whether a config is for jinaai/xlm-roberta-flash-implementation, whose configs may have no type."""
+    code = str((config.get("auto_map") or {}).get("AutoConfig", ""))
+    return code.endswith("XLMRobertaFlashConfig") and config.get("model_type") in _XLM_ROBERTA
+
+
+_XLM_ROBERTA = (None, "xlm-roberta", "xlm_roberta")
+
+
+def flash_xlm_roberta(config: Config) -> Config:
+    """jina-reranker-v2: XLM-RoBERTa as it is, with its tensors under other names."""
+    config = {
+        "pad_vocab_size_multiple": 1,
+        "position_embedding_type": "absolute",
+        "hidden_act": "gelu",
+    } | config
+    if config["hidden_act"] in ("gelu_new", "gelu_fast"):  # which that code computes alike
+        config["hidden_act"] = "gelu_pytorch_tanh"
+    _require(config, {"pad_vocab_size_multiple": 1, "position_embedding_type": "absolute"})
+    if config["hidden_act"] != "gelu_pytorch_tanh":
+        _require(config, {"hidden_act": "gelu"})
+    return config | {"model_type": XLMRobertaFlashConfig.model_type}
 
 
 def _require(config: Config, required: Mapping[str, Any]) -> None:

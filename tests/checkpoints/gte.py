@@ -47,10 +47,7 @@ def multilingual(folder: Path) -> str:
     """Alibaba-NLP/gte-multilingual-base: the first token, normalised; NTK scaling, tensors under `new.`, and
     beside them the head that weights tokens, which its card uses for sparse vectors alone."""
     config = _sentencepiece(folder) | {"architectures": ["NewModel"]}
-    tensors = _backbone(config, "new.")
-    random = RandomTensors(5)
-    tensors |= {"classifier.weight": random(1, 128), "classifier.bias": random(1)}
-    _save(folder, config, tensors)
+    _save(folder, config, _backbone(config, "new.") | RandomTensors(5).linear("classifier", 1, 128))
     return save_modules(folder, "cls", normalize=True)
 
 
@@ -58,12 +55,7 @@ def multilingual_reranker(folder: Path) -> str:
     """Alibaba-NLP/gte-multilingual-reranker-base: a pooler and one label."""
     config = _sentencepiece(folder) | {"architectures": ["NewForSequenceClassification"]}
     random = RandomTensors(6)
-    head = {
-        "new.pooler.dense.weight": random(128, 128),
-        "new.pooler.dense.bias": random(128),
-        "classifier.weight": random(1, 128),
-        "classifier.bias": random(1),
-    }
+    head = random.linear("new.pooler.dense", 128, 128) | random.linear("classifier", 1, 128)
     _save(folder, config, _backbone(config, "new.") | head)
     return str(folder)
 
@@ -122,13 +114,10 @@ def _backbone(config: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
     for i in range(config["num_hidden_layers"]):
         layer = f"encoder.layer.{i}."
         named |= {
-            f"{layer}attention.qkv_proj.weight": random(3 * hidden, hidden),
-            f"{layer}attention.qkv_proj.bias": random(3 * hidden),
-            f"{layer}attention.o_proj.weight": random(hidden, hidden),
-            f"{layer}attention.o_proj.bias": random(hidden),
-            f"{layer}mlp.up_gate_proj.weight": random(2 * inner, hidden),
-            f"{layer}mlp.down_proj.weight": random(hidden, inner),
-            f"{layer}mlp.down_proj.bias": random(hidden),
+            **random.linear(f"{layer}attention.qkv_proj", 3 * hidden, hidden),
+            **random.linear(f"{layer}attention.o_proj", hidden, hidden),
+            **random.linear(f"{layer}mlp.up_gate_proj", 2 * inner, hidden, bias=False),
+            **random.linear(f"{layer}mlp.down_proj", hidden, inner),
             **random.norm(f"{layer}attn_ln", hidden),
             **random.norm(f"{layer}mlp_ln", hidden),
         }

@@ -22,6 +22,11 @@ class RandomTensors:
     def embedding(self, *shape: int) -> torch.Tensor:
         return 0.5 * torch.randn(*shape, generator=self._random)
 
+    def linear(self, name: str, outputs: int, inputs: int, *, bias: bool = True) -> dict[str, torch.Tensor]:
+        """The weight and the bias of a linear layer."""
+        made = {f"{name}.weight": self(outputs, inputs)}
+        return made | {f"{name}.bias": self(outputs)} if bias else made
+
     def norm(self, name: str, width: int) -> dict[str, torch.Tensor]:
         """The weight and the bias of a layer norm, about one and zero."""
         return {f"{name}.weight": 1 + self(width), f"{name}.bias": self(width)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
-from tests.checkpoints import bi_encoders, cross_encoders, gte, language_models, late_interaction
+from tests.checkpoints import bi_encoders, cross_encoders, gte, jina, language_models, late_interaction
 from tests.parity import plain_encoders, references
 
 Reference = Callable[[str, Sequence[str], Sequence[str]], references.Scores]
@@ -88,6 +88,8 @@ FAMILIES = [
            cross_encoders.modernbert, references.cross_encoder),
     Family("gte-multilingual-reranker", CROSS, "Alibaba-NLP/gte-multilingual-reranker-base", _OF_ITS_OWN,
            gte.multilingual_reranker, plain_encoders.GTE_RERANKER),
+    Family("jina-reranker-v2", CROSS, "jinaai/jina-reranker-v2-base-multilingual", _OF_ITS_OWN,
+           jina.reranker_v2, plain_encoders.JINA_RERANKER_V2),
     Family("DeBERTa-v2", CROSS, "mixedbread-ai/mxbai-rerank-base-v1", _FOR_CLASSIFICATION,
            cross_encoders.deberta_v2, references.cross_encoder, packed=False),
     Family("Qwen2", CROSS, "Qwen2ForSequenceClassification", _FOR_CLASSIFICATION, cross_encoders.qwen2,

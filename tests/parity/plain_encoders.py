@@ -96,6 +96,20 @@ def new_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor) -> t
     return x
 
 
+def flash_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
+    """XLM-RoBERTa under the names of jinaai/xlm-roberta-flash-implementation: [tokens, hidden]."""
+    first = model.config["pad_token_id"] + 1
+    positions = model.tensors["embeddings.position_embeddings.weight"][first : first + len(ids)]
+    x = model.norm(model.embedded(ids, types) + positions, "emb_ln")
+    for i in range(model.config["num_hidden_layers"]):
+        layer = f"encoder.layers.{i}"
+        attended = model.attend(*model.linear(x, f"{layer}.mixer.Wqkv").chunk(3, dim=-1))
+        x = model.norm(x + model.linear(attended, f"{layer}.mixer.out_proj"), f"{layer}.norm1")
+        inner = F.gelu(model.linear(x, f"{layer}.mlp.fc1"))
+        x = model.norm(x + model.linear(inner, f"{layer}.mlp.fc2"), f"{layer}.norm2")
+    return x
+
+
 @lru_cache(maxsize=4)
 def _loaded(path: str, prefix: str) -> PlainEncoder:
     return PlainEncoder(path, prefix)
@@ -154,6 +168,11 @@ def pooler_head(model: PlainEncoder, first: torch.Tensor) -> torch.Tensor:
     return model.linear(torch.tanh(model.linear(first, "pooler.dense")), "classifier")
 
 
+def roberta_head(model: PlainEncoder, first: torch.Tensor) -> torch.Tensor:
+    """RoBERTa's: the same, under other names."""
+    return model.linear(torch.tanh(model.linear(first, "classifier.dense")), "classifier.out_proj")
+
+
 def _inputs(model: PlainEncoder, *texts: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids and types of a text or a pair, [tokens] each; pairs and texts that are too long are cut."""
     encoded = model.tokenizer.encode(*texts)
@@ -164,3 +183,4 @@ GTE_MULTILINGUAL = PlainBiEncoder(new_states, "new.", "cls")
 SNOWFLAKE = PlainBiEncoder(new_states, "", "cls", query="query: ")
 GTE_ENGLISH = PlainBiEncoder(new_states, "new.", "cls", normalized=False)
 GTE_RERANKER = PlainCrossEncoder(new_states, "new.", pooler_head)
+JINA_RERANKER_V2 = PlainCrossEncoder(flash_states, "roberta.", roberta_head)

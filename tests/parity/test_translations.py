@@ -10,7 +10,7 @@ import torch
 
 from maxsimd.engine import EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import load_model
-from tests.checkpoints import gte
+from tests.checkpoints import gte, jina
 from tests.checkpoints.shared import SharedCheckpoints
 
 REFUSED: list[tuple[Callable[[Path], str], str, Any]] = [
@@ -20,6 +20,9 @@ REFUSED: list[tuple[Callable[[Path], str], str, Any]] = [
     (gte.multilingual, "pack_qkv", False),
     (gte.multilingual, "rope_scaling", {"type": "dynamic", "factor": 2.0}),
     (gte.multilingual, "rope_scaling", {"type": "ntk", "factor": 2.0, "mixed_b": 0.75}),
+    (jina.reranker_v2, "position_embedding_type", "relative"),
+    (jina.reranker_v2, "pad_vocab_size_multiple", 64),
+    (jina.reranker_v2, "hidden_act", "relu"),
 ]
 
 
