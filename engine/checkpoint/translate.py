@@ -5,19 +5,27 @@ tensors as it reads them.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles
-from maxsimd.engine.checkpoint.translations import flash_xlm_roberta, gte, is_flash_xlm_roberta
+from maxsimd.engine.checkpoint.translations import (
+    Config,
+    flash_xlm_roberta,
+    gte,
+    is_flash_xlm_roberta,
+    jina_bert,
+)
+from maxsimd.engine.checkpoint.weights import tensor_names
 from maxsimd.engine.errors import ModelLoadError
 
 
-def _rotary_xlm_roberta(config: dict[str, Any]) -> dict[str, Any]:
+def _rotary_xlm_roberta(config: Config) -> Config:
     """jina-colbert-v2: XLM-RoBERTa with rotary positions, as transformers has it (jina-embeddings-v3)."""
     if config.get("lora_adaptations"):
         raise ModelLoadError(
@@ -32,7 +40,7 @@ def _rotary_xlm_roberta(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _nomic_bert(config: dict[str, Any]) -> dict[str, Any]:
+def _nomic_bert(config: Config) -> Config:
     """nomic-embed-text: its config has GPT-2's names."""
     for name in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm", "use_rms_norm"):
         if config.get(name):
@@ -49,14 +57,17 @@ def _nomic_bert(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _translation(config: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+def _translation(config: Config, tensors: Collection[str] = ()) -> Callable[[Config], Config] | None:
+    """What translates a config, if it must be; `tensors` are the names in the checkpoint's files, where they
+    are at hand."""
     kind, flash = config.get("model_type"), is_flash_xlm_roberta(config)
-    if config.get("position_embedding_type") == "rotary" and (
-        flash or kind in ("xlm-roberta", "xlm_roberta")
-    ):
+    positions = config.get("position_embedding_type")
+    if positions == "rotary" and (flash or kind in ("xlm-roberta", "xlm_roberta")):
         return _rotary_xlm_roberta
     if flash:
         return flash_xlm_roberta
+    if kind == "bert" and positions == "alibi":
+        return partial(jina_bert, tensors=tensors)
     if kind == "nomic_bert" and "n_embd" in config:
         return _nomic_bert
     if kind == "new" or (kind == "gte" and "rope_theta" in config):
@@ -78,10 +89,11 @@ def in_transformers_terms(
 ) -> Iterator[str]:
     """The path to load the checkpoint from: its own, or a temporary folder with links to its files and a
     config in transformers' terms."""
-    translate = _translation(files.config)
-    if translate is None or trust_remote_code or not files.config_at_root:
+    if trust_remote_code or not files.config_at_root or _translation(files.config) is None:
         yield model
         return
+    translate = _translation(files.config, tensor_names(model, revision))
+    assert translate is not None
     source = Path(model) if Path(model).is_dir() else downloaded(model, revision)
     config = {name: value for name, value in translate(files.config).items() if name != "auto_map"}
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:

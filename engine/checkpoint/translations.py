@@ -2,10 +2,11 @@
 that run them here. What such a config asks for and those classes do not do is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.models.jina_bert import ACTIVATIONS, JinaBertConfig
 from maxsimd.engine.models.xlm_roberta_flash import XLMRobertaFlashConfig
 
 Config = dict[str, Any]
@@ -61,6 +62,21 @@ _NEW_DEFAULTS: Config = {
     "pack_qkv": True,
     "logn_attention_scale": False,
 }
+
+
+def jina_bert(config: Config, tensors: Collection[str]) -> Config:
+    """jina-embeddings-v2, jina-colbert-v1 and jina-reranker-v1: BERT with ALiBi, in one of two layouts that
+    configs do not always tell apart. `tensors` are the names in the checkpoint's files, if these are
+    safetensors."""
+    config = {"feed_forward_type": "original", "is_decoder": False} | config
+    if config["feed_forward_type"] not in ACTIVATIONS:
+        _require(config, {"feed_forward_type": "geglu"})
+    _require(config, {"is_decoder": False})
+    said = f"{config.get('_name_or_path')} {config.get('auto_map')}"
+    normed = any("layer_norm_q" in name for name in tensors) or (not tensors and "qk-post-norm" in said)
+    # How its code attends, which transformers would take for a name of its own.
+    rest = {name: value for name, value in config.items() if name != "attn_implementation"}
+    return rest | {"model_type": JinaBertConfig.model_type, "norms_queries_and_keys": normed}
 
 
 def is_flash_xlm_roberta(config: Config) -> bool:

@@ -19,13 +19,16 @@ class QKV:
     """`query` is [heads, rows, head_dim], `key` and `value` are [kv_heads, rows, head_dim].
 
     Products of queries and keys are multiplied by `scaling`. With a `window`, a query sees only the keys that
-    are fewer than `window` positions away."""
+    are fewer than `window` positions away. With `slopes`, float32 [heads], a product then loses the slope of
+    its head for each position that query and key are apart, in either direction (ALiBi; Press, Smith & Lewis
+    2022, arXiv 2108.12409)."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     scaling: float
     window: int | None = None
+    slopes: torch.Tensor | None = None
 
     def of_rows(self, rows: slice) -> "QKV":
         """The queries, keys and values of these rows alone, as views."""

@@ -3,6 +3,7 @@ a time, in torch alone, from the tensors under their published names."""
 
 import json
 import math
+import string
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -110,6 +111,51 @@ def flash_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor) ->
     return x
 
 
+def jina_bert_states(
+    model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor, attended: int | None = None
+) -> torch.Tensor:
+    """JinaBERT, of jinaai/jina-bert-implementation or jina-bert-v2-qk-post-norm: [tokens, hidden]. No token
+    attends to those from the `attended`-th on."""
+    x = model.norm(model.embedded(ids, types), "embeddings.LayerNorm")
+    positions = torch.arange(len(ids))
+    apart = (positions[:, None] - positions[None, :]).abs()
+    bias = -alibi_slopes(model.heads)[:, None, None] * apart  # [heads, tokens, tokens]
+    bias[..., len(ids) if attended is None else attended :] = -torch.inf
+    activation = {"geglu": F.gelu, "reglu": F.relu}[model.config["feed_forward_type"]]
+    for i in range(model.config["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}"
+        parts = {
+            part: model.linear(x, f"{layer}.attention.self.{part}") for part in ("query", "key", "value")
+        }
+        normed = f"{layer}.layer_norm_1.weight" in model.tensors
+        if normed:
+            for part in ("query", "key"):
+                parts[part] = model.norm(parts[part], f"{layer}.attention.self.layer_norm_{part[0]}")
+        attended = model.linear(model.attend(*parts.values(), bias), f"{layer}.attention.output.dense")
+        attended = model.norm(x + attended, f"{layer}.attention.output.LayerNorm")
+        if normed:
+            x = model.norm(x + attended, f"{layer}.layer_norm_1")
+            up, gate = model.linear(x, f"{layer}.mlp.up_gated_layer").chunk(2, dim=-1)
+            out = model.linear(up * activation(gate), f"{layer}.mlp.down_layer")
+            x = model.norm(x + out, f"{layer}.layer_norm_2")
+        else:
+            gate, up = model.linear(attended, f"{layer}.mlp.gated_layers").chunk(2, dim=-1)
+            out = model.linear(activation(gate) * up, f"{layer}.mlp.wo")
+            x = model.norm(attended + out, f"{layer}.mlp.layernorm")
+    return x
+
+
+def alibi_slopes(heads: int) -> torch.Tensor:
+    """The slopes of the paper's authors' code: a geometric sequence from 2^(-8 / heads) on, for heads that
+    are no power of two filled up from that of the next one."""
+    below = 2 ** math.floor(math.log2(heads))
+    start = 2 ** -(2 ** -(math.log2(below) - 3))
+    slopes = [start * start**i for i in range(below)]
+    start = 2 ** -(2 ** -(math.log2(2 * below) - 3))
+    more = [start * start**i for i in range(2 * below)][0::2]
+    return torch.tensor((slopes + more)[:heads])
+
+
 @lru_cache(maxsize=4)
 def _loaded(path: str, prefix: str) -> PlainEncoder:
     return PlainEncoder(path, prefix)
@@ -163,6 +209,44 @@ class PlainCrossEncoder:
         return torch.cat(logits).sigmoid().numpy()
 
 
+class PlainColbert:
+    """Scores by the sum over query tokens of their greatest cosine with a document's tokens, as Stanford
+    ColBERT makes these: a marker behind [CLS], queries filled up with [MASK], which no token attends to, and
+    documents without punctuation."""
+
+    def __init__(self, states: Callable[..., torch.Tensor], prefix: str) -> None:
+        self._states, self._prefix = states, prefix
+
+    @torch.inference_mode()
+    def embeddings(self, path: str, texts: Sequence[str], role: str) -> list[Scores]:
+        """The embeddings of each text's tokens, [tokens, dim]."""
+        model = _loaded(path, self._prefix)
+        metadata = json.loads(Path(path, "artifact.metadata").read_text(encoding="utf-8"))
+        is_query = role == "query"
+        longest = metadata["query_maxlen" if is_query else "doc_maxlen"]
+        word = model.tokenizer.token_to_id
+        marker = word(metadata["query_token_id" if is_query else "doc_token_id"])
+        punctuation = {word(character) for character in string.punctuation}
+        made = []
+        for text in texts:
+            inner = model.tokenizer.encode(text, add_special_tokens=False).ids[: longest - 3]
+            ids = [word("[CLS]"), marker, *inner, word("[SEP]")]
+            attended = len(ids)
+            ids += [word("[MASK]")] * (longest - len(ids) if is_query else 0)
+            tensor = torch.tensor(ids)
+            states = self._states(model, tensor, torch.zeros_like(tensor), attended)
+            if not is_query:
+                states = states[[i for i, token in enumerate(ids) if token not in punctuation]]
+            made.append(F.normalize(model.linear(states, "linear"), dim=-1).numpy())
+        return made
+
+    def __call__(self, path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+        both = (self.embeddings(path, queries, "query"), self.embeddings(path, documents, "document"))
+        return np.array(
+            [(query @ document.T).max(axis=1).sum() for query, document in zip(*both, strict=True)]
+        )
+
+
 def pooler_head(model: PlainEncoder, first: torch.Tensor) -> torch.Tensor:
     """BERT's: a linear layer, tanh, and one logit."""
     return model.linear(torch.tanh(model.linear(first, "pooler.dense")), "classifier")
@@ -183,4 +267,7 @@ GTE_MULTILINGUAL = PlainBiEncoder(new_states, "new.", "cls")
 SNOWFLAKE = PlainBiEncoder(new_states, "", "cls", query="query: ")
 GTE_ENGLISH = PlainBiEncoder(new_states, "new.", "cls", normalized=False)
 GTE_RERANKER = PlainCrossEncoder(new_states, "new.", pooler_head)
+JINA_EMBEDDINGS_V2 = PlainBiEncoder(jina_bert_states, "", "mean", normalized=False)
+JINA_COLBERT_V1 = PlainColbert(jina_bert_states, "bert.")
+JINA_RERANKER_V1 = PlainCrossEncoder(jina_bert_states, "bert.", pooler_head)
 JINA_RERANKER_V2 = PlainCrossEncoder(flash_states, "roberta.", roberta_head)

@@ -34,12 +34,14 @@ class AttentionBackend(ABC, Generic[M]):
 
     A subclass overrides what it does better and inherits the rest. `supports_float32` says whether it takes
     float32; `supports_first_rows` whether `first_rows` is worth calling. Where it is not, a last layer of
-    which only the first rows are needed is computed whole."""
+    which only the first rows are needed is computed whole. `supports_slopes` says whether it takes ALiBi's
+    slopes; one that does not is never given any."""
 
     name: str
     arrangement: Arrangement
     supports_float32: bool = True
     supports_first_rows: bool = False
+    supports_slopes: bool = False
 
     @abstractmethod
     def prepare(self, layout: Layout, device: torch.device) -> M:

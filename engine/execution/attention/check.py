@@ -32,8 +32,11 @@ def find_mismatch(
 
     For a causal model this includes a chunk of a cut sequence and sequences after a shared prefix."""
     exact = _random_qkv(model, dtype)
+    if exact.slopes is not None and not backend.supports_slopes:
+        return "it takes no slopes (ALiBi)"
     query, key, value = (x.to(device, dtype) for x in (exact.query, exact.key, exact.value))
-    ours = QKV(query, key, value, exact.scaling, exact.window)
+    slopes = None if exact.slopes is None else exact.slopes.to(device)
+    ours = QKV(query, key, value, exact.scaling, exact.window, slopes)
     try:
         differences = [
             found.float().cpu() - expected
@@ -57,6 +60,13 @@ def head_shape(model: LoadedModel) -> tuple[int, int, int, int | None]:
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64 * heads) // heads
     window = getattr(config, "sliding_window", None) or getattr(config, "local_attention", None)
     return heads, kv_heads, head_dim, window if isinstance(window, int) else None
+
+
+def slopes_of(model: LoadedModel) -> torch.Tensor | None:
+    """The slopes of ALiBi that the config has, float32 [heads] on the CPU."""
+    backbone: Any = model.backbone
+    slopes = getattr(backbone.config.get_text_config(), "alibi_slopes", None)
+    return None if slopes is None else torch.tensor(slopes)
 
 
 def _attended(backend: AttentionBackend[M], qkv: QKV, layout: Layout) -> Iterator[torch.Tensor]:
@@ -104,4 +114,4 @@ def _random_qkv(model: LoadedModel, dtype: torch.dtype) -> QKV:
         torch.randn(n, _ROWS, head_dim, generator=random).to(dtype).float()
         for n in (heads, kv_heads, kv_heads)
     )
-    return QKV(query, key, value, head_dim**-0.5, window)
+    return QKV(query, key, value, head_dim**-0.5, window, slopes_of(model))

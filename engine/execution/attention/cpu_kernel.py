@@ -64,6 +64,7 @@ class CompiledBackend(AttentionBackend[CompiledMetadata]):
     name = "compiled"
     arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
     supports_first_rows = True
+    supports_slopes = True
 
     def prepare(self, layout: Layout, device: torch.device) -> CompiledMetadata:
         return CompiledMetadata(layout, device)

@@ -28,6 +28,8 @@ class StepAttention(Generic[M]):
     def of_layer(self, module: Any, qkv: QKV) -> torch.Tensor:
         """What the attention `module` of a layer gives: [rows, heads, head_dim]."""
         layout = self.metadata.layout
+        if qkv.slopes is not None and not self.backend.supports_slopes:
+            raise NotImplementedError(f"attention by {self.backend.name} takes no slopes (ALiBi)")
         if self.cls_only is not None and self.cls_only.belongs_to(module):
             return self.backend.first_rows(qkv, self.metadata)
         if layout.has_only_whole_sequences:
@@ -72,10 +74,12 @@ def attend(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     step_attention: StepAttention[Any] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query, key and value are [1, heads, rows, head_dim].
+    """transformers' attention interface: query, key and value are [1, heads, rows, head_dim]. Models of ours
+    hand on the slopes of ALiBi, float32 [heads], if they have it.
 
     Returns [1, rows, heads, head_dim]. Raises for features that packed attention lacks, so that the proof at
     load fails and the model runs padded."""
@@ -86,7 +90,7 @@ def attend(
     if any(kwargs.get(name) is not None for name in _UNSUPPORTED):
         raise NotImplementedError("packed attention supports neither softcap, sinks nor position bias")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    qkv = QKV(query[0], key[0], value[0], scaling, sliding_window)
+    qkv = QKV(query[0], key[0], value[0], scaling, sliding_window, alibi_slopes)
     return step_attention.of_layer(module, qkv)[None], None
 
 

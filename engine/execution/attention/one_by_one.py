@@ -44,6 +44,7 @@ class OneByOneBackend(OneByOneAttention[AttentionMetadata]):
     """The reference with rows end to end."""
 
     name = "one by one"
+    supports_slopes = True
     arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
 
     def prepare(self, layout: Layout, device: torch.device) -> AttentionMetadata:
@@ -54,6 +55,8 @@ def attend_one(qkv: QKV, rows: slice, kv: KV, causal: bool) -> torch.Tensor:
     """The queries in `rows` against the keys and values of their sequence: [rows, heads, head_dim]."""
     query = qkv.query[:, rows]
     mask = visible(query.shape[1], kv.key.shape[1], causal, qkv.window, query.device)
+    if qkv.slopes is not None:
+        mask = biased(qkv.slopes, mask, query, kv.key.shape[1], causal)
     key, value = repeat_heads(kv.key, query), repeat_heads(kv.value, query)
     attended = F.scaled_dot_product_attention(query[None], key[None], value[None], mask, scale=qkv.scaling)
     return attended[0].transpose(0, 1)
@@ -73,6 +76,23 @@ def visible(
         return seen if window is None else seen & (column > row - window)
     # ModernBERT hands its layers the half-window plus one; its mask sees distances up to the half-window.
     return None if window is None else (row - column).abs() < window
+
+
+def distances(tokens: int, keys: int, causal: bool, device: torch.device) -> torch.Tensor:
+    """How many positions each token is from each key, as float32 [tokens, keys]. Causal tokens are the last
+    of the keys' sequence, others its first."""
+    row = torch.arange(tokens, device=device)[:, None] + (keys - tokens if causal else 0)
+    return (row - torch.arange(keys, device=device)[None, :]).abs().float()
+
+
+def biased(
+    slopes: torch.Tensor, seen: torch.Tensor | None, query: torch.Tensor, keys: int, causal: bool
+) -> torch.Tensor:
+    """ALiBi's bias [heads, tokens, keys] for queries [heads, tokens, head_dim], in their precision; minus
+    infinity where a key is not seen."""
+    tokens = query.shape[1]
+    bias = -slopes[:, None, None] * distances(tokens, keys, causal, query.device)
+    return (bias if seen is None else bias.masked_fill(~seen, -torch.inf)).to(query.dtype)
 
 
 def repeat_heads(kv: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ class RecordedBackend(AttentionBackend[M]):
         self.arrangement = inner.arrangement
         self.supports_float32 = inner.supports_float32
         self.supports_first_rows = inner.supports_first_rows
+        self.supports_slopes = inner.supports_slopes
         self.calls = 0
         self.windows: set[int | None] = set()
         self._inner = inner

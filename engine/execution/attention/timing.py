@@ -9,7 +9,7 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.execution.attention.base import AttentionBackend
-from maxsimd.engine.execution.attention.check import head_shape
+from maxsimd.engine.execution.attention.check import head_shape, slopes_of
 from maxsimd.engine.execution.device_clock import milliseconds_on_cuda
 from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.ops.qkv import QKV
@@ -50,7 +50,9 @@ def time_backends(
         torch.randn(rows, n, head_dim, device=device, dtype=dtype).transpose(0, 1)
         for n in (heads, kv_heads, kv_heads)
     )
-    everything = QKV(query, key, value, head_dim**-0.5)
+    slopes = slopes_of(model)
+    slopes = None if slopes is None else slopes.to(device)
+    everything = QKV(query, key, value, head_dim**-0.5, slopes=slopes)
     layers = [everything] if window is None else [everything, replace(everything, window=window)]
     found = {}
     for name, backend in backends.items():

@@ -2,6 +2,7 @@
 products."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -9,7 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from maxsimd.engine.execution.attention.base import AttentionMetadata
-from maxsimd.engine.execution.attention.one_by_one import OneByOneAttention, repeat_heads, visible
+from maxsimd.engine.execution.attention.one_by_one import (
+    OneByOneAttention,
+    distances,
+    repeat_heads,
+    visible,
+)
 from maxsimd.engine.execution.layout import Arrangement, Group, Layout, SharedGroup
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.pooling.transfer import to_device
@@ -58,7 +64,7 @@ class GroupedAttention(OneByOneAttention[G]):
         out = qkv.new_output()
         for group in metadata.layout.groups:
             whole = _of_group(qkv, group)
-            first = QKV(whole.query[:, :, :1], whole.key, whole.value, whole.scaling, whole.window)
+            first = replace(whole, query=whole.query[:, :, :1])
             _rows_of(out, group)[:, 0] = _bidirectional(first, group, metadata)[:, :, 0]
         return out
 
@@ -73,6 +79,7 @@ class GroupedBackend(GroupedAttention[GroupedMetadata]):
     another backend in a proof."""
 
     name = "grouped"
+    supports_slopes = True
 
     def __init__(self, arrangement: Arrangement = GROUPED_ROWS, *, supports_first_rows: bool = True) -> None:
         self.arrangement = arrangement
@@ -94,7 +101,7 @@ def _of_group(qkv: QKV, group: Group | SharedGroup) -> QKV:
         x[:, group.rows].unflatten(1, (group.count, group.length)).transpose(0, 1)
         for x in (qkv.query, qkv.key, qkv.value)
     )
-    return QKV(query, key, value, qkv.scaling, qkv.window)
+    return replace(qkv, query=query, key=key, value=value)
 
 
 def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.Tensor:
@@ -111,8 +118,13 @@ def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.T
         alpha=qkv.scaling,
     ).unflatten(0, (n, heads))  # [n, heads, tokens, keys]
     values = value.reshape(n * heads, group.length, value.shape[-1])
+    if qkv.slopes is not None:  # in float32, because what is lost by distance is larger than what differs
+        weights = weights.float()
+        apart = distances(tokens, group.length, False, weights.device)
+        weights.addcmul_(qkv.slopes[:, None, None], apart, value=-1)
     _hide(weights, group, qkv.window, metadata)
-    attended: torch.Tensor = torch.bmm(torch.softmax(weights, dim=-1).flatten(0, 1), values)
+    softmax = torch.softmax(weights, dim=-1).to(values.dtype)
+    attended: torch.Tensor = torch.bmm(softmax.flatten(0, 1), values)
     attended = attended.view(n, heads, tokens, -1)
     _clear_blind_rows(attended, group, qkv.window)
     return attended
@@ -121,6 +133,7 @@ def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.T
 def _causal(qkv: QKV) -> torch.Tensor:
     """Causal attention of each sequence of a group; no token sees the padding, which comes last."""
     length = qkv.query.shape[2]
+    _refuse_slopes(qkv)
     gqa = qkv.key.shape[1] != qkv.query.shape[1]
     windowed = qkv.window is not None and qkv.window < length
     mask = visible(length, length, True, qkv.window, qkv.query.device) if windowed else None
@@ -138,12 +151,19 @@ def _causal(qkv: QKV) -> torch.Tensor:
 def _attend_behind_prefix(qkv: QKV, prefix: KV) -> torch.Tensor:
     """Queries [n, heads, tokens, head_dim] against one prefix [kv_heads, before, head_dim] and then each
     sequence against itself."""
+    _refuse_slopes(qkv)
     n, _, tokens, _ = qkv.query.shape
     key = torch.cat([prefix.key.expand(n, -1, -1, -1), qkv.key], dim=2)
     value = torch.cat([prefix.value.expand(n, -1, -1, -1), qkv.value], dim=2)
     mask = visible(tokens, key.shape[2], True, qkv.window, qkv.query.device)
     gqa = qkv.key.shape[1] != qkv.query.shape[1]
     return F.scaled_dot_product_attention(qkv.query, key, value, mask, scale=qkv.scaling, enable_gqa=gqa)
+
+
+def _refuse_slopes(qkv: QKV) -> None:
+    """Raises NotImplementedError: no causal model here has ALiBi."""
+    if qkv.slopes is not None:
+        raise NotImplementedError("causal attention of groups takes no slopes")
 
 
 def _hide(weights: torch.Tensor, group: Group, window: int | None, metadata: GroupedMetadata) -> None:

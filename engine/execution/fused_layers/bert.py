@@ -31,7 +31,7 @@ class FusedSelfAttention(nn.Module):
         super().__init__()
         self.product = JoinedLinear([replaced.query, replaced.key, replaced.value])
         self.heads, _, self.head_dim = asked.query.shape
-        self.scaling, self.window = asked.scaling, asked.window
+        self.scaling, self.window, self.slopes = asked.scaling, asked.window, asked.slopes
         self._replaced = (replaced,)  # out of the module tree
 
     def forward(
@@ -53,6 +53,7 @@ class FusedSelfAttention(nn.Module):
             attention_mask,
             scaling=self.scaling,
             sliding_window=self.window,
+            alibi_slopes=self.slopes,
             **kwargs,
         )
         return out.reshape(1, rows, -1), None

@@ -18,7 +18,8 @@ _DIMS = 16  # the kernel takes head sizes that are multiples of this
 def attention(
     qkv: QKV, sequences: torch.Tensor, prefixes: Sequence[KV], causal: bool, out: torch.Tensor
 ) -> None:
-    """softmax(query key^T * scaling) value, for queries, keys and values of one precision.
+    """softmax(query key^T * scaling - slopes * distance) value, for queries, keys and values of one
+    precision.
 
     `sequences`, int64 [n, 4], holds for each sequence its first row, the number of its queries to compute
     from there, the number of its own keys that they may see, and the index in `prefixes` of the keys and
@@ -41,6 +42,7 @@ def attention(
         ],
         dtype=torch.int64,
     )
+    slopes = None if qkv.slopes is None else qkv.slopes.float().contiguous()
     kernels().maxsimd_attention(
         _KINDS[q.dtype],
         q.data_ptr(),
@@ -57,6 +59,7 @@ def attention(
         causal,
         qkv.window or 0,
         qkv.scaling,
+        slopes.data_ptr() if slopes is not None else None,
         padded_out.data_ptr(),
     )
     if padded_out is not out:

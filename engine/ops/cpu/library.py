@@ -24,7 +24,7 @@ _ARGUMENTS = {
     ],
     "attention": [
         ctypes.c_int, *[_POINTER] * 4, *[_NUMBER] * 3, *[_POINTER, _NUMBER] * 2,
-        ctypes.c_int, _NUMBER, ctypes.c_float, _POINTER,
+        ctypes.c_int, _NUMBER, ctypes.c_float, *[_POINTER] * 2,
     ],
 }  # fmt: skip
 

@@ -54,7 +54,8 @@ struct Attention {
     bool causal;
     int64_t window;  // how far off keys may be, plus one; 0 for no limit
     float scale;
-    Value* out;  // [rows][heads][head_dim]
+    const float* slopes;  // [heads], what a product loses for each position that query and key are apart; or null
+    Value* out;           // [rows][heads][head_dim]
 
     // The keys that the query at a position may see, of the first `keys`.
     int64_t first_key(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
@@ -164,6 +165,17 @@ inline void product_tile(const Attention<typename Number::Value>& a, const typen
             _mm512_storeu_ps(products + row * scratch.columns + block * LANES, sums[row][block]);
 }
 
+// Takes from the products of the query at `position` with keys what they lose by distance, in units of products before
+// they are scaled.
+inline void lose_by_distance(float* products, float slope, int64_t position, int64_t from, int64_t to) {
+    const __m512 lanes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int64_t column = from; column < to; column += LANES) {
+        const __m512 apart = _mm512_abs_ps(_mm512_add_ps(lanes, _mm512_set1_ps((float)(column - position))));
+        const __m512 product = _mm512_loadu_ps(products + column);
+        _mm512_storeu_ps(products + column, _mm512_fnmadd_ps(_mm512_set1_ps(slope), apart, product));
+    }
+}
+
 template <class Number, int ROWS, int BLOCKS>
 inline void mix_tile(const Attention<typename Number::Value>& a, const Scratch<Number>& scratch, int64_t from,
                      int64_t to, int64_t column, const float* totals, typename Number::Value* out) {
@@ -192,6 +204,10 @@ void attend_tile(const Attention<typename Number::Value>& a, Scratch<Number>& sc
     const int64_t to = std::max(from, round_up(a.last_key(position + ROWS - 1, keys), 2 * LANES));
     for (int64_t column = from; column < to; column += 2 * LANES)
         product_tile<Number, ROWS, 2>(a, queries, scratch, column);
+    if (a.slopes)
+        for (int i = 0; i < ROWS; i++)
+            lose_by_distance(scratch.products.data() + i * scratch.columns, a.slopes[head] / a.scale, position + i,
+                             from, to);
     const float scale = a.scale * 1.44269504f;  // times log2(e)
     float totals[ROWS];
     for (int i = 0; i < ROWS; i++)
@@ -261,11 +277,12 @@ extern "C" {
 // strides in elements (of heads and of rows, six numbers, those of bfloat16 rows even); head_dim a multiple of 16.
 // `sequences` is [count][4]: the first row, the number of queries to compute from there, the number of the sequence's
 // own keys that they may see, and the index of the prefix that comes before these, or -1. `prefixes` is [n][7]: the
-// addresses of keys and values, their strides as above, and their length. Writes out [rows][heads][head_dim].
+// addresses of keys and values, their strides as above, and their length. `slopes` is [heads], by which scaled products
+// lose with distance, or null. Writes out [rows][heads][head_dim].
 void maxsimd_attention(int kind, const void* q, const void* k, const void* v, const int64_t* strides, int64_t heads,
                        int64_t key_heads, int64_t head_dim, const int64_t* sequences, int64_t count,
                        const int64_t* prefixes, int64_t prefix_count, int causal, int64_t window, float scale,
-                       void* out) {
+                       const float* slopes, void* out) {
     using namespace maxsimd;
     const auto compute = [&](auto number) {
         using Value = typename decltype(number)::Value;
@@ -278,6 +295,7 @@ void maxsimd_attention(int kind, const void* q, const void* k, const void* v, co
                                          causal != 0,
                                          window,
                                          scale,
+                                         slopes,
                                          (Value*)out};
         attend<decltype(number)>(attention, sequences, count, prefixes, prefix_count);
     };
