@@ -20,6 +20,7 @@ from maxsimd.engine.checkpoint.translations import (
     gte,
     is_flash_xlm_roberta,
     jina_bert,
+    nomic_bert,
 )
 from maxsimd.engine.checkpoint.weights import tensor_names
 from maxsimd.engine.errors import ModelLoadError
@@ -40,23 +41,6 @@ def _rotary_xlm_roberta(config: Config) -> Config:
     }
 
 
-def _nomic_bert(config: Config) -> Config:
-    """nomic-embed-text: its config has GPT-2's names."""
-    for name in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm", "use_rms_norm"):
-        if config.get(name):
-            raise ModelLoadError(f"this NomicBERT sets {name}, which transformers' does not have")
-    return config | {
-        "hidden_size": config["n_embd"],
-        "num_hidden_layers": config["n_layer"],
-        "num_attention_heads": config["n_head"],
-        "intermediate_size": config["n_inner"],
-        "max_position_embeddings": config["n_positions"],
-        "layer_norm_eps": config["layer_norm_epsilon"],
-        "hidden_act": "silu",
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(config["rotary_emb_base"])},
-    }
-
-
 def _translation(config: Config, tensors: Collection[str] = ()) -> Callable[[Config], Config] | None:
     """What translates a config, if it must be; `tensors` are the names in the checkpoint's files, where they
     are at hand."""
@@ -69,7 +53,7 @@ def _translation(config: Config, tensors: Collection[str] = ()) -> Callable[[Con
     if kind == "bert" and positions == "alibi":
         return partial(jina_bert, tensors=tensors)
     if kind == "nomic_bert" and "n_embd" in config:
-        return _nomic_bert
+        return nomic_bert
     if kind == "new" or (kind == "gte" and "rope_theta" in config):
         return gte
     return None

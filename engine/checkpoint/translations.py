@@ -7,6 +7,7 @@ from typing import Any
 
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models.jina_bert import ACTIVATIONS, JinaBertConfig
+from maxsimd.engine.models.nomic_moe import NomicMoeConfig
 from maxsimd.engine.models.xlm_roberta_flash import XLMRobertaFlashConfig
 
 Config = dict[str, Any]
@@ -79,6 +80,57 @@ def jina_bert(config: Config, tensors: Collection[str]) -> Config:
     return rest | {"model_type": JinaBertConfig.model_type, "norms_queries_and_keys": normed}
 
 
+def nomic_bert(config: Config) -> Config:
+    """nomic-embed-text, whose configs have GPT-2's names: gated layers without biases, as transformers has
+    them, or plain ones with biases, some of them experts."""
+    plain = config.get("activation_function") == "gelu"
+    kind = _NOMIC_PLAIN if plain else _NOMIC_GATED
+    _require(_NOMIC_DEFAULTS | config, _NOMIC_DEFAULTS | kind)
+    translated = config | {
+        "model_type": NomicMoeConfig.model_type if plain else "nomic_bert",
+        "hidden_size": config["n_embd"],
+        "num_hidden_layers": config["n_layer"],
+        "num_attention_heads": config["n_head"],
+        "intermediate_size": config["n_inner"],
+        "max_position_embeddings": config["n_positions"],
+        "layer_norm_eps": config["layer_norm_epsilon"],
+        "hidden_act": "gelu" if plain else "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(config["rotary_emb_base"])},
+    }
+    if plain:
+        translated |= {"moe_every_n_layers": config.get("moe_every_n_layers") or 0}
+    return translated
+
+
+# What of NomicBERT's settings is carried out; a value that means nothing may be left out.
+_NOMIC_DEFAULTS: Config = {
+    "prenorm": False,
+    "parallel_block": False,
+    "causal": False,
+    "use_rms_norm": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "ffn_div": 1,
+}
+_NOMIC_GATED: Config = {
+    "activation_function": "swiglu",
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "moe_every_n_layers": 0,
+}
+_NOMIC_PLAIN: Config = {
+    "qkv_proj_bias": True,
+    "mlp_fc1_bias": True,
+    "mlp_fc2_bias": True,
+    "moe_normalize_expert_weights": False,
+    "num_shared_experts": 0,
+    "expert_choice_router": False,
+}
+
+
 def is_flash_xlm_roberta(config: Config) -> bool:
     """Whether a config is for jinaai/xlm-roberta-flash-implementation, whose configs may have no type."""
     code = str((config.get("auto_map") or {}).get("AutoConfig", ""))
@@ -106,7 +158,7 @@ def flash_xlm_roberta(config: Config) -> Config:
 def _require(config: Config, required: Mapping[str, Any]) -> None:
     """Raises ModelLoadError for a config that has other values."""
     for name, value in required.items():
-        if config.get(name) != value:
+        if (config.get(name) or None) != (value or None):  # what is off may be left out
             raise ModelLoadError(
                 f"this checkpoint sets {name} to {config.get(name)!r}; such models are supported with "
                 f"{value!r} alone"

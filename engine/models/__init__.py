@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
-from maxsimd.engine.models import jina_bert, xlm_roberta_flash
+from maxsimd.engine.models import jina_bert, nomic_moe, xlm_roberta_flash
 
 
 def _register(room: Any) -> None:
@@ -21,5 +21,5 @@ def _register(room: Any) -> None:
     register_checkpoint_conversion_mapping(config.model_type, room.CONVERSIONS)
 
 
-for _room in (jina_bert, xlm_roberta_flash):
+for _room in (jina_bert, nomic_moe, xlm_roberta_flash):
     _register(_room)

@@ -47,8 +47,9 @@ def save_modules(
         (folder / path).mkdir(exist_ok=True)
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 512, "do_lower_case": false}')
+    config = json.loads((folder / "config.json").read_text())
     settings = {
-        "word_embedding_dimension": json.loads((folder / "config.json").read_text())["hidden_size"],
+        "word_embedding_dimension": config.get("hidden_size") or config["n_embd"],
         "pooling_mode_cls_token": pooling == "cls",
         "pooling_mode_mean_tokens": pooling == "mean",
         "pooling_mode_max_tokens": False,

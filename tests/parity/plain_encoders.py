@@ -3,20 +3,15 @@ a time, in torch alone, from the tensors under their published names."""
 
 import json
 import math
-import string
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-Scores = NDArray[np.float32]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -30,8 +25,8 @@ class PlainEncoder:
         self.tokenizer.no_padding()
         tensors = load_file(Path(path) / "model.safetensors")
         self.tensors: Tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        self.heads: int = self.config["num_attention_heads"]
-        self.dims: int = self.config["hidden_size"] // self.heads
+        self.heads: int = self.config.get("num_attention_heads") or self.config["n_head"]
+        self.dims: int = (self.config.get("hidden_size") or self.config["n_embd"]) // self.heads
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
@@ -41,10 +36,10 @@ class PlainEncoder:
         weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
-    def embedded(self, ids: torch.Tensor, types: torch.Tensor, name: str = "embeddings") -> torch.Tensor:
+    def embedded(self, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
         """The sum of the embeddings of tokens and of their types, [tokens, hidden]."""
-        x = self.tensors[f"{name}.word_embeddings.weight"][ids]
-        learned = self.tensors.get(f"{name}.token_type_embeddings.weight")
+        x = self.tensors["embeddings.word_embeddings.weight"][ids]
+        learned = self.tensors.get("embeddings.token_type_embeddings.weight")
         return x if learned is None else x + learned[types]
 
     def attend(
@@ -145,6 +140,35 @@ def jina_bert_states(
     return x
 
 
+def nomic_moe_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
+    """nomic-embed-text-v2-moe, token by token where it has experts: [tokens, hidden]."""
+    config = model.config
+    x = model.norm(model.embedded(ids, types), "emb_ln")
+    frequencies = config["rotary_emb_base"] ** -(torch.arange(0, model.dims, 2).float() / model.dims)
+    for i in range(config["n_layer"]):
+        layer = f"encoder.layers.{i}"
+        queries, keys, values = model.linear(x, f"{layer}.attn.Wqkv").chunk(3, dim=-1)
+        attended = model.attend(model.turned(queries, frequencies), model.turned(keys, frequencies), values)
+        x = model.norm(x + model.linear(attended, f"{layer}.attn.out_proj"), f"{layer}.norm1")
+        if i % config["moe_every_n_layers"] == 1:
+            inner = torch.stack([_mixed(model, f"{layer}.mlp", token) for token in x])
+        else:
+            inner = model.linear(F.gelu(model.linear(x, f"{layer}.mlp.fc1")), f"{layer}.mlp.fc2")
+        x = model.norm(x + inner, f"{layer}.norm2")
+    return x
+
+
+def _mixed(model: PlainEncoder, name: str, token: torch.Tensor) -> torch.Tensor:
+    """What a token's experts make of it, [hidden]."""
+    first = model.tensors[f"{name}.experts.mlp.w1"].unflatten(0, (model.config["num_experts"], -1))
+    second = model.tensors[f"{name}.experts.mlp.w2"].unflatten(0, (model.config["num_experts"], -1))
+    shares = model.linear(token, f"{name}.router.layer").softmax(dim=-1)
+    made = model.tensors[f"{name}.experts.bias"].clone()
+    for expert in shares.argsort(descending=True)[: model.config["moe_top_k"]]:
+        made += shares[expert] * (F.gelu(first[expert] @ token) @ second[expert])
+    return made
+
+
 def alibi_slopes(heads: int) -> torch.Tensor:
     """The slopes of the paper's authors' code: a geometric sequence from 2^(-8 / heads) on, for heads that
     are no power of two filled up from that of the next one."""
@@ -154,120 +178,3 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     start = 2 ** -(2 ** -(math.log2(2 * below) - 3))
     more = [start * start**i for i in range(2 * below)][0::2]
     return torch.tensor((slopes + more)[:heads])
-
-
-@lru_cache(maxsize=4)
-def _loaded(path: str, prefix: str) -> PlainEncoder:
-    return PlainEncoder(path, prefix)
-
-
-class PlainBiEncoder:
-    """Scores by the cosine of what a pooling makes of the states: the first token or the mean."""
-
-    def __init__(
-        self, states: States, prefix: str, pooling: str, *, query: str = "", normalized: bool = True
-    ) -> None:
-        self._states, self._prefix, self._pooling = states, prefix, pooling
-        self._prompts = {"query": query}
-        self._normalized = normalized
-
-    @torch.inference_mode()
-    def embeddings(self, path: str, texts: Sequence[str], role: str) -> list[Scores]:
-        """The embedding of each text, [hidden]."""
-        model = _loaded(path, self._prefix)
-        prompt = self._prompts.get(role, "")
-        made = []
-        for text in texts:
-            ids, types = _inputs(model, f"{prompt}{text}")
-            states = self._states(model, ids, types)
-            pooled = states[0] if self._pooling == "cls" else states.mean(dim=0)
-            made.append((F.normalize(pooled, dim=-1) if self._normalized else pooled).numpy())
-        return made
-
-    def __call__(self, path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-        both = (self.embeddings(path, queries, "query"), self.embeddings(path, documents, "document"))
-        first, second = (torch.from_numpy(np.stack(each)) for each in both)
-        return F.cosine_similarity(first, second).numpy()
-
-
-Head = Callable[[PlainEncoder, torch.Tensor], torch.Tensor]
-
-
-class PlainCrossEncoder:
-    """Scores by the probability that a head on the first token's state gives."""
-
-    def __init__(self, states: States, prefix: str, head: Head) -> None:
-        self._states, self._prefix, self._head = states, prefix, head
-
-    @torch.inference_mode()
-    def __call__(self, path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-        model = _loaded(path, self._prefix)
-        logits = [
-            self._head(model, self._states(model, *_inputs(model, *pair))[0])
-            for pair in zip(queries, documents, strict=True)
-        ]
-        return torch.cat(logits).sigmoid().numpy()
-
-
-class PlainColbert:
-    """Scores by the sum over query tokens of their greatest cosine with a document's tokens, as Stanford
-    ColBERT makes these: a marker behind [CLS], queries filled up with [MASK], which no token attends to, and
-    documents without punctuation."""
-
-    def __init__(self, states: Callable[..., torch.Tensor], prefix: str) -> None:
-        self._states, self._prefix = states, prefix
-
-    @torch.inference_mode()
-    def embeddings(self, path: str, texts: Sequence[str], role: str) -> list[Scores]:
-        """The embeddings of each text's tokens, [tokens, dim]."""
-        model = _loaded(path, self._prefix)
-        metadata = json.loads(Path(path, "artifact.metadata").read_text(encoding="utf-8"))
-        is_query = role == "query"
-        longest = metadata["query_maxlen" if is_query else "doc_maxlen"]
-        word = model.tokenizer.token_to_id
-        marker = word(metadata["query_token_id" if is_query else "doc_token_id"])
-        punctuation = {word(character) for character in string.punctuation}
-        made = []
-        for text in texts:
-            inner = model.tokenizer.encode(text, add_special_tokens=False).ids[: longest - 3]
-            ids = [word("[CLS]"), marker, *inner, word("[SEP]")]
-            attended = len(ids)
-            ids += [word("[MASK]")] * (longest - len(ids) if is_query else 0)
-            tensor = torch.tensor(ids)
-            states = self._states(model, tensor, torch.zeros_like(tensor), attended)
-            if not is_query:
-                states = states[[i for i, token in enumerate(ids) if token not in punctuation]]
-            made.append(F.normalize(model.linear(states, "linear"), dim=-1).numpy())
-        return made
-
-    def __call__(self, path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-        both = (self.embeddings(path, queries, "query"), self.embeddings(path, documents, "document"))
-        return np.array(
-            [(query @ document.T).max(axis=1).sum() for query, document in zip(*both, strict=True)]
-        )
-
-
-def pooler_head(model: PlainEncoder, first: torch.Tensor) -> torch.Tensor:
-    """BERT's: a linear layer, tanh, and one logit."""
-    return model.linear(torch.tanh(model.linear(first, "pooler.dense")), "classifier")
-
-
-def roberta_head(model: PlainEncoder, first: torch.Tensor) -> torch.Tensor:
-    """RoBERTa's: the same, under other names."""
-    return model.linear(torch.tanh(model.linear(first, "classifier.dense")), "classifier.out_proj")
-
-
-def _inputs(model: PlainEncoder, *texts: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids and types of a text or a pair, [tokens] each; pairs and texts that are too long are cut."""
-    encoded = model.tokenizer.encode(*texts)
-    return torch.tensor(encoded.ids), torch.tensor(encoded.type_ids)
-
-
-GTE_MULTILINGUAL = PlainBiEncoder(new_states, "new.", "cls")
-SNOWFLAKE = PlainBiEncoder(new_states, "", "cls", query="query: ")
-GTE_ENGLISH = PlainBiEncoder(new_states, "new.", "cls", normalized=False)
-GTE_RERANKER = PlainCrossEncoder(new_states, "new.", pooler_head)
-JINA_EMBEDDINGS_V2 = PlainBiEncoder(jina_bert_states, "", "mean", normalized=False)
-JINA_COLBERT_V1 = PlainColbert(jina_bert_states, "bert.")
-JINA_RERANKER_V1 = PlainCrossEncoder(jina_bert_states, "bert.", pooler_head)
-JINA_RERANKER_V2 = PlainCrossEncoder(flash_states, "roberta.", roberta_head)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from maxsimd.engine import EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.models.alibi import slopes_of
-from tests.checkpoints import gte, jina
+from tests.checkpoints import bi_encoders, gte, jina, nomic
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.plain_encoders import alibi_slopes
 
@@ -28,6 +28,12 @@ REFUSED: list[tuple[Callable[[Path], str], str, Any]] = [
     (jina.reranker_v2, "hidden_act", "relu"),
     (jina.embeddings_v2, "feed_forward_type", "original"),
     (jina.embeddings_v2, "is_decoder", True),
+    (nomic.v2_moe, "moe_normalize_expert_weights", True),
+    (nomic.v2_moe, "num_shared_experts", 1),
+    (nomic.v2_moe, "mlp_fc1_bias", False),
+    (nomic.v2_moe, "rotary_scaling_factor", 2.0),
+    (bi_encoders.nomic, "rotary_emb_fraction", 0.5),
+    (bi_encoders.nomic, "activation_function", "geglu"),
 ]
 
 
@@ -44,7 +50,9 @@ def test_a_setting_that_is_not_carried_out_is_refused(
     build: Callable[[Path], str], name: str, value: Any, checkpoints: SharedCheckpoints, tmp_path: Path
 ) -> None:
     path = _with(checkpoints, build, tmp_path, **{name: value})
-    with pytest.raises(ModelLoadError, match=f"this checkpoint .*{'rotary' if 'rope' in name else name}"):
+    with pytest.raises(
+        ModelLoadError, match=f"this checkpoint .*{'rotary' if name == 'rope_scaling' else name}"
+    ):
         load_model(EngineConfig(model=path), torch.device("cpu"))
 
 
