@@ -12,6 +12,7 @@ from maxsimd.engine.checkpoint.detect import (
     is_visual,
 )
 from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.translate import runs_as
 from maxsimd.engine.checkpoint.visual.two_towers import has_two_towers
 from maxsimd.engine.checkpoint.visual.vision_language import reads_pictures
 from maxsimd.engine.config import ScoreType
@@ -21,7 +22,9 @@ SUPPORTED = (
     "encoders and decoders that transformers has (*Model), with sentence-transformers' modules or alone; "
     "*ForSequenceClassification; *ForCausalLM that answer yes or no; "
     f"{' and '.join(ENCODER_DECODERS)} that answer as monoT5 does; sentence-transformers, PyLate and "
-    f"Stanford ColBERT (HF_ColBERT) saves; {LISTWISE}; {JINA_M0}; {', '.join(RETRIEVAL)}"
+    "Stanford ColBERT (HF_ColBERT) saves; without the code that they come with NewModel and GteModel, "
+    "JinaBertModel, XLMRobertaModel in its flash layout and NomicBertModel, also as classifiers; "
+    f"{LISTWISE}; {JINA_M0}; {', '.join(RETRIEVAL)}"
 )
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
 # would add a random projection.
@@ -65,7 +68,7 @@ def refuse_unsupported(
             f"{model!r} is a {kind} that says neither how it is asked nor what becomes of its states; name a "
             "version with sentence-transformers' modules"
         )
-    if kind not in CONFIG_MAPPING and not trust_remote_code:
+    if not trust_remote_code and runs_as(files) not in CONFIG_MAPPING:
         code = " It comes with code of its own, which trust_remote_code=True would run."
         raise ModelLoadError(
             f"{model!r} is a {files.architecture} of type {kind!r}, which transformers does not have."

@@ -5,18 +5,28 @@ tensors as it reads them.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.translations import (
+    Config,
+    flash_xlm_roberta,
+    gte,
+    is_flash_xlm_roberta,
+    jina_bert,
+    nomic_bert,
+)
+from maxsimd.engine.checkpoint.weights import tensor_names
 from maxsimd.engine.errors import ModelLoadError
 
 
-def _rotary_xlm_roberta(config: dict[str, Any]) -> dict[str, Any]:
+def _rotary_xlm_roberta(config: Config) -> Config:
     """jina-colbert-v2: XLM-RoBERTa with rotary positions, as transformers has it (jina-embeddings-v3)."""
     if config.get("lora_adaptations"):
         raise ModelLoadError(
@@ -31,30 +41,30 @@ def _rotary_xlm_roberta(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _nomic_bert(config: dict[str, Any]) -> dict[str, Any]:
-    """nomic-embed-text: its config has GPT-2's names."""
-    for name in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm", "use_rms_norm"):
-        if config.get(name):
-            raise ModelLoadError(f"this NomicBERT sets {name}, which transformers' does not have")
-    return config | {
-        "hidden_size": config["n_embd"],
-        "num_hidden_layers": config["n_layer"],
-        "num_attention_heads": config["n_head"],
-        "intermediate_size": config["n_inner"],
-        "max_position_embeddings": config["n_positions"],
-        "layer_norm_eps": config["layer_norm_epsilon"],
-        "hidden_act": "silu",
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(config["rotary_emb_base"])},
-    }
-
-
-def _translation(config: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    rotary = config.get("position_embedding_type") == "rotary"
-    if rotary and config.get("model_type") in ("xlm-roberta", "xlm_roberta"):
+def _translation(config: Config, tensors: Collection[str] = ()) -> Callable[[Config], Config] | None:
+    """What translates a config, if it must be; `tensors` are the names in the checkpoint's files, where they
+    are at hand."""
+    kind, flash = config.get("model_type"), is_flash_xlm_roberta(config)
+    positions = config.get("position_embedding_type")
+    if positions == "rotary" and (flash or kind in ("xlm-roberta", "xlm_roberta")):
         return _rotary_xlm_roberta
-    if config.get("model_type") == "nomic_bert" and "n_embd" in config:
-        return _nomic_bert
+    if flash:
+        return flash_xlm_roberta
+    if kind == "bert" and positions == "alibi":
+        return partial(jina_bert, tensors=tensors)
+    if kind == "nomic_bert" and "n_embd" in config:
+        return nomic_bert
+    if kind == "new" or (kind == "gte" and "rope_theta" in config):
+        return gte
     return None
+
+
+def runs_as(files: CheckpointFiles) -> Any:
+    """The type of model that a checkpoint's config is read as. Raises ModelLoadError for a config that
+    cannot be translated."""
+    translate = _translation(files.config) if files.config_at_root else None
+    config = files.config if translate is None else translate(files.config)
+    return config.get("model_type")
 
 
 @contextmanager
@@ -63,10 +73,11 @@ def in_transformers_terms(
 ) -> Iterator[str]:
     """The path to load the checkpoint from: its own, or a temporary folder with links to its files and a
     config in transformers' terms."""
-    translate = _translation(files.config)
-    if translate is None or trust_remote_code or not files.config_at_root:
+    if trust_remote_code or not files.config_at_root or _translation(files.config) is None:
         yield model
         return
+    translate = _translation(files.config, tensor_names(model, revision))
+    assert translate is not None
     source = Path(model) if Path(model).is_dir() else downloaded(model, revision)
     config = {name: value for name, value in translate(files.config).items() if name != "auto_map"}
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:

@@ -80,6 +80,18 @@ def read_tensors(model: str, revision: str | None, prefix: str) -> dict[str, tor
     return tensors
 
 
+def tensor_names(model: str, revision: str | None) -> frozenset[str]:
+    """The names of all tensors in a checkpoint's safetensors files; none if its weights are pickles."""
+    index = find_file(model, _INDEX, revision)
+    if index is not None:
+        return frozenset(_weight_map(model, index))
+    path = find_file(model, _WHOLE, revision)
+    if path is None:
+        return frozenset()
+    with safe_open(path, framework="pt") as file:
+        return frozenset(file.keys())
+
+
 def hold_in_memory(modules: Iterable[torch.nn.Module]) -> None:
     """Copies all weights on the CPU into memory of the process's own. As they are read they may be mapped
     from their files: who writes to a file would change them, and who cuts one short would end the process."""

@@ -37,7 +37,13 @@ class PositionBias:
 
     def divided(self, scaling: float) -> torch.Tensor:
         """As the kernel adds it before it multiplies by the scaling: float32 [heads, stride]."""
-        return torch.nn.functional.pad(self.by_distance / scaling, (0, _BEHIND))
+        if scaling not in self._divided:
+            self._divided[scaling] = torch.nn.functional.pad(self.by_distance / scaling, (0, _BEHIND))
+        return self._divided[scaling]
+
+    @cached_property
+    def _divided(self) -> dict[float, torch.Tensor]:
+        return {}
 
 
 @dataclass(frozen=True, eq=False)

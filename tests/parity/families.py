@@ -8,10 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, t5
-from tests.parity import references
+from tests.checkpoints import (
+    bi_encoders,
+    cross_encoders,
+    gte,
+    jina,
+    language_models,
+    late_interaction,
+    nomic,
+    t5,
+)
+from tests.parity import plain_scorers, references
 
 Reference = Callable[[str, Sequence[str], Sequence[str]], references.Scores]
+Embeddings = Callable[[str, Sequence[str], str], list[references.Scores]]
 
 LATE, CROSS, BI = "late-interaction", "cross-encoder", "bi-encoder"
 
@@ -20,7 +30,8 @@ LATE, CROSS, BI = "late-interaction", "cross-encoder", "bi-encoder"
 class Family:
     """`settings` are what a user would give on the command line beside the model; `packed` is how the engine
     is expected to run it; `weights` tells where the reference finds the same weights in its own terms, for
-    checkpoints with code of their own."""
+    checkpoints with code of their own; `embeddings` makes them of texts in a role, for checkpoints that
+    sentence-transformers does not read."""
 
     name: str
     kind: str
@@ -32,6 +43,14 @@ class Family:
     packed: bool = True
     causal: bool = False
     weights: Callable[[str], str] = str
+    embeddings: Embeddings | None = None
+
+
+def _plain(
+    name: str, published: str, build: Callable[[Path], str], plain: plain_scorers.PlainBiEncoder
+) -> Family:
+    """A bi-encoder with code of its own, beside a plain reading of that code."""
+    return Family(name, BI, published, f"{_SAVE}, code of its own", build, plain, embeddings=plain.embeddings)
 
 
 def _embedded(folder: Path) -> str:
@@ -40,6 +59,7 @@ def _embedded(folder: Path) -> str:
 
 _E5 = {"query_prompt": "query: ", "document_prompt": "passage: "}
 _FOR_CLASSIFICATION = "*ForSequenceClassification"
+_OF_ITS_OWN = f"{_FOR_CLASSIFICATION}, code of its own"
 _SAVE = "sentence-transformers"
 
 FAMILIES = [
@@ -56,6 +76,9 @@ FAMILIES = [
     Family("jina-colbert-v2", LATE, "jinaai/jina-colbert-v2", "Stanford ColBERT, code of its own",
            late_interaction.jina_colbert_v2, references.multi_vector,
            weights=lambda path: str(Path(path) / "saved")),
+    Family("jina-colbert-v1", LATE, "jinaai/jina-colbert-v1-en", "Stanford ColBERT, code of its own",
+           jina.colbert_v1, plain_scorers.JINA_COLBERT_V1,
+           embeddings=plain_scorers.JINA_COLBERT_V1.embeddings),
     Family("native multi-vector", LATE, "MultiVectorEncoder saves", _SAVE, late_interaction.native,
            references.multi_vector),
     Family("native multi-vector, token pooling", LATE, "MultiVectorEncoder saves", _SAVE,
@@ -75,6 +98,12 @@ FAMILIES = [
            references.cross_encoder),
     Family("ModernBERT", CROSS, "Alibaba-NLP/gte-reranker-modernbert-base", _FOR_CLASSIFICATION,
            cross_encoders.modernbert, references.cross_encoder),
+    Family("gte-multilingual-reranker", CROSS, "Alibaba-NLP/gte-multilingual-reranker-base", _OF_ITS_OWN,
+           gte.multilingual_reranker, plain_scorers.GTE_RERANKER),
+    Family("jina-reranker-v1", CROSS, "jinaai/jina-reranker-v1-turbo-en", _OF_ITS_OWN, jina.reranker_v1,
+           plain_scorers.JINA_RERANKER_V1),
+    Family("jina-reranker-v2", CROSS, "jinaai/jina-reranker-v2-base-multilingual", _OF_ITS_OWN,
+           jina.reranker_v2, plain_scorers.JINA_RERANKER_V2),
     Family("DeBERTa-v2", CROSS, "mixedbread-ai/mxbai-rerank-base-v1", _FOR_CLASSIFICATION,
            cross_encoders.deberta_v2, references.cross_encoder),
     Family("Qwen2", CROSS, "Qwen2ForSequenceClassification", _FOR_CLASSIFICATION, cross_encoders.qwen2,
@@ -120,6 +149,21 @@ FAMILIES = [
            references.bi_encoder),
     Family("SGPT", BI, "Muennighoff/SGPT-125M-weightedmean-nli-bitfit", _SAVE, bi_encoders.sgpt,
            references.bi_encoder, packed=False, causal=True),
+    _plain("gte-multilingual", "Alibaba-NLP/gte-multilingual-base", gte.multilingual,
+           plain_scorers.GTE_MULTILINGUAL),
+    _plain("gte-large-en-v1.5", "Alibaba-NLP/gte-large-en-v1.5", gte.english, plain_scorers.GTE_ENGLISH),
+    _plain("gte-base-en-v1.5", "Alibaba-NLP/gte-base-en-v1.5", gte.english_without_types,
+           plain_scorers.GTE_ENGLISH),
+    _plain("snowflake-arctic-embed-m-v2.0", "Snowflake/snowflake-arctic-embed-m-v2.0", gte.snowflake,
+           plain_scorers.SNOWFLAKE),
+    _plain("jina-embeddings-v2", "jinaai/jina-embeddings-v2-base-en", jina.embeddings_v2,
+           plain_scorers.JINA_EMBEDDINGS_V2),
+    _plain("jina-embeddings-v2-base-code", "jinaai/jina-embeddings-v2-base-code", jina.embeddings_v2_code,
+           plain_scorers.JINA_EMBEDDINGS_V2),
+    _plain("JinaBERT with ReLU", "feed_forward_type: reglu", jina.embeddings_v2_relu,
+           plain_scorers.JINA_EMBEDDINGS_V2),
+    _plain("nomic-embed-text-v2-moe", "nomic-ai/nomic-embed-text-v2-moe", nomic.v2_moe,
+           plain_scorers.NOMIC_V2_MOE),
     Family("prompt left out", BI, "include_prompt: false", _SAVE, bi_encoders.without_prompt,
            references.bi_encoder),
 ]  # fmt: skip

@@ -112,11 +112,12 @@ def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.T
         beta=0,
         alpha=qkv.scaling,
     ).unflatten(0, (n, heads))  # [n, heads, tokens, keys]
-    if qkv.relative is not None:
-        weights += qkv.relative.terms(qkv.query, key, qkv.scaling)
+    if qkv.relative is not None:  # in float32: what far keys lose may be larger than what products differ by
+        weights = weights.float() + qkv.relative.terms(qkv.query, key, qkv.scaling)
     values = value.reshape(n * heads, group.length, value.shape[-1])
     _hide(weights, group, qkv.window, metadata)
-    attended: torch.Tensor = torch.bmm(torch.softmax(weights, dim=-1).flatten(0, 1), values)
+    softmax = torch.softmax(weights, dim=-1).to(values.dtype)
+    attended: torch.Tensor = torch.bmm(softmax.flatten(0, 1), values)
     attended = attended.view(n, heads, tokens, -1)
     _clear_blind_rows(attended, group, qkv.window)
     return attended

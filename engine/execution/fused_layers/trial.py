@@ -2,7 +2,7 @@
 attention with the same queries, keys and values, and give the same."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ class RecordedAttention:
     asked: list[QKV] = field(default_factory=list)
 
     def of_layer(self, module: Any, qkv: QKV) -> torch.Tensor:
-        self.asked.append(QKV(qkv.query.clone(), qkv.key.clone(), qkv.value.clone(), qkv.scaling, qkv.window))
+        copies = {name: getattr(qkv, name).clone() for name in ("query", "key", "value")}
+        self.asked.append(replace(qkv, **copies))
         like = qkv.new_output()
         return random_like(like.shape, like, seed=1)
 
@@ -46,7 +47,7 @@ def recorded(call: Callable[[RecordedAttention], torch.Tensor]) -> tuple[QKV, to
 
 def asks_the_same(ours: QKV, theirs: QKV) -> bool:
     """Whether two calls of attention are the same but for rounding."""
-    if (ours.scaling, ours.window) != (theirs.scaling, theirs.window):
+    if (ours.scaling, ours.window) != (theirs.scaling, theirs.window) or ours.relative is not theirs.relative:
         return False
     pairs = zip((ours.query, ours.key, ours.value), (theirs.query, theirs.key, theirs.value), strict=True)
     return all(agrees(found, expected) for found, expected in pairs)

@@ -12,11 +12,13 @@ from maxsimd.engine.execution.relative.t5 import share_bias
 
 _PACKED: dict[str, type[PackedEncoder]] = {"DebertaV2Encoder": PackedDebertaV2, "MPNetEncoder": PackedMPNet}
 _STACKS = frozenset({"T5Stack", "MT5Stack"})
+# Models of ours, which hand their bias to any attention by themselves.
+_BIASED = frozenset({"JinaBertSelfAttention"})
 
 
 def has_relative_positions(backbone: nn.Module) -> bool:
-    """Whether `install` would change how a backbone is run."""
-    return any(type(module).__name__ in _PACKED or _is_stack(module) for module in backbone.modules())
+    """Whether attention of a backbone is asked for relative positions."""
+    return any(type(module).__name__ in _PACKED.keys() | _BIASED or _is_stack(module) for module in backbone.modules())
 
 
 def install(backbone: Any, attention: str) -> Callable[[], None]:

@@ -1,0 +1,249 @@
+"""JinaBERT: BERT with ALiBi in place of learned positions, and gated feed-forward layers, under the names of
+jinaai/jina-bert-implementation (jina-embeddings-v2, jina-colbert-v1, jina-reranker-v1) or, with norms of
+queries and keys, of jinaai/jina-bert-v2-qk-post-norm (jina-embeddings-v2-base-code).
+
+Source: those two modeling files, and Guenther et al. 2023 (arXiv 2310.19923).
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import BertConfig
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.bert.modeling_bert import BertPooler, BertSelfOutput
+
+from maxsimd.engine.models.alibi import bias_for, eager_attention_forward
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"geglu": nn.GELU, "reglu": nn.ReLU}
+_Attended: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class JinaBertConfig(BertConfig):
+    """BERT's, with the kind of feed-forward layers, and whether queries and keys are normalised."""
+
+    model_type = "jina_bert"
+
+    feed_forward_type: str = "geglu"
+    norms_queries_and_keys: bool = False
+
+
+class JinaBertEmbeddings(nn.Module):
+    """The embeddings of tokens and of their types."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None) -> torch.Tensor:
+        types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        x: torch.Tensor = self.LayerNorm(self.word_embeddings(input_ids) + self.token_type_embeddings(types))
+        return x
+
+
+class JinaBertSelfAttention(nn.Module):
+    """BERT's self-attention with ALiBi, and perhaps a norm over all queries and one over all keys."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = config.num_attention_heads
+        self.head_dim = config.hidden_size // self.heads
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
+        if config.norms_queries_and_keys:
+            self.layer_norm_q = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+            self.layer_norm_k = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        step_attention: Any = None,
+        **kwargs: Any,
+    ) -> _Attended:
+        """`step_attention` is given in packed steps, whose rows [1, rows, hidden] are several sequences."""
+        query, key = self.query(hidden_states), self.key(hidden_states)
+        if self.config.norms_queries_and_keys:
+            query, key = self.layer_norm_q(query), self.layer_norm_k(key)
+        value = self.value(hidden_states)
+        query, key, value = (
+            x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2) for x in (query, key, value)
+        )
+        longest = query.shape[2] if step_attention is None else step_attention.metadata.layout.longest
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attended, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.head_dim**-0.5,
+            position_bias=bias_for(self.heads, longest, query.device),
+            step_attention=step_attention,
+            **kwargs,
+        )
+        return attended.flatten(-2), weights
+
+
+class JinaBertAttention(nn.Module):
+    """Self-attention, and the linear layer, the sum and the norm after it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.self = JinaBertSelfAttention(config)
+        self.output = BertSelfOutput(config)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended: torch.Tensor = self.output(self.self(hidden_states, **kwargs)[0], hidden_states)
+        return attended
+
+
+class JinaBertGatedMLP(nn.Module):
+    """A gated feed-forward layer with the sum and the norm after it; the first half is the gate."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gated_layers = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.act = ACTIVATIONS[config.feed_forward_type]()
+        self.wo = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gated_layers(x).chunk(2, dim=-1)
+        y: torch.Tensor = self.layernorm(self.wo(self.act(gate) * up) + x)
+        return y
+
+
+class JinaBertLayer(nn.Module):
+    """A layer of jinaai/jina-bert-implementation."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.attention = JinaBertAttention(config)
+        self.mlp = JinaBertGatedMLP(config)
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        y: torch.Tensor = self.mlp(self.attention(x, **kwargs))
+        return y
+
+
+class JinaBertPlainGatedMLP(nn.Module):
+    """A gated feed-forward layer alone; the second half is the gate."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.up_gated_layer = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.act = ACTIVATIONS[config.feed_forward_type]()
+        self.down_layer = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.up_gated_layer(x).chunk(2, dim=-1)
+        y: torch.Tensor = self.down_layer(up * self.act(gate))
+        return y
+
+
+class JinaBertNormedLayer(nn.Module):
+    """A layer of jinaai/jina-bert-v2-qk-post-norm. Its input is added twice: to what attention gives, whose
+    norm follows, and to that again."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.attention = JinaBertAttention(config)
+        self.layer_norm_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = JinaBertPlainGatedMLP(config)
+        self.layer_norm_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        x = self.layer_norm_1(x + self.attention(x, **kwargs))
+        y: torch.Tensor = self.layer_norm_2(x + self.mlp(x))
+        return y
+
+
+class JinaBertEncoder(nn.Module):
+    """The layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        kind = JinaBertNormedLayer if config.norms_queries_and_keys else JinaBertLayer
+        self.layer = nn.ModuleList(kind(config) for _ in range(config.num_hidden_layers))
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for layer in self.layer:
+            x = layer(x, **kwargs)
+        return x
+
+
+class JinaBertPreTrainedModel(PreTrainedModel):
+    """What the models have in common."""
+
+    config: JinaBertConfig
+    config_class = JinaBertConfig
+    base_model_prefix = "bert"
+    _supports_attention_backend = True
+
+
+class JinaBertModel(JinaBertPreTrainedModel):
+    """Token ids to hidden states [batch, tokens, hidden]. Position ids change nothing."""
+
+    def __init__(self, config: JinaBertConfig, add_pooling_layer: bool = True) -> None:
+        super().__init__(config)
+        self.embeddings = JinaBertEmbeddings(config)
+        self.encoder = JinaBertEncoder(config)
+        self.pooler = BertPooler(config) if add_pooling_layer else None
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPooling:
+        x = self.embeddings(input_ids, token_type_ids)
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=x, attention_mask=attention_mask)
+        x = self.encoder(x, attention_mask=mask, **kwargs)
+        pooled = None if self.pooler is None else self.pooler(x)
+        return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
+
+
+class JinaBertForSequenceClassification(JinaBertPreTrainedModel):
+    """A linear layer on the output of the pooler: logits [batch, labels]."""
+
+    def __init__(self, config: JinaBertConfig) -> None:
+        super().__init__(config)
+        self.bert = JinaBertModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        outputs = self.bert(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids, **kwargs)
+        return SequenceClassifierOutput(logits=self.classifier(outputs.pooler_output))
+
+
+CONFIG = JinaBertConfig
+MODEL = JinaBertModel
+CLASSIFIER = JinaBertForSequenceClassification
+CONVERSIONS: list[Any] = []

@@ -1,0 +1,129 @@
+"""Alibaba's encoders with code of their own, tensor by tensor as they are published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoints.cross_encoders import XLM_R
+from tests.checkpoints.published import RandomTensors, save_modules
+from tests.checkpoints.tokenizers import unigram, wordpiece
+from tests.checkpoints.weights import SIZES, save_tensors
+
+_CODE = "Alibaba-NLP/new-impl--"
+_CONFIG: dict[str, Any] = SIZES | {
+    "attention_probs_dropout_prob": 0.0,
+    "auto_map": {
+        "AutoConfig": f"{_CODE}configuration.NewConfig",
+        "AutoModel": f"{_CODE}modeling.NewModel",
+        "AutoModelForSequenceClassification": f"{_CODE}modeling.NewForSequenceClassification",
+        "AutoModelForTokenClassification": f"{_CODE}modeling.NewForTokenClassification",
+    },
+    "classifier_dropout": 0.0,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "id2label": {"0": "LABEL_0"},
+    "initializer_range": 0.02,
+    "label2id": {"LABEL_0": 0},
+    "layer_norm_eps": 1e-12,
+    "layer_norm_type": "layer_norm",
+    "logn_attention_clip1": False,
+    "logn_attention_scale": False,
+    "max_position_embeddings": 512,
+    "model_type": "new",
+    "pack_qkv": True,
+    "pad_token_id": 1,
+    "position_embedding_type": "rope",
+    "rope_scaling": {"factor": 8.0, "type": "ntk"},
+    "rope_theta": 20000,
+    "type_vocab_size": 1,
+    "unpad_inputs": False,
+    "use_memory_efficient_attention": False,
+}
+
+
+def multilingual(folder: Path) -> str:
+    """Alibaba-NLP/gte-multilingual-base: the first token, normalised; NTK scaling, tensors under `new.`, and
+    beside them the head that weights tokens, which its card uses for sparse vectors alone."""
+    config = _sentencepiece(folder) | {"architectures": ["NewModel"]}
+    _save(folder, config, _backbone(config, "new.") | RandomTensors(5).linear("classifier", 1, 128))
+    return save_modules(folder, "cls", normalize=True)
+
+
+def multilingual_reranker(folder: Path) -> str:
+    """Alibaba-NLP/gte-multilingual-reranker-base: a pooler and one label."""
+    config = _sentencepiece(folder) | {"architectures": ["NewForSequenceClassification"]}
+    random = RandomTensors(6)
+    head = random.linear("new.pooler.dense", 128, 128) | random.linear("classifier", 1, 128)
+    _save(folder, config, _backbone(config, "new.") | head)
+    return str(folder)
+
+
+def english(folder: Path) -> str:
+    """Alibaba-NLP/gte-large-en-v1.5: BERT's tokeniser, and types of tokens that are learned."""
+    return _english(folder, 2)
+
+
+def english_without_types(folder: Path) -> str:
+    """Alibaba-NLP/gte-base-en-v1.5: no types of tokens."""
+    return _english(folder, 0)
+
+
+def snowflake(folder: Path) -> str:
+    """Snowflake/snowflake-arctic-embed-m-v2.0: the name `gte`, a larger base in place of the scaling,
+    tensors without a prefix, and a prompt for queries."""
+    code = "configuration_hf_alibaba_nlp_gte.GteConfig", "modeling_hf_alibaba_nlp_gte.GteModel"
+    config = _sentencepiece(folder) | {
+        "architectures": ["GteModel"],
+        "auto_map": dict(zip(("AutoConfig", "AutoModel"), code, strict=True)),
+        "model_type": "gte",
+        "rope_scaling": None,
+        "rope_theta": 160000,
+        "unpad_inputs": "true",
+        "use_memory_efficient_attention": "true",
+    }
+    _save(folder, config, _backbone(config, ""))
+    return save_modules(folder, "cls", normalize=True, prompts={"query": "query: "})
+
+
+def _english(folder: Path, types: int) -> str:
+    wordpiece().save_pretrained(folder)
+    config = _CONFIG | {
+        "architectures": ["NewModel"],
+        "pad_token_id": 0,
+        "rope_scaling": {"factor": 2.0, "type": "ntk"},
+        "rope_theta": 500000,
+        "type_vocab_size": types,
+        "vocab_size": 30528,
+    }
+    _save(folder, config, _backbone(config, "new."))
+    return save_modules(folder, "cls", normalize=False)
+
+
+def _sentencepiece(folder: Path) -> dict[str, Any]:
+    return _CONFIG | {"vocab_size": unigram(folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>")}
+
+
+def _backbone(config: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    random, hidden, inner = RandomTensors(4), config["hidden_size"], config["intermediate_size"]
+    named = {"embeddings.word_embeddings.weight": random.embedding(config["vocab_size"], hidden)}
+    if config["type_vocab_size"]:
+        named["embeddings.token_type_embeddings.weight"] = random.embedding(config["type_vocab_size"], hidden)
+    named |= random.norm("embeddings.LayerNorm", hidden)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}."
+        named |= {
+            **random.linear(f"{layer}attention.qkv_proj", 3 * hidden, hidden),
+            **random.linear(f"{layer}attention.o_proj", hidden, hidden),
+            **random.linear(f"{layer}mlp.up_gate_proj", 2 * inner, hidden, bias=False),
+            **random.linear(f"{layer}mlp.down_proj", hidden, inner),
+            **random.norm(f"{layer}attn_ln", hidden),
+            **random.norm(f"{layer}mlp_ln", hidden),
+        }
+    return {f"{prefix}{name}": tensor for name, tensor in named.items()}
+
+
+def _save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    save_tensors(tensors, folder)

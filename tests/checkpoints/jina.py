@@ -1,0 +1,213 @@
+"""Jina's encoders with code of their own, tensor by tensor as they are published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoints.cross_encoders import XLM_R
+from tests.checkpoints.published import RandomTensors, save_modules
+from tests.checkpoints.tokenizers import byte_level_bpe, unigram, wordpiece
+from tests.checkpoints.weights import SIZES, save_tensors
+
+
+def reranker_v2(folder: Path) -> str:
+    """jinaai/jina-reranker-v2-base-multilingual: XLM-RoBERTa in the layout of its authors' code. Its config
+    names no type of model."""
+    config: dict[str, Any] = SIZES | {
+        "architectures": ["XLMRobertaForSequenceClassification"],
+        "attention_probs_dropout_prob": 0.1,
+        "auto_map": {
+            "AutoConfig": "configuration_xlm_roberta.XLMRobertaFlashConfig",
+            "AutoModel": "modeling_xlm_roberta.XLMRobertaModel",
+            "AutoModelForSequenceClassification": "modeling_xlm_roberta.XLMRobertaForSequenceClassification",
+        },
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "hidden_act": "gelu",
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 514,
+        "output_past": True,
+        "pad_token_id": 1,
+        "position_embedding_type": "absolute",
+        "type_vocab_size": 1,
+        "use_cache": False,
+        "use_flash_attn": True,
+        "vocab_size": unigram(folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+    }
+    random, hidden, inner = RandomTensors(7), config["hidden_size"], config["intermediate_size"]
+    named = {
+        "embeddings.word_embeddings.weight": random.embedding(config["vocab_size"], hidden),
+        "embeddings.position_embeddings.weight": random.embedding(514, hidden),
+        "embeddings.token_type_embeddings.weight": random.embedding(1, hidden),
+        **random.norm("emb_ln", hidden),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"encoder.layers.{i}."
+        named |= {
+            **random.linear(f"{layer}mixer.Wqkv", 3 * hidden, hidden),
+            **random.linear(f"{layer}mixer.out_proj", hidden, hidden),
+            **random.norm(f"{layer}norm1", hidden),
+            **random.linear(f"{layer}mlp.fc1", inner, hidden),
+            **random.linear(f"{layer}mlp.fc2", hidden, inner),
+            **random.norm(f"{layer}norm2", hidden),
+        }
+    tensors = {f"roberta.{name}": tensor for name, tensor in named.items()}
+    tensors |= random.linear("classifier.dense", hidden, hidden)
+    tensors |= random.linear("classifier.out_proj", 1, hidden)
+    _save(folder, config, tensors)
+    return str(folder)
+
+
+_CODE = "jinaai/jina-bert-implementation--"
+_JINA_BERT: dict[str, Any] = SIZES | {
+    "_name_or_path": "jinaai/jina-bert-implementation",
+    "attention_probs_dropout_prob": 0.0,
+    "auto_map": {
+        "AutoConfig": f"{_CODE}configuration_bert.JinaBertConfig",
+        "AutoModelForMaskedLM": f"{_CODE}modeling_bert.JinaBertForMaskedLM",
+        "AutoModel": f"{_CODE}modeling_bert.JinaBertModel",
+        "AutoModelForSequenceClassification": f"{_CODE}modeling_bert.JinaBertForSequenceClassification",
+    },
+    "classifier_dropout": None,
+    "emb_pooler": "mean",
+    "feed_forward_type": "geglu",
+    "gradient_checkpointing": False,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 8192,
+    "model_max_length": 8192,
+    "model_type": "bert",
+    "pad_token_id": 0,
+    "position_embedding_type": "alibi",
+    "type_vocab_size": 2,
+    "use_cache": True,
+    "vocab_size": 30528,
+}
+
+
+def embeddings_v2(folder: Path, feed_forward: str = "geglu") -> str:
+    """jinaai/jina-embeddings-v2-base-en: the mean, not normalised, over tensors without a prefix."""
+    config = _JINA_BERT | {"architectures": ["JinaBertForMaskedLM"], "feed_forward_type": feed_forward}
+    _save(folder, config, _layers(config))
+    wordpiece().save_pretrained(folder)
+    return save_modules(folder, "mean", normalize=False)
+
+
+def embeddings_v2_relu(folder: Path) -> str:
+    """The same with ReLU in its gates."""
+    return embeddings_v2(folder, "reglu")
+
+
+def embeddings_v2_code(folder: Path) -> str:
+    """jinaai/jina-embeddings-v2-base-code: norms of queries and keys, other names, six heads, which is no
+    power of two, and a byte-level tokeniser."""
+    config = _JINA_BERT | {
+        "_name_or_path": "jinaai/jina-bert-v2-qk-post-norm",
+        "architectures": ["JinaBertForMaskedLM"],
+        "attn_implementation": "torch",
+        "hidden_size": 192,
+        "num_attention_heads": 6,
+        "vocab_size": byte_level_bpe(folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+    }
+    config["auto_map"] = {"AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"}
+    _save(folder, config, _normed_layers(config))
+    return save_modules(folder, "mean", normalize=False)
+
+
+def reranker_v1(folder: Path) -> str:
+    """jinaai/jina-reranker-v1-turbo-en: a pooler and one label."""
+    code = "configuration_bert.JinaBertConfig", "modeling_bert.JinaBertForSequenceClassification"
+    config = _JINA_BERT | {
+        "_name_or_path": "jinaai/jina-reranker-v1-turbo-en",
+        "architectures": ["JinaBertForSequenceClassification"],
+        "auto_map": dict(zip(("AutoConfig", "AutoModelForSequenceClassification"), code, strict=True)),
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "num_labels": 1,
+        "vocab_size": byte_level_bpe(folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+    }
+    hidden, random = config["hidden_size"], RandomTensors(9)
+    tensors = {f"bert.{name}": tensor for name, tensor in _layers(config).items()}
+    tensors |= random.linear("bert.pooler.dense", hidden, hidden) | random.linear("classifier", 1, hidden)
+    _save(folder, config, tensors)
+    return str(folder)
+
+
+def colbert_v1(folder: Path) -> str:
+    """jinaai/jina-colbert-v1-en: Stanford ColBERT on a JinaBERT."""
+    config = _JINA_BERT | {"architectures": ["HF_ColBERT"]}
+    tensors = {f"bert.{name}": tensor for name, tensor in _layers(config).items()}
+    tensors["linear.weight"] = 0.2 * RandomTensors(10)(32, config["hidden_size"])
+    _save(folder, config, tensors)
+    wordpiece().save_pretrained(folder)
+    metadata = {
+        "query_token_id": "[unused0]",
+        "doc_token_id": "[unused1]",
+        "mask_punctuation": True,
+        "attend_to_mask_tokens": False,
+        "dim": 32,
+        "similarity": "cosine",
+        "query_maxlen": 32,
+        "doc_maxlen": 180,
+    }
+    (folder / "artifact.metadata").write_text(json.dumps(metadata))
+    return str(folder)
+
+
+def _embeddings(config: dict[str, Any], random: RandomTensors) -> dict[str, torch.Tensor]:
+    hidden = config["hidden_size"]
+    return {
+        "embeddings.word_embeddings.weight": random.embedding(config["vocab_size"], hidden),
+        "embeddings.token_type_embeddings.weight": random.embedding(config["type_vocab_size"], hidden),
+        **random.norm("embeddings.LayerNorm", hidden),
+    }
+
+
+def _attention(layer: str, hidden: int, random: RandomTensors) -> dict[str, torch.Tensor]:
+    named: dict[str, torch.Tensor] = {}
+    for part in ("self.query", "self.key", "self.value", "output.dense"):
+        named |= random.linear(f"{layer}attention.{part}", hidden, hidden)
+    return named | random.norm(f"{layer}attention.output.LayerNorm", hidden)
+
+
+def _layers(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    random, hidden, inner = RandomTensors(8), config["hidden_size"], config["intermediate_size"]
+    named = _embeddings(config, random)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}."
+        named |= {
+            **_attention(layer, hidden, random),
+            **random.linear(f"{layer}mlp.gated_layers", 2 * inner, hidden, bias=False),
+            **random.linear(f"{layer}mlp.wo", hidden, inner),
+            **random.norm(f"{layer}mlp.layernorm", hidden),
+        }
+    return named
+
+
+def _normed_layers(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    random, hidden, inner = RandomTensors(8), config["hidden_size"], config["intermediate_size"]
+    named = _embeddings(config, random)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}."
+        named |= {
+            **_attention(layer, hidden, random),
+            **random.norm(f"{layer}attention.self.layer_norm_q", hidden),
+            **random.norm(f"{layer}attention.self.layer_norm_k", hidden),
+            **random.norm(f"{layer}layer_norm_1", hidden),
+            **random.linear(f"{layer}mlp.up_gated_layer", 2 * inner, hidden, bias=False),
+            **random.linear(f"{layer}mlp.down_layer", hidden, inner),
+            **random.norm(f"{layer}layer_norm_2", hidden),
+        }
+    return named
+
+
+def _save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_tensors(tensors, folder)

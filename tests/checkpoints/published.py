@@ -1,0 +1,61 @@
+"""Parts of checkpoints that no library of ours can write: random tensors of stated shapes, and the files that
+make sentence-transformers of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class RandomTensors:
+    """Random weights under which different inputs give clearly different outputs."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        """A matrix that about keeps the size of what it multiplies, or a bias."""
+        scale = 1.2 / shape[-1] ** 0.5 if len(shape) > 1 else 0.2
+        return scale * torch.randn(*shape, generator=self._random)
+
+    def embedding(self, *shape: int) -> torch.Tensor:
+        return 0.5 * torch.randn(*shape, generator=self._random)
+
+    def linear(self, name: str, outputs: int, inputs: int, *, bias: bool = True) -> dict[str, torch.Tensor]:
+        """The weight and the bias of a linear layer."""
+        made = {f"{name}.weight": self(outputs, inputs)}
+        return made | {f"{name}.bias": self(outputs)} if bias else made
+
+    def norm(self, name: str, width: int) -> dict[str, torch.Tensor]:
+        """The weight and the bias of a layer norm, about one and zero."""
+        return {f"{name}.weight": 1 + self(width), f"{name}.bias": self(width)}
+
+
+def save_modules(
+    folder: Path, pooling: str, *, normalize: bool, prompts: dict[str, str] | None = None
+) -> str:
+    """Writes modules.json and what it names beside a transformer in `folder`, as older sentence-transformers
+    did; returns the path."""
+    kinds = ["Transformer", "Pooling"] + (["Normalize"] if normalize else [])
+    modules: list[dict[str, Any]] = []
+    for i, kind in enumerate(kinds):
+        path = f"{i}_{kind}" if i else ""
+        modules.append(
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        )
+        (folder / path).mkdir(exist_ok=True)
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 512, "do_lower_case": false}')
+    config = json.loads((folder / "config.json").read_text())
+    settings = {
+        "word_embedding_dimension": config.get("hidden_size") or config["n_embd"],
+        "pooling_mode_cls_token": pooling == "cls",
+        "pooling_mode_mean_tokens": pooling == "mean",
+        "pooling_mode_max_tokens": False,
+        "pooling_mode_mean_sqrt_len_tokens": False,
+    }
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    if prompts is not None:
+        (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    return str(folder)
