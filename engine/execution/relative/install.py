@@ -18,7 +18,10 @@ _BIASED = frozenset({"JinaBertSelfAttention"})
 
 def has_relative_positions(backbone: nn.Module) -> bool:
     """Whether attention of a backbone is asked for relative positions."""
-    return any(type(module).__name__ in _PACKED.keys() | _BIASED or _is_stack(module) for module in backbone.modules())
+    return any(
+        type(module).__name__ in _PACKED.keys() | _BIASED or _is_stack(module)
+        for module in backbone.modules()
+    )
 
 
 def install(backbone: Any, attention: str) -> Callable[[], None]:
