@@ -36,6 +36,7 @@ from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.listwise import load_listwise
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.projection import check_projection
+from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights
 from maxsimd.engine.checkpoint.reference import takes_type_ids
 from maxsimd.engine.checkpoint.stored import StoredWeights
 from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
@@ -97,6 +98,8 @@ def _load_whole(
     if not config.allow_pickle and stored is None:
         refuse_pickles(path, config.revision, files)
     refuse_missing_tokenizer(path, config.revision, files)
+    if stored is None:
+        stored = quantized_weights(path, config.revision, files)
     options: dict[str, Any] = {
         "device": str(device),
         "revision": config.revision,

@@ -47,6 +47,12 @@ a Qwen3-Reranker is asked in the words of its model card and answers by its rows
 not the conversion has these in a tensor of their own. Whatever the file says about the model that is not
 carried out is refused by name.
 
+Quantised safetensors are read as `quantization_config` says: compressed-tensors as int-quantized (w8a8,
+w8a16), pack-quantized (w4a16, w8a16) and float-quantized, with a scale for each matrix, row, group of
+columns or block, and FP8 with a `weight_scale_inv` for each block. Where activations were to be rounded,
+too, they are not: scores are those of the weights as they are stored, and `maxsimd inspect` and the log say
+so. GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, sparse weights and all else are refused by name.
+
 ## Late interaction as its authors meant it
 
 A ColBERT checkpoint says more than its weights: which marker stands in front of queries and documents, to

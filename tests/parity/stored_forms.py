@@ -5,7 +5,7 @@ them, which has the same weights dequantised."""
 from functools import partial
 from pathlib import Path
 
-from tests.checkpoints import gguf_models
+from tests.checkpoints import gguf_models, quantized
 from tests.parity import references
 from tests.parity.families import BI, CROSS, Family
 
@@ -28,4 +28,16 @@ FORMS = [
            weights=_plain),
     Family("BERT, F16", BI, "CompendiumLabs/bge-small-en-v1.5-gguf", "GGUF",
            partial(gguf_models.bge, kind="F16"), references.bi_encoder, weights=_plain),
+    Family("compressed-tensors, w8a8", CROSS, "int-quantized, activations as they are", "safetensors",
+           partial(quantized.qwen3_reranker, scheme="w8a8"), references.qwen3_reranker, causal=True,
+           weights=_plain),
+    Family("compressed-tensors, w4a16", CROSS, "pack-quantized", "safetensors",
+           partial(quantized.qwen3_reranker, scheme="w4a16, shifted"), references.qwen3_reranker, causal=True,
+           weights=_plain),
+    Family("compressed-tensors, FP8", CROSS, "float-quantized", "safetensors",
+           partial(quantized.qwen3_reranker, scheme="float8, channels"), references.qwen3_reranker,
+           causal=True, weights=_plain),
+    Family("FP8 in blocks", CROSS, "Qwen's and DeepSeek's FP8 checkpoints", "safetensors",
+           partial(quantized.qwen3_reranker, scheme="fp8"), references.qwen3_reranker, causal=True,
+           weights=_plain),
 ]  # fmt: skip
