@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from maxsimd.engine.checkpoint.adapters import Adapter, with_base
+from maxsimd.engine.checkpoint.adapters import with_base
 from maxsimd.engine.checkpoint.adjust import adjusted, score_template
 from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
@@ -34,6 +34,7 @@ from maxsimd.engine.checkpoint.identity import identity_of
 from maxsimd.engine.checkpoint.language_model import load_language_model
 from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.listwise import load_listwise
+from maxsimd.engine.checkpoint.lora import Adapter
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.projection import check_projection
 from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights

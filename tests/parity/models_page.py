@@ -53,6 +53,11 @@ columns or block, and FP8 with a `weight_scale_inv` for each block. Where activa
 too, they are not: scores are those of the weights as they are stored, and `maxsimd inspect` and the log say
 so. GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, sparse weights and all else are refused by name.
 
+A LoRA folder (`adapter_config.json`, `adapter_model.safetensors`) is merged into the base that it names as
+that is loaded, with ranks and scales by layer, rsLoRA, DoRA, biases and layers trained beside
+(`modules_to_save`); the base must have a classifier where one is replaced. Proven by `test_lora.py`. Other
+methods of peft, and settings of LoRA that change what is computed otherwise, are refused by name.
+
 ## Late interaction as its authors meant it
 
 A ColBERT checkpoint says more than its weights: which marker stands in front of queries and documents, to
