@@ -3,6 +3,7 @@ is loaded. Here is which base, and which settings; what they change is in `lora.
 
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 _SETTINGS = "adapter_config.json"
 # What of the base says how it is used, where the adapter does not say so itself.
 _OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"})
+_CLASSIFIER = "ForSequenceClassification"
+# The layers of classifiers that have a row for each label.
+_LAST_LAYERS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 # Settings that change nothing about the merged weights, or are read. All others must be off. Which way round
 # a weight lies (fan_in_fan_out) its layer says.
 _HARMLESS = frozenset(
@@ -60,8 +64,26 @@ def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[
     if offline:
         check_digests(base_folder)
     adapter = read_adapter(path, folder, settings)
-    with _linked(path, [base_folder, folder]) as together:
+    config = _with_classifier(base_folder, settings, adapter)
+    with _linked(path, [base_folder, folder], config) as together:
         yield together, adapter
+
+
+def _with_classifier(base: Path, settings: dict[str, Any], adapter: Adapter) -> dict[str, Any] | None:
+    """The config of a base that is no classifier and becomes one with the adapter; None for all others."""
+    if settings.get("task_type") != "SEQ_CLS" or not (base / "config.json").is_file():
+        return None
+    config: dict[str, Any] = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    named = (config.get("architectures") or [""])[0]
+    last = [adapter.whole[name] for name in _LAST_LAYERS if name in adapter.whole]
+    if named.endswith(_CLASSIFIER) or not last:
+        return None
+    labels = {i: f"LABEL_{i}" for i in range(len(last[0]))}
+    return config | {
+        "architectures": [re.sub(r"(Model|For[A-Z]\w*)$", "", named) + _CLASSIFIER],
+        "id2label": labels,
+        "label2id": {label: i for i, label in labels.items()},
+    }
 
 
 def _folder_of(path: str, revision: str | None) -> Path:
@@ -69,10 +91,10 @@ def _folder_of(path: str, revision: str | None) -> Path:
 
 
 @contextmanager
-def _linked(path: str, folders: Sequence[Path]) -> Iterator[str]:
+def _linked(path: str, folders: Sequence[Path], config: dict[str, Any] | None = None) -> Iterator[str]:
     """A temporary folder with links to the files of some folders but for those of an adapter; where several
-    have one, to the last one's. How it is used the last one says, if it says that at all. Errors name the
-    `path`."""
+    have one, to the last one's. How it is used the last one says, if it says that at all. A `config` is
+    written in the stead of theirs. Errors name the `path`."""
     says_how = (folders[-1] / "modules.json").exists()
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as together:
         for folder in folders:
@@ -85,6 +107,9 @@ def _linked(path: str, folders: Sequence[Path]) -> Iterator[str]:
                 link = Path(together) / entry.name
                 link.unlink(missing_ok=True)
                 link.symlink_to(entry.resolve())
+        if config is not None:
+            (Path(together) / "config.json").unlink()
+            (Path(together) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
             yield together
         except ModelLoadError as error:

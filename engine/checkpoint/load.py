@@ -111,7 +111,13 @@ def _load_whole(
         with (
             _quiet_transformers(),
             in_transformers_terms(path, config.revision, files, config.trust_remote_code) as source,
-            refusing_misfits(path, _read_apart(files), None if adapter is None else adapter.add_to, stored),
+            refusing_misfits(
+                path,
+                _read_apart(files),
+                None if adapter is None else adapter.add_to,
+                stored,
+                frozenset() if adapter is None else frozenset(adapter.whole),
+            ),
         ):
             parts = _load_parts(source, files, score_type, config, options)
             if files.architecture in COLPALI_ENGINE and adapter is None:

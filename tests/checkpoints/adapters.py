@@ -46,6 +46,21 @@ def bert(folder: Path, **settings: Any) -> str:
     return _written(folder, said, saved, tensors, (base, adapter, merged))
 
 
+def without_classifier(source: Path, adapter: Path, base: Path) -> None:
+    """Copies an adapter, and its base as a BertModel alone."""
+    shutil.copytree(source, adapter)
+    shutil.copytree(source.parent / "base", base)
+    tensors = load_file(base / "model.safetensors")
+    own = {name.removeprefix("bert."): tensor for name, tensor in tensors.items() if name.startswith("bert.")}
+    save_tensors(own, base)
+    for path, said in (
+        (base / "config.json", {"architectures": ["BertModel"]}),
+        (adapter / "adapter_config.json", {"base_model_name_or_path": str(base)}),
+    ):
+        stated = {name: value for name, value in json.loads(path.read_text()).items() if "label" not in name}
+        path.write_text(json.dumps(stated | said))
+
+
 def gpt2(folder: Path) -> str:
     """A layer whose weight lies the other way round, and the score at the end, replaced."""
     base, adapter, merged = folder / "base", folder / "adapter", folder / "merged"

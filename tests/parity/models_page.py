@@ -55,8 +55,8 @@ so. GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, sparse weights and all else are refus
 
 A LoRA folder (`adapter_config.json`, `adapter_model.safetensors`) is merged into the base that it names as
 that is loaded, with ranks and scales by layer, rsLoRA, DoRA, biases and layers trained beside
-(`modules_to_save`); the base must have a classifier where one is replaced. Proven by `test_lora.py`. Other
-methods of peft, and settings of LoRA that change what is computed otherwise, are refused by name.
+(`modules_to_save`); a base without a classifier becomes one with the adapter's. Proven by `test_lora.py`.
+Other methods of peft, and settings of LoRA that change what is computed otherwise, are refused by name.
 
 ## Late interaction as its authors meant it
 

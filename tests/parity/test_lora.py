@@ -40,6 +40,25 @@ async def test_layers_that_lie_the_other_way_round_are_changed_that_way(
     await _compare(checkpoints(adapters.gpt2), engines, pairs)
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_base_without_a_classifier_becomes_one(
+    checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair], tmp_path: Path
+) -> None:
+    path = Path(checkpoints(partial(adapters.bert, **SETTINGS["a classifier and a bias"])))
+    adapter, base = tmp_path / "adapter", tmp_path / "base"
+    adapters.without_classifier(path, adapter, base)
+    ours, merged = [
+        await engines.scores(EngineConfig(model=str(each), dtype="float32"), pairs[:20])
+        for each in (adapter, path.parent / "merged")
+    ]
+    np.testing.assert_allclose(ours, merged, atol=1e-5)
+    found = load_file(adapter / "adapter_model.safetensors")
+    del found["base_model.model.classifier.bias"]
+    save_file(found, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"missing: classifier.bias"):
+        load_model(EngineConfig(model=str(adapter), dtype="float32"), torch.device("cpu"))
+
+
 async def _compare(path: str, engines: Engines, pairs: list[Pair]) -> None:
     folder = Path(path)
     adapted, merged, base = [
