@@ -156,7 +156,8 @@ def _execution(prepared: PreparedModel) -> str:
 
 def _precision(prepared: PreparedModel, model: LoadedModel) -> str:
     linear = ", linear layers int8" if prepared.quantized else ""
-    return f"{_name(prepared.dtype)}{linear} (in the file: {_name(model.file_dtype)})"
+    stored = model.stored_as or _name(model.file_dtype)
+    return f"{_name(prepared.dtype)}{linear} (in the file: {stored})"
 
 
 def _bytes(prepared: PreparedModel, weights: int) -> int:

@@ -1,78 +1,42 @@
 """LoRA adapters: checkpoints that are a base model and small matrices, which are added to its weights when it
-is loaded.
-
-Source: Hu et al. 2021 (arXiv 2106.09685); the files are those that the library peft writes."""
+is loaded. Here is which base, and which settings; what they change is in `lora.py`."""
 
 import json
 import logging
-import math
+import re
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-
 from maxsimd.engine.checkpoint.digests import check_digests
 from maxsimd.engine.checkpoint.files import find_file
-from maxsimd.engine.checkpoint.fit import refuse_not_finite
+from maxsimd.engine.checkpoint.lora import WEIGHTS, Adapter, read_adapter
 from maxsimd.engine.checkpoint.translate import downloaded
 from maxsimd.engine.errors import ModelLoadError
 
 log = logging.getLogger(__name__)
 
-_SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_SETTINGS = "adapter_config.json"
 # What of the base says how it is used, where the adapter does not say so itself.
 _OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"})
-# Settings that change nothing about weights that are the base's and the product of two matrices. All others
-# must be off.
+_CLASSIFIER = "ForSequenceClassification"
+# The layers of classifiers that have a row for each label.
+_LAST_LAYERS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
+# Settings that change nothing about the merged weights, or are read. All others must be off. Which way round
+# a weight lies (fan_in_fan_out) its layer says.
 _HARMLESS = frozenset(
     {
         *("peft_type", "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping"),
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "bias", "peft_version"),
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
+        *("rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save", "use_dora"),
         *("qalora_group_size", "ensure_weight_tying", "runtime_config", "ephemeral_gpu_offload"),
     }
 )
 # How matrices may have been begun without a change to the base.
 _BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
-# A projection that sentence-transformers' modules have, merged.
-_PROJECTION = "custom_text_proj"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Adapter:
-    """The matrices of an adapter by the names of the weights that they are added to: A [r, in] and B [out, r]
-    each, whose product is multiplied by `scale`."""
-
-    path: str
-    matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-    scale: float
-
-    @torch.no_grad()
-    def add_to(self, model: torch.nn.Module) -> None:
-        """Adds the matrices to a model's weights, in float32. Raises ModelLoadError for one that fits no
-        weight, or several."""
-        modules = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
-        shared = Counter(module.weight.data_ptr() for module in modules.values() if module.weight is not None)
-        for name, (first, second) in self.matrices.items():
-            weight = _named(self.path, modules, name).weight
-            if shared[weight.data_ptr()] > 1:
-                raise ModelLoadError(
-                    f"the adapter {self.path!r} is for {name}, whose weights are also another layer's; "
-                    "merge it into its base, with the two apart, and name the result"
-                )
-            if weight.shape != (second.shape[0], first.shape[1]) or len(first) != second.shape[1]:
-                raise ModelLoadError(
-                    f"the adapter {self.path!r} has matrices {list(second.shape)} and {list(first.shape)} "
-                    f"for {name}, which is {list(weight.shape)}"
-                )
-            added = (second.float() @ first.float()).to(weight.device) * self.scale
-            weight.copy_((weight.float() + added).to(weight.dtype))
 
 
 @contextmanager
@@ -99,9 +63,27 @@ def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[
         raise ModelLoadError(f"the base {base!r} of the adapter {path!r} is an adapter too; merge that first")
     if offline:
         check_digests(base_folder)
-    adapter = _read(path, folder, settings)
-    with _linked(path, [base_folder, folder]) as together:
+    adapter = read_adapter(path, folder, settings)
+    config = _with_classifier(base_folder, settings, adapter)
+    with _linked(path, [base_folder, folder], config) as together:
         yield together, adapter
+
+
+def _with_classifier(base: Path, settings: dict[str, Any], adapter: Adapter) -> dict[str, Any] | None:
+    """The config of a base that is no classifier and becomes one with the adapter; None for all others."""
+    if settings.get("task_type") != "SEQ_CLS" or not (base / "config.json").is_file():
+        return None
+    config: dict[str, Any] = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    named = (config.get("architectures") or [""])[0]
+    last = [adapter.whole[name] for name in _LAST_LAYERS if name in adapter.whole]
+    if named.endswith(_CLASSIFIER) or not last:
+        return None
+    labels = {i: f"LABEL_{i}" for i in range(len(last[0]))}
+    return config | {
+        "architectures": [re.sub(r"(Model|For[A-Z]\w*)$", "", named) + _CLASSIFIER],
+        "id2label": labels,
+        "label2id": {label: i for i, label in labels.items()},
+    }
 
 
 def _folder_of(path: str, revision: str | None) -> Path:
@@ -109,22 +91,25 @@ def _folder_of(path: str, revision: str | None) -> Path:
 
 
 @contextmanager
-def _linked(path: str, folders: Sequence[Path]) -> Iterator[str]:
+def _linked(path: str, folders: Sequence[Path], config: dict[str, Any] | None = None) -> Iterator[str]:
     """A temporary folder with links to the files of some folders but for those of an adapter; where several
-    have one, to the last one's. How it is used the last one says, if it says that at all. Errors name the
-    `path`."""
+    have one, to the last one's. How it is used the last one says, if it says that at all. A `config` is
+    written in the stead of theirs. Errors name the `path`."""
     says_how = (folders[-1] / "modules.json").exists()
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as together:
         for folder in folders:
             for entry in folder.iterdir():
                 of_another = says_how and folder is not folders[-1]
-                if entry.name in (_SETTINGS, _WEIGHTS):
+                if entry.name in (_SETTINGS, WEIGHTS):
                     continue
                 if of_another and (entry.is_dir() or entry.name in _OF_THE_BASE):
                     continue
                 link = Path(together) / entry.name
                 link.unlink(missing_ok=True)
                 link.symlink_to(entry.resolve())
+        if config is not None:
+            (Path(together) / "config.json").unlink()
+            (Path(together) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
             yield together
         except ModelLoadError as error:
@@ -139,7 +124,7 @@ def _settings(path: str, found: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         raise ModelLoadError(f"the adapter {path!r} is no LoRA; merge it into its base and name the result")
     otherwise = sorted(name for name, value in settings.items() if value and name not in _HARMLESS)
-    if settings.get("bias", "none") != "none":
+    if settings.get("bias", "none") not in ("none", "all", "lora_only"):
         otherwise.append("bias")
     if settings.get("init_lora_weights") not in _BEGUN:
         otherwise.append("init_lora_weights")
@@ -149,41 +134,3 @@ def _settings(path: str, found: Path) -> dict[str, Any]:
             "it into its base and name the result"
         )
     return settings
-
-
-def _read(path: str, folder: Path, settings: Mapping[str, Any]) -> Adapter:
-    if not (folder / _WEIGHTS).is_file():
-        raise ModelLoadError(f"the adapter {path!r} has no {_WEIGHTS}")
-    tensors = load_file(folder / _WEIGHTS)
-    refuse_not_finite(path, tensors.items())
-    halves: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        inner, _, half = name.removesuffix(".weight").rpartition(".lora_")
-        if half not in ("A", "B"):
-            raise ModelLoadError(f"the adapter {path!r} has a tensor {name}, which is not of LoRA")
-        if _PROJECTION not in inner:
-            halves.setdefault(inner.removeprefix("base_model.model."), {})[half] = tensor
-    single = [name for name, found in halves.items() if len(found) != 2]
-    if single or not halves:
-        raise ModelLoadError(f"the adapter {path!r} lacks matrices: {', '.join(single) or 'it has none'}")
-    rank, alpha = int(settings.get("r") or 0), float(settings.get("lora_alpha") or 0)
-    if rank < 1 or any(len(found["A"]) != rank for found in halves.values()):
-        raise ModelLoadError(
-            f"the adapter {path!r} says that its rank is {rank}, which its matrices have not"
-        )
-    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    return Adapter(path, {name: (found["A"], found["B"]) for name, found in halves.items()}, scale)
-
-
-def _named(path: str, modules: Mapping[str, Any], name: str) -> Any:
-    """The module of a name, of which the first parts may be others than in the model: those change with
-    transformers' versions. The longest rest that a module has must be that of one alone."""
-    parts = name.split(".")
-    for first in range(len(parts)):
-        rest = ".".join(parts[first:])
-        found = [each for each in modules if each == rest or each.endswith(f".{rest}")]
-        if len(found) == 1:
-            return modules[found[0]]
-        if found:
-            raise ModelLoadError(f"the adapter {path!r} may mean {' or '.join(found[:4])} by {name}")
-    raise ModelLoadError(f"the adapter {path!r} is for {name}, which the model does not have")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from maxsimd.engine.checkpoint.stored import StoredWeights
 from maxsimd.engine.errors import ModelLoadError
 
 # Heads of pretraining and of other tasks, by the first part of their tensors' names. A checkpoint may have
@@ -51,10 +52,14 @@ def refusing_misfits(
     path: str,
     read_apart: frozenset[str] = frozenset(),
     complete: Callable[[torch.nn.Module], None] | None = None,
+    stored: StoredWeights | None = None,
+    given: frozenset[str] = frozenset(),
 ) -> Iterator[None]:
     """Inside this context, `PreTrainedModel.from_pretrained` on this thread raises ModelLoadError for a
     checkpoint that does not fit. Tensors whose names begin with a part in `read_apart` are read elsewhere.
-    A model that fits is handed to `complete`, which may add to its weights."""
+    A model that fits is handed to `complete`, which may add to its weights and sets those that are `given`;
+    the checkpoint may lack these. Where weights are `stored` in a
+    form of their own, these are read in place of files of the checkpoint."""
     original = vars(PreTrainedModel)["from_pretrained"]
     thread = threading.get_ident()
 
@@ -64,8 +69,10 @@ def refusing_misfits(
             return load(cls, *arguments, **options)
         # A tensor of another shape is then reported with the others, and not in an error without its name.
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        if stored is not None:
+            arguments, options = (None, *arguments[1:]), stored.in_options(options)
         model, info = load(cls, *arguments, **options)
-        _refuse_misfit(path, model, info, read_apart)
+        _refuse_misfit(path, model, info, read_apart, given)
         # Each tensor once, even if it has several names.
         named = model.state_dict().items()
         tensors = {(tensor.data_ptr(), tensor.shape): (name, tensor) for name, tensor in named}
@@ -101,8 +108,11 @@ def refuse_modules_not_finite(path: str, modules: Iterable[torch.nn.Module]) -> 
         )
 
 
-def _refuse_misfit(path: str, model: Any, info: Mapping[str, Any], read_apart: frozenset[str]) -> None:
-    missing = sorted(name for name in info["missing_keys"] if not _is_unused_pooler(model, name))
+def _refuse_misfit(
+    path: str, model: Any, info: Mapping[str, Any], read_apart: frozenset[str], given: frozenset[str]
+) -> None:
+    lacking = [name for name in info["missing_keys"] if name not in given]
+    missing = sorted(name for name in lacking if not _is_unused_pooler(model, name))
     unexpected = sorted(
         name for name in info["unexpected_keys"] if not _is_harmless(model, name, read_apart | UNUSED_HEADS)
     )

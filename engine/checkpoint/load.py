@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from maxsimd.engine.checkpoint.adapters import Adapter, with_base
+from maxsimd.engine.checkpoint.adapters import with_base
 from maxsimd.engine.checkpoint.adjust import adjusted, score_template
 from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
@@ -30,14 +30,18 @@ from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.encoder_decoder import load_encoder_decoder
 from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files, refuse_missing_tokenizer
 from maxsimd.engine.checkpoint.fit import refusing_misfits
+from maxsimd.engine.checkpoint.gguf.folder import from_gguf
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.checkpoint.identity import identity_of
 from maxsimd.engine.checkpoint.language_model import load_language_model
 from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.listwise import load_listwise
+from maxsimd.engine.checkpoint.lora import Adapter
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.projection import check_projection
+from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights
 from maxsimd.engine.checkpoint.reference import takes_type_ids
+from maxsimd.engine.checkpoint.stored import StoredWeights
 from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
 from maxsimd.engine.checkpoint.translate import in_transformers_terms
 from maxsimd.engine.checkpoint.visual.jina_m0 import load_jina_m0
@@ -75,21 +79,30 @@ def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
     path = config.model if config.model is not None else embedded_model_path()
     if config.offline:
         stay_offline()
-        check_digests(Path(path))
+        check_digests(Path(path).parent if Path(path).is_file() else Path(path))
+    with from_gguf(path) as (folder, stored):
+        if stored is not None:
+            return _load_whole(folder, None, stored, config, device)
     with with_base(path, config.revision, config.offline) as (source, adapter):
-        return _load_whole(source, adapter, config, device)
+        return _load_whole(source, adapter, None, config, device)
 
 
 def _load_whole(
-    path: str, adapter: Adapter | None, config: EngineConfig, device: torch.device
+    path: str,
+    adapter: Adapter | None,
+    stored: StoredWeights | None,
+    config: EngineConfig,
+    device: torch.device,
 ) -> LoadedModel:
-    """The model at a path, with what an adapter adds to it."""
+    """The model at a path, with what an adapter adds to it; its weights are in its files, or `stored`."""
     files = read_files(path, config.revision)
     score_type = _score_type(config, files)
     refuse_unsupported(path, files, score_type, config.trust_remote_code)
-    if not config.allow_pickle:
+    if not config.allow_pickle and stored is None:
         refuse_pickles(path, config.revision, files)
     refuse_missing_tokenizer(path, config.revision, files)
+    if stored is None:
+        stored = quantized_weights(path, config.revision, files)
     options: dict[str, Any] = {
         "device": str(device),
         "revision": config.revision,
@@ -100,7 +113,13 @@ def _load_whole(
         with (
             _quiet_transformers(),
             in_transformers_terms(path, config.revision, files, config.trust_remote_code) as source,
-            refusing_misfits(path, _read_apart(files), None if adapter is None else adapter.add_to),
+            refusing_misfits(
+                path,
+                _read_apart(files),
+                None if adapter is None else adapter.add_to,
+                stored,
+                frozenset() if adapter is None else frozenset(adapter.whole),
+            ),
         ):
             parts = _load_parts(source, files, score_type, config, options)
             if files.architecture in COLPALI_ENGINE and adapter is None:
@@ -112,7 +131,7 @@ def _load_whole(
         raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error} is missing") from error
     except Exception as error:
         raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error}") from error
-    model = adjusted(model, config)
+    model = replace(adjusted(model, config), stored_as="" if stored is None else stored.form)
     return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
 
 

@@ -125,7 +125,8 @@ class LoadedModel:
     `max_tokens` is the length of the longest sequence that the model takes. `prompts` are the checkpoint's,
     by name; `instruction` is the one in use, None for a model that takes none. `probabilities` turns a
     classifier's logits into probabilities, `activation` into the scores that its authors meant. With
-    `vision` it reads pictures. The `fingerprint` tells embeddings of queries and documents that it makes from
+    `vision` it reads pictures. `stored_as` says how weights are stored that are not in `file_dtype`. The
+    `fingerprint` tells embeddings of queries and documents that it makes from
     those of other models.
     """
 
@@ -154,6 +155,7 @@ class LoadedModel:
     listwise: ListwiseRules | None = None
     token_pooling: TokenPooling | None = None
     vision: Vision | None = None
+    stored_as: str = ""
     fingerprint: str = ""
 
     @property

@@ -12,6 +12,7 @@ from maxsimd.engine.checkpoint.detect import (
     is_visual,
 )
 from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.quantized.formats import format_of
 from maxsimd.engine.checkpoint.translate import runs_as
 from maxsimd.engine.checkpoint.visual.two_towers import has_two_towers
 from maxsimd.engine.checkpoint.visual.vision_language import reads_pictures
@@ -74,12 +75,11 @@ def refuse_unsupported(
             f"{model!r} is a {files.architecture} of type {kind!r}, which transformers does not have."
             f"{code if 'auto_map' in files.config else ''} Supported are {SUPPORTED}"
         )
-    quantized = files.config.get("quantization_config") or files.config.get("compression_config")
-    if quantized:
-        method = quantized.get("quant_method") or quantized.get("format") or "an unnamed method"
+    read_apart = files.architecture in (LISTWISE, JINA_M0, "HF_ColBERT") or is_visual(files)
+    if format_of(model, files) is not None and read_apart:
         raise ModelLoadError(
-            f"the weights of {model!r} are quantised by {method}, which is not carried out here; name the "
-            'checkpoint that it was made from (quantization="int8" quantises that one)'
+            f"the weights of {model!r} are quantised, which is not carried out for a {files.architecture}; "
+            "name the checkpoint that it was made from"
         )
     if kind == "reformer" and (not files.config.get("num_buckets") or files.config.get("hash_seed") is None):
         raise ModelLoadError(

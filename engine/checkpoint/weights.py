@@ -92,6 +92,21 @@ def tensor_names(model: str, revision: str | None) -> frozenset[str]:
         return frozenset(file.keys())
 
 
+def files_of_tensors(model: str, revision: str | None) -> dict[str, Path]:
+    """The file of each tensor of the backbone, by the tensor's name. Raises ModelLoadError where one is
+    missing."""
+    index = find_file(model, _INDEX, revision)
+    named = {_WHOLE} if index is None else set(_weight_map(model, index).values())
+    tensors = {}
+    for name in sorted(named):
+        path = find_file(model, name, revision)
+        if path is None:
+            raise ModelLoadError(f"{model!r} has no {name}")
+        with safe_open(path, framework="pt") as file:
+            tensors.update(dict.fromkeys(file.keys(), path))
+    return tensors
+
+
 def hold_in_memory(modules: Iterable[torch.nn.Module]) -> None:
     """Copies all weights on the CPU into memory of the process's own. As they are read they may be mapped
     from their files: who writes to a file would change them, and who cuts one short would end the process."""

@@ -10,6 +10,7 @@ from maxsimd.engine.inspection import inspect_model, show
 from tests.checkpoints import cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.families import FAMILIES, LISTWISE, Family
+from tests.parity.stored_forms import FORMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -28,6 +29,34 @@ _INSPECTION = """
 Other models of these architectures load alike, and a model that transformers does not have is refused with a
 message that says what is supported. Checkpoints whose weights are pickles need `--allow-pickle`, code of a
 checkpoint's own is never run without `--trust-remote-code`.
+
+## Weights in other forms
+
+Weights are read, too, where they are stored in a form of their own. They become float32 as they are loaded,
+and are from then on as all others: run in bfloat16 where that is fast, rounded to int8 where that is asked
+for. The tests write each form as its own library does, and compare with the same weights in transformers.
+
+{forms}
+
+A GGUF file (`pip install 'maxsimd[gguf]'`) is named as the model, or a folder that has one and no other
+weights: of BERT, XLM-RoBERTa, Gemma, Llama (not 3.1 and later), Qwen2 and Qwen3, in F32, F16, BF16, Q8_0,
+Q4_0, Q4_K, Q5_K and Q6_K. Its tokeniser is made from the file for Qwen's and for BERT's; for all others,
+put the `tokenizer.json` and `tokenizer_config.json` of the model that it was made from beside it.
+Embeddings are pooled as the file says, or as a `modules.json` beside it does, which may also name prompts;
+a Qwen3-Reranker is asked in the words of its model card and answers by its rows for yes and no, whether or
+not the conversion has these in a tensor of their own. Whatever the file says about the model that is not
+carried out is refused by name.
+
+Quantised safetensors are read as `quantization_config` says: compressed-tensors as int-quantized (w8a8,
+w8a16), pack-quantized (w4a16, w8a16) and float-quantized, with a scale for each matrix, row, group of
+columns or block, and FP8 with a `weight_scale_inv` for each block. Where activations were to be rounded,
+too, they are not: scores are those of the weights as they are stored, and `maxsimd inspect` and the log say
+so. GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, sparse weights and all else are refused by name.
+
+A LoRA folder (`adapter_config.json`, `adapter_model.safetensors`) is merged into the base that it names as
+that is loaded, with ranks and scales by layer, rsLoRA, DoRA, biases and layers trained beside
+(`modules_to_save`); a base without a classifier becomes one with the adapter's. Proven by `test_lora.py`.
+Other methods of peft, and settings of LoRA that change what is computed otherwise, are refused by name.
 
 ## Late interaction as its authors meant it
 
@@ -53,8 +82,12 @@ def page(checkpoints: SharedCheckpoints) -> str:
     """The whole page."""
     rows = "\n".join(_row(family) for family in [*FAMILIES, LISTWISE])
     default = show(inspect_model(EngineConfig(dtype="float32", device="cpu")))
-    parts = [f"{_INTRODUCTION}{rows}\n{_INSPECTION}```\n{default}\n```\n\nOf the tests' checkpoints:\n"]
-    for family in [*FAMILIES, LISTWISE]:
+    forms = _INTRODUCTION[_INTRODUCTION.index("| family") :] + "\n".join(
+        _row(form, "test_stored_forms.py") for form in FORMS
+    )
+    inspection = _INSPECTION.format(forms=forms)
+    parts = [f"{_INTRODUCTION}{rows}\n{inspection}```\n{default}\n```\n\nOf the tests' checkpoints:\n"]
+    for family in [*FAMILIES, LISTWISE, *FORMS]:
         parts.append(_section(family.name, checkpoints(family.build), **family.settings))
     classifier = checkpoints(partial(cross_encoders.bert, labels=3))
     parts.append(_section("a classifier with three labels", classifier))
@@ -71,11 +104,11 @@ def _section(name: str, path: str, **settings: object) -> str:
     return f"### {name}\n\n```\n{show(rows)}\n```\n"
 
 
-def _row(family: Family) -> str:
+def _row(family: Family, tests: str = "test_families.py") -> str:
     run = "packed" if family.packed else "padded"
     run += ", causal" if family.causal else ""
     name = f"{family.kind}: {family.name}"
-    test = "test_listwise.py" if family is LISTWISE else f"test_families.py ...[{name}]"
+    test = "test_listwise.py" if family is LISTWISE else f"{tests} ...[{name}]"
     return f"| {family.name} | {family.kind} | {family.published} | {family.format} | {run} | `{test}` |"
 
 

@@ -1,0 +1,1 @@
+"""Safetensors whose matrices are rounded to few bits, with scales beside them: compressed-tensors and FP8."""
