@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.retrained import files_beside, retrained
 from maxsimd.engine.errors import ModelLoadError
 
 
@@ -62,9 +63,16 @@ def in_transformers_terms(
     model: str, revision: str | None, files: CheckpointFiles, trust_remote_code: bool
 ) -> Iterator[str]:
     """The path to load the checkpoint from: its own, or a temporary folder with links to its files and a
-    config in transformers' terms."""
-    translate = _translation(files.config)
-    if translate is None or trust_remote_code or not files.config_at_root:
+    config in transformers' terms.
+
+    With `trust_remote_code` a checkpoint's own code reads it, but for language models that were retrained:
+    our loaders need to see into those."""
+    if not files.config_at_root:
+        yield model
+        return
+    of_language_model = retrained(files.config)
+    translate = of_language_model or _translation(files.config)
+    if translate is None or (of_language_model is None and trust_remote_code):
         yield model
         return
     source = Path(model) if Path(model).is_dir() else downloaded(model, revision)
@@ -74,6 +82,8 @@ def in_transformers_terms(
             if entry.name != "config.json":
                 (Path(folder) / entry.name).symlink_to(entry.resolve())
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        if of_language_model is not None:
+            files_beside(source, files.config, Path(folder))
         yield folder
 
 

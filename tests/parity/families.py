@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
-from tests.parity import references
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, retrained
+from tests.parity import references, retrained_references
 
 Reference = Callable[[str, Sequence[str], Sequence[str]], references.Scores]
 
@@ -20,7 +20,8 @@ LATE, CROSS, BI = "late-interaction", "cross-encoder", "bi-encoder"
 class Family:
     """`settings` are what a user would give on the command line beside the model; `packed` is how the engine
     is expected to run it; `weights` tells where the reference finds the same weights in its own terms, for
-    checkpoints with code of their own."""
+    checkpoints with code of their own; `embedder` makes the embeddings where sentence-transformers
+    does not."""
 
     name: str
     kind: str
@@ -32,6 +33,7 @@ class Family:
     packed: bool = True
     causal: bool = False
     weights: Callable[[str], str] = str
+    embedder: Callable[[str], Any] | None = None
 
 
 def _embedded(folder: Path) -> str:
@@ -41,6 +43,14 @@ def _embedded(folder: Path) -> str:
 _E5 = {"query_prompt": "query: ", "document_prompt": "passage: "}
 _FOR_CLASSIFICATION = "*ForSequenceClassification"
 _SAVE = "sentence-transformers"
+_OWN_CODE = "code of its own"
+
+
+def _plain(name: str, published: str, format: str, build: Any, embedder: Any) -> Family:
+    """A bi-encoder whose embeddings the tests make themselves."""
+    reference = partial(retrained_references.cosines, model=embedder)
+    return Family(name, BI, published, format, build, reference, embedder=embedder)
+
 
 FAMILIES = [
     Family("ColBERT", LATE, "colbert-ir/colbertv2.0", "Stanford ColBERT", late_interaction.stanford,
@@ -56,6 +66,11 @@ FAMILIES = [
     Family("jina-colbert-v2", LATE, "jinaai/jina-colbert-v2", "Stanford ColBERT, code of its own",
            late_interaction.jina_colbert_v2, references.multi_vector,
            weights=lambda path: str(Path(path) / "saved")),
+    Family("LFM2-ColBERT", LATE, "LiquidAI/LFM2-ColBERT-350M", "PyLate with model_type ColBERT",
+           retrained.lfm2_colbert, references.multi_vector, packed=False, causal=True),
+    Family("LFM2.5-ColBERT", LATE, "LiquidAI/LFM2.5-ColBERT-350M", "PyLate, code of its own",
+           retrained.lfm2_5_colbert, retrained_references.maxsims,
+           embedder=retrained_references.lfm2_5_colbert),
     Family("native multi-vector", LATE, "MultiVectorEncoder saves", _SAVE, late_interaction.native,
            references.multi_vector),
     Family("native multi-vector, token pooling", LATE, "MultiVectorEncoder saves", _SAVE,
@@ -94,6 +109,13 @@ FAMILIES = [
     Family("LogitScore", CROSS, "zeroentropy/zerank-2", f"{_SAVE}, LogitScore", language_models.zerank_2,
            references.cross_encoder, causal=True),
 
+    Family("Llama Nemotron Rerank", CROSS, "nvidia/llama-nemotron-rerank-1b-v2", _OWN_CODE,
+           retrained.nemotron_rerank, retrained_references.nemotron_rerank),
+    Family("bge-reranker-v2-minicpm-layerwise", CROSS, "BAAI/bge-reranker-v2-minicpm-layerwise", _OWN_CODE,
+           retrained.bge_minicpm, retrained_references.bge_minicpm, causal=True),
+    Family("bge-reranker-v2.5-gemma2-lightweight", CROSS, "BAAI/bge-reranker-v2.5-gemma2-lightweight",
+           _OWN_CODE, retrained.bge_gemma2, retrained_references.bge_gemma2, causal=True),
+
     Family("MiniLM", BI, "sentence-transformers/all-MiniLM-L6-v2", _SAVE, _embedded, references.bi_encoder,
            {"score_type": BI}),
     Family("BGE", BI, "BAAI/bge-base-en-v1.5", _SAVE, bi_encoders.bge, references.bi_encoder),
@@ -106,6 +128,16 @@ FAMILIES = [
            references.bi_encoder, causal=True),
     Family("EmbeddingGemma", BI, "google/embeddinggemma-300m", _SAVE, bi_encoders.embeddinggemma,
            references.bi_encoder),
+    _plain("gte-Qwen2", "Alibaba-NLP/gte-Qwen2-1.5B-instruct", f"{_SAVE}, code of its own",
+           retrained.gte_qwen2, retrained_references.gte_qwen2),
+    _plain("voyage-4-nano", "voyageai/voyage-4-nano", f"{_SAVE}, code of its own", retrained.voyage_4_nano,
+           retrained_references.voyage_4_nano),
+    _plain("Llama Nemotron Embed", "nvidia/llama-nemotron-embed-1b-v2", f"{_SAVE}, code of its own",
+           retrained.nemotron_embed_with_modules, retrained_references.nemotron_embed),
+    _plain("NV-EmbedQA", "nvidia/llama-3.2-nv-embedqa-1b-v2", _OWN_CODE, retrained.nemotron_embed,
+           retrained_references.nemotron_embed),
+    _plain("LFM2.5-Embedding", "LiquidAI/LFM2.5-Embedding-350M", f"{_SAVE}, code of its own",
+           retrained.lfm2_5_embedding, retrained_references.lfm2_5_embedding),
     Family("Jina v3", BI, "jinaai/jina-embeddings-v3-hf", _SAVE, bi_encoders.jina_v3, references.bi_encoder),
     Family("MPNet", BI, "sentence-transformers/all-mpnet-base-v2", _SAVE, bi_encoders.mpnet,
            references.bi_encoder, packed=False),

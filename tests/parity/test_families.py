@@ -60,7 +60,9 @@ async def test_embeddings_equal_the_reference(
     embed = engine.embed if family.kind == "bi-encoder" else engine.embed_tokens
     ours = (await embed(texts, input_type=role, truncation=CUT_LONG)).embeddings
     kinds = {"bi-encoder": SentenceTransformer, "late-interaction": MultiVectorEncoder}
-    if family.settings.get("score_type") == "late-interaction":
+    if family.embedder is not None:
+        model: Any = family.embedder(path)
+    elif family.settings.get("score_type") == "late-interaction":
         model = references.token_states(path)
     else:
         model = references.loaded(kinds[family.kind], family.weights(path))
