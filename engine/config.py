@@ -121,6 +121,11 @@ class EngineConfig:
         None,
         "Jinja template, or a file with one, that asks a language model about query, document, instruction.",
     )
+    cutoff_layer: int | None = option(
+        None,
+        "Layer to stop behind, for rerankers with a score behind each (BGE's MiniCPM and Gemma2); by default "
+        "the last.",
+    )
     window_overlap: int = option(
         64, "Tokens that neighbouring windows of a long document share; at most half of each are."
     )
@@ -168,6 +173,7 @@ class EngineConfig:
             "dimensions",
             "cache_disk_mb",
             "max_request_tokens",
+            "cutoff_layer",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

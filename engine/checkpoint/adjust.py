@@ -6,6 +6,7 @@ from pathlib import Path
 
 from maxsimd.engine.checkpoint.heads import FirstColumns
 from maxsimd.engine.checkpoint.model import LoadedModel, Task
+from maxsimd.engine.checkpoint.retrained import LAYERWISE
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
@@ -29,6 +30,8 @@ def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
     """The model as configured. Raises ModelLoadError for a setting that does not apply to it."""
     if config.score_template is not None and model.pairs.template is None:
         raise ModelLoadError("score_template is for models that read query and document together")
+    if config.cutoff_layer is not None and model.architecture not in LAYERWISE:
+        raise ModelLoadError("cutoff_layer is for models with a score behind each layer")
     if config.query_prompt is not None:
         model = replace(model, query=replace(model.query, prompt=config.query_prompt))
     if config.document_prompt is not None:

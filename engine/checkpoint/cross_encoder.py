@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import torch
 from sentence_transformers import CrossEncoder
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from maxsimd.engine.checkpoint.backbone import is_causal
 from maxsimd.engine.checkpoint.heads import ClassifierHead
@@ -25,7 +26,9 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
         raise ModelLoadError(f"{path!r} has modules after its classifier that are not supported: {names}")
     backbone = model.base_model
     causal = is_causal(backbone)
-    pooling = "last" if causal else getattr(model.config, "classifier_pooling", "cls")
+    # Classifiers of language models look at the last token, in whichever directions they read.
+    is_last = causal or isinstance(model, GenericForSequenceClassification)
+    pooling = "last" if is_last else getattr(model.config, "classifier_pooling", "cls")
     if pooling not in METHODS:  # a method of the model's own
         pooling = "cls"
     labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from maxsimd.engine.checkpoint.adapters import with_base
 from maxsimd.engine.checkpoint.adjust import adjusted, score_template
 from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
+from maxsimd.engine.checkpoint.bidirectional_reranker import load_bidirectional_reranker
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
 from maxsimd.engine.checkpoint.detect import (
     ENCODER_DECODERS,
@@ -26,6 +28,7 @@ from maxsimd.engine.checkpoint.detect import (
     is_visual,
 )
 from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
+from maxsimd.engine.checkpoint.direction import check_direction, says_both_ways, take_mask_away
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.encoder_decoder import load_encoder_decoder
 from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files, refuse_missing_tokenizer
@@ -35,14 +38,18 @@ from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.checkpoint.identity import identity_of
 from maxsimd.engine.checkpoint.language_model import load_language_model
 from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
+from maxsimd.engine.checkpoint.layerwise import load_layerwise
 from maxsimd.engine.checkpoint.listwise import load_listwise
 from maxsimd.engine.checkpoint.lora import Adapter
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.projection import check_projection
 from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights
 from maxsimd.engine.checkpoint.reference import takes_type_ids
+from maxsimd.engine.checkpoint.retrained import LAYERWISE, LLAMA_RERANKER, has_projection
+from maxsimd.engine.checkpoint.short_convolution import replace_short_convolutions
 from maxsimd.engine.checkpoint.stored import StoredWeights
 from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
+from maxsimd.engine.checkpoint.tokenizer_code import follow_settings
 from maxsimd.engine.checkpoint.translate import in_transformers_terms
 from maxsimd.engine.checkpoint.visual.jina_m0 import load_jina_m0
 from maxsimd.engine.checkpoint.visual.retrieval import load_retrieval
@@ -116,15 +123,18 @@ def _load_whole(
             refusing_misfits(
                 path,
                 _read_apart(files),
-                None if adapter is None else adapter.add_to,
+                partial(_complete_weights, files, adapter),
                 stored,
                 frozenset() if adapter is None else frozenset(adapter.whole),
             ),
         ):
             parts = _load_parts(source, files, score_type, config, options)
+            if not config.trust_remote_code:
+                follow_settings(path, config.revision, parts["tokenizer"])
             if files.architecture in COLPALI_ENGINE and adapter is None:
                 check_projection(path, config.revision, parts)
             model = _complete(config, score_type, files, parts)
+            check_direction(path, files, model.causal, config.trust_remote_code)
     except ModelLoadError:
         raise
     except KeyError as error:
@@ -147,7 +157,22 @@ def _score_type(config: EngineConfig, files: CheckpointFiles) -> ScoreType:
 def _read_apart(files: CheckpointFiles) -> frozenset[str]:
     if files.architecture in COLPALI_ENGINE:
         return _PROJECTION
+    if has_projection(files.config):
+        return frozenset({"linear"})
     return _READ_APART.get(files.architecture, frozenset())
+
+
+def _complete_weights(files: CheckpointFiles, adapter: Adapter | None, model: torch.nn.Module) -> None:
+    """What is done to a model that fits its checkpoint, before anything is tried with it."""
+    if adapter is not None:
+        adapter.add_to(model)
+    both_ways = says_both_ways(files)
+    if both_ways:
+        take_mask_away(model)
+    # LFM2.5-ColBERT and -Embedding differ in this, by their code; configs for later transformers say it.
+    said = files.config.get("conv_zero_padding")
+    leaves_out = said if isinstance(said, bool) else not (both_ways and is_late_interaction(files))
+    replace_short_convolutions(model, centred=both_ways, leaves_out_padding=leaves_out)
 
 
 def _load_parts(
@@ -157,6 +182,10 @@ def _load_parts(
         return load_listwise(path, options)
     if score_type is ScoreType.CROSS_ENCODER:
         template = score_template(config)
+        if files.architecture == LLAMA_RERANKER:
+            return load_bidirectional_reranker(path, files, template, options)
+        if files.architecture in LAYERWISE:
+            return load_layerwise(path, files, template, config.cutoff_layer, options)
         if files.architecture == JINA_M0:
             with by_pillow(path, files, options) as with_pillow:
                 return load_jina_m0(path, template, with_pillow)
@@ -193,7 +222,7 @@ def _complete(
     longest = max_tokens(backbone.config, parts["tokenizer"], offset)
     if config.max_model_len is not None:
         longest = min(longest, config.max_model_len)
-    model = LoadedModel(
+    return LoadedModel(
         name=config.model or NAME,
         score_type=score_type,
         max_tokens=longest,
@@ -204,12 +233,6 @@ def _complete(
         file_dtype=next(backbone.parameters()).dtype,
         **parts,
     )
-    expansion = model.query.expansion
-    if model.causal and expansion is not None and not expansion.attended:
-        raise ModelLoadError(
-            f"{model.name!r} expands queries without attending, which a causal model cannot do here"
-        )
-    return model
 
 
 @contextmanager

@@ -11,8 +11,10 @@ from maxsimd.engine.checkpoint.detect import (
     is_language_model,
     is_visual,
 )
+from maxsimd.engine.checkpoint.direction import says_both_ways
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.quantized.formats import format_of
+from maxsimd.engine.checkpoint.retrained import LAYERWISE, LLAMA_RERANKER, retrained
 from maxsimd.engine.checkpoint.translate import runs_as
 from maxsimd.engine.checkpoint.visual.two_towers import has_two_towers
 from maxsimd.engine.checkpoint.visual.vision_language import reads_pictures
@@ -25,7 +27,8 @@ SUPPORTED = (
     f"{' and '.join(ENCODER_DECODERS)} that answer as monoT5 does; sentence-transformers, PyLate and "
     "Stanford ColBERT (HF_ColBERT) saves; without the code that they come with NewModel and GteModel, "
     "JinaBertModel, XLMRobertaModel in its flash layout and NomicBertModel, also as classifiers; "
-    f"{LISTWISE}; {JINA_M0}; {', '.join(RETRIEVAL)}"
+    f"{LLAMA_RERANKER}; LlamaBidirectionalModel; Lfm2BidirectionalModel; voyage-4-nano; "
+    f"{', '.join(LAYERWISE)}; {LISTWISE}; {JINA_M0}; {', '.join(RETRIEVAL)}"
 )
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
 # would add a random projection.
@@ -69,7 +72,8 @@ def refuse_unsupported(
             f"{model!r} is a {kind} that says neither how it is asked nor what becomes of its states; name a "
             "version with sentence-transformers' modules"
         )
-    if not trust_remote_code and runs_as(files) not in CONFIG_MAPPING:
+    is_translated = files.config_at_root and retrained(files.config) is not None
+    if not trust_remote_code and not is_translated and runs_as(files) not in CONFIG_MAPPING:
         code = " It comes with code of its own, which trust_remote_code=True would run."
         raise ModelLoadError(
             f"{model!r} is a {files.architecture} of type {kind!r}, which transformers does not have."
@@ -88,6 +92,11 @@ def refuse_unsupported(
         )
     if has_two_towers(files) and score_type is not ScoreType.BI_ENCODER:
         raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a bi-encoder alone")
+    if is_bare and is_language_model(files) and says_both_ways(files):
+        raise ModelLoadError(
+            f"{model!r} reads in both directions, so that it has no next word to answer with, and does not "
+            "say how its states are pooled; name a version with sentence-transformers' modules"
+        )
     if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
         raise ModelLoadError(
             f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "

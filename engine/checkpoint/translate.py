@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.retrained import files_beside, retrained
 from maxsimd.engine.checkpoint.translations import (
     Config,
     flash_xlm_roberta,
@@ -72,11 +73,19 @@ def in_transformers_terms(
     model: str, revision: str | None, files: CheckpointFiles, trust_remote_code: bool
 ) -> Iterator[str]:
     """The path to load the checkpoint from: its own, or a temporary folder with links to its files and a
-    config in transformers' terms."""
-    if trust_remote_code or not files.config_at_root or _translation(files.config) is None:
+    config in transformers' terms.
+
+    With `trust_remote_code` a checkpoint's own code reads it, but for language models that were retrained:
+    our loaders need to see into those."""
+    if not files.config_at_root:
         yield model
         return
-    translate = _translation(files.config, tensor_names(model, revision))
+    of_language_model = retrained(files.config)
+    is_ours = not trust_remote_code and _translation(files.config) is not None
+    if of_language_model is None and not is_ours:
+        yield model
+        return
+    translate = of_language_model or _translation(files.config, tensor_names(model, revision))
     assert translate is not None
     source = Path(model) if Path(model).is_dir() else downloaded(model, revision)
     config = {name: value for name, value in translate(files.config).items() if name != "auto_map"}
@@ -85,6 +94,8 @@ def in_transformers_terms(
             if entry.name != "config.json":
                 (Path(folder) / entry.name).symlink_to(entry.resolve())
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        if of_language_model is not None:
+            files_beside(source, files.config, Path(folder))
         yield folder
 
 

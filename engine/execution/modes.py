@@ -109,7 +109,7 @@ def try_packed(
         if recorded.calls == 0:
             # Such a model might still separate sequences by their positions, at the cost of a full mask.
             mismatch = "its attention cannot be replaced"
-        mismatch = mismatch or why_not_packed(model, recorded.windows)
+        mismatch = why_not_packed(model, recorded.windows) or mismatch
     except Exception as error:
         mismatch = f"packed attention failed: {error}"
     if mismatch is not None:

@@ -98,7 +98,7 @@ def pylate_modernbert(folder: Path, model_type: str | None = None) -> str:
     spread(ModernBertModel(config)).save_pretrained(folder)
     dense = Dense(128, 48, bias=False, activation_function=torch.nn.Identity())
     dense.save(str(_made(folder / "1_Dense")))
-    _without(folder / "1_Dense" / "config.json", "module_input_name", "module_output_name")
+    without(folder / "1_Dense" / "config.json", "module_input_name", "module_output_name")
     kinds = ["sentence_transformers.models.Transformer", "pylate.models.Dense.Dense"]
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": kind}
@@ -221,7 +221,7 @@ def _artifact(folder: Path, query: str, document: str, attend: bool, dim: int, *
     (folder / "artifact.metadata").write_text(json.dumps(metadata | lengths))
 
 
-def _without(path: Path, *keys: str) -> None:
+def without(path: Path, *keys: str) -> None:
     """Takes out keys of a config that an older library did not write."""
     config = json.loads(path.read_text())
     path.write_text(json.dumps({key: value for key, value in config.items() if key not in keys}))

@@ -16,9 +16,10 @@ from tests.checkpoints import (
     language_models,
     late_interaction,
     nomic,
+    retrained,
     t5,
 )
-from tests.parity import plain_scorers, references
+from tests.parity import plain_scorers, references, retrained_references
 
 Reference = Callable[[str, Sequence[str], Sequence[str]], references.Scores]
 Embeddings = Callable[[str, Sequence[str], str], list[references.Scores]]
@@ -61,6 +62,21 @@ _E5 = {"query_prompt": "query: ", "document_prompt": "passage: "}
 _FOR_CLASSIFICATION = "*ForSequenceClassification"
 _OF_ITS_OWN = f"{_FOR_CLASSIFICATION}, code of its own"
 _SAVE = "sentence-transformers"
+_OWN_CODE = "code of its own"
+
+
+def _embedded_by(embedder: Callable[[str], Any]) -> Embeddings:
+    """Embeddings by what stands in for a model of sentence-transformers."""
+    return lambda path, texts, role: references.embeddings(embedder(path), texts, role)
+
+
+def _read_in_tests(
+    name: str, published: str, format: str, build: Callable[[Path], str], embedder: Callable[[str], Any]
+) -> Family:
+    """A bi-encoder whose embeddings the tests make themselves."""
+    reference = partial(retrained_references.cosines, model=embedder)
+    return Family(name, BI, published, format, build, reference, embeddings=_embedded_by(embedder))
+
 
 FAMILIES = [
     Family("ColBERT", LATE, "colbert-ir/colbertv2.0", "Stanford ColBERT", late_interaction.stanford,
@@ -79,6 +95,11 @@ FAMILIES = [
     Family("jina-colbert-v1", LATE, "jinaai/jina-colbert-v1-en", "Stanford ColBERT, code of its own",
            jina.colbert_v1, plain_scorers.JINA_COLBERT_V1,
            embeddings=plain_scorers.JINA_COLBERT_V1.embeddings),
+    Family("LFM2-ColBERT", LATE, "LiquidAI/LFM2-ColBERT-350M", "PyLate with model_type ColBERT",
+           retrained.lfm2_colbert, references.multi_vector, packed=False, causal=True),
+    Family("LFM2.5-ColBERT", LATE, "LiquidAI/LFM2.5-ColBERT-350M", "PyLate, code of its own",
+           retrained.lfm2_5_colbert, retrained_references.maxsims,
+           embeddings=_embedded_by(retrained_references.lfm2_5_colbert)),
     Family("native multi-vector", LATE, "MultiVectorEncoder saves", _SAVE, late_interaction.native,
            references.multi_vector),
     Family("native multi-vector, token pooling", LATE, "MultiVectorEncoder saves", _SAVE,
@@ -127,6 +148,12 @@ FAMILIES = [
            references.monot5),
     Family("mT5", CROSS, "unicamp-dl/mt5-base-mmarco-v2", "MT5ForConditionalGeneration", t5.mt5,
            partial(references.monot5, words=("\u2581yes", "\u2581no"))),
+    Family("Llama Nemotron Rerank", CROSS, "nvidia/llama-nemotron-rerank-1b-v2", _OWN_CODE,
+           retrained.nemotron_rerank, retrained_references.nemotron_rerank),
+    Family("bge-reranker-v2-minicpm-layerwise", CROSS, "BAAI/bge-reranker-v2-minicpm-layerwise", _OWN_CODE,
+           retrained.bge_minicpm, retrained_references.bge_minicpm, causal=True),
+    Family("bge-reranker-v2.5-gemma2-lightweight", CROSS, "BAAI/bge-reranker-v2.5-gemma2-lightweight",
+           _OWN_CODE, retrained.bge_gemma2, retrained_references.bge_gemma2, causal=True),
 
     Family("MiniLM", BI, "sentence-transformers/all-MiniLM-L6-v2", _SAVE, _embedded, references.bi_encoder,
            {"score_type": BI}),
@@ -140,6 +167,16 @@ FAMILIES = [
            references.bi_encoder, causal=True),
     Family("EmbeddingGemma", BI, "google/embeddinggemma-300m", _SAVE, bi_encoders.embeddinggemma,
            references.bi_encoder),
+    _read_in_tests("gte-Qwen2", "Alibaba-NLP/gte-Qwen2-1.5B-instruct", f"{_SAVE}, code of its own",
+           retrained.gte_qwen2, retrained_references.gte_qwen2),
+    _read_in_tests("voyage-4-nano", "voyageai/voyage-4-nano", f"{_SAVE}, code of its own",
+           retrained.voyage_4_nano, retrained_references.voyage_4_nano),
+    _read_in_tests("Llama Nemotron Embed", "nvidia/llama-nemotron-embed-1b-v2", f"{_SAVE}, code of its own",
+           retrained.nemotron_embed_with_modules, retrained_references.nemotron_embed),
+    _read_in_tests("NV-EmbedQA", "nvidia/llama-3.2-nv-embedqa-1b-v2", _OWN_CODE, retrained.nemotron_embed,
+           retrained_references.nemotron_embed),
+    _read_in_tests("LFM2.5-Embedding", "LiquidAI/LFM2.5-Embedding-350M", f"{_SAVE}, code of its own",
+           retrained.lfm2_5_embedding, retrained_references.lfm2_5_embedding),
     Family("Jina v3", BI, "jinaai/jina-embeddings-v3-hf", _SAVE, bi_encoders.jina_v3, references.bi_encoder),
     Family("MPNet", BI, "sentence-transformers/all-mpnet-base-v2", _SAVE, bi_encoders.mpnet,
            references.bi_encoder),

@@ -48,7 +48,10 @@ DAMAGES = {"renamed": _rename, "missing": _drop, "of another shape": _reshape, "
 
 
 # One of each loader; `make test-all` takes all.
-ONE_OF_EACH = ("ColBERT", "any encoder", "BERT", "Qwen3-Reranker", "LogitScore", "nomic", "jina-reranker-v3")
+ONE_OF_EACH = (
+    *("ColBERT", "any encoder", "BERT", "Qwen3-Reranker", "LogitScore", "nomic", "jina-reranker-v3"),
+    *("Llama Nemotron Rerank", "bge-reranker-v2-minicpm-layerwise", "LFM2.5-ColBERT"),
+)
 
 
 def _parametrize() -> pytest.MarkDecorator:

@@ -267,4 +267,6 @@ OF_NO_CONCERN: dict[str, Any] = {
     "offline": True,
 }
 # Options whose effect shows in the loaded model, and those that only models without cached documents take.
-SEEN_IN_THE_MODEL = {"model", "revision", "score_type", "device", "instruction", "score_template"}
+SEEN_IN_THE_MODEL = {
+    *("model", "revision", "score_type", "device", "instruction", "score_template", "cutoff_layer"),
+}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint.short_convolution import short_convolutions_of
 
 # Kinds of layers, by their names in configs, whose attention packed execution computes.
 _PACKABLE = frozenset({"full_attention", "sliding_attention"})
@@ -48,7 +49,15 @@ def why_not_packed(model: LoadedModel, windows: set[int | None]) -> str | None:
     """Why a model cannot be packed, though short sequences may not show it, or None. `windows` are those that
     its layers asked for."""
     config = _config(model)
-    others = set(getattr(config, "layer_types", None) or ()) - _PACKABLE
+    convolutions = short_convolutions_of(model.backbone)
+    packable = _PACKABLE | {"conv"} if convolutions else _PACKABLE
+    others = set(getattr(config, "layer_types", None) or ()) - packable
+    expansion = model.query.expansion
+    if expansion is not None and not expansion.attended:
+        if model.causal:
+            return "it is causal, and expands queries by tokens that are not attended to"
+        if any(convolution.leaves_out_padding for convolution in convolutions):
+            return "its convolutions leave out the tokens that queries are expanded by"
     if others:
         return f"it has layers of other kinds: {', '.join(sorted(map(str, others)))}"
     chunk = getattr(config, "attention_chunk_size", None)

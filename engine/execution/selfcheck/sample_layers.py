@@ -12,6 +12,8 @@ from torch import nn
 
 # Where a tower names the layers whose outputs it hands on beside the last one's (DeepStack).
 _DEEP = "deepstack_visual_indexes"
+# What configs call the kinds of layers, by which models look up masks.
+_KINDS = "layer_types"
 # The names by which modules hold their own index among the layers, which says nothing about their kind.
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
 
@@ -26,8 +28,12 @@ def sample_layers(backbone: Any) -> Iterator[None]:
         yield
         return
     parent, name, layers = found
-    sample = nn.ModuleList(_one_of_each_kind(layers, backbone.config))
+    indices = _one_of_each_kind(layers, backbone.config)
+    sample = nn.ModuleList(layers[i] for i in indices)
     setattr(parent, name, sample)
+    named = getattr(backbone.config, _KINDS, None)
+    if named:
+        setattr(backbone.config, _KINDS, [named[i] for i in indices])
     deep = getattr(backbone, _DEEP, None)
     if deep is not None:
         setattr(backbone, _DEEP, list(range(min(len(deep), len(sample)))))
@@ -35,6 +41,8 @@ def sample_layers(backbone: Any) -> Iterator[None]:
         yield
     finally:
         setattr(parent, name, layers)
+        if named:
+            setattr(backbone.config, _KINDS, named)
         if deep is not None:
             setattr(backbone, _DEEP, deep)
 
@@ -55,14 +63,13 @@ def _layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
     return lists[0] if len(lists) == 1 and len(lists[0][2]) > 2 else None
 
 
-def _one_of_each_kind(layers: nn.ModuleList, config: Any) -> list[nn.Module]:
-    """The shortest run of first layers that has all kinds, and the last layer. Layers stay at their index,
-    because models look up kinds by it."""
-    *others, last = layers
-    named = getattr(config, "layer_types", None) or [None] * len(layers)
+def _one_of_each_kind(layers: nn.ModuleList, config: Any) -> list[int]:
+    """The indices of the shortest run of first layers that has all kinds, and of the last layer."""
+    others = list(layers)[:-1]
+    named = getattr(config, _KINDS, None) or [None] * len(layers)
     kinds = [(_kind(layer), name) for layer, name in zip(others, named, strict=False)]
     enough = max(kinds.index(kind) for kind in set(kinds)) + 1
-    return [*others[:enough], last]
+    return [*range(enough), len(layers) - 1]
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:

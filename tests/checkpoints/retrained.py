@@ -1,0 +1,314 @@
+"""Language models that were made into encoders and rerankers with code of their own, as published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from sentence_transformers.base.modules import Dense
+from transformers import (
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    Lfm2Config,
+    Lfm2Model,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    Qwen2Config,
+    Qwen2Model,
+    Qwen3Config,
+    Qwen3Model,
+)
+
+from tests.checkpoints.cross_encoders import GEMMA
+from tests.checkpoints.late_interaction import without
+from tests.checkpoints.tokenizers import byte_level_bpe, unigram
+from tests.checkpoints.weights import SIZES, save_tensors, spread
+
+LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|pad|>"}
+_QWEN = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
+VOYAGE = {
+    "query": "Represent the query for retrieving supporting documents: ",
+    "document": "Represent the document for retrieval: ",
+}
+_NORMALISED = ["1_Pooling", "2_Normalize"]
+
+
+def _published(folder: Path, **settings: Any) -> str:
+    """Changes a config.json to what the authors' code has written."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return str(folder)
+
+
+def _llama_config(folder: Path, **settings: Any) -> LlamaConfig:
+    size = byte_level_bpe(
+        folder,
+        LLAMA,
+        "<|begin_of_text|> $A",
+        "<|begin_of_text|> $A <|begin_of_text|> $B",
+        model_max_length=2048,
+    )
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    return LlamaConfig(
+        vocab_size=size,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters=rope,
+        pad_token_id=2,
+        **SIZES,
+        **settings,
+    )
+
+
+def nemotron_rerank(folder: Path, pooling: str = "avg", temperature: float = 0.8) -> str:
+    """nvidia/llama-nemotron-rerank-1b-v2: a Llama without a causal mask, average pooling, a score divided by
+    a temperature."""
+    spread(LlamaForSequenceClassification(_llama_config(folder, num_labels=1))).save_pretrained(folder)
+    code = "llama_bidirectional_model.LlamaBidirectional"
+    return _published(
+        folder,
+        architectures=["LlamaBidirectionalForSequenceClassification"],
+        auto_map={"AutoConfig": f"{code}Config", "AutoModelForSequenceClassification": f"{code}ForSeq"},
+        model_type="llama_bidirec",
+        pooling=pooling,
+        temperature=temperature,
+    )
+
+
+def nemotron_embed(folder: Path) -> str:
+    """nvidia/llama-3.2-nv-embedqa-1b-v2: the same for embeddings, without sentence-transformers' files."""
+    spread(LlamaModel(_llama_config(folder))).save_pretrained(folder)
+    code = "llama_bidirectional_model.LlamaBidirectional"
+    return _published(
+        folder,
+        architectures=["LlamaBidirectionalModel"],
+        auto_map={"AutoConfig": f"{code}Config", "AutoModel": f"{code}Model"},
+        model_type="llama_bidirec",
+        pooling="avg",
+    )
+
+
+def nemotron_embed_with_modules(folder: Path) -> str:
+    """nvidia/llama-nemotron-embed-1b-v2: the same with them."""
+    nemotron_embed(folder)
+    _modules(folder, {"pooling_mode_mean_tokens": True}, {"query": "query: ", "document": "passage: "})
+    return str(folder)
+
+
+def _modules(folder: Path, pooling: dict[str, bool], prompts: dict[str, str], dim: int = 128) -> None:
+    """What sentence-transformers of 2024 wrote beside a model."""
+    kinds = ["Transformer", "Pooling", "Normalize"]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(zip(["", *_NORMALISED], kinds, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for path in _NORMALISED:
+        (folder / path).mkdir()
+    settings = {"word_embedding_dimension": dim, "include_prompt": True, **pooling}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 2048, "do_lower_case": false}')
+    (folder / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"})
+    )
+
+
+def voyage_4_nano(folder: Path) -> str:
+    """voyageai/voyage-4-nano: a Qwen3 without a causal mask whose config calls it a language model, and a
+    projection of each state to more dimensions."""
+    size = byte_level_bpe(folder, _QWEN, "$A", "$A $B", model_max_length=2048)
+    config = Qwen3Config(
+        vocab_size=size, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, **SIZES
+    )
+    model = spread(Qwen3Model(config))
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    config.save_pretrained(folder)
+    save_tensors(tensors | {"linear.weight": torch.randn(192, 128) * 0.2}, folder)
+    _modules(folder, {"pooling_mode_mean_tokens": True}, VOYAGE, dim=192)
+    return _published(
+        folder,
+        architectures=["Qwen3ForCausalLM"],
+        auto_map={"AutoModel": "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"},
+        use_bidirectional_attention=True,
+        num_labels=192,
+        tie_word_embeddings=True,
+    )
+
+
+def gte_qwen2(folder: Path) -> str:
+    """Alibaba-NLP/gte-Qwen2-1.5B-instruct: a Qwen2 without a causal mask whose config calls it a language
+    model; an end-of-text token that its tokeniser's settings ask for."""
+    size = byte_level_bpe(folder, _QWEN, "$A", "$A $B", model_max_length=2048)
+    path = folder / "tokenizer_config.json"
+    settings = {
+        "add_eos_token": True,
+        "auto_map": {
+            "AutoTokenizer": ["tokenization_qwen.Qwen2Tokenizer", "tokenization_qwen.Qwen2TokenizerFast"]
+        },
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    config = Qwen2Config(vocab_size=size, num_key_value_heads=2, max_position_embeddings=2048, **SIZES)
+    spread(Qwen2Model(config)).save_pretrained(folder)
+    _modules(folder, {"pooling_mode_lasttoken": True}, {"query": INSTRUCTION})
+    code = "modeling_qwen.Qwen2"
+    return _published(
+        folder,
+        architectures=["Qwen2ForCausalLM"],
+        auto_map={"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"},
+        is_causal=False,
+    )
+
+
+def _heads(count: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {f"lm_head.{i}.linear_head.weight": torch.randn(1, 128) * 0.2 for i in range(count)}
+
+
+_BGE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+def bge_minicpm(folder: Path) -> str:
+    """BAAI/bge-reranker-v2-minicpm-layerwise: MiniCPM, whose tensors have Llama's names, with a score behind
+    each layer from the second on."""
+    size = unigram(folder, _BGE, "<s> $A", "<s> $A <s> $B", model_max_length=2048)
+    sizes = SIZES | {"num_hidden_layers": 4}
+    backbone = spread(LlamaModel(LlamaConfig(vocab_size=size, num_key_value_heads=4, **sizes)))
+    tensors = {f"model.{name}": tensor for name, tensor in backbone.state_dict().items()}
+    save_tensors(tensors | _heads(3), folder)
+    code = "BAAI/bge-reranker-v2-minicpm-layerwise--modeling_minicpm_reranker.LayerWiseMiniCPM"
+    settings = {
+        "architectures": ["LayerWiseMiniCPMForCausalLM"],
+        "auto_map": {"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"},
+        "model_type": "minicpm",
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dim_model_base": 32,
+        "head_multi": True,
+        "head_type": "simple",
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "scale_depth": 1.4,
+        "scale_emb": 3,
+        "start_layer": 2,
+        "torch_dtype": "float32",
+        "vocab_size": size,
+    }
+    (folder / "config.json").write_text(json.dumps(settings | sizes))
+    return str(folder)
+
+
+def bge_gemma2(folder: Path) -> str:
+    """BAAI/bge-reranker-v2.5-gemma2-lightweight: Gemma2 with a score behind each layer from the second."""
+    size = unigram(folder, GEMMA, "<bos> $A", "<bos> $A <bos> $B", model_max_length=2048)
+    sizes = SIZES | {"num_hidden_layers": 4}
+    config = Gemma2Config(
+        vocab_size=size,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        max_position_embeddings=2048,
+        sliding_window=64,
+        **sizes,
+    )
+    tensors = {
+        f"model.{name}": each for name, each in spread(Gemma2Model(config), weight=0.1).state_dict().items()
+    }
+    config.save_pretrained(folder)
+    save_tensors(tensors | _heads(3), folder)
+    code = "BAAI/bge-reranker-v2.5-gemma2-lightweight--gemma_model.CostWiseGemma"
+    return _published(
+        folder,
+        architectures=["CostWiseGemmaForCausalLM"],
+        auto_map={"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"},
+        model_type="cost_wise_gemma",
+        start_layer=2,
+        layer_sep=1,
+        layer_wise=True,
+    )
+
+
+def lfm2_colbert(folder: Path, both_ways: bool = False) -> str:
+    """LiquidAI/LFM2-ColBERT-350M: a PyLate save of an LFM2, whose short convolutions mix neighbouring tokens;
+    queries are filled up with the end-of-text token, as its tokeniser has no mask."""
+    specials = {"bos_token": "<|startoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    size = byte_level_bpe(
+        folder, specials, "<|startoftext|> $A", "<|startoftext|> $A $B", model_max_length=2048
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["[Q] ", "[D] "])
+    tokenizer.save_pretrained(folder)
+    config = Lfm2Config(
+        vocab_size=size + 2,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        layer_types=["conv", "full_attention", "conv"],
+        block_multiple_of=32,
+        **SIZES,
+    )
+    spread(Lfm2Model(config)).save_pretrained(folder)
+    if both_ways:
+        name = "Lfm2BidirectionalModel"
+        code = {"AutoModel": f"modeling_lfm2_bidirectional.{name}"}
+        _published(folder, architectures=[name], auto_map=code)
+    (folder / "1_Dense").mkdir()
+    torch.manual_seed(4)
+    Dense(128, 48, bias=False, activation_function=torch.nn.Identity()).save(str(folder / "1_Dense"))
+    without(folder / "1_Dense" / "config.json", "module_input_name", "module_output_name")
+    kinds = ["sentence_transformers.models.Transformer", "pylate.models.Dense.Dense"]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": kind}
+        for i, (path, kind) in enumerate(zip(["", "1_Dense"], kinds, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 511, "do_lower_case": false}')
+    settings = {
+        "model_type": "ColBERT",
+        "prompts": {},
+        "default_prompt_name": None,
+        "similarity_fn_name": "MaxSim",
+        "query_prefix": "[Q] ",
+        "document_prefix": "[D] ",
+        "query_length": 32,
+        "document_length": 300,
+        "attend_to_expansion_tokens": False,
+        "skiplist_words": list(".,;:!?()"),
+    }
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+def lfm2_5_colbert(folder: Path) -> str:
+    """LiquidAI/LFM2.5-ColBERT-350M: the same reading in both directions, by code of its own."""
+    return lfm2_colbert(folder, both_ways=True)
+
+
+def lfm2_5_embedding(folder: Path) -> str:
+    """LiquidAI/LFM2.5-Embedding-350M: such a backbone, of which the first token's state is the embedding."""
+    lfm2_colbert(folder, both_ways=True)
+    for path in (folder / "1_Dense").iterdir():
+        path.unlink()
+    (folder / "1_Dense").rmdir()
+    _modules(folder, {"pooling_mode_cls_token": True}, {"query": "query: ", "document": "document: "})
+    return str(folder)
+
+
+def tensors_of(path: str) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint at its root."""
+    return load_file(Path(path) / "model.safetensors")

@@ -1,0 +1,197 @@
+"""Language models that were made into encoders and rerankers: options, what their files may say, and what
+is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError
+from maxsimd.engine.checkpoint import load_model
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, retrained
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.parity import retrained_references as references
+
+CPU = torch.device("cpu")
+Build = Callable[[Path], str]
+
+
+@pytest.fixture
+def changed(checkpoints: SharedCheckpoints, tmp_path: Path) -> Callable[..., str]:
+    """A copy of a checkpoint with settings of its config.json changed."""
+
+    def change(build: Build, **settings: Any) -> str:
+        folder = checkpoints.copy(build, tmp_path / "copy" / "checkpoint")
+        path = next(iter([*folder.glob("config.json"), *folder.glob("0_*/config.json")]))
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        return str(folder)
+
+    return change
+
+
+async def _scores(path: str, pairs: list[Pair], **settings: Any) -> np.ndarray:
+    queries, documents = [pair.query for pair in pairs], [pair.document for pair in pairs]
+    async with Engine(EngineConfig(model=path, dtype="float32", **settings)) as engine:
+        return np.array((await engine.score(queries, documents, truncation=CUT_LONG)).scores)
+
+
+def _texts(pairs: list[Pair]) -> tuple[list[str], list[str]]:
+    return [pair.query for pair in pairs], [pair.document for pair in pairs]
+
+
+@pytest.mark.parametrize("layer", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("build", "reference"),
+    [(retrained.bge_minicpm, references.bge_minicpm), (retrained.bge_gemma2, references.bge_gemma2)],
+)
+async def test_a_reranker_may_be_cut_off_behind_each_layer_with_a_score(
+    build: Build, reference: Any, layer: int, checkpoints: SharedCheckpoints, pairs: list[Pair]
+) -> None:
+    path = checkpoints(build)
+    ours = await _scores(path, pairs[:20], cutoff_layer=layer)
+    np.testing.assert_allclose(ours, reference(path, *_texts(pairs[:20]), layer=layer), atol=1e-4)
+
+
+@pytest.mark.parametrize("layer", [1, 5])
+def test_a_layer_without_a_score_is_refused(layer: int, checkpoints: SharedCheckpoints) -> None:
+    path = checkpoints(retrained.bge_minicpm)
+    with pytest.raises(ModelLoadError, match="scores behind the layers 2 to 4"):
+        load_model(EngineConfig(model=path, cutoff_layer=layer), CPU)
+
+
+def test_cutoff_layer_is_for_models_with_such_scores(checkpoints: SharedCheckpoints) -> None:
+    with pytest.raises(ModelLoadError, match="cutoff_layer is for"):
+        load_model(EngineConfig(model=checkpoints(cross_encoders.bert), cutoff_layer=2), CPU)
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "message"),
+    [
+        (retrained.bge_minicpm, {"head_type": "complex"}, "a simple head"),
+        (retrained.bge_minicpm, {"head_multi": False}, "a simple head"),
+        (retrained.bge_minicpm, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary"),
+        (retrained.bge_minicpm, {"start_layer": 1}, r"other scores.*lm_head\.3"),
+        (retrained.bge_gemma2, {"layer_wise": False}, "a head for each layer"),
+        (retrained.bge_gemma2, {"layer_sep": 2}, r"other scores.*lm_head\.2"),
+        (retrained.nemotron_rerank, {"pooling": "weighted_avg"}, "pools by weighted_avg"),
+        (retrained.nemotron_rerank, {"sbert_ce_default_activation_function": "torch.nn.Tanh"}, "Tanh"),
+        (retrained.voyage_4_nano, {"num_labels": 64}, r"linear\.weight is \[192, 128\]"),
+        (retrained.gte_qwen2, {"is_causal": True}, None),
+        (bi_encoders.sgpt, {"is_causal": False}, "both directions"),
+        (bi_encoders.mpnet, {"is_causal": True}, "says that it is causal"),
+        (language_models.qwen3_reranker, {"is_causal": False}, "no next word"),
+    ],
+)
+def test_what_is_not_read_so_is_refused(
+    build: Build, settings: dict[str, Any], message: str | None, changed: Callable[..., str]
+) -> None:
+    config = EngineConfig(model=changed(build, **settings))
+    if message is None:
+        assert load_model(config, CPU).causal
+        return
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(config, CPU)
+
+
+@pytest.mark.parametrize("damage", ["missing", "NaN"])
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (retrained.voyage_4_nano, "linear.weight"),
+        (retrained.bge_minicpm, "lm_head.1.linear_head.weight"),
+        (retrained.nemotron_rerank, "score.weight"),
+    ],
+)
+def test_a_head_that_is_damaged_is_named(
+    build: Build, name: str, damage: str, changed: Callable[..., str]
+) -> None:
+    path = changed(build)
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    if damage == "missing":
+        del tensors[name]
+    else:
+        tensors[name][0, 0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=name.replace(".", r"\.")):
+        load_model(EngineConfig(model=path), CPU)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "last"])
+async def test_a_llama_reranker_pools_as_its_config_says(
+    pooling: str, changed: Callable[..., str], pairs: list[Pair]
+) -> None:
+    path = changed(retrained.nemotron_rerank, pooling=pooling)
+    reference = references.nemotron_rerank(path, *_texts(pairs[:20]))
+    np.testing.assert_allclose(await _scores(path, pairs[:20]), reference, atol=1e-4)
+
+
+async def test_a_llama_reranker_activates_as_its_config_says(
+    changed: Callable[..., str], pairs: list[Pair]
+) -> None:
+    path = changed(retrained.nemotron_rerank, sentence_transformers={"activation_fn": "torch.nn.Sigmoid"})
+    reference = references.nemotron_rerank(path, *_texts(pairs[:20]))
+    np.testing.assert_allclose(await _scores(path, pairs[:20]), 1 / (1 + np.exp(-reference)), atol=1e-4)
+
+
+async def test_a_classifier_that_reads_both_ways_looks_at_the_last_token(
+    changed: Callable[..., str], pairs: list[Pair]
+) -> None:
+    path = changed(cross_encoders.qwen2, is_causal=False)
+    async with Engine(EngineConfig(model=path, dtype="float32")) as engine:
+        assert not engine.model.causal
+        assert engine.device_model.prepared.not_packed is None
+        assert engine.model.tasks["classify"].pooling == "last"
+
+
+def test_code_that_might_read_otherwise_is_mentioned(
+    changed: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = changed(bi_encoders.qwen3, auto_map={"AutoModel": "modeling_qwen.Qwen3Model"})
+    assert load_model(EngineConfig(model=path), CPU).causal
+    assert "code of its own, which is not run" in caplog.text
+
+
+@pytest.mark.parametrize("build", [retrained.gte_qwen2, retrained.voyage_4_nano, retrained.lfm2_5_colbert])
+def test_nothing_is_mentioned_where_it_is_read_as_its_code_does(
+    build: Build, checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not load_model(EngineConfig(model=checkpoints(build)), CPU).causal
+    assert not caplog.records
+
+
+def test_texts_of_gte_qwen2_end_with_the_end_of_text_token(checkpoints: SharedCheckpoints) -> None:
+    model = load_model(EngineConfig(model=checkpoints(retrained.gte_qwen2)), CPU)
+    assert model.tokenizer("a b")["input_ids"][-1] == model.tokenizer.eos_token_id
+    assert model.tokenizer.backend_tokenizer.encode("a b").ids[-1] == model.tokenizer.eos_token_id
+
+
+async def test_convolutions_that_leave_tokens_out_are_not_packed(
+    changed: Callable[..., str], pairs: list[Pair]
+) -> None:
+    """Configs for later versions of transformers say which."""
+    path = changed(retrained.lfm2_5_colbert, conv_zero_padding=True, model_type="lfm2_bidirectional")
+    async with Engine(EngineConfig(model=path, dtype="float32")) as engine:
+        assert "leave out the tokens" in (engine.device_model.prepared.not_packed or "")
+        assert engine.device_model.prepared.execution == "padded"
+
+
+async def test_a_causal_lfm2_is_packed_where_all_tokens_are_attended_to(
+    checkpoints: SharedCheckpoints, tmp_path: Path, pairs: list[Pair]
+) -> None:
+    folder = checkpoints.copy(retrained.lfm2_colbert, tmp_path / "copy" / "checkpoint")
+    path = folder / "config_sentence_transformers.json"
+    settings = json.loads(path.read_text()) | {"attend_to_expansion_tokens": True}
+    path.write_text(json.dumps(settings))
+    async with Engine(EngineConfig(model=str(folder), dtype="float32")) as engine:
+        assert engine.device_model.prepared.not_packed is None
+        assert not engine.device_model.prepared.runner.chunked
+        ours = (await engine.score(*_texts(pairs[:20]), truncation=CUT_LONG)).scores
+    reference = references.plain_maxsims(str(folder), *_texts(pairs[:20]))
+    np.testing.assert_allclose(ours, reference, atol=1e-4)

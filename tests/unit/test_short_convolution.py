@@ -1,0 +1,93 @@
+"""Short convolutions of sequences in one row give what each sequence gives alone."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Lfm2Config, Lfm2Model
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+from maxsimd.engine.checkpoint.short_convolution import (
+    ShortConvolution,
+    replace_short_convolutions,
+    short_convolutions_of,
+)
+
+HIDDEN = 8
+LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=6)
+
+
+def _config(taps: int, bias: bool = False) -> Lfm2Config:
+    return Lfm2Config(
+        vocab_size=50,
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=16,
+        conv_L_cache=taps,
+        conv_bias=bias,
+        layer_types=["conv", "full_attention"],
+    )
+
+
+def _original(taps: int, bias: bool = False) -> Lfm2ShortConv:
+    torch.manual_seed(taps)
+    return Lfm2ShortConv(_config(taps, bias), 0).eval()
+
+
+@torch.inference_mode()
+@given(LENGTHS, st.integers(1, 5), st.booleans(), st.booleans())
+def test_sequences_in_a_row_see_nothing_of_each_other(
+    lengths: list[tuple[int, int]], taps: int, centred: bool, bias: bool
+) -> None:
+    convolution = ShortConvolution(_original(taps, bias), centred, leaves_out_padding=False)
+    states = [torch.randn(1, count, HIDDEN) for count, _ in lengths]
+    rows, positions = [], []
+    for item, (count, padding) in zip(states, lengths, strict=True):
+        rows += [item, torch.randn(1, padding, HIDDEN)]
+        positions += [*range(count), *[0] * padding]
+    together = convolution(torch.cat(rows, dim=1), row_positions=torch.tensor([positions]))
+    first = 0
+    for item, (count, padding) in zip(states, lengths, strict=True):
+        torch.testing.assert_close(
+            together[:, first : first + count], convolution(item), atol=1e-6, rtol=1e-5
+        )
+        first += count + padding
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("taps", [1, 2, 3, 4])
+def test_one_that_is_causal_is_transformers_own(taps: int) -> None:
+    original = _original(taps)
+    states = torch.randn(3, 7, HIDDEN)
+    ours = ShortConvolution(original, centred=False, leaves_out_padding=True)
+    torch.testing.assert_close(ours(states), original(states))
+    attended = (torch.arange(7) < torch.tensor([7, 3, 5])[:, None]).long()
+    theirs = original(states, attention_mask=attended)
+    torch.testing.assert_close(ours(states, attention_mask=attended), theirs)
+
+
+@torch.inference_mode()
+def test_one_that_is_centred_sees_as_many_tokens_on_either_side() -> None:
+    convolution = ShortConvolution(_original(3), centred=True, leaves_out_padding=False)
+    states = torch.randn(1, 9, HIDDEN)
+    changed = states.clone()
+    changed[0, 4] += 1
+    differs = (convolution(states) != convolution(changed)).any(-1)[0]
+    assert differs.nonzero().flatten().tolist() == [3, 4, 5]
+
+
+def test_a_cache_is_refused() -> None:
+    convolution = ShortConvolution(_original(3), centred=False, leaves_out_padding=True)
+    with pytest.raises(NotImplementedError, match="without a cache"):
+        convolution(torch.randn(1, 2, HIDDEN), past_key_values=object())
+
+
+def test_only_those_of_an_lfm2_are_replaced() -> None:
+    model = Lfm2Model(_config(3))
+    replace_short_convolutions(model, centred=True, leaves_out_padding=False)
+    assert len(short_convolutions_of(model)) == 1
+    other = torch.nn.Linear(2, 2)
+    replace_short_convolutions(other, centred=True, leaves_out_padding=False)
+    assert short_convolutions_of(other) == []
