@@ -114,6 +114,9 @@ class EmbeddingsRequest(Common, kw_only=True):
     truncation: bool | None = None
     # Infinity's: what the strings of `input` are.
     modality: str | None = None
+    # Jina's: `input` are the chunks of one document, or it is one text with these `chunks`.
+    late_chunking: bool | None = None
+    chunks: list[tuple[NotNegative, NotNegative]] | None = None
 
 
 class PoolingRequest(EmbeddingsRequest, kw_only=True):

@@ -13,6 +13,7 @@ from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.life import EngineLife
 from maxsimd.engine.media import Content, OpenImage, PictureFile
 from maxsimd.engine.preprocess import Prepared
+from maxsimd.engine.preprocess.late_chunking import as_document
 from maxsimd.engine.requests import (
     CacheMode,
     ClassifyResult,
@@ -211,6 +212,8 @@ class Engine(EngineLife):
         input_type: InputType | None = None,
         prompt_name: str | None = None,
         dimensions: int | None = None,
+        late_chunking: bool = False,
+        chunks: Sequence[tuple[int, int]] | None = None,
         truncation: LongInputPolicy = "cut",
         priority: Priority = 0,
         tenant: str = "",
@@ -219,9 +222,16 @@ class Engine(EngineLife):
     ) -> EmbedResult:
         """One vector a text: float32 [texts, dim]. `input_type` chooses the checkpoint's prompt for queries
         or documents, `prompt_name` any by its name; `dimensions` is how many columns are
-        returned, the first ones (matryoshka)."""
+        returned, the first ones (matryoshka).
+
+        With `late_chunking` the texts are the chunks of one document, end to end, or the document is one text
+        and `chunks` are its first characters and those after its last: it is read as a whole, and each chunk
+        has the mean of its tokens. No such document is cut."""
+        given = as_inputs(texts, self.model.vision is not None)
+        document = as_document(given, chunks, late_chunking)
         request = EmbedRequest(
-            texts=as_inputs(texts, self.model.vision is not None),
+            texts=given if document is None else document[:1],
+            chunks=None if document is None else document[1],
             task="embed",
             input_type=input_type,
             prompt_name=prompt_name,

@@ -23,6 +23,9 @@ _PICTURE = 1 << 20
 # A query or a document to score: a text, an embedding, or content with pictures.
 Item: TypeAlias = str | Vectors | Content
 
+# The chunks of a text: the first character of each and the one after its last.
+Chunks: TypeAlias = tuple[tuple[int, int], ...]
+
 # The result of one sequence or pair: a score, or an embedding, float32 [tokens, dim] or [1, dim].
 Value: TypeAlias = float | NDArray[np.float32]
 
@@ -200,8 +203,8 @@ class EmbedRequest:
     """Texts to embed, each to one vector (`embed`), one vector a token (`token_embed`) or to labels
     (`classify`), behind the prompt of `input_type` or the one named `prompt_name`. A text may
     come as token ids, special tokens included, which are run as they are; for a model that reads them there
-    may be pictures. Texts that have more than
-    `max_tokens` together are refused."""
+    may be pictures. Texts that have more than `max_tokens` together are refused. Of one text with `chunks`
+    each of these has a vector (late chunking)."""
 
     texts: tuple[str | tuple[int, ...] | Content, ...]
     task: Literal["embed", "token_embed", "classify"]
@@ -209,6 +212,7 @@ class EmbedRequest:
     prompt_name: str | None = None
     truncation: Truncation = REFUSE_LONG
     max_tokens: int | None = None
+    chunks: Chunks | None = None
 
     @property
     def size(self) -> int:

@@ -144,6 +144,7 @@ class EngineAnswers:
         if question.per_token:
             options["max_tokens"] = question.max_tokens
             return messages.EmbeddedTokens(await self._engine.embed_tokens(texts, **options))
+        options |= {"late_chunking": question.late_chunking, "chunks": question.chunks}
         return messages.Embedded(await self._engine.embed(texts, **options))
 
 

@@ -111,6 +111,8 @@ class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     prompt_name: str | None = None
     dimensions: int | None = None
     max_tokens: int | None = None
+    late_chunking: bool = False
+    chunks: list[tuple[int, int]] | None = None
 
 
 class Classify(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import (
     Inputs,
+    check_count,
     check_token_ids,
     meaning_of,
     numbers_of,
@@ -94,6 +95,8 @@ async def _run(
         "timeout": body.timeout,
     }
     use_activation = body.use_activation if isinstance(body, wire.PoolingRequest) else None
+    if task != "embed" and (body.late_chunking or body.chunks is not None):
+        raise InvalidRequestError(f"late_chunking is for the task embed, not {task}", "late_chunking")
     if task == "classify":
         return await engine.classify(inputs, use_activation=use_activation is not False, **options)
     if use_activation is False:
@@ -105,7 +108,9 @@ async def _run(
         "dimensions": dimensions,
     }
     if task == "embed":
-        return await engine.embed(inputs, **options)
+        check_count(body.chunks, "chunks", state.config.max_documents)
+        chunking = {"late_chunking": bool(body.late_chunking), "chunks": body.chunks}
+        return await engine.embed(inputs, **options, **chunking)
     return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, dimensions))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.media import Content
+from maxsimd.engine.preprocess.late_chunking import LateChunking
 from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
 from maxsimd.engine.preprocess.pages import image_jobs, page_builder
 from maxsimd.engine.preprocess.prepared import Prepared
@@ -26,10 +27,13 @@ class TextStrategy:
         self._model = model
         self._tokenizer = tokenizer
         self._limits = limits
+        self._late_chunking = LateChunking(model, tokenizer, limits)
         self._pages = page_builder(model, tokenizer, limits.longest_sequence)
 
     def prepare(self, request: EmbedRequest, ids: RequestIds) -> Prepared:
-        """One sequence a text or picture, in order."""
+        """One sequence a text or picture, in order; one for a text with chunks."""
+        if request.chunks is not None:
+            return self._late_chunking.prepare(request, self._rules(request), ids)
         long_inputs = self._limits.applied_to(request.truncation, ids)
         builder = TextBuilder(self._tokenizer, self._rules(request), long_inputs, "input")
         indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
