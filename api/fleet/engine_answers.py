@@ -145,6 +145,7 @@ class EngineAnswers:
             options["max_tokens"] = question.max_tokens
             return messages.EmbeddedTokens(await self._engine.embed_tokens(texts, **options))
         options |= {"late_chunking": question.late_chunking, "chunks": question.chunks}
+        options["encoding"] = question.encoding
         return messages.Embedded(await self._engine.embed(texts, **options))
 
 

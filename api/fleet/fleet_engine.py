@@ -237,7 +237,7 @@ class FleetEngine:
         return await aside(scored.result, len(scored.documents))
 
     async def embed(self, texts: Any, **options: Any) -> EmbedResult:
-        check_task("embed", self.facts.tasks)
+        check_task("embed" if options.get("encoding") is None else "token_embed", self.facts.tasks)
         given = as_inputs(texts, self.facts.reads_pictures)
         if options.get("late_chunking") or options.get("chunks") is not None:
             # All texts are one document, which one engine reads.

@@ -20,6 +20,7 @@ from maxsimd.engine.requests import (
     Truncation,
 )
 from maxsimd.engine.tenants import Tenant
+from maxsimd.pooling.muvera import Muvera
 
 
 class SentVectors(msgspec.Struct, tag="vectors", frozen=True):
@@ -113,6 +114,7 @@ class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     max_tokens: int | None = None
     late_chunking: bool = False
     chunks: list[tuple[int, int]] | None = None
+    encoding: Muvera | None = None
 
 
 class Classify(msgspec.Struct, tag=True, frozen=True, kw_only=True):
