@@ -87,6 +87,18 @@ class Message(msgspec.Struct, kw_only=True):
     content: str | list[Any]
 
 
+class MuveraParameters(msgspec.Struct, kw_only=True):
+    """What of the parameters of the encoding muvera is not as it is by default; `d_proj` 0 projects
+    nothing."""
+
+    k_sim: NotNegative | None = None
+    r_reps: Positive | None = None
+    d_proj: NotNegative | None = None
+    d_final: Positive | None = None
+    full_length: bool | None = None
+    seed: NotNegative | None = None
+
+
 class EmbeddingsRequest(Common, kw_only=True):
     """Texts as `input`, or one text as the `messages` of a chat."""
 
@@ -114,6 +126,12 @@ class EmbeddingsRequest(Common, kw_only=True):
     truncation: bool | None = None
     # Infinity's: what the strings of `input` are.
     modality: str | None = None
+    # Jina's: `input` are the chunks of one document, or it is one text with these `chunks`.
+    late_chunking: bool | None = None
+    chunks: list[tuple[NotNegative, NotNegative]] | None = None
+    # One vector of a text's token vectors.
+    encoding: Literal["muvera"] | None = None
+    muvera: MuveraParameters | None = None
 
 
 class PoolingRequest(EmbeddingsRequest, kw_only=True):
@@ -266,6 +284,18 @@ class Pooling(msgspec.Struct):
     scales: Any = msgspec.UNSET
 
 
+class Encoding(msgspec.Struct):
+    """How vectors were made of token vectors. Only those with the same parameters can be compared."""
+
+    name: str
+    k_sim: int
+    r_reps: int
+    d_proj: int
+    d_final: int | None
+    full_length: bool
+    seed: int
+
+
 class VectorsResponse(Warned):
     """`data` are `Embedding`, `MultiVector` or `Pooling`."""
 
@@ -275,6 +305,7 @@ class VectorsResponse(Warned):
     data: list[Any]
     usage: Usage
     object: str = "list"
+    encoding: Encoding | msgspec.UnsetType = msgspec.UNSET
 
 
 class Classification(msgspec.Struct):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from maxsimd.engine.sync import SyncEngine
     from maxsimd.engine.tenants import Tenant
+    from maxsimd.pooling.muvera import Muvera
     from maxsimd.pooling.query_rows import QueryRows
     from maxsimd.pooling.vectors import Vectors
 
@@ -55,6 +56,7 @@ __all__ = [
     "InvalidRequestError",
     "MaxsimdError",
     "ModelLoadError",
+    "Muvera",
     "Picture",
     "PictureFile",
     "Progress",
@@ -83,6 +85,7 @@ _HOME = {
     "Picture": "engine.media",
     "PictureFile": "engine.media",
     "Tenant": "engine.tenants",
+    "Muvera": "pooling.muvera",
     "QueryRows": "pooling.query_rows",
     "Vectors": "pooling.vectors",
 }

@@ -13,6 +13,7 @@ from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.life import EngineLife
 from maxsimd.engine.media import Content, OpenImage, PictureFile
 from maxsimd.engine.preprocess import Prepared
+from maxsimd.engine.preprocess.late_chunking import as_document
 from maxsimd.engine.requests import (
     CacheMode,
     ClassifyResult,
@@ -33,6 +34,7 @@ from maxsimd.engine.requests import (
     Value,
     Values,
 )
+from maxsimd.engine.results.encodings import as_muvera, check_encoding, encoded_result
 from maxsimd.engine.results.postprocess import (
     aside,
     classify_result,
@@ -58,6 +60,7 @@ from maxsimd.engine.validation import (
     check_paired,
     check_task,
 )
+from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.query_rows import QueryRows
 
 # A picture to embed.
@@ -211,6 +214,9 @@ class Engine(EngineLife):
         input_type: InputType | None = None,
         prompt_name: str | None = None,
         dimensions: int | None = None,
+        late_chunking: bool = False,
+        chunks: Sequence[tuple[int, int]] | None = None,
+        encoding: Muvera | Literal["muvera"] | None = None,
         truncation: LongInputPolicy = "cut",
         priority: Priority = 0,
         tenant: str = "",
@@ -219,9 +225,20 @@ class Engine(EngineLife):
     ) -> EmbedResult:
         """One vector a text: float32 [texts, dim]. `input_type` chooses the checkpoint's prompt for queries
         or documents, `prompt_name` any by its name; `dimensions` is how many columns are
-        returned, the first ones (matryoshka)."""
+        returned, the first ones (matryoshka).
+
+        With `late_chunking` the texts are the chunks of one document, end to end, or the document is one text
+        and `chunks` are its first characters and those after its last: it is read as a whole, and each chunk
+        has the mean of its tokens. No such document is cut.
+
+        With an `encoding` a model of late interaction gives one vector of a text's token vectors, of which
+        the inner product with another is about MaxSim; `input_type` must then be given, and token vectors of
+        documents are taken from the cache."""
+        given = as_inputs(texts, self.model.vision is not None)
+        document = as_document(given, chunks, late_chunking)
         request = EmbedRequest(
-            texts=as_inputs(texts, self.model.vision is not None),
+            texts=given if document is None else document[:1],
+            chunks=None if document is None else document[1],
             task="embed",
             input_type=input_type,
             prompt_name=prompt_name,
@@ -229,9 +246,23 @@ class Engine(EngineLife):
         )
         options = RunOptions(priority, tenant, timeout, progress)
         model = self.model
+        if encoding is not None:
+            others = {"dimensions": dimensions is not None, "late_chunking": late_chunking}
+            muvera = as_muvera(encoding)
+            check_encoding(muvera, model, input_type, others)
+            return await self._encoded(request, muvera, options)
         prepared, values = await self._texts(request, dimensions, options)
         normalised = model.tasks["embed"].normalised
         return await aside(lambda: embed_result(prepared, values, dimensions, normalised), work_in(values))
+
+    async def _encoded(self, request: EmbedRequest, muvera: Muvera, options: RunOptions) -> EmbedResult:
+        """One vector of each text's token vectors."""
+        of_tokens = replace(request, task="token_embed", takes_cached=True)
+        prepared, values = await self._texts(of_tokens, None, options)
+        cache = self.device_model.cache
+        return await asyncio.to_thread(
+            lambda: encoded_result(prepared, values, muvera, request.input_type == "query", cache)
+        )
 
     async def embed_tokens(
         self,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.media import Content
+from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Share, share_of
 
@@ -22,6 +23,9 @@ InputType = Literal["query", "document"]
 _PICTURE = 1 << 20
 # A query or a document to score: a text, an embedding, or content with pictures.
 Item: TypeAlias = str | Vectors | Content
+
+# The chunks of a text: the first character of each and the one after its last.
+Chunks: TypeAlias = tuple[tuple[int, int], ...]
 
 # The result of one sequence or pair: a score, or an embedding, float32 [tokens, dim] or [1, dim].
 Value: TypeAlias = float | NDArray[np.float32]
@@ -200,8 +204,9 @@ class EmbedRequest:
     """Texts to embed, each to one vector (`embed`), one vector a token (`token_embed`) or to labels
     (`classify`), behind the prompt of `input_type` or the one named `prompt_name`. A text may
     come as token ids, special tokens included, which are run as they are; for a model that reads them there
-    may be pictures. Texts that have more than
-    `max_tokens` together are refused."""
+    may be pictures. Texts that have more than `max_tokens` together are refused. Of one text with `chunks`
+    each of these has a vector (late chunking). With `takes_cached` the token vectors of texts that are
+    cached as documents are taken from there, in the precision that they have."""
 
     texts: tuple[str | tuple[int, ...] | Content, ...]
     task: Literal["embed", "token_embed", "classify"]
@@ -209,6 +214,8 @@ class EmbedRequest:
     prompt_name: str | None = None
     truncation: Truncation = REFUSE_LONG
     max_tokens: int | None = None
+    chunks: Chunks | None = None
+    takes_cached: bool = False
 
     @property
     def size(self) -> int:
@@ -295,12 +302,14 @@ class RerankResult:
 
 @dataclass(frozen=True, slots=True)
 class EmbedResult:
-    """One vector a text: float32 [texts, dim]. `truncated` counts the texts that were cut."""
+    """One vector a text: float32 [texts, dim]. `truncated` counts the texts that were cut. Where a vector was
+    made of a text's token vectors, `encoding` says how."""
 
     embeddings: NDArray[np.float32]
     usage: Usage
     truncated: int = 0
     timings: Timings = Timings()
+    encoding: Muvera | None = None
 
 
 @dataclass(frozen=True, slots=True)

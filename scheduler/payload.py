@@ -177,10 +177,13 @@ class DocumentPayload:
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
     """`task` names the pooling method; `slot` is where the result goes, None for queries and prefixes, which
-    serve other sequences. `document` says what a document of a two-stage request is scored against."""
+    serve other sequences. `document` says what a document of a two-stage request is scored against. Of a text
+    that is read as a whole and pooled in `passages`, these are which of its pooled tokens each has, counted
+    from 0: the first, and the one after the last, int64 [passages, 2]."""
 
     role: Role
     task: str
     tokens: AnyTokens
     slot: ResultSlot | None = None
     document: DocumentPayload | None = None
+    passages: NDArray[np.int64] | None = None

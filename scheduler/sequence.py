@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from maxsimd.scheduler.image import ImageJob
 from maxsimd.scheduler.payload import AnyTokens, DocumentPayload, Payload, ResultSlot, Role
 
@@ -45,6 +48,14 @@ class Sequence:
         """A text, or one with pictures, whose pooled output is the result."""
         waits_for = tokens.images[-1].image_id if tokens.images else None
         return cls(sequence_id, slot.request_id, Payload(role, task, tokens, slot), waits_for)
+
+    @classmethod
+    def passages(
+        cls, sequence_id: int, slot: ResultSlot, task: str, tokens: AnyTokens, passages: NDArray[np.int64]
+    ) -> "Sequence":
+        """A text that is read as a whole, of which the result has a row for each of its passages."""
+        payload = Payload(Role.TEXT, task, tokens, slot, passages=passages)
+        return cls(sequence_id, slot.request_id, payload)
 
     @classmethod
     def pair(

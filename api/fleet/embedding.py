@@ -33,12 +33,16 @@ class EmbedJob:
 
     def job(self) -> Job:
         """What is to be spread."""
+        # Token vectors of documents may be cached where these were scored.
+        is_cached = (
+            self._options.get("encoding") is not None and self._options.get("input_type") == "document"
+        )
         return Job(
             np.array([_digest(text) for text in self.texts], dtype=np.uint64),
             estimated_tokens([_size(text) for text in self.texts]),
-            Split.BY_TOKENS,
+            Split.BY_OWNER if is_cached else Split.BY_TOKENS,
             self._run.timeout,
-            False,
+            is_cached,
             self._question,
             self._commit,
         )
@@ -66,7 +70,8 @@ class EmbedJob:
             sum(each.usage.cached_documents for each in results),
         )
         truncated = sum(each.truncated for each in results)
-        return EmbedResult(rows, usage, truncated, slowest([each.timings for each in results]))
+        timings = slowest([each.timings for each in results])
+        return EmbedResult(rows, usage, truncated, timings, results[0].encoding)
 
     def _question(self, indices: NDArray[np.int64], left: float | None) -> Embed:
         texts = sent_inputs([self.texts[i] for i in indices.tolist()])

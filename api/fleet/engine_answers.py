@@ -144,6 +144,8 @@ class EngineAnswers:
         if question.per_token:
             options["max_tokens"] = question.max_tokens
             return messages.EmbeddedTokens(await self._engine.embed_tokens(texts, **options))
+        options |= {"late_chunking": question.late_chunking, "chunks": question.chunks}
+        options["encoding"] = question.encoding
         return messages.Embedded(await self._engine.embed(texts, **options))
 
 

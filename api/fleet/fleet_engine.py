@@ -24,6 +24,7 @@ from maxsimd.api.fleet.messages import (
     Conversation,
     Converse,
     Embed,
+    Embedded,
     EmbeddedTokens,
     Failed,
     Question,
@@ -243,8 +244,12 @@ class FleetEngine:
         return await aside(scored.result, len(scored.documents))
 
     async def embed(self, texts: Any, **options: Any) -> EmbedResult:
-        check_task("embed", self.facts.tasks)
+        check_task("embed" if options.get("encoding") is None else "token_embed", self.facts.tasks)
         given = as_inputs(texts, self.facts.reads_pictures)
+        if options.get("late_chunking") or options.get("chunks") is not None:
+            # All texts are one document, which one engine reads.
+            whole = EmbedJob(given, options).question_of_all(per_token=False)
+            return cast("Embedded", await self._whole(whole, options.get("timeout"))).result
 
         async def embedded_by_one_kind(left: float | None) -> EmbedResult:
             embedding = EmbedJob(given, {**options, "timeout": left})

@@ -20,6 +20,7 @@ from maxsimd.engine.requests import (
     Truncation,
 )
 from maxsimd.engine.tenants import Tenant
+from maxsimd.pooling.muvera import Muvera
 
 
 class SentVectors(msgspec.Struct, tag="vectors", frozen=True):
@@ -111,6 +112,9 @@ class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     prompt_name: str | None = None
     dimensions: int | None = None
     max_tokens: int | None = None
+    late_chunking: bool = False
+    chunks: list[tuple[int, int]] | None = None
+    encoding: Muvera | None = None
 
 
 class Classify(msgspec.Struct, tag=True, frozen=True, kw_only=True):

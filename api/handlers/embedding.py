@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import msgspec
+
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
+from maxsimd.api.encodings import described, encoding_of
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.reading import (
     Inputs,
+    check_count,
     check_token_ids,
     meaning_of,
     numbers_of,
@@ -16,7 +20,14 @@ from maxsimd.api.reading import (
 from maxsimd.api.reading_messages import Chat, inputs_or_chat_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.vectors import encoded, file_of
-from maxsimd.engine import ClassifyResult, EmbedResult, InvalidRequestError, TokenEmbedResult
+from maxsimd.engine import (
+    ClassifyResult,
+    EmbedResult,
+    InvalidRequestError,
+    Muvera,
+    RequestTooLargeError,
+    TokenEmbedResult,
+)
 from maxsimd.engine.results.postprocess import aside
 
 # What a number of an answer takes as text, and as much again while that is made.
@@ -67,8 +78,11 @@ async def _vectors(
     result = await _run(state, body, inputs, tenant, task)
     vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
     warnings, size = warnings_of(result.truncated), sum(each.size for each in vectors)
+    made_by = result.encoding if isinstance(result, EmbedResult) else None
     if body.encoding_format == "safetensors":
         about = {"model": model, "prompt_tokens": str(result.usage.prompt_tokens)}
+        if made_by is not None:
+            about["encoding"] = msgspec.json.encode(described(made_by)).decode()
         whole = await aside(lambda: file_of(list(vectors), numbers, about), size)
         answer = Answer(200, {"Content-Type": _SAFETENSORS}, whole)
     else:
@@ -76,8 +90,15 @@ async def _vectors(
         def build() -> wire.VectorsResponse:
             all_encoded = [encoded(each, numbers, as_base64) for each in vectors]
             data = [item(i, each.data, scales=each.scales) for i, each in enumerate(all_encoded)]
-            usage = usage_of(result.usage)
-            return wire.VectorsResponse(new_id(_PREFIXES[item]), now(), model, data, usage, warnings=warnings)
+            return wire.VectorsResponse(
+                new_id(_PREFIXES[item]),
+                now(),
+                model,
+                data,
+                usage_of(result.usage),
+                warnings=warnings,
+                encoding=msgspec.UNSET if made_by is None else described(made_by),
+            )
 
         answer = await wire_answer(build, size)
     return answer.with_timings(result.timings).with_warnings(warnings)
@@ -94,6 +115,7 @@ async def _run(
         "timeout": body.timeout,
     }
     use_activation = body.use_activation if isinstance(body, wire.PoolingRequest) else None
+    _check_task(body, task)
     if task == "classify":
         return await engine.classify(inputs, use_activation=use_activation is not False, **options)
     if use_activation is False:
@@ -105,8 +127,50 @@ async def _run(
         "dimensions": dimensions,
     }
     if task == "embed":
-        return await engine.embed(inputs, **options)
+        return await engine.embed(inputs, **options, **_of_one_vector(state, body, len(inputs)))
     return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, dimensions))
+
+
+def _check_task(body: wire.EmbeddingsRequest, task: str) -> None:
+    """Refuses what is said of one vector a text where others are asked for."""
+    given = {
+        "late_chunking": bool(body.late_chunking),
+        "chunks": body.chunks is not None,
+        "encoding": body.encoding is not None,
+        "muvera": body.muvera is not None,
+    }
+    for name, is_given in given.items():
+        if is_given and task != "embed":
+            raise InvalidRequestError(f"{name} is for the task embed, not {task}", name)
+
+
+def _of_one_vector(state: ServerState, body: wire.EmbeddingsRequest, num_texts: int) -> dict[str, Any]:
+    """What a request says of how a text, or each of its chunks, becomes one vector."""
+    options: dict[str, Any] = {}
+    if body.late_chunking or body.chunks is not None:
+        check_count(body.chunks, "chunks", state.config.max_documents)
+        options |= {"late_chunking": bool(body.late_chunking), "chunks": body.chunks}
+    if (encoding := encoding_of(body)) is not None:
+        _check_room(state, encoding, num_texts)
+        options["encoding"] = encoding
+    return options
+
+
+def _check_room(state: ServerState, muvera: Muvera, num_texts: int) -> None:
+    """Refuses more numbers in an answer than take the memory that bodies may have together."""
+    task = state.engine.facts.tasks.get("token_embed")
+    if task is None:  # the engine says so
+        return
+    try:
+        length = muvera.length(task.dim)
+    except ValueError as error:
+        raise InvalidRequestError(str(error), "muvera") from None
+    most = (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * length)
+    if num_texts > most:
+        raise RequestTooLargeError(
+            f"{num_texts} vectors of {length} numbers are asked for, and an answer has room for {most}; "
+            "send fewer texts at a time, or ask for shorter vectors"
+        )
 
 
 async def _read_chat(state: ServerState, body: wire.EmbeddingsRequest, chat: Chat) -> Inputs:

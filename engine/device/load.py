@@ -21,7 +21,8 @@ from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype,
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
 from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.pooling.methods import METHODS
+from maxsimd.pooling.methods import METHODS, PoolingMethod
+from maxsimd.pooling.passages import PASSAGES, PassageMeanPool
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def _without_references(model: LoadedModel) -> LoadedModel:
 def _pooler(model: LoadedModel, prepared: PreparedModel, results: torch.dtype | None) -> DispatchPooler:
     """The pooling of a model's tasks; with `results`, heads for all tokens are one kernel that writes
     these."""
-    methods = {}
+    methods: dict[str, PoolingMethod] = {}
     for name, task in prepared.tasks.items():
         head = task.head
         if task.pooling == "all" and results is not None:
@@ -104,4 +105,6 @@ def _pooler(model: LoadedModel, prepared: PreparedModel, results: torch.dtype | 
 
             head = fused(head, prepared.dtype, results)
         methods[name] = METHODS[task.pooling](head)
+        if name == "embed" and task.pooling == "mean":
+            methods[PASSAGES] = PassageMeanPool(head)
     return DispatchPooler(methods, model.token_pooling)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from maxsimd.engine.cache import CachedEmbedding
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess.combine import Combine, NoScores, one_each
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Usage, Values
@@ -48,9 +49,10 @@ class Prepared:
     they cannot be read. Where token embeddings are scored, `query_rows` says of the query of each document
     how many tokens take part; where pairs are, `facts` says what is known of them. There are
     `cached_documents`, with `cached_tokens`, whose scores were cached. `cache_scores` is to be given the
-    scores of all documents, as the model makes them, NaN for none. `explain` tells how documents came to
-    their scores, of a request that asks for that. Queries that were `encoded_before` are among what was cut,
-    and not among the sequences."""
+    scores of all documents, as the model makes them, NaN for none. Of texts to embed the `cached_rows` are
+    the token vectors of those that were cached, by index; these have no value. `explain` tells how documents
+    came to their scores, of a request that asks for that. Queries that were `encoded_before` are among what
+    was cut, and not among the sequences."""
 
     sequences: list[Sequence]
     results: int
@@ -63,6 +65,7 @@ class Prepared:
     facts: PairFacts | None = None
     cached_documents: int = 0
     cached_tokens: int = 0
+    cached_rows: Mapping[int, CachedEmbedding] = field(default_factory=dict)
     cache_scores: Callable[[NDArray[np.float32]], None] | None = None
     explain: Explain | None = None
     truncated_queries: int = 0

@@ -39,7 +39,8 @@ class Preprocessor:
         self._model = model
         self._tokenizer = tokenizer
         self._scores = score_strategy(model, tokenizer, limits, cache, share_prefixes)
-        self._texts = TextStrategy(model, tokenizer, limits)
+        embeddings = cache if isinstance(cache, EmbeddingCache) else None
+        self._texts = TextStrategy(model, tokenizer, limits, embeddings)
 
     def score(self, request: ScoreRequest, ids: RequestIds, on_error: OnError = "fail") -> Prepared:
         """The sequences of a score request; with `report`, of those of its documents that can be read."""

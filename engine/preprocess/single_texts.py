@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.media import Content
-from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits
+from maxsimd.engine.preprocess.cache_lookup import CacheLookup
+from maxsimd.engine.preprocess.late_chunking import LateChunking
+from maxsimd.engine.preprocess.long_inputs import InputName, LengthLimits, LongInputs
 from maxsimd.engine.preprocess.pages import image_jobs, page_builder
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
@@ -20,24 +23,36 @@ _ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
 
 
 class TextStrategy:
-    """Turns texts into sequences for one model. Thread-safe."""
+    """Turns texts into sequences for one model; `cache` has embeddings of documents. Thread-safe."""
 
-    def __init__(self, model: LoadedModel, tokenizer: TextTokenizer, limits: LengthLimits) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: TextTokenizer,
+        limits: LengthLimits,
+        cache: EmbeddingCache | None = None,
+    ) -> None:
         self._model = model
+        self._cache = cache
         self._tokenizer = tokenizer
         self._limits = limits
+        self._late_chunking = LateChunking(model, tokenizer, limits)
         self._pages = page_builder(model, tokenizer, limits.longest_sequence)
 
     def prepare(self, request: EmbedRequest, ids: RequestIds) -> Prepared:
-        """One sequence a text or picture, in order."""
+        """One sequence a text or picture, in order; one for a text with chunks."""
+        if request.chunks is not None:
+            return self._late_chunking.prepare(request, self._rules(request), ids)
         long_inputs = self._limits.applied_to(request.truncation, ids)
         builder = TextBuilder(self._tokenizer, self._rules(request), long_inputs, "input")
-        indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
+        cached = self._cached(request, long_inputs, builder)
+        left = {i: text for i, text in enumerate(request.texts) if i not in cached}
+        indexed = {i: text for i, text in left.items() if isinstance(text, str)}
         encoded = iter(builder.encode([*indexed.values()], indexed))
         pages = self._read(request, builder.rules, ids)
         built: list[BuiltText] = []
         num_tokens = 0
-        for i, text in enumerate(request.texts):
+        for i, text in left.items():
             match text:
                 case str():
                     built.append(builder.build(next(encoded), i))
@@ -54,7 +69,28 @@ class TextStrategy:
             for i, text in enumerate(built)
         ]
         images = image_jobs(self._model.vision, sequences)
-        return Prepared(sequences, len(sequences), sum(text.truncated for text in built), images=images)
+        return Prepared(
+            sequences,
+            len(sequences),
+            sum(text.truncated for text in built) + sum(entry.truncated for entry in cached.values()),
+            images=images,
+            cached_documents=len(cached),
+            cached_tokens=sum(entry.tokens for entry in cached.values()),
+            cached_rows=cached,
+        )
+
+    def _cached(
+        self, request: EmbedRequest, long_inputs: LongInputs, builder: TextBuilder
+    ) -> dict[int, CachedEmbedding]:
+        """What is cached of the texts, by their index, for a request that takes it from there: they must be
+        read as documents are that are scored."""
+        is_document = request.input_type == "document" and request.prompt_name is None
+        if self._cache is None or not (request.takes_cached and is_document):
+            return {}
+        lookup = CacheLookup(self._cache, False, long_inputs, builder.own_length)
+        indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
+        found = zip(indexed, lookup.find([*indexed.values()]), strict=True)
+        return {i: entry for i, entry in found if isinstance(entry, CachedEmbedding)}
 
     def _read(self, request: EmbedRequest, rules: RoleRules, ids: RequestIds) -> Iterator[BuiltText]:
         """The sequences of contents with pictures."""

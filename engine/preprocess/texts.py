@@ -96,6 +96,23 @@ class TextBuilder:
         name = InputName(self._param, index)
         return [*self._origins(text, name, self._most_for_windows, self._windows)]
 
+    def whole(self, text: str) -> tuple[BuiltText, Origins]:
+        """The sequence of the field's one text, of which nothing is cut, and which characters its rows stand
+        for. Raises InvalidRequestError for one that is too long."""
+        prompt = self._before
+        room = self._room.tokens if self._own_room is None else min(self._room.tokens, self._own_room)
+        ids, spans = self._tokenizer.encode_with_spans(prompt + text, self._param, room + 1)
+        if len(ids) > room:
+            raise InvalidRequestError(
+                f"the document has more than the {room} tokens that this model reads of one at once; send it "
+                "in parts",
+                self._param,
+            )
+        tokens = self._filled(Fitted(ids), InputName(self._param, 0)).tokens
+        placed = around(behind_prompt(spans, len(prompt)), self._num_before, len(tokens))
+        rows = slice(None) if tokens.pooled_positions is None else tokens.pooled_positions
+        return BuiltText(tokens, truncated=False), Origins(tokens.ids[rows], placed[rows])
+
     def build_from_ids(self, token_ids: tuple[int, ...], index: int) -> BuiltText:
         """The sequence of token ids that the caller made, special tokens included."""
         name = InputName(self._param, index)

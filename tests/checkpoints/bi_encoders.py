@@ -152,6 +152,15 @@ _NOMIC_TERMS = {
 def qwen3(folder: Path) -> str:
     """Qwen/Qwen3-Embedding-0.6B: causal, an end-of-text token after each text, whose state is the embedding;
     queries behind an instruction. Its tokeniser has a chat template, which is not used."""
+    return _qwen3(folder, "lasttoken")
+
+
+def qwen3_mean(folder: Path) -> str:
+    """A causal Qwen3 that is pooled by the mean of its tokens."""
+    return _qwen3(folder, "mean")
+
+
+def _qwen3(folder: Path, pooling: str) -> str:
     specials = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
     size = byte_level_bpe(
         folder / "backbone",
@@ -169,7 +178,7 @@ def qwen3(folder: Path) -> str:
         **SIZES,
     )
     spread(Qwen3Model(config)).save_pretrained(folder / "backbone")
-    return _saved(folder, "lasttoken", Normalize(), prompts={"query": INSTRUCTION, "document": ""})
+    return _saved(folder, pooling, Normalize(), prompts={"query": INSTRUCTION, "document": ""})
 
 
 def embeddinggemma(folder: Path) -> str:

@@ -55,6 +55,17 @@ def test_a_spread_request_is_answered_as_one_process_answers_it(fleet: Server, s
         ("/rerank", {"query": "a list", "documents": [*DOCUMENTS, *DOCUMENTS[:9]], "cache": "bypass"}),
         ("/rerank", {"query": "a list " * 300, "documents": DOCUMENTS, "cache": "bypass"}),
         ("/v1/embeddings", {"input": DOCUMENTS}),
+        ("/v1/embeddings", {"input": [f"{DOCUMENTS[0][:200]} ", DOCUMENTS[1][:200]], "late_chunking": True}),
+        (
+            "/v1/embeddings",
+            {
+                "input": DOCUMENTS,
+                "encoding": "muvera",
+                "input_type": "document",
+                # Without hyperplanes, on either side of which rounding may put a token.
+                "muvera": {"k_sim": 0, "r_reps": 2},
+            },
+        ),
     ]:
         spread, whole = (
             httpx.post(each.url + path, json=body, timeout=60).json() for each in (fleet, server)

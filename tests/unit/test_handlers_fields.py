@@ -282,6 +282,8 @@ ANSWERED = {
     # Of a chat.
     *("messages", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
 }
+# Fields of one vector a text: tested in test_handlers_late_chunking and test_handlers_encodings.
+ONE_VECTOR = {"late_chunking", "chunks", "encoding", "muvera"}
 # Fields that hold the texts: tested below.
 TEXTS = {
     *("query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2", "texts"),
@@ -306,7 +308,9 @@ async def test_every_field_of_every_request_is_tested() -> None:
         tested = {
             field for names, body, _ in CHANGES for name in names if PLAIN[name][0] == path for field in body
         }
-        assert {field.name for field in msgspec.structs.fields(kind)} - tested <= ANSWERED | TEXTS, path
+        assert {
+            field.name for field in msgspec.structs.fields(kind)
+        } - tested <= ANSWERED | TEXTS | ONE_VECTOR, path
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -418,6 +422,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "output_dimension": (0, -1, "three", 1.5),
     "output_encoding": ("float", 1),
     "modality": ("audio", 1),
+    "late_chunking": ("yes", 2),
+    "chunks": (1, [1], [[1]], [[-1, 2]], [["a", 2]]),
+    "encoding": ("other", 1),
+    "muvera": (1, "a", [1], {"k_sim": -1}, {"r_reps": 0}, {"seed": 1.5}, {"full_length": "yes"}),
     "parameters": (1, "a", ["truncate"]),
 }
 # The same where a route refuses something else: texts come before inputs.

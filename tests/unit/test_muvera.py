@@ -1,0 +1,241 @@
+"""Fixed dimensional encodings against the paper's text, token by token, on random ragged input; and their
+random numbers against a second reading of their definition."""
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from maxsimd.engine import Muvera, Vectors
+from maxsimd.pooling import muvera as module
+from maxsimd.pooling.random_numbers import draws, normals, signed_choices, signs
+
+_ALL = (1 << 64) - 1
+InputType = Literal["query", "document"]
+INPUT_TYPES: tuple[InputType, ...] = ("query", "document")
+
+
+def splitmix(state: int, number: int) -> int:
+    mixed = (state + number * 0x9E3779B97F4A7C15) & _ALL
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _ALL
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _ALL
+    return mixed ^ (mixed >> 31)
+
+
+def stream(seed: int, number: int, count: int) -> list[int]:
+    state = splitmix((splitmix(seed, 1) + number) & _ALL, 1)
+    return [splitmix(state, n) for n in range(1, count + 1)]
+
+
+def plain_normals(seed: int, number: int, count: int) -> list[float]:
+    drawn = stream(seed, number, count + 1)
+    made: list[float] = []
+    for first, second in zip(drawn[::2], drawn[1::2], strict=False):
+        radius = math.sqrt(-2 * math.log(((first >> 11) + 1) / 2**53))
+        angle = 2 * math.pi * (second >> 11) / 2**53
+        made += [
+            round(radius * math.cos(angle) * 65536) / 65536,
+            round(radius * math.sin(angle) * 65536) / 65536,
+        ]
+    return made[:count]
+
+
+def plain_signs(seed: int, number: int, count: int) -> list[int]:
+    return [-1 if each >> 63 else 1 for each in stream(seed, number, count)]
+
+
+def plain(encoding: Muvera, tokens: NDArray[Any], input_type: InputType) -> NDArray[Any]:
+    """The vector of one token matrix [tokens, dim], as the paper's section 2 has it, in loops."""
+    dim, k, reps = tokens.shape[1], encoding.k_sim, encoding.r_reps
+    width = dim if encoding.d_proj is None else encoding.d_proj
+    planes = np.array(plain_normals(encoding.seed, 0, reps * k * dim)).reshape(reps, k, dim)
+    if encoding.d_proj is not None:
+        random_signs = np.array(plain_signs(encoding.seed, 1, reps * width * dim)).reshape(reps, width, dim)
+    blocks: list[NDArray[Any]] = []
+    for rep in range(reps):
+        regions = [
+            sum(int(plane @ token > 0) << bit for bit, plane in enumerate(planes[rep])) for token in tokens
+        ]
+        projected = [
+            token if encoding.d_proj is None else random_signs[rep] @ token / math.sqrt(width)
+            for token in tokens
+        ]
+        for region in range(2**k):
+            here = [i for i, of_token in enumerate(regions) if of_token == region]
+            block = sum((projected[i] for i in here), np.zeros(width))
+            if input_type == "document" and len(tokens):
+                if not here:
+                    here = [min(range(len(tokens)), key=lambda i: ((regions[i] ^ region).bit_count(), i))]
+                block = np.mean([projected[i] for i in here], axis=0)
+                if encoding.full_length:
+                    length = np.linalg.norm(block)
+                    wanted = np.mean([np.linalg.norm(tokens[i]) for i in here])
+                    block = block * wanted / length if length > 1e-12 else block
+            blocks.append(block)
+    vector = np.concatenate(blocks) / math.sqrt(reps)
+    if encoding.d_final is None:
+        return vector
+    shortened = np.zeros(encoding.d_final)
+    for number, drawn in zip(vector, stream(encoding.seed, 2, len(vector)), strict=True):
+        shortened[(drawn & ((1 << 63) - 1)) % encoding.d_final] += -number if drawn >> 63 else number
+    return shortened
+
+
+@st.composite
+def encodings(draw: st.DrawFn) -> Muvera:
+    k_sim, r_reps, d_proj = (
+        draw(st.integers(0, 4)),
+        draw(st.integers(1, 4)),
+        draw(st.none() | st.integers(1, 6)),
+    )
+    whole = r_reps * 2**k_sim * (d_proj or 6)
+    return Muvera(
+        k_sim=k_sim,
+        r_reps=r_reps,
+        d_proj=d_proj,
+        d_final=draw(st.none() | st.integers(1, min(6, whole))),
+        full_length=draw(st.booleans()),
+        seed=draw(st.integers(0, _ALL)),
+    )
+
+
+@settings(max_examples=60)
+@given(encodings(), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
+def test_encodings_are_the_papers(encoding: Muvera, lengths: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    matrices = [random.standard_normal((length, 6)).astype(np.float32) for length in lengths]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_TOGETHER", 3)  # so that these few are not all encoded together
+        for input_type in INPUT_TYPES:
+            found = encoding.encode(matrices, input_type)
+            expected = [plain(encoding, matrix, input_type) for matrix in matrices]
+            np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+            assert found.shape == (len(matrices), encoding.length(6))
+
+
+def test_random_numbers_are_those_of_their_definition() -> None:
+    # As published with the generator, of the state 1234567.
+    assert [splitmix(1234567, n) for n in (1, 2, 3)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
+    for seed, number in ((0, 0), (7, 2), (_ALL, 1)):
+        assert draws(seed, number, 9).tolist() == stream(seed, number, 9)
+        assert signs(seed, number, 50).tolist() == plain_signs(seed, number, 50)
+        assert normals(seed, number, 7).tolist() == plain_normals(seed, number, 7)
+        choices, of_choices = signed_choices(seed, number, 20, 5)
+        assert choices.tolist() == [(each & ((1 << 63) - 1)) % 5 for each in stream(seed, number, 20)]
+        assert of_choices.tolist() == plain_signs(seed, number, 20)
+
+
+# The vectors of OLD_TOKENS, by their parameters, as query and as document. They must never change.
+OLD_TOKENS = np.array(
+    [[0.5, -1, 0.25, 2, 1, -0.75], [1, 0.5, -0.5, 0.25, -2, 1], [-1, 1, 1, 0.5, 0.25, 0.5]], dtype=np.float32
+)
+OLD: dict[Muvera, tuple[list[float], list[float]]] = {
+    Muvera(k_sim=1, r_reps=2, d_proj=3, seed=3): (
+        [
+            -0.3062,
+            0.1021,
+            -0.7144,
+            2.1433,
+            -0.9186,
+            -0.5103,
+            -1.9392,
+            0.7144,
+            1.1227,
+            2.3474,
+            -2.1433,
+            -1.3268,
+        ],
+        [
+            -0.6227,
+            0.2076,
+            -1.453,
+            1.6265,
+            -0.6971,
+            -0.3873,
+            -1.4936,
+            0.5503,
+            0.8647,
+            1.0865,
+            -0.9921,
+            -0.6141,
+        ],
+    ),
+    Muvera(k_sim=2, r_reps=3, d_proj=4, d_final=8, seed=3): (
+        [0.7939, -1.8042, -1.2269, -1.0104, 0.433, -2.3816, 1.1547, 0],
+        [0.3501, -1.0958, -1.0408, -2.0356, 1.3293, -1.1453, -0.2494, 0.8868],
+    ),
+}
+
+
+@pytest.mark.parametrize("encoding", OLD)
+def test_a_vector_can_be_compared_with_those_of_other_days(encoding: Muvera) -> None:
+    as_query, as_document = (encoding.encode([OLD_TOKENS], kind)[0] for kind in INPUT_TYPES)
+    np.testing.assert_allclose(as_query, OLD[encoding][0], atol=1e-4)
+    np.testing.assert_allclose(as_document, OLD[encoding][1], atol=1e-4)
+
+
+def test_normal_numbers_are_normal() -> None:
+    drawn = normals(0, 0, 100_000)
+    assert abs(drawn.mean()) < 0.01
+    assert abs(drawn.std() - 1) < 0.01
+    assert abs((drawn**4).mean() - 3) < 0.1
+
+
+def test_matrices_come_in_all_forms_of_embeddings() -> None:
+    rows = np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32)
+    encoding = Muvera()
+    expected = encoding.encode([rows], "document")
+    for given_rows in (torch.from_numpy(rows), rows.astype(np.float64), Vectors(rows)):
+        np.testing.assert_allclose(encoding.encode([given_rows], "document"), expected, atol=1e-5)
+    scales = np.abs(rows).max(axis=1) / 127
+    quantised = Vectors(np.rint(rows / scales[:, None]).astype(np.int8), scales)
+    cosine = (encoding.encode([quantised], "document")[0] @ expected[0]) / (expected**2).sum()
+    assert cosine == pytest.approx(1, abs=0.1)
+    assert expected.shape == (1, 10_240)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"k_sim": -1},
+        {"k_sim": 13},
+        {"r_reps": 0},
+        {"d_proj": 0},
+        {"d_final": 0},
+        {"seed": -1},
+        {"seed": 1 << 64},
+        {"k_sim": 12, "r_reps": 100},
+        {"r_reps": 8_193},
+        {"k_sim": 0, "r_reps": 200, "d_proj": 41},
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="|".join(wrong)):
+        Muvera(**wrong)
+
+
+def test_what_does_not_go_with_the_tokens_is_refused() -> None:
+    rows = np.ones((2, 8), dtype=np.float32)
+    for encoding, said in (
+        (Muvera(d_proj=9), "d_proj is 9"),
+        (Muvera(d_proj=8, d_final=100_000), "d_final is 100000"),
+        (Muvera(k_sim=10, r_reps=200, d_proj=None), "smaller d_proj"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            encoding.encode([rows], "query")
+    with pytest.raises(ValueError, match="a token matrix has the shape"):
+        Muvera(d_proj=8).encode([rows, np.ones((2, 7), dtype=np.float32)], "query")
+    with pytest.raises(ValueError, match="at least one"):
+        Muvera().encode([], "query")
+    unsaid: Any = "passage"
+    with pytest.raises(ValueError, match="query or document"):
+        Muvera(d_proj=8).encode([rows], unsaid)
