@@ -141,7 +141,10 @@ class EngineAnswers:
             "tenant": run.tenant,
             "timeout": run.timeout,
         }
-        if question.per_token:
+        if question.task == "sparse_embed":
+            del options["dimensions"]
+            return messages.EmbeddedSparse(await self._engine.embed_sparse(texts, **options))
+        if question.task == "token_embed":
             options["max_tokens"] = question.max_tokens
             return messages.EmbeddedTokens(await self._engine.embed_tokens(texts, **options))
         return messages.Embedded(await self._engine.embed(texts, **options))

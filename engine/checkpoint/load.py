@@ -23,6 +23,7 @@ from maxsimd.engine.checkpoint.detect import (
     is_language_model,
     is_late_interaction,
     is_visual,
+    weighs_words,
 )
 from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
@@ -33,9 +34,11 @@ from maxsimd.engine.checkpoint.identity import identity_of
 from maxsimd.engine.checkpoint.language_model import load_language_model
 from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.listwise import load_listwise
+from maxsimd.engine.checkpoint.m3 import find_layers, readable, with_layers
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.projection import check_projection
 from maxsimd.engine.checkpoint.reference import takes_type_ids
+from maxsimd.engine.checkpoint.sparse_encoder import load_sparse_encoder
 from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
 from maxsimd.engine.checkpoint.translate import in_transformers_terms
 from maxsimd.engine.checkpoint.visual.jina_m0 import load_jina_m0
@@ -84,6 +87,8 @@ def _load_whole(
     """The model at a path, with what an adapter adds to it."""
     files = read_files(path, config.revision)
     score_type = _score_type(config, files)
+    layers = find_layers(path, config.revision, files)
+    read = readable(path, files, layers, score_type, config.allow_pickle)
     refuse_unsupported(path, files, score_type, config.trust_remote_code)
     if not config.allow_pickle:
         refuse_pickles(path, config.revision, files)
@@ -101,6 +106,8 @@ def _load_whole(
             refusing_misfits(path, _read_apart(files), None if adapter is None else adapter.add_to),
         ):
             parts = _load_parts(source, files, score_type, config, options)
+            parts = with_layers(path, parts, read, score_type)
+            parts["unread"] = tuple(sorted(layers[name].name for name in layers.keys() - read.keys()))
             if files.architecture in COLPALI_ENGINE and adapter is None:
                 check_projection(path, config.revision, parts)
             model = _complete(config, score_type, files, parts)
@@ -143,6 +150,8 @@ def _load_parts(
             with by_pillow(path, files, options) as with_pillow:
                 return load_language_model(path, files, template, with_pillow)
         return load_cross_encoder(path, template, options)
+    if score_type is ScoreType.SPARSE and weighs_words(files):
+        return load_sparse_encoder(path, options)
     if is_visual(files):
         return load_retrieval(path, files.architecture, options)
     if has_two_towers(files):
@@ -150,7 +159,7 @@ def _load_parts(
     with by_pillow(path, files, options) as with_pillow:
         if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
             return load_late_interaction(path, with_pillow)
-        return load_bi_encoder(path, score_type, with_pillow)
+        return load_bi_encoder(path, score_type is ScoreType.LATE_INTERACTION, with_pillow)
 
 
 def _complete(

@@ -19,7 +19,8 @@ from maxsimd.engine.errors import ModelLoadError
 SUPPORTED = (
     "encoders and decoders that transformers has (*Model), with sentence-transformers' modules or alone; "
     "*ForSequenceClassification; *ForCausalLM that answer yes or no; sentence-transformers, PyLate and "
-    f"Stanford ColBERT (HF_ColBERT) saves; {LISTWISE}; {JINA_M0}; {', '.join(RETRIEVAL)}"
+    "Stanford ColBERT (HF_ColBERT) saves; SPLADE (SparseEncoder saves, *ForMaskedLM); bge-m3; "
+    f"{LISTWISE}; {JINA_M0}; {', '.join(RETRIEVAL)}"
 )
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
 # would add a random projection.

@@ -20,8 +20,7 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
-from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.pooling.methods import METHODS
+from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,16 @@ class DeviceModel:
     maxsim: MaxSim
     cache: EmbeddingCache | None
     calibration: Calibration | None = None
+
+    @property
+    def scored_in(self) -> torch.dtype:
+        """The precision in which items are compared."""
+        return scored_in(self.model, self.prepared)
+
+
+def scored_in(model: LoadedModel, prepared: PreparedModel) -> torch.dtype:
+    """The precision in which a model's items are compared."""
+    return torch.float32 if model.items_have_ids else prepared.dtype
 
 
 def load_device_model(config: EngineConfig) -> DeviceModel:
@@ -68,7 +77,9 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     if device.type == "cuda":
         warm_up(model, prepared.runner, pooler)
     if cache is not None:
-        cache.slab = open_slab(config, model, cache, device, prepared.dtype, maxsim_name == "triton")
+        cache.slab = open_slab(
+            config, model, cache, device, scored_in(model, prepared), maxsim_name == "triton"
+        )
         cache.wait_until_warm(_WARMING_SECONDS)
     return DeviceModel(
         _without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache, calibration
@@ -103,5 +114,5 @@ def _pooler(model: LoadedModel, prepared: PreparedModel, results: torch.dtype | 
             from maxsimd.engine.device.fused_head import fused
 
             head = fused(head, prepared.dtype, results)
-        methods[name] = METHODS[task.pooling](head)
+        methods[name] = pooling_method(task.pooling, head)
     return DispatchPooler(methods, model.token_pooling)

@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
+from tests.checkpoints import (
+    bi_encoders,
+    cross_encoders,
+    language_models,
+    late_interaction,
+    sparse_encoders,
+)
 from tests.parity import references
 
 Reference = Callable[[str, Sequence[str], Sequence[str]], references.Scores]
 
-LATE, CROSS, BI = "late-interaction", "cross-encoder", "bi-encoder"
+LATE, CROSS, BI, SPARSE = "late-interaction", "cross-encoder", "bi-encoder", "sparse"
+HYBRID = "hybrid"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +48,9 @@ def _embedded(folder: Path) -> str:
 _E5 = {"query_prompt": "query: ", "document_prompt": "passage: "}
 _FOR_CLASSIFICATION = "*ForSequenceClassification"
 _SAVE = "sentence-transformers"
+_M3 = "FlagEmbedding's two layers beside it, --allow-pickle"
+_PICKLED = {"allow_pickle": True}
+_SPARSE_SAVE = f"{_SAVE}, SparseEncoder"
 
 FAMILIES = [
     Family("ColBERT", LATE, "colbert-ir/colbertv2.0", "Stanford ColBERT", late_interaction.stanford,
@@ -113,6 +123,28 @@ FAMILIES = [
            references.bi_encoder, packed=False, causal=True),
     Family("prompt left out", BI, "include_prompt: false", _SAVE, bi_encoders.without_prompt,
            references.bi_encoder),
+
+    Family("SPLADE", SPARSE, "naver/splade-v3", _SPARSE_SAVE, sparse_encoders.splade,
+           references.sparse_encoder),
+    Family("SPLADE, plain", SPARSE, "naver/splade-cocondenser-ensembledistil", "BertForMaskedLM",
+           sparse_encoders.plain, references.sparse_encoder, {"score_type": SPARSE}),
+    Family("SPLADE, heaviest words", SPARSE, "max_active_dims", _SPARSE_SAVE,
+           sparse_encoders.splade_heaviest, references.sparse_encoder),
+    Family("SPLADE over ModernBERT", SPARSE, "ModernBertForMaskedLM", _SPARSE_SAVE,
+           sparse_encoders.modernbert, references.sparse_encoder),
+    Family("SPLADE over XLM-RoBERTa", SPARSE, "XLMRobertaForMaskedLM", _SPARSE_SAVE,
+           sparse_encoders.xlm_roberta, references.sparse_encoder),
+    Family("OpenSearch, queries looked up", SPARSE,
+           "opensearch-project/opensearch-neural-sparse-encoding-doc-v3-distill", f"{_SPARSE_SAVE}, Router",
+           sparse_encoders.opensearch_v3, references.sparse_encoder),
+
+    Family("bge-m3, dense", BI, "BAAI/bge-m3", _SAVE, bi_encoders.bge_m3, references.bi_encoder),
+    Family("bge-m3, sparse", SPARSE, "BAAI/bge-m3", _M3, bi_encoders.bge_m3,
+           partial(references.bge_m3, weights=(0, 1, 0)), _PICKLED | {"score_type": SPARSE}),
+    Family("bge-m3, multi-vector", LATE, "BAAI/bge-m3", _M3, bi_encoders.bge_m3,
+           partial(references.bge_m3, weights=(0, 0, 1)), _PICKLED | {"score_type": LATE}),
+    Family("bge-m3, all three", HYBRID, "BAAI/bge-m3", _M3, bi_encoders.bge_m3,
+           partial(references.bge_m3, weights=(0.4, 0.2, 0.4)), _PICKLED | {"score_type": HYBRID}),
 ]  # fmt: skip
 
 
