@@ -2,8 +2,10 @@
 float32: the word's id, each once, and its weight.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Self
 
 import numpy as np
 import torch
@@ -40,6 +42,13 @@ class WordsHead(ABC):
     @abstractmethod
     def weights(self, numbers: torch.Tensor) -> torch.Tensor:
         """What such numbers weigh: 0 or more, and the more the higher they are."""
+
+    def without_limit(self) -> Self:
+        """The same head for sparse vectors of any number of entries: which are the heaviest may hang on
+        rounding."""
+        unlimited = copy.copy(self)
+        unlimited.most = None
+        return unlimited
 
 
 class WordsPool(PoolingMethod):

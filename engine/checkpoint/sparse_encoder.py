@@ -38,9 +38,7 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
         refuse_modules_not_finite(path, [static])
         _check_static(path, static, transformer, head)
         head.look_up(static.weight, roles)
-    reference = ModulesReference(
-        [transformer, pooling, _Heaviest(model.max_active_dims)], transformer.tokenizer, "sentence_embedding"
-    )
+    reference = ModulesReference([transformer, pooling], transformer.tokenizer, "sentence_embedding")
     task = Task(
         pooling.pooling_strategy, head, COLUMNS, normalised=False, reference=reference, words=head.num_words
     )
@@ -115,19 +113,3 @@ def _check_static(path: str, static: Any, transformer: Any, head: MaskedWordsHea
             f"{path!r} has {len(static.weight)} static weights for {len(transformer.tokenizer)} tokens; some "
             "would have none"
         )
-
-
-class _Heaviest(torch.nn.Module):
-    """The heaviest words of a sparse vector alone, as `SparseEncoder.encode` takes them; all for None."""
-
-    def __init__(self, most: int | None) -> None:
-        super().__init__()
-        self._most = most
-
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        weights = features["sentence_embedding"]
-        if self._most is None or self._most >= weights.shape[1]:
-            return features
-        heaviest = weights.topk(self._most, dim=1).indices
-        alone = torch.zeros_like(weights).scatter(1, heaviest, weights.gather(1, heaviest))
-        return features | {"sentence_embedding": alone}

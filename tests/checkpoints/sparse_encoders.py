@@ -23,11 +23,11 @@ from tests.checkpoints.tokenizers import unigram, wordpiece
 from tests.checkpoints.weights import SIZES, spread
 
 
-def _sparse(model: Any) -> Any:
+def _sparse(model: Any, bias: float = -3.5) -> Any:
     """Random weights under which most words weigh nothing, and the others about as much as trained ones."""
     spread(model, embedding=0.12)
     with torch.no_grad():
-        model.get_output_embeddings().bias.fill_(-3.5)
+        model.get_output_embeddings().bias.fill_(bias)
     return model
 
 
@@ -58,7 +58,7 @@ def splade_sum(folder: Path) -> str:
 def splade_heaviest(folder: Path) -> str:
     """A save with max_active_dims, behind prompts."""
     prompts = {"query": "query: ", "document": "passage: "}
-    return _saved(_bert(folder), SpladePooling("max"), max_active_dims=12, prompts=prompts)
+    return _saved(_bert(folder), SpladePooling("max"), max_active_dims=100, prompts=prompts)
 
 
 def plain(folder: Path) -> str:
@@ -68,7 +68,7 @@ def plain(folder: Path) -> str:
 
 def _distilbert(folder: Path) -> Path:
     config = DistilBertConfig(vocab_size=30522, dim=128, n_layers=3, n_heads=4, hidden_dim=256)
-    _sparse(DistilBertForMaskedLM(config)).save_pretrained(folder / "backbone")
+    _sparse(DistilBertForMaskedLM(config), bias=-1.5).save_pretrained(folder / "backbone")
     wordpiece().save_pretrained(folder / "backbone")
     return folder
 
@@ -95,7 +95,7 @@ def modernbert(folder: Path) -> str:
         vocab_size=30522, max_position_embeddings=512, pad_token_id=0, cls_token_id=101, sep_token_id=102,
         bos_token_id=101, eos_token_id=102, local_attention=16, **SIZES,
     )  # fmt: skip
-    _sparse(ModernBertForMaskedLM(config)).save_pretrained(folder / "backbone")
+    _sparse(ModernBertForMaskedLM(config), bias=-4.5).save_pretrained(folder / "backbone")
     wordpiece().save_pretrained(folder / "backbone")
     return _saved(folder, SpladePooling("max"))
 

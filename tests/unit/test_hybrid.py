@@ -1,4 +1,4 @@
-"""Hybrid scores, and the items that they are made of, against their plain definitions on random ragged input."""
+"""Hybrid scores, and the items that they are made of, against their plain definitions on ragged input."""
 
 from itertools import pairwise
 
@@ -48,7 +48,7 @@ def plain_weights(states: torch.Tensor, ids: list[int]) -> dict[int, float]:
 
 @st.composite
 def cut_sequences(draw: st.DrawFn) -> tuple[list[Sequence], list[list[Chunk]]]:
-    """Sequences of few different tokens, of which any may take no part, cut anywhere and spread over steps."""
+    """Sequences of few different tokens, cut anywhere and spread over steps."""
     sequences: list[Sequence] = []
     steps: list[list[Chunk]] = []
     for key in range(draw(st.integers(1, 5))):
@@ -119,7 +119,9 @@ def test_scores_equal_their_plain_definitions(
         q, d = states[i], states[j]
         of_query = plain_weights(q, sequences[i].tokens.ids.tolist())
         of_document = plain_weights(d, sequences[j].tokens.ids.tolist())
-        assert float(dense[k]) == pytest.approx(float((q[0] @ VECTORS) @ (d[0] @ VECTORS)), rel=1e-4, abs=1e-4)
+        assert float(dense[k]) == pytest.approx(
+            float((q[0] @ VECTORS) @ (d[0] @ VECTORS)), rel=1e-4, abs=1e-4
+        )
         shared = sum(weight * of_document.get(token, 0.0) for token, weight in of_query.items())
         assert float(sparse[k]) == pytest.approx(shared, rel=1e-4, abs=1e-4)
         if len(q) > 1 and len(d) > 1:
