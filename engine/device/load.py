@@ -8,6 +8,7 @@ import torch
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.checkpoint.model import HYBRID_EMBED
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.allocators import settle_allocators
 from maxsimd.engine.device.cores import usable_cores
@@ -68,9 +69,11 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
     prepared = prepare(model, config, device)
     as_int8 = cache is not None and cache.precision == "int8"
-    if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto":
-        dim = model.tasks[model.score_task].dim
-        maxsim_name, maxsim = checked_maxsim(maxsim_name, maxsim, dim, device, prepared.dtype, int8=as_int8)
+    compares_vectors = model.similarity != "sparse"
+    if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto" and compares_vectors:
+        maxsim_name, maxsim = checked_maxsim(
+            maxsim_name, maxsim, _compared_dim(model), device, scored_in(model, prepared), int8=as_int8
+        )
     # Embeddings leave a fused head as they are cached and scored; int8 is rounded from float32.
     results = torch.float32 if as_int8 else prepared.dtype
     pooler = _pooler(model, prepared, results if maxsim_name == "triton" else None)
@@ -84,6 +87,12 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     return DeviceModel(
         _without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache, calibration
     )
+
+
+def _compared_dim(model: LoadedModel) -> int:
+    """How many dimensions the vectors of a model have that are compared, if any are."""
+    hybrid = model.score_task == HYBRID_EMBED
+    return model.tasks["token_embed" if hybrid else model.score_task].dim
 
 
 def _choose_threads(asked: int | None) -> None:

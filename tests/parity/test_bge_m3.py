@@ -108,7 +108,8 @@ async def test_pickles_are_not_opened_unless_they_may_be(
     assert "colbert_linear and sparse_linear beside the model are not read" in caplog.text
     rows = inspect_model(EngineConfig(model=path, dtype="float32"))
     assert rows["more"] == (
-        "colbert_linear.pt and sparse_linear.pt, not read: sparse, multi-vector and hybrid with --allow-pickle"
+        "colbert_linear.pt and sparse_linear.pt, not read: "
+        "sparse, multi-vector and hybrid with --allow-pickle"
     )
     for kind in ("sparse", "hybrid", "late-interaction"):
         assert "allow_pickle=True" in _refusal(path, score_type=kind)
