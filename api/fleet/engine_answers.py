@@ -172,5 +172,13 @@ def fingerprint_of(engine: Engine) -> str:
     # Where it runs, and the last digits of what was measured at load, decide nothing.
     facts = replace(engine.facts, device="", kernels="", findings=())
     config = engine.config
-    decides = version("maxsimd"), facts, config.model, config.revision, config.dtype, config.quantization
+    decides = (
+        version("maxsimd"),
+        facts,
+        config.model,
+        config.revision,
+        config.dtype,
+        config.quantization,
+        config.hybrid_weights,
+    )
     return hashlib.blake2b(repr(decides).encode(), digest_size=8).hexdigest()
