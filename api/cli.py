@@ -50,7 +50,7 @@ def _registered() -> Any:
 @click.group(cls=_Commands)
 @click.version_option(package_name="maxsimd")
 def main() -> None:
-    """Scores documents against queries: late interaction, cross-encoders and bi-encoders."""
+    """Scores documents against queries: late interaction, cross-, bi- and sparse encoders."""
     waiting_threads_sleep()
     _ignore_service_links()
 

@@ -15,6 +15,7 @@ from maxsimd.engine.requests import (
     RerankResult,
     ScoreOptions,
     ScoreResult,
+    SparseEmbedResult,
     TokenEmbedResult,
 )
 from maxsimd.engine.stats import EngineStats
@@ -117,6 +118,9 @@ class ServedEngine(Protocol):
 
     @property
     def embed_tokens(self) -> Callable[..., Awaitable[TokenEmbedResult]]: ...
+
+    @property
+    def embed_sparse(self) -> Callable[..., Awaitable[SparseEmbedResult]]: ...
 
     @property
     def classify(self) -> Callable[..., Awaitable[ClassifyResult]]: ...

@@ -27,6 +27,29 @@ class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
     inputs: Texts
 
 
+class TeiEmbedSparseRequest(TeiEmbedAllRequest, kw_only=True):
+    """With `input_type`, which is ours alone, for models that read queries otherwise than documents."""
+
+    input_type: str | None = None
+
+
+def sparse_request_of(request: TeiEmbedRequest) -> TeiEmbedSparseRequest:
+    """The same request for weights of words."""
+    return TeiEmbedSparseRequest(
+        inputs=request.inputs,
+        truncate=request.truncate,
+        truncation_direction=request.truncation_direction,
+        prompt_name=request.prompt_name,
+    )
+
+
+class SparseValue(msgspec.Struct):
+    """The weight of a word, by the id of its token."""
+
+    index: int
+    value: float
+
+
 class Sentences(msgspec.Struct, kw_only=True):
     source_sentence: str
     sentences: list[str]

@@ -11,12 +11,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 class ScoreType(Enum):
     """The ways to score a query against a document. Listwise is what jina-reranker-v3 does: one pass over the
-    query and many documents, each scored from the hidden state at its own marker."""
+    query and many documents, each scored from the hidden state at its own marker. Sparse is the dot product
+    of sparse vectors, with a weight for each of some words. Hybrid is the weighted mean of dense, sparse and
+    multi-vector scores, which bge-m3 makes in one pass."""
 
     LATE_INTERACTION = "late-interaction"
     CROSS_ENCODER = "cross-encoder"
     BI_ENCODER = "bi-encoder"
     LISTWISE = "listwise"
+    SPARSE = "sparse"
+    HYBRID = "hybrid"
 
 
 def option(default: Any, help: str) -> Any:
@@ -37,8 +41,16 @@ class EngineConfig:
         "Ask no hub for anything, and before a folder is loaded that `maxsimd download` has made, compare "
         "its files with their digests.",
     )
-    score_type: Literal["auto", "late-interaction", "cross-encoder", "bi-encoder"] = option(
-        "auto", "How to score; auto takes what the checkpoint says of itself."
+    score_type: Literal["auto", "late-interaction", "cross-encoder", "bi-encoder", "sparse", "hybrid"] = (
+        option(
+            "auto",
+            "How to score; auto takes what the checkpoint says of itself. hybrid is for bge-m3 and its kin.",
+        )
+    )
+    hybrid_weights: str | None = option(
+        None,
+        "Weights of dense, sparse and multi-vector scores in hybrid ones; by default 0.4,0.2,0.4. Their sum "
+        "is made 1.",
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:N; auto is CUDA where there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
@@ -187,5 +199,22 @@ class EngineConfig:
         for name in ("max_wait_seconds", "step_timeout_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if self.hybrid_weights is not None:
+            hybrid_weights_of(self.hybrid_weights)
         if self.doc_token_pooling is not None and self.doc_token_pooling < 1:
             raise ValueError(f"doc_token_pooling must be at least 1, not {self.doc_token_pooling}")
+
+
+def hybrid_weights_of(given: str) -> tuple[float, float, float]:
+    """The weights of dense, sparse and multi-vector scores, as they are written: three numbers with commas.
+    Raises ValueError for anything else, and where none is above 0."""
+    try:
+        dense, sparse, tokens = map(float, given.split(","))
+    except ValueError:
+        dense = sparse = tokens = math.nan
+    if not all(0 <= weight < math.inf for weight in (dense, sparse, tokens)) or dense + sparse + tokens == 0:
+        raise ValueError(
+            "hybrid_weights must be three numbers of 0 or more, not all 0, such as 0.4,0.2,0.4; not "
+            f"{given!r}"
+        )
+    return dense, sparse, tokens

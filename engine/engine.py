@@ -30,6 +30,7 @@ from maxsimd.engine.requests import (
     ScoreOptions,
     ScoreRequest,
     ScoreResult,
+    SparseEmbedResult,
     TokenEmbedResult,
     Value,
     Values,
@@ -41,6 +42,7 @@ from maxsimd.engine.results.postprocess import (
     embed_result,
     query_rows,
     rank,
+    sparse_embed_result,
     token_embed_result,
     work_in,
 )
@@ -295,6 +297,31 @@ class Engine(EngineLife):
         return await aside(
             lambda: token_embed_result(prepared, values, dimensions, normalised), work_in(values)
         )
+
+    async def embed_sparse(
+        self,
+        texts: Inputs,
+        *,
+        input_type: InputType | None = None,
+        prompt_name: str | None = None,
+        truncation: LongInputPolicy = "cut",
+        priority: Priority = 0,
+        tenant: str = "",
+        timeout: float | None = None,
+        progress: Progress | None = None,
+    ) -> SparseEmbedResult:
+        """One sparse vector a text: weights of words, by the ids of their tokens. For models that give them
+        (SPLADE); raises InvalidRequestError for others."""
+        request = EmbedRequest(
+            texts=as_inputs(texts, self.model.vision is not None),
+            task="sparse_embed",
+            input_type=input_type,
+            prompt_name=prompt_name,
+            truncation=as_truncation(truncation),
+        )
+        options = RunOptions(priority, tenant, timeout, progress)
+        prepared, values = await self._texts(request, None, options)
+        return await aside(lambda: sparse_embed_result(prepared, values), work_in(values))
 
     async def classify(
         self,

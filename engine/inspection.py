@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
+from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.budget import default_budget
 from maxsimd.engine.execution import PreparedModel, choose_device, prepare
@@ -20,6 +21,8 @@ _SCORED_BY = {
     "meanmaxsim": "MaxSim, the mean over query tokens of their best match",
     "cosine": "cosine of the embeddings",
     "dot": "dot product of the embeddings",
+    "sparse": "dot product of sparse vectors",
+    "hybrid": "dense, sparse and multi-vector scores",
 }
 
 
@@ -47,6 +50,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
         "kind": model.score_type.value,
         "score": _score(model),
         **{task: _task(model, task) for task in model.tasks},
+        "more": _more(model),
         **_inputs(model),
         "pictures": _pictures(model),
         "longest input": f"{model.max_tokens} tokens",
@@ -81,14 +85,34 @@ def _score(model: LoadedModel) -> str:
             f"up to {rules.block_documents} documents or {rules.context} tokens a pass"
         )
     if model.score_type is not ScoreType.CROSS_ENCODER:
-        return _SCORED_BY[model.similarity]
+        weights = ", ".join(f"{weight:g}" for weight in model.hybrid_weights)
+        weighed = f", weighted {weights}" if model.similarity == "hybrid" else ""
+        return _SCORED_BY[model.similarity] + weighed
     if len(model.labels) > 1:
         return f"none, with {len(model.labels)} labels: {', '.join(model.labels)}"
     return f"the classifier's output through {type(model.activation).__name__}"
 
 
+def _more(model: LoadedModel) -> str:
+    """What else the checkpoint gives, where it is asked for."""
+    if model.unread:
+        return f"{' and '.join(model.unread)}, not read: sparse, multi-vector and hybrid with --allow-pickle"
+    kinds = {
+        SPARSE_EMBED: "sparse",
+        HYBRID_EMBED: "hybrid",
+        "token_embed": "late-interaction",
+        "embed": "bi-encoder",
+    }
+    if HYBRID_EMBED not in model.tasks:
+        return ""
+    others = [kind for task, kind in kinds.items() if task in model.tasks and task != model.score_task]
+    return f"scored by --score-type {', '.join(others[:-1])} or {others[-1]} too"
+
+
 def _task(model: LoadedModel, name: str) -> str:
     task = model.tasks[name]
+    if task.words is not None:
+        return f"pools {task.pooling}, {task.head}: weights of up to {task.words} words"
     unit = "dimensions" if name != "classify" else "label" if task.dim == 1 else "labels"
     normalised = ", normalised" if task.normalised else ""
     return f"pools {task.pooling}, then {task.head}: {task.dim} {unit}{normalised}"

@@ -201,15 +201,15 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
-    """Texts to embed, each to one vector (`embed`), one vector a token (`token_embed`) or to labels
-    (`classify`), behind the prompt of `input_type` or the one named `prompt_name`. A text may
-    come as token ids, special tokens included, which are run as they are; for a model that reads them there
-    may be pictures. Texts that have more than `max_tokens` together are refused. Of one text with `chunks`
-    each of these has a vector (late chunking). With `takes_cached` the token vectors of texts that are
-    cached as documents are taken from there, in the precision that they have."""
+    """Texts to embed, each to one vector (`embed`), one vector a token (`token_embed`), weights of words
+    (`sparse_embed`) or to labels (`classify`), behind the prompt of `input_type` or the one named
+    `prompt_name`. A text may come as token ids, special tokens included, which are run as they are; for a
+    model that reads them there may be pictures. Texts that have more than `max_tokens` together are refused.
+    Of one text with `chunks` each of these has a vector (late chunking). With `takes_cached` the token
+    vectors of texts that are cached as documents are taken from there, in the precision that they have."""
 
     texts: tuple[str | tuple[int, ...] | Content, ...]
-    task: Literal["embed", "token_embed", "classify"]
+    task: Literal["embed", "token_embed", "sparse_embed", "classify"]
     input_type: InputType | None = None
     prompt_name: str | None = None
     truncation: Truncation = REFUSE_LONG
@@ -329,6 +329,25 @@ class TokenEmbedResult:
     """One matrix a text: float32 [tokens, dim] each. `truncated` counts the texts that were cut."""
 
     embeddings: list[NDArray[np.float32]]
+    usage: Usage
+    truncated: int = 0
+    timings: Timings = Timings()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseVector:
+    """Weights of some words of a vocabulary: their token ids `indices`, int64 [n] and ascending, and the
+    `values` float32 [n], none of which is 0."""
+
+    indices: NDArray[np.int64]
+    values: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseEmbedResult:
+    """One sparse vector a text. `truncated` counts the texts that were cut."""
+
+    embeddings: list[SparseVector]
     usage: Usage
     truncated: int = 0
     timings: Timings = Timings()

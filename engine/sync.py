@@ -20,6 +20,7 @@ from maxsimd.engine.requests import (
     RankedDocument,
     RerankResult,
     ScoreResult,
+    SparseEmbedResult,
     TokenEmbedResult,
 )
 from maxsimd.engine.results.stream import ScoreStream
@@ -125,6 +126,9 @@ class SyncEngine:
 
     def embed_tokens(self, texts: Inputs, **options: Any) -> TokenEmbedResult:
         return self._run(self._engine.embed_tokens, texts, options, texts)
+
+    def embed_sparse(self, texts: Inputs, **options: Any) -> SparseEmbedResult:
+        return self._run(self._engine.embed_sparse, texts, options, texts)
 
     def classify(self, texts: Inputs, **options: Any) -> ClassifyResult:
         return self._run(self._engine.classify, texts, options, texts)

@@ -6,13 +6,20 @@ from dataclasses import dataclass
 import torch
 
 from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.pooling.methods import PoolingMethod
+from maxsimd.pooling.methods import METHODS, Head, PoolingMethod
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.sparse import SPARSE_METHODS
 from maxsimd.pooling.token_pooling import TokenPooling
+from maxsimd.pooling.token_weights import TOKEN_WEIGHT_METHODS
 from maxsimd.scheduler import Sequence
 
 # The task whose items are one vector a token.
 TOKENS = "token_embed"
+
+
+def pooling_method(name: str, head: Head) -> PoolingMethod:
+    """The method of that name, with a head for what it pools."""
+    return {**METHODS, **SPARSE_METHODS, **TOKEN_WEIGHT_METHODS}[name](head)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +61,11 @@ class DispatchPooler:
             if sequences:
                 pooled.append(Pooled(task, sequences, items))
         return pooled
+
+    def comparable(self, pooled: Pooled) -> Iterator[tuple[Sequence, torch.Tensor]]:
+        """The sequences with their items in the form in which these can be compared, number by number."""
+        method = self._methods[pooled.task]
+        return ((sequence, method.comparable(item)) for sequence, item in pooled)
 
     def free(self, sequence_id: int) -> None:
         """Forgets the state of a sequence that finished, failed or was cancelled."""

@@ -51,6 +51,11 @@ class PoolingMethod(ABC):
         calling it once, so that a step may be retried.
         """
 
+    def comparable(self, item: torch.Tensor) -> torch.Tensor:
+        """An item [n, dim] in a form in which it can be compared, number by number, with one that was rounded
+        otherwise."""
+        return item
+
     @abstractmethod
     def free(self, sequence_id: int) -> None:
         """Forgets the state of a sequence, if there is any."""

@@ -1,7 +1,7 @@
 """Texts to embed over a fleet: split by tokens, and the rows of all parts put together."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,9 +52,9 @@ class EmbedJob:
         """The request has no more: a token is at least a character."""
         return sum(_size(text) + MOST_AROUND for text in self.texts)
 
-    def question_of_all(self, *, per_token: bool) -> Embed:
+    def question_of_all(self, task: Literal["token_embed", "sparse_embed"]) -> Embed:
         """What an engine is asked about all texts."""
-        return Embed(texts=sent_inputs(self.texts), run=self._run, per_token=per_token, **self._options)
+        return Embed(texts=sent_inputs(self.texts), run=self._run, task=task, **self._options)
 
     def result(self) -> EmbedResult:
         """One row a text."""

@@ -141,7 +141,10 @@ class EngineAnswers:
             "tenant": run.tenant,
             "timeout": run.timeout,
         }
-        if question.per_token:
+        if question.task == "sparse_embed":
+            del options["dimensions"]
+            return messages.EmbeddedSparse(await self._engine.embed_sparse(texts, **options))
+        if question.task == "token_embed":
             options["max_tokens"] = question.max_tokens
             return messages.EmbeddedTokens(await self._engine.embed_tokens(texts, **options))
         options |= {"late_chunking": question.late_chunking, "chunks": question.chunks}
@@ -171,5 +174,13 @@ def fingerprint_of(engine: Engine) -> str:
     # Where it runs, and the last digits of what was measured at load, decide nothing.
     facts = replace(engine.facts, device="", kernels="", findings=())
     config = engine.config
-    decides = version("maxsimd"), facts, config.model, config.revision, config.dtype, config.quantization
+    decides = (
+        version("maxsimd"),
+        facts,
+        config.model,
+        config.revision,
+        config.dtype,
+        config.quantization,
+        config.hybrid_weights,
+    )
     return hashlib.blake2b(repr(decides).encode(), digest_size=8).hexdigest()

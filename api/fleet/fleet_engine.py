@@ -25,6 +25,7 @@ from maxsimd.api.fleet.messages import (
     Converse,
     Embed,
     Embedded,
+    EmbeddedSparse,
     EmbeddedTokens,
     Failed,
     Question,
@@ -48,6 +49,7 @@ from maxsimd.engine.requests import (
     RerankResult,
     ScoreOptions,
     ScoreResult,
+    SparseEmbedResult,
     TokenEmbedResult,
 )
 from maxsimd.engine.results.postprocess import aside, rank
@@ -261,8 +263,14 @@ class FleetEngine:
     async def embed_tokens(self, texts: Any, **options: Any) -> TokenEmbedResult:
         check_task("token_embed", self.facts.tasks)
         embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
-        answer = await self._whole(embedding.question_of_all(per_token=True), options.get("timeout"))
+        answer = await self._whole(embedding.question_of_all("token_embed"), options.get("timeout"))
         return cast("EmbeddedTokens", answer).result
+
+    async def embed_sparse(self, texts: Any, **options: Any) -> SparseEmbedResult:
+        check_task("sparse_embed", self.facts.tasks)
+        embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
+        answer = await self._whole(embedding.question_of_all("sparse_embed"), options.get("timeout"))
+        return cast("EmbeddedSparse", answer).result
 
     async def classify(
         self,

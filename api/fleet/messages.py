@@ -1,6 +1,6 @@
 """What a front asks of an engine, and what it is answered: values, as msgpack. Errors are answers too."""
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from maxsimd.engine.requests import (
     OnTimeout,
     Priority,
     ScoreResult,
+    SparseEmbedResult,
     TokenEmbedResult,
     Truncation,
 )
@@ -103,11 +104,11 @@ class Rank(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Asks for vectors, one a text or one a token."""
+    """Asks for vectors: one a text, one a token, or sparse ones."""
 
     texts: list[SentInput]
     run: Run
-    per_token: bool = False
+    task: Literal["embed", "token_embed", "sparse_embed"] = "embed"
     input_type: InputType | None = None
     prompt_name: str | None = None
     dimensions: int | None = None
@@ -205,6 +206,12 @@ class EmbeddedTokens(msgspec.Struct, tag=True, frozen=True):
     result: TokenEmbedResult
 
 
+class EmbeddedSparse(msgspec.Struct, tag=True, frozen=True):
+    """The result of `Embed`, a sparse vector a text."""
+
+    result: SparseEmbedResult
+
+
 class Classified(msgspec.Struct, tag=True, frozen=True):
     """The result of `Classify`."""
 
@@ -255,6 +262,7 @@ Answer: TypeAlias = (
     | Ranked
     | Embedded
     | EmbeddedTokens
+    | EmbeddedSparse
     | Classified
     | Conversation
     | Done

@@ -35,7 +35,7 @@ class ScoreJob:
     def __init__(self, facts: ModelFacts, queries: Any, documents: Any, options: ScoreOptions) -> None:
         """Raises InvalidRequestError for what an engine would refuse at once."""
         self._facts = facts
-        takes_vectors = facts.score_type in (ScoreType.LATE_INTERACTION, ScoreType.BI_ENCODER)
+        takes_vectors = facts.score_type not in (ScoreType.CROSS_ENCODER, ScoreType.LISTWISE)
         self.documents = as_scored(documents, "documents", takes_vectors, facts.reads_pictures)
         self.queries = as_scored(queries, "queries", takes_vectors, facts.reads_pictures)
         self._options = options

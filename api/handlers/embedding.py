@@ -118,6 +118,8 @@ async def _run(
     _check_task(body, task)
     if task == "classify":
         return await engine.classify(inputs, use_activation=use_activation is not False, **options)
+    if task == "sparse_embed":
+        raise InvalidRequestError("this model gives sparse vectors; use /embed_sparse", "model")
     if use_activation is False:
         raise InvalidRequestError("use_activation=false is only for the task classify", "use_activation")
     dimensions = body.dimensions or body.output_dimension

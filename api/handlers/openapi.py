@@ -16,8 +16,8 @@ from maxsimd.api.wire import ErrorResponse
 _JSON = "application/json"
 _REFERENCES = "#/components/schemas/{name}"
 _ABOUT = (
-    "Relevance scores of documents for queries: late interaction, cross-encoders, bi-encoders and listwise. "
-    "Unknown fields are ignored; null means left open."
+    "Relevance scores of documents for queries: late interaction, cross-encoders, bi-encoders, sparse and "
+    "listwise. Unknown fields are ignored; null means left open."
 )
 
 Page = dict[str, Any]

@@ -104,6 +104,8 @@ def _tei_kind(model: ModelFacts) -> dict[str, Any]:
         return {"reranker": _labels(model)}
     if model.labels:
         return {"classifier": _labels(model)}
+    if model.tasks.keys() == {"sparse_embed"}:
+        return {"embedding": {"pooling": "splade"}}
     return {"embedding": {"pooling": model.tasks["embed"].pooling if "embed" in model.tasks else "none"}}
 
 

@@ -18,6 +18,7 @@ from maxsimd.api.reading import (
     as_inputs,
     check_count,
     check_token_ids,
+    input_type_of,
     sequences_of,
     tei_truncation_of,
     texts_to_rank,
@@ -70,10 +71,29 @@ async def embed_all(
 
 
 async def embed_sparse(
-    state: ServerState, body: wire_tei.TeiEmbedAllRequest, inputs: Inputs, tenant: str
+    state: ServerState, body: wire_tei.TeiEmbedSparseRequest, inputs: Inputs, tenant: str
 ) -> Answer:
-    """Words with their weights, which none of the models served here gives."""
-    raise InvalidRequestError("this model gives no sparse vectors; use /embed or /embed_all", "model")
+    """Words with their weights, by the ids of their tokens."""
+    if "sparse_embed" not in state.engine.facts.tasks:
+        raise InvalidRequestError("this model gives no sparse vectors; use /embed or /embed_all", "model")
+    check_token_ids(inputs, state.config.accept_token_ids, "inputs")
+    headers = TeiHeaders(state, inputs)
+    result = await state.engine.embed_sparse(
+        inputs,
+        input_type=input_type_of(body.input_type),
+        prompt_name=body.prompt_name,
+        truncation=tei_truncation_of(body, state.config.long_documents),
+        tenant=tenant,
+    )
+
+    def build() -> list[list[wire_tei.SparseValue]]:
+        return [
+            [*map(wire_tei.SparseValue, vector.indices.tolist(), vector.values.tolist())]
+            for vector in result.embeddings
+        ]
+
+    answer = await wire_answer(build, sum(len(vector.indices) for vector in result.embeddings))
+    return headers.added_to(answer, result)
 
 
 async def similarity(
@@ -157,9 +177,11 @@ async def embed_or_compare(
     tenant: str,
 ) -> Answer:
     inputs, compared = found
-    if compared is None:
-        return await embed(state, body, inputs, tenant)
-    return await similarity(state, compared, inputs, tenant)
+    if compared is not None:
+        return await similarity(state, compared, inputs, tenant)
+    if state.engine.facts.tasks.keys() == {"sparse_embed"}:
+        return await embed_sparse(state, wire_tei.sparse_request_of(body), inputs, tenant)
+    return await embed(state, body, inputs, tenant)
 
 
 # What `/` does, by what the model is for.
@@ -179,12 +201,13 @@ async def _by_kind(state: ServerState, body: Body, tenant: str) -> Answer:
 
 
 _VECTORS_OF_TEXTS = list[list[float]]
-_BY_KIND = (_VECTORS_OF_TEXTS, list[float], *scoring.RANKINGS, *classification.PREDICTIONS)
+_WEIGHTS = list[list[wire_tei.SparseValue]]
+_BY_KIND = (_VECTORS_OF_TEXTS, _WEIGHTS, list[float], *scoring.RANKINGS, *classification.PREDICTIONS)
 
 ROUTES = (
     post_texts("/embed", wire_tei.TeiEmbedRequest, _inputs_of, embed, _VECTORS_OF_TEXTS),
     post_texts("/embed_all", wire_tei.TeiEmbedAllRequest, _inputs_of, embed_all, list[list[list[float]]]),
-    post_texts("/embed_sparse", wire_tei.TeiEmbedAllRequest, _inputs_of, embed_sparse),
+    post_texts("/embed_sparse", wire_tei.TeiEmbedSparseRequest, _inputs_of, embed_sparse, _WEIGHTS),
     post_texts("/similarity", wire_tei.TeiSimilarityRequest, _sentences_of, similarity, list[float]),
     post("/decode", wire_tei.TeiDecodeRequest, decode, list[str]),
     Route("/", ("POST",), _by_kind, dict[str, Any], _BY_KIND),

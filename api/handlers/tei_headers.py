@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from maxsimd.api.answer import Answer, warnings_of
 from maxsimd.api.state import ServerState
-from maxsimd.engine import ClassifyResult, EmbedResult, RerankResult, TokenEmbedResult
+from maxsimd.engine import ClassifyResult, EmbedResult, RerankResult, SparseEmbedResult, TokenEmbedResult
 
 
 class TeiHeaders:
@@ -17,7 +17,7 @@ class TeiHeaders:
     def added_to(
         self,
         answer: Answer,
-        result: EmbedResult | TokenEmbedResult | ClassifyResult | RerankResult,
+        result: EmbedResult | TokenEmbedResult | SparseEmbedResult | ClassifyResult | RerankResult,
         *warnings: str,
     ) -> Answer:
         """The answer with these headers, and with the server's own: timing and warnings, given ones too."""

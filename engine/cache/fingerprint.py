@@ -17,10 +17,11 @@ import torch
 
 from maxsimd.engine.cache.entry import Precision
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
-from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tensors
+from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tensors, modules_of
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.pooling.methods import Head
+from maxsimd.pooling.sparse import WordsHead
 
 # What a config says that changes no hidden state: names, and where the checkpoint lay. `architecture` is an
 # ingredient of its own.
@@ -60,6 +61,7 @@ def ingredients(
         "inputs": getattr(model.tokenizer, "model_input_names", None),
         "prompt": rules.prompt,
         "prompt pooled": rules.pool_prompt,
+        "special tokens pooled": (rules.pool_specials, rules.pool_first),
         "fixed tokens": [
             None if ids is None else ids.tolist() for ids in (rules.leading_ids, rules.trailing_ids)
         ],
@@ -168,6 +170,8 @@ def _modules(head: Head) -> list[object]:
     Raises TypeError for a head that cannot be described."""
     if isinstance(head, FirstColumns):
         return _modules(head.inner)
+    if isinstance(head, WordsHead):
+        return [str(head), *map(repr, modules_of(head))]
     if not isinstance(head, ModuleHead):
         raise TypeError(f"a {type(head).__name__} cannot be described for the cache")
     modules: list[Any] = list(head.modules)

@@ -8,7 +8,7 @@ from maxsimd.engine.checkpoint.heads import FirstColumns
 from maxsimd.engine.checkpoint.model import LoadedModel, Task
 from maxsimd.engine.checkpoint.retrained import LAYERWISE
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.config import EngineConfig, hybrid_weights_of
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.token_pooling import merging_documents
 
@@ -47,7 +47,17 @@ def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
         left_alone = 1 if model.vision is None else 0
         pooling = merging_documents(config.doc_token_pooling, left_alone)
         model = replace(model, token_pooling=pooling)
+    if config.hybrid_weights is not None:
+        if model.similarity != "hybrid":
+            raise ModelLoadError(
+                'hybrid_weights is for hybrid scores: set score_type="hybrid", or leave it out'
+            )
+        model = replace(model, hybrid_weights=hybrid_weights_of(config.hybrid_weights))
     if config.dimensions is not None:
+        if model.items_have_ids:
+            raise ModelLoadError(
+                "dimensions is for vectors of a fixed size, not for sparse ones; leave it out"
+            )
         model = replace(model, tasks=_shortened(model.tasks, config.dimensions))
     return model
 

@@ -12,20 +12,18 @@ from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
 from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
-from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
 
 _POOLING = {"cls": "cls", "mean": "mean", "lasttoken": "last", "weightedmean": "weighted-mean"}
 _AFTER_POOLING = (Dense, Normalize, LayerNorm, Dropout)
 
 
-def load_bi_encoder(path: str, score_type: ScoreType, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads a `SentenceTransformer` save or a plain transformers encoder.
+def load_bi_encoder(path: str, late: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Reads a `SentenceTransformer` save or a plain transformers encoder, to be scored `late` or not.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
     model = SentenceTransformer(path, **options)
     transformer, pooling, after = _taken_apart(path, list(model))
-    late = score_type is ScoreType.LATE_INTERACTION
     if not late and model.similarity_fn_name not in ("cosine", "dot"):
         raise ModelLoadError(f"{path!r} compares by {model.similarity_fn_name}; supported are cosine and dot")
 

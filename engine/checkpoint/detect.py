@@ -19,6 +19,8 @@ def detect_score_type(files: CheckpointFiles) -> ScoreType:
         return ScoreType.LISTWISE
     if is_late_interaction(files):
         return ScoreType.LATE_INTERACTION
+    if is_sparse(files):
+        return ScoreType.SPARSE
     classifies = files.architecture.endswith("ForSequenceClassification")
     answers = is_language_model(files) or files.architecture in ENCODER_DECODERS
     answers = (answers and not files.modules) or files.architecture == JINA_M0
@@ -37,6 +39,18 @@ def is_late_interaction(files: CheckpointFiles) -> bool:
         or files.architecture == "HF_ColBERT"
         or is_visual(files)
     )
+
+
+def is_sparse(files: CheckpointFiles) -> bool:
+    """Whether the checkpoint was saved as a sparse encoder."""
+    if files.sentence_transformers.get("model_type") == "SparseEncoder":
+        return True
+    return any(str(module.get("type", "")).endswith("SpladePooling") for module in files.modules)
+
+
+def weighs_words(files: CheckpointFiles) -> bool:
+    """Whether sparse scores can be made of the logits of a masked language model."""
+    return is_sparse(files) or files.architecture.endswith("ForMaskedLM")
 
 
 def is_visual(files: CheckpointFiles) -> bool:

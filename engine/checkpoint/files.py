@@ -11,8 +11,8 @@ from maxsimd.engine.errors import ModelLoadError
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """The small files that describe a checkpoint. `config_at_root` is False if only the first module's folder
-    has a config.json."""
+    """The small files that describe a checkpoint. `config_at_root` is False if only the folder of a module
+    has a config.json. `modules` are sentence-transformers', those of all routes where a Router chooses."""
 
     config: dict[str, Any]
     sentence_transformers: dict[str, Any]
@@ -31,16 +31,32 @@ def read_files(model: str, revision: str | None) -> CheckpointFiles:
     modules = _read_json(model, "modules.json", revision) or []
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelLoadError(f"modules.json of {model!r} is no list of modules")
+    modules = _routed(model, modules, revision)
     at_root = config is not None
     if not at_root and not modules:
         raise ModelLoadError(
             f"no checkpoint at {model!r}: there is neither a config.json nor a modules.json; "
             "name a folder that has one, or a hub id that this machine can reach"
         )
-    if not at_root:  # newer sentence-transformers saves have it in the first module's folder
-        config = _read_object(model, f"{modules[0].get('path', '')}/config.json", revision)
+    if not at_root:  # newer sentence-transformers saves have it in the folder of the transformer
+        for module in modules:
+            config = _read_object(model, f"{module.get('path', '')}/config.json", revision)
+            if config is None or "model_type" in config:
+                break
     settings = _read_object(model, "config_sentence_transformers.json", revision)
     return CheckpointFiles(config or {}, settings or {}, modules, at_root)
+
+
+def _routed(model: str, modules: list[dict[str, Any]], revision: str | None) -> list[dict[str, Any]]:
+    """The modules of all routes, with their folders, in place of a Router that is the only module."""
+    if len(modules) != 1 or not str(modules[0].get("type", "")).endswith("Router"):
+        return modules
+    prefix = f"{modules[0]['path']}/" if modules[0].get("path") else ""
+    settings = _read_object(model, f"{prefix}router_config.json", revision)
+    types = (settings or {}).get("types")
+    if not isinstance(types, dict):
+        raise ModelLoadError(f"router_config.json of {model!r} names no modules")
+    return [{"path": f"{prefix}{name}", "type": kind} for name, kind in types.items()]
 
 
 def find_file(model: str, name: str, revision: str | None) -> Path | None:

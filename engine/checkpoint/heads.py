@@ -42,7 +42,7 @@ class ClassifierHead:
         self.model = copy.copy(model)
         self.model._modules = dict(model._modules)
         pooler = _pooler_of(backbone)
-        self._rows = _GivenRows(pooler.float() if pooler is not None else None)
+        self._rows = GivenRows(pooler.float() if pooler is not None else None)
         self.model._modules[prefix] = self._rows
         for name, module in self.model._modules.items():
             if name != prefix and module is not None:
@@ -118,12 +118,9 @@ class FirstColumns:
 
 def head_tensors(head: Head) -> list[tuple[str, torch.Tensor]]:
     """The weights of a head that makes embeddings, by name."""
-    if isinstance(head, FirstColumns):
-        return head_tensors(head.inner)
-    modules = head.modules if isinstance(head, ModuleHead) else []
     return [
         (f"{i}.{name}", tensor)
-        for i, module in enumerate(modules)
+        for i, module in enumerate(modules_of(head))
         for name, tensor in module.state_dict().items()
     ]
 
@@ -149,7 +146,7 @@ def _pooler_of(backbone: Any) -> torch.nn.Module | None:
     return pooler if pooler is None or activation is None else _ActivatedPooler(pooler, activation)
 
 
-class _GivenRows(torch.nn.Module):
+class GivenRows(torch.nn.Module):
     """Replaces a backbone: returns the rows that it was given, and the output of the family's pooler for
     them."""
 

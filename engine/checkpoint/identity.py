@@ -8,6 +8,7 @@ import torch
 
 from maxsimd.engine.checkpoint.heads import FirstColumns, modules_of
 from maxsimd.engine.checkpoint.model import LoadedModel
+from maxsimd.pooling.sparse import WordsHead
 
 # How many numbers of each weight are looked at: training changes some in nearly all weights, and reading
 # whole checkpoints would make each start longer.
@@ -22,6 +23,8 @@ def identity_of(model: LoadedModel) -> str:
     task = model.tasks[model.score_task]
     columns = task.head.dimensions if isinstance(task.head, FirstColumns) else None
     head = [repr(module) for module in modules_of(task.head)]
+    if isinstance(task.head, WordsHead):
+        head.append(str(task.head))
     stated = model.architecture, model.similarity, task.pooling, task.dim, columns, head
     digest = hashlib.sha256(repr(stated).encode())
     named = [*_weights(model)]
@@ -33,6 +36,9 @@ def identity_of(model: LoadedModel) -> str:
 
 def _weights(model: LoadedModel) -> Iterator[_Named]:
     modules = (*model.encoders, *modules_of(model.tasks[model.score_task].head))
+    head = model.tasks[model.score_task].head
+    if isinstance(head, WordsHead) and head.static_weights is not None:
+        yield "static", head.static_weights
     for i, module in enumerate(modules):
         for name, weight in module.named_parameters():
             yield f"{i}.{name}", weight

@@ -26,6 +26,7 @@ from maxsimd.engine.checkpoint.detect import (
     is_language_model,
     is_late_interaction,
     is_visual,
+    weighs_words,
 )
 from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
 from maxsimd.engine.checkpoint.direction import check_direction, says_both_ways, take_mask_away
@@ -41,12 +42,14 @@ from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
 from maxsimd.engine.checkpoint.layerwise import load_layerwise
 from maxsimd.engine.checkpoint.listwise import load_listwise
 from maxsimd.engine.checkpoint.lora import Adapter
+from maxsimd.engine.checkpoint.m3 import find_layers, readable, with_layers
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.projection import check_projection
 from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights
 from maxsimd.engine.checkpoint.reference import takes_type_ids
 from maxsimd.engine.checkpoint.retrained import LAYERWISE, LLAMA_RERANKER, has_projection
 from maxsimd.engine.checkpoint.short_convolution import replace_short_convolutions
+from maxsimd.engine.checkpoint.sparse_encoder import load_sparse_encoder
 from maxsimd.engine.checkpoint.stored import StoredWeights
 from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
 from maxsimd.engine.checkpoint.tokenizer_code import follow_settings
@@ -104,6 +107,8 @@ def _load_whole(
     """The model at a path, with what an adapter adds to it; its weights are in its files, or `stored`."""
     files = read_files(path, config.revision)
     score_type = _score_type(config, files)
+    layers = find_layers(path, config.revision, files)
+    read = readable(path, files, layers, score_type, config.allow_pickle)
     refuse_unsupported(path, files, score_type, config.trust_remote_code)
     if not config.allow_pickle and stored is None:
         refuse_pickles(path, config.revision, files)
@@ -131,6 +136,8 @@ def _load_whole(
             parts = _load_parts(source, files, score_type, config, options)
             if not config.trust_remote_code:
                 follow_settings(path, config.revision, parts["tokenizer"])
+            parts = with_layers(path, parts, read, score_type)
+            parts["unread"] = tuple(sorted(layers[name].name for name in layers.keys() - read.keys()))
             if files.architecture in COLPALI_ENGINE and adapter is None:
                 check_projection(path, config.revision, parts)
             model = _complete(config, score_type, files, parts)
@@ -195,6 +202,8 @@ def _load_parts(
             with by_pillow(path, files, options) as with_pillow:
                 return load_language_model(path, files, template, with_pillow)
         return load_cross_encoder(path, template, options)
+    if score_type is ScoreType.SPARSE and weighs_words(files):
+        return load_sparse_encoder(path, options)
     if is_visual(files):
         return load_retrieval(path, files.architecture, options)
     if has_two_towers(files):
@@ -202,7 +211,7 @@ def _load_parts(
     with by_pillow(path, files, options) as with_pillow:
         if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
             return load_late_interaction(path, with_pillow)
-        return load_bi_encoder(path, score_type, with_pillow)
+        return load_bi_encoder(path, score_type is ScoreType.LATE_INTERACTION, with_pillow)
 
 
 def _complete(

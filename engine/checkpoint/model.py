@@ -21,7 +21,10 @@ from maxsimd.scheduler.payload import TokenIds
 # "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
 INSTRUCT = re.compile(r"(Instruct: ).*?(\n\s*Query: ?)$", re.DOTALL)
 
-Similarity = Literal["maxsim", "meanmaxsim", "cosine", "dot"]
+Similarity = Literal["maxsim", "meanmaxsim", "cosine", "dot", "sparse", "hybrid"]
+
+# The task whose items are sparse vectors, and that whose items are all that hybrid scores are made of.
+SPARSE_EMBED, HYBRID_EMBED = "sparse_embed", "hybrid_embed"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +46,8 @@ class RoleRules:
     tokens that take no part in scoring: those of `skipped_ids`, and the prompt's unless `pool_prompt`. The
     `leading_ids` stand before the prompt and the `trailing_ids` behind the text, however long it is. Where a
     `chat` template writes texts, it puts the prompt where a system's message stands. Nothing is read behind
-    the first `last_id`."""
+    the first `last_id`. Without `pool_specials`, the special tokens around a text take no part either,
+    and without `pool_first` the first token of all."""
 
     prompt: str = ""
     leading_ids: TokenIds | None = None
@@ -52,6 +56,8 @@ class RoleRules:
     expansion: Expansion | None = None
     skipped_ids: NDArray[np.int64] | None = None
     pool_prompt: bool = True
+    pool_specials: bool = True
+    pool_first: bool = True
     chat: ChatRole | None = None
     last_id: int | None = None
 
@@ -106,28 +112,31 @@ class ListwiseRules:
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
     """Something that the model can compute: a pooling method, and a head for the pooled rows; and the
-    `reference` against which this is proven, until the proof is done."""
+    `reference` against which this is proven, until the proof is done. Items have `dim` columns; those that
+    are sparse vectors (`maxsimd.pooling.sparse`) have weights of up to as many `words`."""
 
     pooling: str
     head: Head
     dim: int
     normalised: bool
     reference: Reference | None = None
+    words: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A checkpoint in memory.
 
-    `backbone` maps token ids to hidden states; `tasks` are keyed embed, token_embed and classify, and
-    `score_task` is the one that scores are computed from; `similarity` compares its items, except for a
-    cross-encoder, whose logits are the scores, and a listwise model, which scores by its `listwise` rules.
-    `max_tokens` is the length of the longest sequence that the model takes. `prompts` are the checkpoint's,
-    by name; `instruction` is the one in use, None for a model that takes none. `probabilities` turns a
-    classifier's logits into probabilities, `activation` into the scores that its authors meant. With
-    `vision` it reads pictures. `stored_as` says how weights are stored that are not in `file_dtype`. The
-    `fingerprint` tells embeddings of queries and documents that it makes from
-    those of other models.
+    `backbone` maps token ids to hidden states; `tasks` are keyed embed, token_embed, sparse_embed,
+    hybrid_embed and classify, and `score_task` is the one that scores are computed from; `similarity`
+    compares its items, except for a cross-encoder, whose logits are the scores, and a listwise model, which
+    scores by its `listwise` rules. `max_tokens` is the length of the longest sequence that the model takes.
+    `prompts` are the checkpoint's, by name; `instruction` is the one in use, None for a model that takes
+    none. `probabilities` turns a classifier's logits into probabilities, `activation` into the scores that
+    its authors meant. With `vision` it reads pictures. `stored_as` says how weights are stored that are not
+    in `file_dtype`. The `fingerprint` tells embeddings of queries and documents that it makes from those of
+    other models. Hybrid scores are dense, sparse and multi-vector ones by their `hybrid_weights`. The
+    checkpoint's files `unread` would give more, if they may be read.
     """
 
     name: str
@@ -157,6 +166,8 @@ class LoadedModel:
     vision: Vision | None = None
     stored_as: str = ""
     fingerprint: str = ""
+    hybrid_weights: tuple[float, float, float] = (0.4, 0.2, 0.4)
+    unread: tuple[str, ...] = ()
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:
@@ -166,7 +177,12 @@ class LoadedModel:
     @property
     def encodes_apart(self) -> bool:
         """Whether queries and documents have embeddings, and their scores are made of these."""
-        return self.score_type in (ScoreType.LATE_INTERACTION, ScoreType.BI_ENCODER)
+        return self.score_type not in (ScoreType.CROSS_ENCODER, ScoreType.LISTWISE)
+
+    @property
+    def items_have_ids(self) -> bool:
+        """Whether what scores are made of holds ids of tokens, which only float32 holds exactly."""
+        return self.similarity in ("sparse", "hybrid")
 
     def rules(self, input_type: str | None) -> RoleRules:
         if input_type == "query":

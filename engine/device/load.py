@@ -8,6 +8,7 @@ import torch
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.checkpoint.model import HYBRID_EMBED
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.allocators import settle_allocators
 from maxsimd.engine.device.cores import usable_cores
@@ -20,8 +21,8 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
-from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.pooling.methods import METHODS, PoolingMethod
+from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
+from maxsimd.pooling.methods import PoolingMethod
 from maxsimd.pooling.passages import PASSAGES, PassageMeanPool
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,16 @@ class DeviceModel:
     cache: EmbeddingCache | None
     calibration: Calibration | None = None
 
+    @property
+    def scored_in(self) -> torch.dtype:
+        """The precision in which items are compared."""
+        return scored_in(self.model, self.prepared)
+
+
+def scored_in(model: LoadedModel, prepared: PreparedModel) -> torch.dtype:
+    """The precision in which a model's items are compared."""
+    return torch.float32 if model.items_have_ids else prepared.dtype
+
 
 def load_device_model(config: EngineConfig) -> DeviceModel:
     """Loads and prepares the model; to be called on the device thread. Raises ModelLoadError."""
@@ -60,20 +71,30 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
     prepared = prepare(model, config, device)
     as_int8 = cache is not None and cache.precision == "int8"
-    if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto":
-        dim = model.tasks[model.score_task].dim
-        maxsim_name, maxsim = checked_maxsim(maxsim_name, maxsim, dim, device, prepared.dtype, int8=as_int8)
+    compares_vectors = model.similarity != "sparse"
+    if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto" and compares_vectors:
+        maxsim_name, maxsim = checked_maxsim(
+            maxsim_name, maxsim, _compared_dim(model), device, scored_in(model, prepared), int8=as_int8
+        )
     # Embeddings leave a fused head as they are cached and scored; int8 is rounded from float32.
     results = torch.float32 if as_int8 else prepared.dtype
     pooler = _pooler(model, prepared, results if maxsim_name == "triton" else None)
     if device.type == "cuda":
         warm_up(model, prepared.runner, pooler)
     if cache is not None:
-        cache.slab = open_slab(config, model, cache, device, prepared.dtype, maxsim_name == "triton")
+        cache.slab = open_slab(
+            config, model, cache, device, scored_in(model, prepared), maxsim_name == "triton"
+        )
         cache.wait_until_warm(_WARMING_SECONDS)
     return DeviceModel(
         _without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache, calibration
     )
+
+
+def _compared_dim(model: LoadedModel) -> int:
+    """How many dimensions the vectors of a model have that are compared, if any are."""
+    hybrid = model.score_task == HYBRID_EMBED
+    return model.tasks["token_embed" if hybrid else model.score_task].dim
 
 
 def _choose_threads(asked: int | None) -> None:
@@ -104,7 +125,7 @@ def _pooler(model: LoadedModel, prepared: PreparedModel, results: torch.dtype | 
             from maxsimd.engine.device.fused_head import fused
 
             head = fused(head, prepared.dtype, results)
-        methods[name] = METHODS[task.pooling](head)
+        methods[name] = pooling_method(task.pooling, head)
         if name == "embed" and task.pooling == "mean":
             methods[PASSAGES] = PassageMeanPool(head)
     return DispatchPooler(methods, model.token_pooling)

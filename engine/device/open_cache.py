@@ -15,6 +15,7 @@ from maxsimd.engine.cache.store import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.memory import free_memory
+from maxsimd.engine.errors import ModelLoadError
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +27,29 @@ _SHARE, _LEAST, _MOST = 16, 64 * MIB, 4096 * MIB
 
 def open_cache(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> EmbeddingCache | None:
     """None where it is off, or where documents are not encoded by themselves."""
-    two_stage = model.score_task in ("embed", "token_embed")
-    if not two_stage or (config.cache_mb == 0 and config.cache_dir is None):
+    if not model.encodes_apart or (config.cache_mb == 0 and config.cache_dir is None):
         return None
-    precision: Precision = config.cache_precision if config.cache_precision != "auto" else "bfloat16"
-    if config.cache_precision == "auto" and dtype is torch.float32:
-        precision = "float32"
+    precision = _precision(config, model, dtype)
     if config.cache_dir is None:
         # There are no embeddings but this model's, and its weights need not be read.
         return EmbeddingCache(b"", precision, MemoryStore(memory_limit(config)), None)
     mark = fingerprint(ingredients(model, config, dtype, precision))
     disk = DiskStore(Path(os.path.expanduser(config.cache_dir)), config.cache_disk_mb * MIB)
     return EmbeddingCache(mark, precision, MemoryStore(memory_limit(config)), disk)
+
+
+def _precision(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> Precision:
+    """Raises ModelLoadError for one that would round ids of tokens."""
+    if model.items_have_ids:
+        if config.cache_precision not in ("auto", "float32"):
+            raise ModelLoadError(
+                f"cache_precision={config.cache_precision} would round the ids of words in sparse vectors; "
+                "leave it out, or set float32"
+            )
+        return "float32"
+    if config.cache_precision != "auto":
+        return config.cache_precision
+    return "float32" if dtype is torch.float32 else "bfloat16"
 
 
 def open_score_cache(config: EngineConfig, model: LoadedModel) -> ScoreCache | None:

@@ -33,7 +33,7 @@ def model_digest(model: LoadedModel, config: EngineConfig) -> str:
         "lengths": (model.max_tokens, model.query.max_tokens, model.document.max_tokens),
         "pooling": (task.pooling, task.dim, config.doc_token_pooling),
         "heads": [repr(module) for module in modules_of(task.head)],
-        "similarity": model.similarity,
+        "similarity": _similarity(model),
     }
     weights = {
         "backbone": digest_tensors([*backbone.named_parameters(), *saved_buffers(backbone)]),
@@ -42,6 +42,10 @@ def model_digest(model: LoadedModel, config: EngineConfig) -> str:
         ),
     }
     return fingerprint({name: repr(value).encode() for name, value in stated.items()} | weights).hex()
+
+
+def _similarity(model: LoadedModel) -> object:
+    return (model.similarity, model.hybrid_weights) if model.similarity == "hybrid" else model.similarity
 
 
 def digest_of(config: EngineConfig) -> str:

@@ -18,7 +18,8 @@ from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.actors.scoring import ScoringActor
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
-from maxsimd.engine.scoring.maxsim import choose_maxsim_spans, maxsim_apart_avx512
+from maxsimd.engine.scoring.hybrid import Hybrid
+from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim_spans, maxsim_apart_avx512
 from maxsimd.engine.stats import DeviceStats
 
 T = TypeVar("T")
@@ -80,6 +81,14 @@ def stacks() -> str:
     return "\n".join(sorted(shown))
 
 
+def _comparing(device_model: DeviceModel) -> MaxSim:
+    """MaxSim, or what scores all embeddings of a text together."""
+    model = device_model.model
+    if model.similarity != "hybrid":
+        return device_model.maxsim
+    return Hybrid(model.hybrid_weights, device_model.maxsim)
+
+
 class DeviceActors:
     """The actors of the device's loop, wired to each other; `mailbox` is the door to them."""
 
@@ -92,9 +101,9 @@ class DeviceActors:
         model = device_model.model
         scorer = DocumentScorer(
             model.similarity,
-            device_model.maxsim,
+            _comparing(device_model),
             device_model.device,
-            device_model.prepared.dtype,
+            device_model.scored_in,
             takes_int8=device_model.maxsim_name == "triton",
             maxsim_apart=maxsim_apart_avx512 if device_model.maxsim_name == "avx512" else None,
             maxsim_spans=choose_maxsim_spans(device_model.maxsim_name),

@@ -12,7 +12,10 @@ import torch
 from maxsimd.engine.checkpoint import Task
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.checkpoint.reference import Reference
+from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.sparse import GivenWords, WordsHead
+from maxsimd.pooling.token_weights import TOKEN_WEIGHT_METHODS
 from maxsimd.scheduler import ImageJob, Step
 
 
@@ -46,6 +49,14 @@ class OwnForwardRunner:
 
 
 def finished(task: Task) -> Task:
-    """The task for rows that are finished items: all rows of a sequence, or its only one."""
+    """The task for rows that are finished items: all rows of a sequence, or its only one; of a sparse vector
+    this has the weights of all words."""
+    if task.pooling in TOKEN_WEIGHT_METHODS:
+        raise ModelLoadError(
+            "a model whose tokens are weighed cannot be run one by one; leave its layers sparse_linear and "
+            "colbert_linear away"
+        )
+    if isinstance(task.head, WordsHead):
+        return replace(task, pooling="given", head=GivenWords(task.head), reference=None)
     pooling = "all" if task.pooling == "all" else "cls"
     return replace(task, pooling=pooling, head=after_reference(task.head), reference=None)

@@ -49,6 +49,8 @@ class GivenVectors:
 
     def _as_rows(self, vectors: Vectors, param: str, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         try:
+            if self._model.items_have_ids and not isinstance(vectors, QueryRows):
+                raise ValueError("cannot be scored as a vector by this model; give its text")
             rows, scales = vectors.as_rows(self._model.tasks[self._model.score_task].dim)
             if self._model.score_task == "embed" and len(rows) > 1:
                 raise ValueError(f"has {len(rows)} vectors, but with this model a text has one")

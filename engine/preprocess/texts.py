@@ -223,7 +223,8 @@ class TextBuilder:
 
     def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_end: int) -> BuiltText:
         """Does what the checkpoint's rules for the role ask for: expansion, and tokens left out of pooling,
-        which are those before `prompt_end` and those of the skip list."""
+        which are those before `prompt_end`, those of the skip list and perhaps the first, or the special
+        ones around the text."""
         yield_to_smaller()
         if self.rules.last_id is not None:
             behind = int(np.argmax(ids == self.rules.last_id)) + 1
@@ -240,10 +241,24 @@ class TextBuilder:
         # A text that was cut within its prompt has nothing else to pool.
         if prompt_end < len(ids):
             skipped[:prompt_end] = True
+        if not self.rules.pool_first:
+            skipped[:1] = True
+        if not self.rules.pool_specials:
+            skipped |= self._specials_around(ids)
         if self.rules.skipped_ids is not None:
             skipped |= np.isin(ids, self.rules.skipped_ids)
         pooled = np.flatnonzero(~skipped) if skipped.any() else None
         return BuiltText(Tokens(ids, types, attended_len, pooled), truncated)
+
+    def _specials_around(self, ids: TokenIds) -> NDArray[np.bool_]:
+        """Which of a sequence's tokens are the template's before and behind a text."""
+        before, behind = self._template.ids[0], self._template.ids[-1]
+        found = np.zeros(len(ids), dtype=bool)
+        if len(before) and np.array_equal(ids[: len(before)], before):
+            found[: len(before)] = True
+        if len(behind) and np.array_equal(ids[-len(behind) :], behind):
+            found[-len(behind) :] = True
+        return found
 
 
 def _leading(rules: RoleRules, tokenizer: TextTokenizer, param: str) -> tuple[TokenIds, str]:

@@ -19,6 +19,8 @@ from maxsimd.engine.requests import (
     EmbedResult,
     Item,
     RankedDocument,
+    SparseEmbedResult,
+    SparseVector,
     TokenEmbedResult,
     Value,
     Values,
@@ -94,6 +96,19 @@ def token_embed_result(
     """One matrix a text, with a row a token."""
     matrices = [shorten(np.asarray(value), dimensions, normalised) for value in values.values]
     return TokenEmbedResult(matrices, usage_of(prepared), prepared.truncated, values.timings)
+
+
+def sparse_embed_result(prepared: Prepared, values: Values) -> SparseEmbedResult:
+    """One sparse vector a text."""
+    vectors = [_sparse_vector(np.asarray(value)) for value in values.values]
+    return SparseEmbedResult(vectors, usage_of(prepared), prepared.truncated, values.timings)
+
+
+def _sparse_vector(entries: NDArray[np.float32]) -> SparseVector:
+    """Of entries [n, 2], each a token's id and its weight."""
+    entries = entries[entries[:, 1] != 0]
+    entries = entries[np.argsort(entries[:, 0], kind="stable")]
+    return SparseVector(entries[:, 0].astype(np.int64), entries[:, 1].copy())
 
 
 def query_rows(prepared: Prepared, values: Values, model: LoadedModel, dtype: torch.dtype) -> QueryRows:

@@ -16,9 +16,9 @@ _EXTREME = 1e30
 @dataclass(frozen=True, slots=True)
 class ScoreScale:
     """`transform` names what the score is: maxsim (the sum over the query's tokens of each one's best
-    cosine), meanmaxsim (the mean), cosine, dot, or the activation of a classifier's logit, which is itself
-    called logit; clipped says that negative ones are 0. `least` and `most` are None where there is no
-    bound."""
+    cosine), meanmaxsim (the mean), cosine, dot, sparse (the dot product of sparse vectors), hybrid, or the
+    activation of a classifier's logit, which is itself called logit; clipped says that negative ones are 0.
+    `least` and `most` are None where there is no bound."""
 
     transform: str
     least: float | None

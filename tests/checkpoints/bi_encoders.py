@@ -23,6 +23,8 @@ from transformers import (
     NomicBertModel,
     Qwen3Config,
     Qwen3Model,
+    XLMRobertaConfig,
+    XLMRobertaModel,
 )
 
 from tests.checkpoints.cross_encoders import GEMMA, XLM_R
@@ -69,6 +71,21 @@ def without_prompt(folder: Path) -> str:
     """As hkunlp/instructor: the prompt's tokens take no part in the mean."""
     prompts = {"query": "Represent the question: ", "document": "Represent the document: "}
     return _saved(_bert(folder), "mean", Normalize(), prompts=prompts, include_prompt=False)
+
+
+def bge_m3(folder: Path) -> str:
+    """BAAI/bge-m3: XLM-RoBERTa's first token, normalised, and beside it two layers in pickles, for weights of
+    tokens and for a vector of each."""
+    size = unigram(folder / "backbone", XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
+    config = XLMRobertaConfig(vocab_size=size, max_position_embeddings=514, type_vocab_size=1, **SIZES)
+    spread(XLMRobertaModel(config, add_pooling_layer=False)).save_pretrained(folder / "backbone")
+    saved = _saved(folder, "cls", Normalize())
+    random = torch.Generator().manual_seed(3)
+    for name, rows in (("sparse_linear", 1), ("colbert_linear", 128)):
+        weight = torch.randn(rows, 128, generator=random) * 0.03
+        bias = torch.full((rows,), 0.2) if rows == 1 else torch.randn(rows, generator=random) * 0.05
+        torch.save({"weight": weight, "bias": bias}, Path(saved) / f"{name}.pt")
+    return saved
 
 
 def mpnet(folder: Path) -> str:

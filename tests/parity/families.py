@@ -17,6 +17,7 @@ from tests.checkpoints import (
     late_interaction,
     nomic,
     retrained,
+    sparse_encoders,
     t5,
 )
 from tests.parity import plain_scorers, references, retrained_references
@@ -24,7 +25,8 @@ from tests.parity import plain_scorers, references, retrained_references
 Reference = Callable[[str, Sequence[str], Sequence[str]], references.Scores]
 Embeddings = Callable[[str, Sequence[str], str], list[references.Scores]]
 
-LATE, CROSS, BI = "late-interaction", "cross-encoder", "bi-encoder"
+LATE, CROSS, BI, SPARSE = "late-interaction", "cross-encoder", "bi-encoder", "sparse"
+HYBRID = "hybrid"
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +79,10 @@ def _read_in_tests(
     reference = partial(retrained_references.cosines, model=embedder)
     return Family(name, BI, published, format, build, reference, embeddings=_embedded_by(embedder))
 
+
+_M3 = "FlagEmbedding's two layers beside it, --allow-pickle"
+_PICKLED = {"allow_pickle": True}
+_SPARSE_SAVE = f"{_SAVE}, SparseEncoder"
 
 FAMILIES = [
     Family("ColBERT", LATE, "colbert-ir/colbertv2.0", "Stanford ColBERT", late_interaction.stanford,
@@ -203,6 +209,28 @@ FAMILIES = [
            plain_scorers.NOMIC_V2_MOE),
     Family("prompt left out", BI, "include_prompt: false", _SAVE, bi_encoders.without_prompt,
            references.bi_encoder),
+
+    Family("SPLADE", SPARSE, "naver/splade-v3", _SPARSE_SAVE, sparse_encoders.splade,
+           references.sparse_encoder),
+    Family("SPLADE, plain", SPARSE, "naver/splade-cocondenser-ensembledistil", "BertForMaskedLM",
+           sparse_encoders.plain, references.sparse_encoder, {"score_type": SPARSE}),
+    Family("SPLADE, heaviest words", SPARSE, "max_active_dims", _SPARSE_SAVE,
+           sparse_encoders.splade_heaviest, references.sparse_encoder),
+    Family("SPLADE over ModernBERT", SPARSE, "ModernBertForMaskedLM", _SPARSE_SAVE,
+           sparse_encoders.modernbert, references.sparse_encoder),
+    Family("SPLADE over XLM-RoBERTa", SPARSE, "XLMRobertaForMaskedLM", _SPARSE_SAVE,
+           sparse_encoders.xlm_roberta, references.sparse_encoder),
+    Family("OpenSearch, queries looked up", SPARSE,
+           "opensearch-project/opensearch-neural-sparse-encoding-doc-v3-distill", f"{_SPARSE_SAVE}, Router",
+           sparse_encoders.opensearch_v3, references.sparse_encoder),
+
+    Family("bge-m3, dense", BI, "BAAI/bge-m3", _SAVE, bi_encoders.bge_m3, references.bi_encoder),
+    Family("bge-m3, sparse", SPARSE, "BAAI/bge-m3", _M3, bi_encoders.bge_m3,
+           partial(references.bge_m3, weights=(0, 1, 0)), _PICKLED | {"score_type": SPARSE}),
+    Family("bge-m3, multi-vector", LATE, "BAAI/bge-m3", _M3, bi_encoders.bge_m3,
+           partial(references.bge_m3, weights=(0, 0, 1)), _PICKLED | {"score_type": LATE}),
+    Family("bge-m3, all three", HYBRID, "BAAI/bge-m3", _M3, bi_encoders.bge_m3,
+           partial(references.bge_m3, weights=(0.4, 0.2, 0.4)), _PICKLED | {"score_type": HYBRID}),
 ]  # fmt: skip
 
 

@@ -71,6 +71,51 @@ documents take no part. Scores without these are other scores.
 | skip list for documents | yes | yes | left out |
 | `/score` equals `MultiVectorEncoder.similarity` | within 1e-4, `tests/server/test_faithful.py` | | no |
 
+## bge-m3
+
+One pass of BAAI/bge-m3 gives three embeddings of a text: its first token's vector, a weight for each of its
+tokens, and a vector for each. The first needs the encoder alone; the others two small layers beside it,
+which FlagEmbedding published as pickles. They are read with `--allow-pickle`, as weights alone, which runs
+no code; or convert them once, in the checkpoint's folder:
+
+```python
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+for path in Path().glob("*_linear.pt"):
+    save_file(torch.load(path, weights_only=True), path.with_suffix(".safetensors"))
+    path.unlink()
+```
+
+Without either the model is a bi-encoder, as it was saved, and the log and `maxsimd inspect` name what is
+not read.
+
+| `--score-type` | score | embeddings |
+| --- | --- | --- |
+| `bi-encoder`, the default | cosine of the first tokens' vectors | `/v1/embeddings`, `/embed` |
+| `sparse` | dot product of the tokens' weights, special tokens left out | `/embed_sparse` |
+| `late-interaction` | mean of the query tokens' best matches | `/v1/multi-vector`, `/embed_all` |
+| `hybrid` | the three by weights 0.4, 0.2 and 0.4 (`--hybrid-weights`), whose sum is made 1 | all of these |
+
+Of tokens that come again the greatest weight counts, and a text's first token is no vector among those of
+its tokens. All embeddings are there whichever kind scores. They equal FlagEmbedding's scores within 1e-4 on
+100 pairs (`tests/oracles/test_flag_embedding.py`, by `make test-oracles`). In hybrid and sparse scores
+documents are cached in float32, because the ids of tokens among their numbers must not be rounded.
+FlagEmbedding pads the documents of a batch with vectors of zeros, so that a best match there is at least 0;
+here, as there with a batch of one, it is not.
+
+## Sparse encoders
+
+A weight is log(1 + relu(logit)) of a masked language model's logit for each word of its vocabulary, the
+greatest (or the sum) over the tokens of a text. That is pooled in pieces of 64 MiB, whatever the step.
+Plain `*ForMaskedLM` checkpoints do not say whether they were trained for this: `--score-type sparse` says
+so. Behind a Router, texts in one role may be looked up in a `SparseStaticEmbedding` (OpenSearch's doc-v2
+and doc-v3: queries); the model still runs them, and what it makes of them is not used. Refused are two
+models behind a Router, other modules (`SparseAutoEncoder`), and similarities other than the dot product.
+Windows of long documents are scored each by itself, and the best counts.
+
 ## What `maxsimd inspect` says
 
 It loads a model and prints what would be done with it. Of the default model, in float32:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoProcessor,
@@ -65,6 +66,26 @@ def multi_vector(path: str, queries: Sequence[str], documents: Sequence[str]) ->
     return _maxsim(loaded(MultiVectorEncoder, path), queries, documents)
 
 
+def sparse_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    model = _sparse_encoder(path)
+    first, second = model.encode_query(list(queries)), model.encode_document(list(documents))
+    scores: Scores = model.similarity_pairwise(first, second).numpy()
+    return scores
+
+
+def sparse_vectors(path: str, texts: Sequence[str], role: str | None) -> Scores:
+    """The weight of every word for each text, [texts, words]."""
+    model = _sparse_encoder(path)
+    encode = {"query": model.encode_query, "document": model.encode_document, None: model.encode}[role]
+    weights: Scores = encode(list(texts)).to_dense().numpy()
+    return weights
+
+
+@lru_cache(maxsize=2)
+def _sparse_encoder(path: str) -> Any:
+    return SparseEncoder(path, device="cpu")
+
+
 def plain_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
     """A bi-encoder's token states, normalised, compared by MaxSim."""
     return _maxsim(token_states(path), queries, documents)
@@ -80,6 +101,52 @@ def token_states(path: str) -> MultiVectorEncoder:
 def _maxsim(model: MultiVectorEncoder, queries: Sequence[str], documents: Sequence[str]) -> Scores:
     first, second = model.encode_query(list(queries)), model.encode_document(list(documents))
     return model.similarity_pairwise(first, second).numpy()
+
+
+class BgeM3:
+    """bge-m3 as its paper and FlagEmbedding have it, one text at a time (arXiv 2402.03216, section 3.2)."""
+
+    def __init__(self, path: str) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._model = AutoModel.from_pretrained(path).eval()
+        self._sparse = torch.load(Path(path) / "sparse_linear.pt", weights_only=True)
+        self._colbert = torch.load(Path(path) / "colbert_linear.pt", weights_only=True)
+
+    @torch.inference_mode()
+    def read(self, text: str) -> tuple[torch.Tensor, dict[int, float], torch.Tensor]:
+        """The dense vector [dim], the weights of tokens, and the vectors of tokens [tokens - 1, dim]."""
+        ids = self._tokenizer(text, return_tensors="pt", truncation=True)["input_ids"]
+        hidden = self._model(input_ids=ids).last_hidden_state[0]
+        weights = torch.relu(hidden @ self._sparse["weight"].T + self._sparse["bias"])[:, 0].tolist()
+        tokens: dict[int, float] = {}
+        for token, weight in zip(ids[0].tolist(), weights, strict=True):
+            if token not in self._tokenizer.all_special_ids:
+                tokens[token] = max(weight, tokens.get(token, 0.0))
+        vectors = hidden[1:] @ self._colbert["weight"].T + self._colbert["bias"]
+        normalize = torch.nn.functional.normalize
+        return normalize(hidden[0], dim=0), tokens, normalize(vectors, dim=-1)
+
+    def scores(self, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+        """The dense, sparse and multi-vector score of each pair, [pairs, 3]."""
+        scores = []
+        for query, document in zip(queries, documents, strict=True):
+            dense, weights, tokens = self.read(query)
+            of_document = self.read(document)
+            sparse = sum(weight * of_document[1].get(token, 0.0) for token, weight in weights.items())
+            best = (tokens @ of_document[2].T).amax(dim=1)
+            scores.append([float(dense @ of_document[0]), sparse, float(best.mean())])
+        return np.array(scores, dtype=np.float32)
+
+
+def bge_m3(path: str, queries: Sequence[str], documents: Sequence[str], weights: tuple[float, ...]) -> Scores:
+    """The weighted mean of the three scores, by the weights of dense, sparse and multi-vector."""
+    scores: Scores = _bge_m3(path).scores(queries, documents) @ np.array(weights) / sum(weights)
+    return scores
+
+
+@lru_cache(maxsize=1)
+def _bge_m3(path: str) -> BgeM3:
+    return BgeM3(path)
 
 
 class LanguageModel:

@@ -13,8 +13,9 @@ from maxsimd.engine.execution.selfcheck.comparison import Comparison, comparison
 from maxsimd.engine.execution.selfcheck.samples import Sample
 from maxsimd.engine.execution.selfcheck.threads import one_thread
 from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.pooling.methods import METHODS
+from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
+from maxsimd.pooling.methods import Head
+from maxsimd.pooling.sparse import WordsHead
 from maxsimd.scheduler import Chunk, ImageJob, Step, Tokens
 from maxsimd.scheduler import Sequence as TokenSequence
 
@@ -24,8 +25,14 @@ _ROUNDING = 1e-6
 
 
 def pooler_for(tasks: Mapping[str, Task]) -> DispatchPooler:
-    """The pooling of some tasks, as in serving but without merging of tokens."""
-    return DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in tasks.items()})
+    """The pooling of some tasks, as in serving but without merging of tokens and limits of entries."""
+    return DispatchPooler(
+        {name: pooling_method(task.pooling, _unlimited(task.head)) for name, task in tasks.items()}
+    )
+
+
+def _unlimited(head: Head) -> Head:
+    return head.without_limit() if isinstance(head, WordsHead) else head
 
 
 def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
@@ -117,5 +124,9 @@ def _rounded_otherwise(hidden: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _items(pooler: DispatchPooler, hidden: torch.Tensor, cursor: PoolingCursor) -> dict[int, torch.Tensor]:
-    """The items [n, dim] of the finished sequences, by sequence id."""
-    return {sequence.sequence_id: item for pooled in pooler.pool(hidden, cursor) for sequence, item in pooled}
+    """The items [n, dim] of the finished sequences, as they are compared, by sequence id."""
+    return {
+        sequence.sequence_id: item
+        for pooled in pooler.pool(hidden, cursor)
+        for sequence, item in pooler.comparable(pooled)
+    }

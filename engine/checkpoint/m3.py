@@ -1,0 +1,258 @@
+"""bge-m3 and what is trained like it: an encoder with two layers beside it, which weigh its tokens and make a
+vector of each, so that one pass gives dense, sparse and multi-vector embeddings.
+
+Source: BGE M3, Chen et al. 2024 (arXiv 2402.03216), section 3.2; FlagEmbedding has its reference.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from sentence_transformers.base.modules import Dense, Normalize
+
+from maxsimd.engine.checkpoint.detect import weighs_words
+from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file
+from maxsimd.engine.checkpoint.fit import refuse_not_finite
+from maxsimd.engine.checkpoint.heads import ModuleHead
+from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED, RoleRules, Task
+from maxsimd.engine.checkpoint.reference import HiddenStatesReference, inputs_of
+from maxsimd.engine.config import ScoreType
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.pooling.sparse import COLUMNS
+from maxsimd.pooling.token_weights import HybridHead, TokenWeights
+from maxsimd.scheduler import Sequence
+
+log = logging.getLogger(__name__)
+
+SPARSE, TOKENS = "sparse_linear", "colbert_linear"
+# The kinds of scores that need each of them, beside the first, which an encoder has by itself.
+_NEEDED = {
+    ScoreType.SPARSE: {SPARSE},
+    ScoreType.LATE_INTERACTION: {TOKENS},
+    ScoreType.HYBRID: {SPARSE, TOKENS},
+}
+_TOKEN_FEATURE = "token_embeddings"
+
+
+def find_layers(model: str, revision: str | None, files: CheckpointFiles) -> dict[str, Path]:
+    """The files of the layers by the names of these, as they are published or converted to safetensors."""
+    if files.architecture != "XLMRobertaModel":
+        return {}
+    found = {}
+    for name in (SPARSE, TOKENS):
+        for ending in (".safetensors", ".pt"):
+            path = find_file(model, name + ending, revision)
+            if path is not None:
+                found[name] = path
+                break
+    return found
+
+
+def readable(
+    model: str,
+    files: CheckpointFiles,
+    layers: Mapping[str, Path],
+    score_type: ScoreType,
+    allow_pickle: bool,
+) -> dict[str, Path]:
+    """Those of the layers that may be read. Raises ModelLoadError if the scores need one that is not there,
+    or may not."""
+    pickled = {name for name, path in layers.items() if path.suffix == ".pt" and not allow_pickle}
+    needed = (
+        set() if score_type is ScoreType.SPARSE and weighs_words(files) else _NEEDED.get(score_type, set())
+    )
+    if layers and needed & pickled:
+        raise ModelLoadError(
+            f"{model!r} has {_named(needed & pickled)} for {score_type.value} scores; pickles are read with "
+            "allow_pickle=True (weights alone), or convert them to safetensors"
+        )
+    # Any encoder can be scored by its tokens' states; with one of the layers it was not trained for that.
+    if (layers or score_type is not ScoreType.LATE_INTERACTION) and needed - layers.keys():
+        others = "; or name a SparseEncoder save or a *ForMaskedLM" if score_type is ScoreType.SPARSE else ""
+        raise ModelLoadError(
+            f"{model!r} has no {_named(needed - layers.keys())}, which {score_type.value} scores of an "
+            f"encoder need{others}"
+        )
+    if pickled:
+        log.info(
+            "%s beside the model are not read: they give sparse and multi-vector embeddings and hybrid "
+            "scores with allow_pickle",
+            _named(pickled),
+        )
+    return {name: path for name, path in layers.items() if name not in pickled}
+
+
+def with_layers(
+    path: str, parts: dict[str, Any], layers: Mapping[str, Path], score_type: ScoreType
+) -> dict[str, Any]:
+    """The parts of a bi-encoder with all that its layers add: more embeddings, and kinds of scores."""
+    if not layers:
+        return parts
+    tasks = dict(parts["tasks"])
+    backbone, tokenizer = parts["backbone"], parts["tokenizer"]
+    hidden = backbone.config.hidden_size
+    device = next(backbone.parameters()).device
+    made = {name: _layer(path, name, file, hidden).to(device) for name, file in layers.items()}
+    weightless = _weightless(tokenizer)
+    if TOKENS in made:
+        head = ModuleHead([made[TOKENS], Normalize(_TOKEN_FEATURE)], _TOKEN_FEATURE)
+        reference = HiddenStatesReference(backbone, tokenizer, head)
+        tasks["token_embed"] = Task("all", head, made[TOKENS].out_features, True, reference)
+    if SPARSE in made:
+        weights = _WeightsHead(made[SPARSE], weightless)
+        of_weights = _WeightsReference(backbone, tokenizer, weights)
+        tasks[SPARSE_EMBED] = Task("token-weights", weights, COLUMNS, False, of_weights, words=len(tokenizer))
+    if made.keys() == {SPARSE, TOKENS} and _fits_hybrid(tasks, hidden):
+        hybrid = _HybridHead(tasks["embed"].head, tasks["token_embed"].head, weights)
+        of_all = _HybridReference(backbone, tokenizer, hybrid)
+        tasks[HYBRID_EMBED] = Task("hybrid", hybrid, hidden + COLUMNS, False, of_all)
+    parts = parts | {"tasks": tasks} | _scored(path, parts, tasks, score_type)
+    if TOKENS in made:
+        # The first token stands for the whole text, and is no vector among those of tokens.
+        for role in ("query", "document", "text"):
+            rules: RoleRules = parts[role]
+            parts[role] = replace(rules, pool_first=False)
+    return parts
+
+
+def _scored(
+    path: str, parts: dict[str, Any], tasks: dict[str, Task], score_type: ScoreType
+) -> dict[str, Any]:
+    match score_type:
+        case ScoreType.SPARSE:
+            return {"score_task": SPARSE_EMBED, "similarity": "sparse"}
+        case ScoreType.LATE_INTERACTION:
+            return {"score_task": "token_embed", "similarity": "meanmaxsim"}
+        case ScoreType.HYBRID if HYBRID_EMBED in tasks:
+            return {"score_task": HYBRID_EMBED, "similarity": "hybrid"}
+        case ScoreType.HYBRID:
+            raise ModelLoadError(
+                f"{path!r} cannot be scored in a hybrid way: its dense vectors must be normalised first "
+                "tokens, and as long as the vectors of its tokens"
+            )
+    return {}
+
+
+def _fits_hybrid(tasks: Mapping[str, Task], hidden: int) -> bool:
+    dense = tasks["embed"]
+    same = dense.dim == tasks["token_embed"].dim == hidden
+    return same and dense.pooling == "cls" and dense.normalised
+
+
+def _named(layers: set[str]) -> str:
+    return " and ".join(sorted(layers))
+
+
+def _layer(path: str, name: str, file: Path, hidden: int) -> Dense:
+    """One of the layers, float32. A pickle is opened as weights alone, which runs no code."""
+    try:
+        pickled = file.suffix == ".pt"
+        tensors = torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file)
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    except Exception as error:
+        raise ModelLoadError(f"cannot read {file.name} of {path!r}: {error}") from error
+    size = shapes.get("bias", (0,))[0] if shapes.get("bias") else 0
+    wanted = {"weight": (1 if name == SPARSE else size, hidden), "bias": (1 if name == SPARSE else size,)}
+    if shapes != wanted or size == 0:
+        raise ModelLoadError(
+            f"{file.name} of {path!r} has the tensors {shapes}, and not a weight and a bias for {hidden} "
+            "numbers"
+        )
+    refuse_not_finite(path, [(f"{file.name}/{key}", tensor) for key, tensor in tensors.items()])
+    activation = torch.nn.ReLU() if name == SPARSE else torch.nn.Identity()
+    dense = Dense(
+        hidden,
+        size,
+        bias=True,
+        activation_function=activation,
+        module_input_name=_TOKEN_FEATURE,
+        module_output_name=_TOKEN_FEATURE,
+    )
+    dense.linear.load_state_dict({key: tensor.float() for key, tensor in tensors.items()})
+    return dense.eval().requires_grad_(False)
+
+
+def _weightless(tokenizer: Any) -> NDArray[np.int64]:
+    """The special tokens that FlagEmbedding gives no weight."""
+    ids = (
+        tokenizer.cls_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+    )
+    return np.array(sorted({each for each in ids if each is not None}), dtype=np.int64)
+
+
+class _WeightsHead(ModuleHead, TokenWeights):
+    def __init__(self, layer: Dense, weightless: NDArray[np.int64]) -> None:
+        super().__init__([layer], _TOKEN_FEATURE)
+        self.weightless = weightless
+
+    def __str__(self) -> str:
+        return f"{SPARSE} and relu"
+
+
+class _HybridHead(ModuleHead, HybridHead):
+    def __init__(self, dense: Any, tokens: Any, weights: _WeightsHead) -> None:
+        super().__init__([*dense.modules, *tokens.modules, *weights.modules], _TOKEN_FEATURE)
+        self._dense, self._tokens, self._weights = dense, tokens, weights
+        self.weightless = weights.weightless
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self._tokens(rows), self._weights(rows)], dim=1)
+
+    def whole(self, rows: torch.Tensor) -> torch.Tensor:
+        vectors: torch.Tensor = self._dense(rows)
+        return vectors
+
+    def __str__(self) -> str:
+        return f"{TOKENS}, {SPARSE} and the dense vector"
+
+
+class _WeightsReference:
+    """Each token's greatest weight by ascending id, [entries, 1], plainly."""
+
+    def __init__(self, backbone: Any, tokenizer: Any, head: _WeightsHead) -> None:
+        self._backbone = backbone
+        self._tokenizer = tokenizer
+        self._head = head
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor:
+        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
+        weights = self._head(self._backbone(**inputs).last_hidden_state[0].float())[:, 0]
+        greatest: dict[int, torch.Tensor] = {}
+        for token, weight in zip(sequence.tokens.ids.tolist(), weights, strict=True):
+            if token not in self._head.weightless:
+                greatest[token] = torch.maximum(greatest.get(token, weight), weight)
+        if not greatest:
+            return weights.new_empty(0, 1)
+        return torch.stack([greatest[token] for token in sorted(greatest)])[:, None]
+
+
+class _HybridReference:
+    """The vector of each token, the first that of the whole text, and at the first of each id its greatest
+    weight, [tokens, dim + 1], plainly."""
+
+    def __init__(self, backbone: Any, tokenizer: Any, head: _HybridHead) -> None:
+        self._backbone = backbone
+        self._tokenizer = tokenizer
+        self._head = head
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor:
+        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
+        hidden = self._backbone(**inputs).last_hidden_state[0].float()
+        made = self._head(hidden).clone()
+        made[:1, :-1] = self._head.whole(hidden[:1])
+        ids = sequence.tokens.ids.tolist()
+        weights = torch.zeros(len(ids), device=made.device)
+        for token in set(ids) - set(self._head.weightless.tolist()):
+            at = [i for i, each in enumerate(ids) if each == token]
+            weights[at[0]] = made[at, -1].max()
+        made[:, -1] = weights
+        return made

@@ -1,0 +1,95 @@
+"""What routes answer where a model gives sparse vectors: text-embeddings-inference's /embed_sparse, and
+errors that name it on the others."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from maxsimd.engine import EngineConfig
+from tests.checkpoints import sparse_encoders
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEXTS = ["Paris is in France.", "Berlin is in Germany."]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(checkpoints: SharedCheckpoints) -> AsyncIterator[RecordingEngine]:
+    path = checkpoints(sparse_encoders.opensearch_v3)
+    async with RecordingEngine(EngineConfig(model=path, dtype="float32", threads=1)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def caller(engine: RecordingEngine) -> Caller:
+    return Caller(engine)
+
+
+async def weights(engine: RecordingEngine, texts: list[str], role: Any = None) -> list[list[dict[str, Any]]]:
+    result = await engine.embed_sparse(texts, input_type=role)
+    return [
+        [
+            {"index": index, "value": pytest.approx(value, abs=1e-5)}
+            for index, value in zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
+        ]
+        for vector in result.embeddings
+    ]
+
+
+@pytest.mark.parametrize("path", ["/embed_sparse", "/"])
+async def test_weights_are_a_bare_list_of_lists(caller: Caller, engine: RecordingEngine, path: str) -> None:
+    answer = await caller.json(path, {"inputs": TEXTS})
+    assert answer == await weights(engine, TEXTS)
+    assert all(len(each) > 10 for each in answer)
+    assert await caller.json(path, {"inputs": TEXTS[0]}) == await weights(engine, TEXTS[:1])
+
+
+async def test_queries_and_documents_may_be_read_differently(caller: Caller, engine: RecordingEngine) -> None:
+    for role in ("query", "document"):
+        answer = await caller.json("/embed_sparse", {"inputs": TEXTS, "input_type": role})
+        assert answer == await weights(engine, TEXTS, role)
+    wrong = await caller.post("/embed_sparse", {"inputs": TEXTS, "input_type": "poem"})
+    assert (wrong.status, error_of(wrong)["param"]) == (400, "input_type")
+
+
+async def test_it_says_that_a_text_was_cut_and_what_it_took(caller: Caller) -> None:
+    answer = await caller.post("/embed_sparse", {"inputs": "word " * 2000, "truncate": True})
+    assert answer.status == 200
+    assert "x-compute-tokens" in answer.headers
+    assert "cut" in answer.headers["x-maxsimd-warnings"]
+    refused = await caller.post("/embed_sparse", {"inputs": "word " * 2000, "truncate": False})
+    assert refused.status in (400, 413)
+
+
+async def test_invocations_are_told_by_their_fields(caller: Caller, engine: RecordingEngine) -> None:
+    assert await caller.json("/invocations", {"inputs": TEXTS}) == await weights(engine, TEXTS)
+
+
+async def test_routes_for_other_vectors_refuse_and_say_what_there_is(caller: Caller) -> None:
+    for path in ("/v1/embeddings", "/v1/multi-vector"):
+        refused = await caller.post(path, {"input": TEXTS})
+        assert refused.status == 400
+        assert "sparse_embed" in error_of(refused)["message"]
+    pooled = await caller.post("/pooling", {"input": TEXTS})
+    assert pooled.status == 400
+    assert "/embed_sparse" in error_of(pooled)["message"]
+
+
+async def test_it_says_what_it_is(caller: Caller) -> None:
+    info = json.loads((await caller.ask("GET", "/info")).body)
+    assert info["model_type"] == {"embedding": {"pooling": "splade"}}
+
+
+async def test_it_ranks(caller: Caller, engine: RecordingEngine) -> None:
+    documents = ["What a word is.", *TEXTS]
+    answer = await caller.json("/rerank", {"query": "Where is Paris?", "documents": documents})
+    scores = (await engine.score("Where is Paris?", documents)).scores
+    ranked = {one["index"]: one["relevance_score"] for one in answer["results"]}
+    assert ranked == pytest.approx(dict(enumerate(scores)))
+    refused = await caller.post("/rerank", {"query": "q", "documents": documents, "normalize": True})
+    assert refused.status == 400
