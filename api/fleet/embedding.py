@@ -52,7 +52,7 @@ class EmbedJob:
         """The request has no more: a token is at least a character."""
         return sum(_size(text) + MOST_AROUND for text in self.texts)
 
-    def question_of_all(self, task: Literal["token_embed", "sparse_embed"]) -> Embed:
+    def question_of_all(self, task: Literal["embed", "token_embed", "sparse_embed"]) -> Embed:
         """What an engine is asked about all texts."""
         return Embed(texts=sent_inputs(self.texts), run=self._run, task=task, **self._options)
 

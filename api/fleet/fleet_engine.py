@@ -250,7 +250,7 @@ class FleetEngine:
         given = as_inputs(texts, self.facts.reads_pictures)
         if options.get("late_chunking") or options.get("chunks") is not None:
             # All texts are one document, which one engine reads.
-            whole = EmbedJob(given, options).question_of_all(per_token=False)
+            whole = EmbedJob(given, options).question_of_all("embed")
             return cast("Embedded", await self._whole(whole, options.get("timeout"))).result
 
         async def embedded_by_one_kind(left: float | None) -> EmbedResult:
