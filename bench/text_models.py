@@ -33,9 +33,20 @@ def mpnet_base(folder: Path, layers: int) -> str:
     return _saved(folder, MPNetModel, MPNetConfig(num_hidden_layers=layers, max_position_embeddings=514))
 
 
+_T5_BASE: dict[str, Any] = {"vocab_size": 30522, "d_model": 768, "d_ff": 3072, "num_heads": 12}
+
+
+def t5_base(folder: Path, layers: int) -> str:
+    """The encoder of sentence-transformers/sentence-t5-base and gtr-t5-base."""
+    from transformers import T5Config, T5EncoderModel
+
+    return _saved(folder, T5EncoderModel, T5Config(**_T5_BASE, num_layers=layers))
+
+
 SHAPES: dict[str, Callable[[Path, int], str]] = {
     "deberta-v3-base": deberta_v3_base,
     "mpnet-base": mpnet_base,
+    "t5-base": t5_base,
 }
 
 
