@@ -28,7 +28,7 @@ GROUPED_ROWS = Arrangement(groups_whole=True, groups_shared=True, row_multiple=R
 
 
 class GroupedMetadata(AttentionMetadata):
-    """Which keys of each group are padding."""
+    """Which keys of each group are padding, and how far apart positions are, for ALiBi."""
 
     @cached_property
     def hidden_keys(self) -> dict[Group, torch.Tensor]:
@@ -42,6 +42,18 @@ class GroupedMetadata(AttentionMetadata):
                 columns = torch.arange(shortest, group.length, device=self.device)
                 hidden[group] = (columns[None, :] >= keys[:, None])[:, None, None, :]
         return hidden
+
+    @cached_property
+    def distances(self) -> dict[int, torch.Tensor]:
+        """How many positions tokens are apart, float32 [length, length], for each length that was asked
+        for by a layer before."""
+        return {}
+
+    def distances_in(self, length: int) -> torch.Tensor:
+        """These distances for groups of one length."""
+        if length not in self.distances:
+            self.distances[length] = distances(length, length, False, self.device)
+        return self.distances[length]
 
 
 G = TypeVar("G", bound=GroupedMetadata)
@@ -120,7 +132,7 @@ def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.T
     values = value.reshape(n * heads, group.length, value.shape[-1])
     if qkv.slopes is not None:  # in float32, because what is lost by distance is larger than what differs
         weights = weights.float()
-        apart = distances(tokens, group.length, False, weights.device)
+        apart = metadata.distances_in(group.length)[:tokens]
         weights.addcmul_(qkv.slopes[:, None, None], apart, value=-1)
     _hide(weights, group, qkv.window, metadata)
     softmax = torch.softmax(weights, dim=-1).to(values.dtype)
