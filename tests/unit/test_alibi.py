@@ -1,9 +1,18 @@
 """ALiBi as a bias by distance, which attention takes as it takes T5's."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
+from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.execution.attention.interface import NAME, register
+from maxsimd.engine.execution.fused_layers.bert import fused_self_attention
 from maxsimd.engine.models.alibi import bias_for, slopes_of
+from maxsimd.engine.models.jina_bert import JinaBertConfig, JinaBertSelfAttention
+from tests.checkpoints import jina
+from tests.checkpoints.shared import SharedCheckpoints
 
 CPU = torch.device("cpu")
 
@@ -21,3 +30,30 @@ def test_one_table_serves_many_lengths() -> None:
     assert bias_for(4, 3, CPU) is bias_for(4, 65, CPU)
     assert bias_for(4, 66, CPU) is bias_for(4, 129, CPU)
     assert bias_for(4, 66, CPU) is not bias_for(4, 65, CPU)
+
+
+def test_a_fused_layer_does_not_take_its_place() -> None:
+    """It would leave the bias out."""
+    config = JinaBertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    register()
+    config._attn_implementation = NAME
+    assert fused_self_attention(JinaBertSelfAttention(config).eval()) is None
+
+
+PLAIN_TORCH = {"kernels": "torch"}
+NOT_PACKED = {"packing": "off"}
+
+
+@pytest.mark.parametrize("settings", [PLAIN_TORCH, NOT_PACKED], ids=["plain torch", "not packed"])
+async def test_however_it_is_run_it_embeds_alike(
+    settings: dict[str, Any], checkpoints: SharedCheckpoints
+) -> None:
+    texts = ["one", "a few more words than one", "words " * 60, "three words here"]
+    embeddings = []
+    for each in ({}, settings):
+        config = EngineConfig(model=checkpoints(jina.embeddings_v2_code), dtype="float32", threads=1, **each)
+        async with Engine(config) as engine:
+            packed = engine.device_model.prepared.not_packed is None
+            assert packed == (each is not NOT_PACKED)
+            embeddings.append((await engine.embed(texts)).embeddings)
+    np.testing.assert_allclose(*embeddings, atol=2e-6, rtol=1e-5)
