@@ -231,6 +231,8 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("inputs", "fewer", _tokenizer(lambda one: setattr(one, "model_input_names", ["input_ids"]))),
     ("prompt", "another", _rules(prompt="passage: ")),
     ("prompt pooled", "not", _rules(pool_prompt=False)),
+    ("special tokens pooled", "not", _rules(pool_specials=False)),
+    ("special tokens pooled", "all but the first", _rules(pool_first=False)),
     ("fixed tokens", "in front", _rules(leading_ids=np.array([7], dtype=np.int32))),
     ("fixed tokens", "behind", _rules(trailing_ids=np.array([7], dtype=np.int32))),
     ("expansion", "some", _rules(expansion=Expansion(9, 1, True, True))),

@@ -8,6 +8,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from maxsimd.api.fleet.embedding import EmbedJob
+from maxsimd.api.fleet.engine_answers import EngineAnswers
+from maxsimd.api.fleet.messages import (
+    Ask,
+    EmbeddedSparse,
+    Reply,
+    decode_to_engine,
+    decode_to_front,
+    encode,
+)
 from maxsimd.engine import EngineConfig
 from tests.checkpoints import sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
@@ -93,3 +103,20 @@ async def test_it_ranks(caller: Caller, engine: RecordingEngine) -> None:
     assert ranked == pytest.approx(dict(enumerate(scores)))
     refused = await caller.post("/rerank", {"query": "q", "documents": documents, "normalize": True})
     assert refused.status == 400
+
+
+async def test_an_engine_of_several_answers_its_front_alike(engine: RecordingEngine) -> None:
+    question = EmbedJob(tuple(TEXTS), {"input_type": "query"}).question_of_all("sparse_embed")
+    asked = decode_to_engine(encode(Ask(1, question)))
+    assert isinstance(asked, Ask)
+
+    async def nothing_before(answer: object) -> None:
+        raise AssertionError(answer)
+
+    answer = await EngineAnswers(engine)(asked.question, nothing_before)
+    arrived = decode_to_front(encode(Reply(1, answer))).answer
+    assert isinstance(arrived, EmbeddedSparse)
+    expected = (await engine.embed_sparse(TEXTS, input_type="query")).embeddings
+    for found, right in zip(arrived.result.embeddings, expected, strict=True):
+        assert found.indices.tolist() == right.indices.tolist()
+        assert found.values.tolist() == pytest.approx(right.values.tolist())
