@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers.base.modules import Dense
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
     AutoTokenizer,
     Gemma2Config,
     Gemma2Model,
@@ -170,6 +172,23 @@ def gte_qwen2(folder: Path) -> str:
         auto_map={"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"},
         is_causal=False,
     )
+
+
+def both_ways(folder: Path, kind: str) -> str:
+    """A language model of transformers whose config says `is_causal: false`, and no more: mean pooling."""
+    size = byte_level_bpe(folder, _QWEN, "$A", "$A $B", model_max_length=2048)
+    config = CONFIG_MAPPING[kind](
+        vocab_size=size,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        sliding_window=None,
+        pad_token_id=0,
+        **SIZES,
+    )
+    spread(AutoModel.from_config(config)).save_pretrained(folder)
+    _modules(folder, {"pooling_mode_mean_tokens": True}, {})
+    return _published(folder, is_causal=False)
 
 
 def _heads(count: int) -> dict[str, torch.Tensor]:

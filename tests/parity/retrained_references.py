@@ -11,6 +11,9 @@ import torch
 from sentence_transformers import MultiVectorEncoder
 from torch.nn.functional import conv1d, normalize, scaled_dot_product_attention, silu
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_MAPPING,
+    AutoTokenizer,
     Gemma2Config,
     Gemma2Model,
     LlamaConfig,
@@ -100,6 +103,13 @@ def nemotron_embed(path: str) -> PlainEmbedder:
     model = BothWays(path, LlamaModel, LlamaConfig)
     prompts = {"query": "query: ", "document": "passage: "}
     return PlainEmbedder(lambda text: model.states(text).mean(0), prompts)
+
+
+def mean_of_both_ways(path: str) -> PlainEmbedder:
+    """The mean of the states of any language model that transformers has."""
+    config = CONFIG_MAPPING[_config(path)["model_type"]]
+    model = BothWays(path, MODEL_MAPPING[config], config, tokenizer=AutoTokenizer.from_pretrained(path))
+    return PlainEmbedder(lambda text: model.states(text).mean(0), {})
 
 
 def voyage_4_nano(path: str) -> PlainEmbedder:

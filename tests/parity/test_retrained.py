@@ -3,6 +3,7 @@ is refused."""
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,42 @@ async def test_a_llama_reranker_activates_as_its_config_says(
     path = changed(retrained.nemotron_rerank, sentence_transformers={"activation_fn": "torch.nn.Sigmoid"})
     reference = references.nemotron_rerank(path, *_texts(pairs[:20]))
     np.testing.assert_allclose(await _scores(path, pairs[:20]), 1 / (1 + np.exp(-reference)), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma"])
+async def test_a_language_model_that_says_it_is_not_causal_reads_both_ways(
+    kind: str, checkpoints: SharedCheckpoints, pairs: list[Pair]
+) -> None:
+    path = checkpoints(partial(retrained.both_ways, kind=kind))
+    reference = references.cosines(path, *_texts(pairs[:20]), references.mean_of_both_ways)
+    async with Engine(EngineConfig(model=path, dtype="float32")) as engine:
+        assert engine.device_model.prepared.not_packed is None
+        queries, documents = _texts(pairs[:20])
+        ours = (await engine.score(queries, documents, truncation=CUT_LONG)).scores
+    np.testing.assert_allclose(ours, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("build", "execution", "reference"),
+    [
+        (retrained.nemotron_rerank, "padded", references.nemotron_rerank),
+        (
+            retrained.lfm2_5_embedding,
+            "padded",
+            partial(references.cosines, model=references.lfm2_5_embedding),
+        ),
+        (retrained.lfm2_5_colbert, "one by one", references.maxsims),
+    ],
+)
+async def test_they_run_without_packing_too(
+    build: Build, execution: str, reference: Any, checkpoints: SharedCheckpoints, pairs: list[Pair]
+) -> None:
+    path = checkpoints(build)
+    async with Engine(EngineConfig(model=path, dtype="float32", packing="off")) as engine:
+        assert engine.device_model.prepared.execution == execution
+        queries, documents = _texts(pairs[:20])
+        ours = (await engine.score(queries, documents, truncation=CUT_LONG)).scores
+    np.testing.assert_allclose(ours, reference(path, *_texts(pairs[:20])), atol=1e-4)
 
 
 async def test_a_classifier_that_reads_both_ways_looks_at_the_last_token(

@@ -31,7 +31,7 @@ def sample_layers(backbone: Any) -> Iterator[None]:
     indices = _one_of_each_kind(layers, backbone.config)
     sample = nn.ModuleList(layers[i] for i in indices)
     setattr(parent, name, sample)
-    named = getattr(backbone.config, _KINDS, None)
+    named = _kinds_named(backbone.config, len(layers))
     if named:
         setattr(backbone.config, _KINDS, [named[i] for i in indices])
     deep = getattr(backbone, _DEEP, None)
@@ -63,10 +63,16 @@ def _layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
     return lists[0] if len(lists) == 1 and len(lists[0][2]) > 2 else None
 
 
+def _kinds_named(config: Any, count: int) -> list[Any] | None:
+    """What a config calls the kind of each of its `count` layers, if it says so in a field of its own."""
+    named = vars(config).get(_KINDS)
+    return named if isinstance(named, list) and len(named) == count else None
+
+
 def _one_of_each_kind(layers: nn.ModuleList, config: Any) -> list[int]:
     """The indices of the shortest run of first layers that has all kinds, and of the last layer."""
     others = list(layers)[:-1]
-    named = getattr(config, _KINDS, None) or [None] * len(layers)
+    named = _kinds_named(config, len(layers)) or [None] * len(layers)
     kinds = [(_kind(layer), name) for layer, name in zip(others, named, strict=False)]
     enough = max(kinds.index(kind) for kind in set(kinds)) + 1
     return [*range(enough), len(layers) - 1]
