@@ -48,7 +48,6 @@ from maxsimd.engine.results.postprocess import (
 )
 from maxsimd.engine.results.scores import ScoredPairs, score_call
 from maxsimd.engine.results.stream import Arrived, ScoreStream
-from maxsimd.engine.runtime import ValuesArrived
 from maxsimd.engine.validation import (
     Scorable,
     Scored,
@@ -57,7 +56,6 @@ from maxsimd.engine.validation import (
     as_scored,
     as_texts,
     as_truncation,
-    check_dimensions,
     check_options,
     check_paired,
     check_task,
@@ -261,10 +259,8 @@ class Engine(EngineLife):
         """One vector of each text's token vectors."""
         of_tokens = replace(request, task="token_embed", takes_cached=True)
         prepared, values = await self._texts(of_tokens, None, options)
-        cache = self.device_model.cache
-        return await asyncio.to_thread(
-            lambda: encoded_result(prepared, values, muvera, request.input_type == "query", cache)
-        )
+        is_query, cache = request.input_type == "query", self.device_model.cache
+        return await asyncio.to_thread(encoded_result, prepared, values, muvera, is_query, cache)
 
     async def embed_tokens(
         self,
@@ -291,9 +287,8 @@ class Engine(EngineLife):
             max_tokens=max_tokens,
         )
         options = RunOptions(priority, tenant, timeout, progress)
-        model = self.model
         prepared, values = await self._texts(request, dimensions, options)
-        normalised = model.tasks["token_embed"].normalised
+        normalised = self.model.tasks["token_embed"].normalised
         return await aside(
             lambda: token_embed_result(prepared, values, dimensions, normalised), work_in(values)
         )
@@ -392,24 +387,6 @@ class Engine(EngineLife):
         except (EngineNotReadyError, EngineDeadError):
             # It has stopped meanwhile, and is not needed any more.
             return await asyncio.to_thread(scored.explanations, documents)
-
-    async def _texts(
-        self, request: EmbedRequest, dimensions: int | None, options: RunOptions
-    ) -> tuple[Prepared, Values]:
-        running = self._require()
-        check_task(request.task, self.model.tasks)
-        check_dimensions(dimensions, self.model.tasks[request.task].dim)
-        self.metrics.request_documents.observe(len(request.texts))
-        return await running.run(lambda ids: running.preprocessor.embed(request, ids), request, options)
-
-    async def _pairs(
-        self, request: ScoreRequest, options: RunOptions, arrived: ValuesArrived | None = None
-    ) -> tuple[Prepared, Values]:
-        running = self._require()
-        self.metrics.request_documents.observe(len(request.documents))
-        return await running.run(
-            lambda ids: running.preprocessor.score(request, ids, options.on_error), request, options, arrived
-        )
 
 
 # What `rerank` has where its caller leaves out an option of `score`.

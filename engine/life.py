@@ -1,6 +1,6 @@
 """An engine's life: started, running, dead, stopped, and started again; and what it can be asked at any time.
 
-What it is for, scoring and embedding, is in `engine`."""
+What it is for, scoring and embedding, is in `engine`; how that is run, here."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,14 @@ from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, EngineRunningError
 from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.preprocess import Prepared
 from maxsimd.engine.preprocess.chat import chat_text
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
-from maxsimd.engine.runtime import Running, bury, launch
+from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Values
+from maxsimd.engine.runtime import Running, ValuesArrived, bury, launch
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant, TenantLimits
-from maxsimd.engine.validation import as_config
+from maxsimd.engine.validation import as_config, check_dimensions, check_task
 
 T = TypeVar("T")
 
@@ -165,6 +167,24 @@ class EngineLife:
         """Runs something that blocks in the engine's thread pool, where small work goes before large; `size`
         is about how many characters it reads or writes."""
         return await self._require().in_pool(function, size)
+
+    async def _texts(
+        self, request: EmbedRequest, dimensions: int | None, options: RunOptions
+    ) -> tuple[Prepared, Values]:
+        running = self._require()
+        check_task(request.task, self.model.tasks)
+        check_dimensions(dimensions, self.model.tasks[request.task].dim)
+        self.metrics.request_documents.observe(len(request.texts))
+        return await running.run(lambda ids: running.preprocessor.embed(request, ids), request, options)
+
+    async def _pairs(
+        self, request: ScoreRequest, options: RunOptions, arrived: ValuesArrived | None = None
+    ) -> tuple[Prepared, Values]:
+        running = self._require()
+        self.metrics.request_documents.observe(len(request.documents))
+        return await running.run(
+            lambda ids: running.preprocessor.score(request, ids, options.on_error), request, options, arrived
+        )
 
     def _let_go(self) -> Running | None:
         running, self._running = self._running, None

@@ -77,7 +77,7 @@ class JinaBertSelfAttention(nn.Module):
         query, key, value = (
             x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2) for x in (query, key, value)
         )
-        longest = query.shape[2] if step_attention is None else step_attention.metadata.layout.longest
+        longest = query.shape[2] if step_attention is None else step_attention.longest
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )

@@ -26,6 +26,11 @@ class StepAttention(Generic[M]):
     metadata: M
     cls_only: ClsOnlyLastLayer | None = None
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest whole sequence of the step."""
+        return self.metadata.layout.longest
+
     def of_layer(self, module: Any, qkv: QKV) -> torch.Tensor:
         """What the attention `module` of a layer gives: [rows, heads, head_dim]. Raises NotImplementedError
         for relative positions if the backend lacks them."""
