@@ -50,7 +50,7 @@ def ray_session(address: str | None, num_cpus: float, shows_log: bool = False) -
             ray.shutdown()
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray has its workers give way to all other processes; here they are what the machine is for.
+    # Ray runs its workers at a low priority; here they are what the machine is for.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Its sockets' names must be short.
     folder = tempfile.mkdtemp(prefix="maxsimd-ray-")
