@@ -17,7 +17,7 @@ from tests.parity.families import FAMILIES, LISTWISE
 HELD = Path(__file__).with_name("held.txt")
 # Whose libraries make the host wait within a step and cannot be told not to: those that run padded, and token
 # pooling, which forms clusters on the host.
-MAY_WAIT = {"SGPT", "native multi-vector, token pooling"}
+MAY_WAIT = {"SGPT", "native multi-vector, token pooling", "LFM2-ColBERT"}
 # The same of passes over pictures: towers of Qwen-VL and of Idefics3.
 TOWERS_WAIT = {
     "colqwen2", "colqwen2_5", "colqwen3", "qwen3_vl_embedding", "colmodernvbert", "colsmol",

@@ -27,8 +27,8 @@ published format and compares with the library that the model card uses: float32
 """
 
 _INSPECTION = """
-Other models of these architectures load alike. What can be served, as `maxsimd inspect --supported` lists it; a
-model of another architecture is refused with a message that lists it, too:
+Other models of these architectures load alike. This is what can be served, as `maxsimd inspect --supported`
+lists it; a model of another architecture is refused with a message that lists it, too:
 
 {served}
 
