@@ -4,6 +4,7 @@ import time
 
 _STARTED = time.perf_counter()  # before the imports below, which take seconds
 
+import dataclasses
 import json
 import os
 import re
@@ -68,9 +69,16 @@ def version() -> None:
 @config_file_option
 @options_from(EngineConfig, exclude=frozenset({"model"}))
 @click.option("--check", is_flag=True, help="Say what was compared at load, and how far it was off.")
+@click.option("--supported", is_flag=True, help="List what can be served instead, by architecture.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(check: bool, as_json: bool, **values: Any) -> None:
+def inspect(check: bool, supported: bool, as_json: bool, **values: Any) -> None:
     """Says what would be done with MODEL, without serving it."""
+    if supported:
+        from maxsimd.engine.checkpoint.served import SERVED, as_lines
+
+        rows_of_table = [dataclasses.asdict(row) for row in SERVED]
+        click.echo(json.dumps(rows_of_table, indent=2) if as_json else "\n".join(as_lines()))
+        return
     config = config_from(EngineConfig, values)
     from maxsimd.engine.errors import ModelLoadError
     from maxsimd.engine.inspection import inspect_model, show

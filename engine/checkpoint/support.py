@@ -14,23 +14,14 @@ from maxsimd.engine.checkpoint.detect import (
 from maxsimd.engine.checkpoint.direction import says_both_ways
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.quantized.formats import format_of
-from maxsimd.engine.checkpoint.retrained import LAYERWISE, LLAMA_RERANKER, retrained
+from maxsimd.engine.checkpoint.retrained import retrained
+from maxsimd.engine.checkpoint.served import in_a_sentence
 from maxsimd.engine.checkpoint.translate import runs_as
 from maxsimd.engine.checkpoint.visual.two_towers import has_two_towers
 from maxsimd.engine.checkpoint.visual.vision_language import reads_pictures
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
 
-SUPPORTED = (
-    "encoders and decoders that transformers has (*Model), with sentence-transformers' modules or alone; "
-    "*ForSequenceClassification; *ForCausalLM that answer yes or no; "
-    f"{' and '.join(ENCODER_DECODERS)} that answer as monoT5 does; sentence-transformers, PyLate and "
-    "Stanford ColBERT (HF_ColBERT) saves; SPLADE (SparseEncoder saves, *ForMaskedLM); bge-m3; "
-    "without the code that they come with NewModel and GteModel, "
-    "JinaBertModel, XLMRobertaModel in its flash layout and NomicBertModel, also as classifiers; "
-    f"{LLAMA_RERANKER}; LlamaBidirectionalModel; Lfm2BidirectionalModel; voyage-4-nano; "
-    f"{', '.join(LAYERWISE)}; {LISTWISE}; {JINA_M0}; {', '.join(RETRIEVAL)}"
-)
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
 # would add a random projection.
 COLPALI_ENGINE = frozenset(
@@ -55,7 +46,9 @@ def refuse_unsupported(
     kind = files.config.get("model_type")
     if not files.config and files.modules:
         first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
-        raise ModelLoadError(f"{model!r} begins with a {first}, not a transformer; supported are {SUPPORTED}")
+        raise ModelLoadError(
+            f"{model!r} begins with a {first}, not a transformer; supported are {in_a_sentence()}"
+        )
     if is_visual(files) and files.architecture not in RETRIEVAL:
         raise ModelLoadError(
             f"{model!r} is a {files.architecture}; of such models {', '.join(RETRIEVAL)} can be served"
@@ -78,7 +71,7 @@ def refuse_unsupported(
         code = " It comes with code of its own, which trust_remote_code=True would run."
         raise ModelLoadError(
             f"{model!r} is a {files.architecture} of type {kind!r}, which transformers does not have."
-            f"{code if 'auto_map' in files.config else ''} Supported are {SUPPORTED}"
+            f"{code if 'auto_map' in files.config else ''} Supported are {in_a_sentence()}"
         )
     read_apart = files.architecture in (LISTWISE, JINA_M0, "HF_ColBERT") or is_visual(files)
     if format_of(model, files) is not None and read_apart:

@@ -5,7 +5,6 @@ Source: Press, Smith & Lewis 2022 (arXiv 2108.12409); the slopes for other numbe
 are those of its authors' code.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -27,19 +26,25 @@ def slopes_of(heads: int) -> list[float]:
     return slopes if power == heads else slopes + slopes_of(2 * power)[::2][: heads - power]
 
 
-def bias_for(heads: int, tokens: int, device: torch.device) -> PositionBias:
-    """What distances add to products in sequences of at most `tokens` tokens, in float32 whatever the
-    precision of a model: one table for all of its layers and many steps."""
-    reach = _LEAST_REACH
-    while reach + 1 < tokens:
-        reach *= 2
-    return _bias(heads, reach, device)
+class AlibiBias:
+    """What distances add to products in each of a model's `heads`: a table for all of its layers and many
+    steps, in float32 whatever the precision of the model."""
 
+    def __init__(self, heads: int) -> None:
+        self._slopes = slopes_of(heads)
+        self._tables: dict[tuple[int, torch.device], PositionBias] = {}
 
-@functools.cache
-def _bias(heads: int, reach: int, device: torch.device) -> PositionBias:
-    apart = torch.arange(-reach, reach + 1, device=device).abs().float()
-    return PositionBias(-torch.tensor(slopes_of(heads), device=device)[:, None] * apart)
+    def reaching(self, tokens: int, device: torch.device) -> PositionBias:
+        """The table for sequences of at most `tokens` tokens."""
+        reach = _LEAST_REACH
+        while reach + 1 < tokens:
+            reach *= 2
+        if (reach, device) not in self._tables:
+            apart = torch.arange(-reach, reach + 1, device=device).abs().float()
+            # One head at a time: a device takes numbers along, and would wait for a tensor of the host.
+            by_distance = torch.stack([apart * -slope for slope in self._slopes])
+            self._tables[reach, device] = PositionBias(by_distance)
+        return self._tables[reach, device]
 
 
 def eager_attention_forward(

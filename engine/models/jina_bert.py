@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceCl
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.bert.modeling_bert import BertPooler, BertSelfOutput
 
-from maxsimd.engine.models.alibi import bias_for, eager_attention_forward
+from maxsimd.engine.models.alibi import AlibiBias, eager_attention_forward
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"geglu": nn.GELU, "reglu": nn.ReLU}
 _Attended: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
@@ -63,13 +63,8 @@ class JinaBertSelfAttention(nn.Module):
             self.layer_norm_k = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        step_attention: Any = None,
-        **kwargs: Any,
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> _Attended:
-        """`step_attention` is given in packed steps, whose rows [1, rows, hidden] are several sequences."""
         query, key = self.query(hidden_states), self.key(hidden_states)
         if self.config.norms_queries_and_keys:
             query, key = self.layer_norm_q(query), self.layer_norm_k(key)
@@ -77,7 +72,6 @@ class JinaBertSelfAttention(nn.Module):
         query, key, value = (
             x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2) for x in (query, key, value)
         )
-        longest = query.shape[2] if step_attention is None else step_attention.longest
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -88,8 +82,6 @@ class JinaBertSelfAttention(nn.Module):
             value,
             attention_mask,
             scaling=self.head_dim**-0.5,
-            position_bias=bias_for(self.heads, longest, query.device),
-            step_attention=step_attention,
             **kwargs,
         )
         return attended.flatten(-2), weights
@@ -176,10 +168,14 @@ class JinaBertEncoder(nn.Module):
         super().__init__()
         kind = JinaBertNormedLayer if config.norms_queries_and_keys else JinaBertLayer
         self.layer = nn.ModuleList(kind(config) for _ in range(config.num_hidden_layers))
+        self._bias = AlibiBias(config.num_attention_heads)
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step_attention: Any = None, **kwargs: Any) -> torch.Tensor:
+        """`step_attention` is given in packed steps, whose rows [1, rows, hidden] are several sequences."""
+        longest = x.shape[1] if step_attention is None else step_attention.longest
+        bias = self._bias.reaching(longest, x.device)
         for layer in self.layer:
-            x = layer(x, **kwargs)
+            x = layer(x, position_bias=bias, step_attention=step_attention, **kwargs)
         return x
 
 

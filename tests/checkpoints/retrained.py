@@ -174,8 +174,17 @@ def gte_qwen2(folder: Path) -> str:
     )
 
 
-def both_ways(folder: Path, kind: str) -> str:
-    """A language model of transformers whose config says `is_causal: false`, and no more: mean pooling."""
+# The ways in which configs say that a model reads in both directions.
+_SAID = {
+    "is_causal": {"is_causal": False},
+    "field": {"use_bidirectional_attention": True},
+    "class": {"architectures": ["Qwen3BidirectionalModel"]},
+    "code": {"auto_map": {"AutoModel": "modeling_bidirectional.BidirectionalModel"}},
+}
+
+
+def both_ways(folder: Path, kind: str, said: str = "is_causal") -> str:
+    """A language model of transformers whose config says that it reads in both directions; mean pooling."""
     size = byte_level_bpe(folder, _QWEN, "$A", "$A $B", model_max_length=2048)
     config = CONFIG_MAPPING[kind](
         vocab_size=size,
@@ -188,7 +197,7 @@ def both_ways(folder: Path, kind: str) -> str:
     )
     spread(AutoModel.from_config(config)).save_pretrained(folder)
     _modules(folder, {"pooling_mode_mean_tokens": True}, {})
-    return _published(folder, is_causal=False)
+    return _published(folder, **_SAID[said])
 
 
 def _heads(count: int) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from maxsimd.engine import EngineConfig
+from maxsimd.engine.checkpoint.served import as_markdown
 from maxsimd.engine.inspection import inspect_model, show
 from tests.checkpoints import cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
@@ -26,8 +27,12 @@ published format and compares with the library that the model card uses: float32
 """
 
 _INSPECTION = """
-Other models of these architectures load alike, and a model that transformers does not have is refused with a
-message that says what is supported. Checkpoints whose weights are pickles need `--allow-pickle`, code of a
+Other models of these architectures load alike. This is what can be served, as `maxsimd inspect --supported`
+lists it; a model of another architecture is refused with a message that lists it, too:
+
+{served}
+
+Checkpoints whose weights are pickles need `--allow-pickle`, code of a
 checkpoint's own is never run without `--trust-remote-code`.
 
 ## Weights in other forms
@@ -130,7 +135,7 @@ def page(checkpoints: SharedCheckpoints) -> str:
     forms = _INTRODUCTION[_INTRODUCTION.index("| family") :] + "\n".join(
         _row(form, "test_stored_forms.py") for form in FORMS
     )
-    inspection = _INSPECTION.format(forms=forms)
+    inspection = _INSPECTION.format(forms=forms, served=as_markdown())
     parts = [f"{_INTRODUCTION}{rows}\n{inspection}```\n{default}\n```\n\nOf the tests' checkpoints:\n"]
     for family in [*FAMILIES, LISTWISE, *FORMS]:
         parts.append(_section(family.name, checkpoints(family.build), **family.settings))

@@ -108,7 +108,8 @@ def nemotron_embed(path: str) -> PlainEmbedder:
 def mean_of_both_ways(path: str) -> PlainEmbedder:
     """The mean of the states of any language model that transformers has."""
     config = CONFIG_MAPPING[_config(path)["model_type"]]
-    model = BothWays(path, MODEL_MAPPING[config], config, tokenizer=AutoTokenizer.from_pretrained(path))
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    model = BothWays(path, MODEL_MAPPING[config], config, tokenizer=tokenizer)
     return PlainEmbedder(lambda text: model.states(text).mean(0), {})
 
 

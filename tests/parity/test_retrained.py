@@ -141,11 +141,17 @@ async def test_a_llama_reranker_activates_as_its_config_says(
     np.testing.assert_allclose(await _scores(path, pairs[:20]), 1 / (1 + np.exp(-reference)), atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        *((kind, "is_causal") for kind in ("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma")),
+        *(("qwen3", said) for said in ("field", "class", "code")),
+    ],
+)
 async def test_a_language_model_that_says_it_is_not_causal_reads_both_ways(
-    kind: str, checkpoints: SharedCheckpoints, pairs: list[Pair]
+    kind: str, said: str, checkpoints: SharedCheckpoints, pairs: list[Pair]
 ) -> None:
-    path = checkpoints(partial(retrained.both_ways, kind=kind))
+    path = checkpoints(partial(retrained.both_ways, kind=kind, said=said))
     reference = references.cosines(path, *_texts(pairs[:20]), references.mean_of_both_ways)
     async with Engine(EngineConfig(model=path, dtype="float32")) as engine:
         assert engine.device_model.prepared.not_packed is None

@@ -9,7 +9,8 @@ import torch
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.execution.attention.interface import NAME, register
 from maxsimd.engine.execution.fused_layers.bert import fused_self_attention
-from maxsimd.engine.models.alibi import bias_for, slopes_of
+from maxsimd.engine.execution.fused_layers.trial import recorded
+from maxsimd.engine.models.alibi import AlibiBias, slopes_of
 from maxsimd.engine.models.jina_bert import JinaBertConfig, JinaBertSelfAttention
 from tests.checkpoints import jina
 from tests.checkpoints.shared import SharedCheckpoints
@@ -20,24 +21,30 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("tokens", [1, 64, 65, 66, 129, 130, 1_000])
 def test_the_bias_is_the_slope_times_the_distance(tokens: int) -> None:
     query = torch.zeros(1, 4, tokens, 8)
-    found = bias_for(4, tokens, CPU).terms(query, query, 1.0)
+    found = AlibiBias(4).reaching(tokens, CPU).terms(query, query, 1.0)
     apart = (torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]).abs()
     expected = torch.stack([-slope * apart for slope in slopes_of(4)])
     torch.testing.assert_close(found, expected)
 
 
 def test_one_table_serves_many_lengths() -> None:
-    assert bias_for(4, 3, CPU) is bias_for(4, 65, CPU)
-    assert bias_for(4, 66, CPU) is bias_for(4, 129, CPU)
-    assert bias_for(4, 66, CPU) is not bias_for(4, 65, CPU)
+    bias = AlibiBias(4)
+    assert bias.reaching(3, CPU) is bias.reaching(65, CPU)
+    assert bias.reaching(66, CPU) is bias.reaching(129, CPU)
+    assert bias.reaching(66, CPU) is not bias.reaching(65, CPU)
 
 
-def test_a_fused_layer_does_not_take_its_place() -> None:
-    """It would leave the bias out."""
+def test_a_fused_layer_hands_the_bias_on() -> None:
     config = JinaBertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
     register()
     config._attn_implementation = NAME
-    assert fused_self_attention(JinaBertSelfAttention(config).eval()) is None
+    fused = fused_self_attention(JinaBertSelfAttention(config).eval())
+    assert fused is not None
+    bias = AlibiBias(4).reaching(5, CPU)
+    x = torch.randn(1, 5, 32)
+    asked = recorded(lambda attention: fused(x, step_attention=attention, position_bias=bias)[0])
+    assert asked is not None
+    assert asked[0].relative is bias
 
 
 PLAIN_TORCH = {"kernels": "torch"}

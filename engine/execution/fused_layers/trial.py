@@ -21,7 +21,6 @@ class RecordedAttention:
     the same each time."""
 
     asked: list[QKV] = field(default_factory=list)
-    longest: int = ROWS
 
     def of_layer(self, module: Any, qkv: QKV) -> torch.Tensor:
         copies = {name: getattr(qkv, name).clone() for name in ("query", "key", "value")}

@@ -13,7 +13,7 @@ from maxsimd.engine.execution.relative.t5 import share_bias
 _PACKED: dict[str, type[PackedEncoder]] = {"DebertaV2Encoder": PackedDebertaV2, "MPNetEncoder": PackedMPNet}
 _STACKS = frozenset({"T5Stack", "MT5Stack"})
 # Models of ours, which hand their bias to any attention by themselves.
-_BIASED = frozenset({"JinaBertSelfAttention"})
+_BIASED = frozenset({"JinaBertEncoder"})
 
 
 def has_relative_positions(backbone: nn.Module) -> bool:
