@@ -4,7 +4,7 @@ import hashlib
 import logging
 import pickle
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -25,6 +25,17 @@ log = logging.getLogger("maxsimd.fleet")
 
 _NOTHING = Usage(0)
 Send = Callable[[Answer], Awaitable[None]]
+
+
+# Options of an engine that change when, where and how fast it scores, but no score.
+_DECIDE_NOTHING = frozenset(
+    {
+        *("offline", "device", "kernels", "maxsim", "attention", "cuda_graphs", "packing", "prefix_sharing"),
+        *("max_batch_tokens", "max_batch_sequences", "max_queued_tokens", "max_wait_seconds"),
+        *("max_request_tokens", "steps_in_flight", "step_timeout_seconds", "threads", "tokenizer_threads"),
+        *("cache_mb", "device_cache_mb", "cache_dir", "cache_disk_mb"),
+    }
+)
 
 
 class EngineAnswers:
@@ -174,13 +185,7 @@ def fingerprint_of(engine: Engine) -> str:
     # Where it runs, and the last digits of what was measured at load, decide nothing.
     facts = replace(engine.facts, device="", kernels="", findings=())
     config = engine.config
-    decides = (
-        version("maxsimd"),
-        facts,
-        config.model,
-        config.revision,
-        config.dtype,
-        config.quantization,
-        config.hybrid_weights,
-    )
+    names = (field.name for field in fields(config) if field.name not in _DECIDE_NOTHING)
+    settings = [(name, getattr(config, name)) for name in names]
+    decides = (version("maxsimd"), facts, settings)
     return hashlib.blake2b(repr(decides).encode(), digest_size=8).hexdigest()

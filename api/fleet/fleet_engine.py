@@ -136,8 +136,10 @@ class FleetEngine:
 
     def set_listed(self, listed: Sequence[Listed]) -> None:
         """These engines are meant to be there from now on; they may be more than the roster was made for."""
+        were_several = max(self._roster.most, self._roster.num_listed) > 1
         self._roster.set_listed(listed)
-        self.set_tenants(self._tenants)
+        if (max(self._roster.most, self._roster.num_listed) > 1) != were_several:
+            self.set_tenants(self._tenants)
 
     def check_rate(self, tenant: str) -> None:
         """Engines check rates themselves."""

@@ -120,6 +120,10 @@ async def _run(
         return await engine.classify(inputs, use_activation=use_activation is not False, **options)
     if task == "sparse_embed":
         raise InvalidRequestError("this model gives sparse vectors; use /embed_sparse", "model")
+    if task not in ("embed", "token_embed"):
+        raise InvalidRequestError(
+            "this model is scored by several embeddings of a text; name task embed or token_embed", "task"
+        )
     if use_activation is False:
         raise InvalidRequestError("use_activation=false is only for the task classify", "use_activation")
     dimensions = body.dimensions or body.output_dimension

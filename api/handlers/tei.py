@@ -24,10 +24,12 @@ from maxsimd.api.reading import (
     texts_to_rank,
 )
 from maxsimd.api.state import ServerState
-from maxsimd.engine import EmbedResult, InvalidRequestError
+from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.config import ScoreType
 
 _SHORTEST = 1e-12
+# What a word of a sparse answer takes on its way, in bytes: an object and two numbers.
+_BYTES_A_WORD = 120
 _VAIN = "normalize false changes nothing, because the model's own last layer normalises"
 
 
@@ -86,13 +88,21 @@ async def embed_sparse(
         tenant=tenant,
     )
 
+    num_words = sum(len(vector.indices) for vector in result.embeddings)
+    most = (state.config.max_bodies_mb << 20) // _BYTES_A_WORD
+    if num_words > most:
+        raise RequestTooLargeError(
+            f"the vectors have {num_words} words together, and an answer has room for {most}; send fewer "
+            "texts at a time"
+        )
+
     def build() -> list[list[wire_tei.SparseValue]]:
         return [
             [*map(wire_tei.SparseValue, vector.indices.tolist(), vector.values.tolist())]
             for vector in result.embeddings
         ]
 
-    answer = await wire_answer(build, sum(len(vector.indices) for vector in result.embeddings))
+    answer = await wire_answer(build, num_words)
     return headers.added_to(answer, result)
 
 
@@ -180,6 +190,11 @@ async def embed_or_compare(
     if compared is not None:
         return await similarity(state, compared, inputs, tenant)
     if state.engine.facts.tasks.keys() == {"sparse_embed"}:
+        for name in ("normalize", "dimensions"):
+            if getattr(body, name) not in (None, False):
+                raise InvalidRequestError(
+                    f"{name} is for dense vectors, and this model gives sparse ones", name
+                )
         return await embed_sparse(state, wire_tei.sparse_request_of(body), inputs, tenant)
     return await embed(state, body, inputs, tenant)
 

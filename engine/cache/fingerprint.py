@@ -171,7 +171,10 @@ def _modules(head: Head) -> list[object]:
     if isinstance(head, FirstColumns):
         return _modules(head.inner)
     if isinstance(head, WordsHead):
-        return [str(head), *map(repr, modules_of(head))]
+        looked_up = None
+        if head.static_weights is not None:
+            looked_up = digest_tensors([("static", head.static_weights)]), sorted(map(str, head.static_roles))
+        return [str(head), *map(repr, modules_of(head)), looked_up]
     if not isinstance(head, ModuleHead):
         raise TypeError(f"a {type(head).__name__} cannot be described for the cache")
     modules: list[Any] = list(head.modules)

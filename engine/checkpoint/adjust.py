@@ -43,8 +43,8 @@ def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
     if config.doc_token_pooling is not None:
         if model.score_task != "token_embed":
             raise ModelLoadError("doc_token_pooling is for late interaction")
-        # A text begins with a token that stands for all of it, a page with none.
-        left_alone = 1 if model.vision is None else 0
+        # A text begins with a token that stands for all of it, a page with none; nor is it among bge-m3's.
+        left_alone = 1 if model.vision is None and model.document.pool_first else 0
         pooling = merging_documents(config.doc_token_pooling, left_alone)
         model = replace(model, token_pooling=pooling)
     if config.hybrid_weights is not None:

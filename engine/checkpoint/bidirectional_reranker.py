@@ -63,6 +63,9 @@ class _Score(torch.nn.Module):
         logits: torch.Tensor = self.score(rows) / self.temperature
         return logits
 
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature}"
+
     def __str__(self) -> str:
         divided = "" if self.temperature == 1 else f", divided by {self.temperature:g}"
         return f"a linear score{divided}"

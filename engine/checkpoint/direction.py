@@ -21,7 +21,11 @@ _IN_NAMES = "bidirec"
 def says_both_ways(files: CheckpointFiles) -> bool:
     """Whether a checkpoint's config says that it reads in both directions, by a field or by the name of the
     class that it is run by."""
-    config = files.config
+    return config_says_both_ways(files.config)
+
+
+def config_says_both_ways(config: dict[str, Any]) -> bool:
+    """The same of a config alone."""
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         return True
     return any(_IN_NAMES in name.lower() for name in (str(config.get("model_type")), *_classes(config)))

@@ -111,6 +111,9 @@ class _LayerScore(torch.nn.Module):
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
+    def extra_repr(self) -> str:
+        return f"layer={self._layer}, softcap={self._softcap}"
+
     def __str__(self) -> str:
         return f"the score behind layer {self._layer}"
 

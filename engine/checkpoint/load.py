@@ -164,7 +164,7 @@ def _score_type(config: EngineConfig, files: CheckpointFiles) -> ScoreType:
 def _read_apart(files: CheckpointFiles) -> frozenset[str]:
     if files.architecture in COLPALI_ENGINE:
         return _PROJECTION
-    if has_projection(files.config):
+    if files.config_at_root and has_projection(files.config):
         return frozenset({"linear"})
     return _READ_APART.get(files.architecture, frozenset())
 

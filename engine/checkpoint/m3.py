@@ -101,6 +101,11 @@ def with_layers(
     made = {name: _layer(path, name, file, hidden).to(device) for name, file in layers.items()}
     weightless = _weightless(tokenizer)
     if TOKENS in made:
+        if tasks["embed"].pooling not in ("cls", "last"):
+            raise ModelLoadError(
+                f"{path!r} has {layers[TOKENS].name}, of which all tokens but the first take part, and pools "
+                f"{tasks['embed'].pooling}, in which all do; move that file away, or the pooling is another"
+            )
         head = ModuleHead([made[TOKENS], Normalize(_TOKEN_FEATURE)], _TOKEN_FEATURE)
         reference = HiddenStatesReference(backbone, tokenizer, head)
         tasks["token_embed"] = Task("all", head, made[TOKENS].out_features, True, reference)

@@ -14,7 +14,7 @@ from maxsimd.engine.checkpoint.detect import (
 from maxsimd.engine.checkpoint.direction import says_both_ways
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.quantized.formats import format_of
-from maxsimd.engine.checkpoint.retrained import retrained
+from maxsimd.engine.checkpoint.retrained import LAYERWISE, LLAMA_RERANKER, retrained
 from maxsimd.engine.checkpoint.served import in_a_sentence
 from maxsimd.engine.checkpoint.translate import runs_as
 from maxsimd.engine.checkpoint.visual.two_towers import has_two_towers
@@ -84,6 +84,8 @@ def refuse_unsupported(
             f"{model!r} is a Reformer whose config lacks num_buckets or hash_seed: the first text that it is "
             "given would decide how it reads all others, and chance how it reads each; set both"
         )
+    if files.architecture in (LLAMA_RERANKER, *LAYERWISE) and score_type is not ScoreType.CROSS_ENCODER:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a cross-encoder alone")
     if has_two_towers(files) and score_type is not ScoreType.BI_ENCODER:
         raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a bi-encoder alone")
     if is_bare and is_language_model(files) and says_both_ways(files):

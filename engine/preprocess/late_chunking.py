@@ -5,8 +5,9 @@ tokens and a prompt, goes with its first token where it is pooled at all, and wh
 its last: of a document that is one chunk, the vector is that of the whole text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -57,13 +58,15 @@ def as_document(texts: Sequence[Any], chunks: Any, late_chunking: bool) -> tuple
 
 
 def _checked(chunks: Any, length: int) -> Chunks:
-    pairs = [tuple(pair) if isinstance(pair, Sequence) else () for pair in chunks]
+    if not isinstance(chunks, Iterable):
+        raise InvalidRequestError("chunks must be pairs of numbers of characters", "chunks")
+    pairs = [tuple(pair) if isinstance(pair, Iterable) else () for pair in chunks]
     if not pairs:
         raise InvalidRequestError("chunks is empty; give at least one", "chunks")
     for i, pair in enumerate(pairs):
         if (
             len(pair) != 2
-            or not all(isinstance(each, int) for each in pair)
+            or not all(isinstance(each, Integral) for each in pair)
             or not 0 <= pair[0] < pair[1] <= length
         ):
             raise InvalidRequestError(
@@ -71,7 +74,7 @@ def _checked(chunks: Any, length: int) -> Chunks:
                 f"{length}",
                 "chunks",
             )
-    return tuple((start, stop) for start, stop in pairs)
+    return tuple((int(start), int(stop)) for start, stop in pairs)
 
 
 class LateChunking:

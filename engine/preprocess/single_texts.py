@@ -85,6 +85,8 @@ class TextStrategy:
         """What is cached of the texts, by their index, for a request that takes it from there: they must be
         read as documents are that are scored."""
         is_document = request.input_type == "document" and request.prompt_name is None
+        # Documents that are scored through windows, or of which some tokens are read, are cached as such.
+        is_document &= not request.truncation.windows and request.truncation.max_document_tokens is None
         if self._cache is None or not (request.takes_cached and is_document):
             return {}
         lookup = CacheLookup(self._cache, False, long_inputs, builder.own_length)

@@ -1,6 +1,7 @@
 """bge-m3: all that its layers give, read or not; and what is refused. Scores are in test_families.py, and
 beside FlagEmbedding's in tests/oracles."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.checkpoints import bi_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity import references
+from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -181,3 +183,28 @@ async def test_one_by_one_is_refused(path: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ModelLoadError, match="cannot be run one by one"):
         async with Engine(EngineConfig(model=path, dtype="float32", allow_pickle=True)):
             pass
+
+
+async def test_layers_beside_another_pooling_are_refused(
+    checkpoints: SharedCheckpoints, tmp_path: Path
+) -> None:
+    """Vectors of tokens leave the first one out, which the mean takes in."""
+    folder = checkpoints.copy(bi_encoders.bge_m3, tmp_path / "mean")
+    (pooling,) = folder.glob("*_Pooling/config.json")
+    said = json.loads(pooling.read_text(encoding="utf-8"))
+    if "pooling_mode" in said:
+        said["pooling_mode"] = "mean"
+    else:
+        said |= {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    pooling.write_text(json.dumps(said), encoding="utf-8")
+    assert "pools mean" in _refusal(folder, allow_pickle=True)
+    load_model(EngineConfig(model=str(folder), score_type="bi-encoder"), CPU)
+
+
+async def test_pooling_has_to_be_asked_for_one_of_several_embeddings(path: str) -> None:
+    config = EngineConfig(model=path, dtype="float32", score_type="hybrid", allow_pickle=True, threads=1)
+    async with RecordingEngine(config) as engine:
+        caller = Caller(engine)
+        refused = await caller.post("/pooling", {"input": ["a"]})
+        assert (refused.status, error_of(refused)["param"]) == (400, "task")
+        assert (await caller.post("/pooling", {"input": ["a"], "task": "embed"})).status == 200

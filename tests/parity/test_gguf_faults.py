@@ -61,6 +61,14 @@ def _written(path: Path, architecture: str, tensors: dict[str, Any]) -> Path:
     return path
 
 
+def test_a_config_beside_it_that_says_both_directions_is_refused(tmp_path: Path) -> None:
+    model = Path(gguf_models.qwen3_embedding(tmp_path))
+    folder = model if model.is_dir() else model.parent
+    (folder / "config.json").write_text('{"is_causal": false}', encoding="utf-8")
+    with pytest.raises(ModelLoadError, match="reads in both directions"):
+        load_model(EngineConfig(model=str(model)), CPU)
+
+
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     path = _written(tmp_path / "some.gguf", "mamba", {"token_embd.weight": np.zeros((2, 2), np.float32)})
     with pytest.raises(ModelLoadError, match=r"is a .mamba.; of GGUF files bert, gemma, llama, qwen2, qwen3"):

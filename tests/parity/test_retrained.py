@@ -71,6 +71,31 @@ def test_cutoff_layer_is_for_models_with_such_scores(checkpoints: SharedCheckpoi
         load_model(EngineConfig(model=checkpoints(cross_encoders.bert), cutoff_layer=2), CPU)
 
 
+@pytest.mark.parametrize("score_type", ["bi-encoder", "late-interaction"])
+def test_rerankers_with_scores_of_their_own_are_nothing_else(
+    score_type: Any, checkpoints: SharedCheckpoints
+) -> None:
+    for build in (retrained.bge_minicpm, retrained.nemotron_rerank):
+        config = EngineConfig(model=checkpoints(build), score_type=score_type)
+        with pytest.raises(ModelLoadError, match="can be a cross-encoder alone"):
+            load_model(config, CPU)
+
+
+def test_a_projection_that_nothing_reads_is_refused(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    """With the transformer's files in a folder of their own nothing takes it from there."""
+    folder = checkpoints.copy(retrained.voyage_4_nano, tmp_path / "model")
+    inside = folder / "0_Transformer"
+    inside.mkdir()
+    apart = {"modules.json", "config_sentence_transformers.json"}
+    for file in [each for each in folder.iterdir() if each.is_file() and each.name not in apart]:
+        file.rename(inside / file.name)
+    modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+    modules[0]["path"] = inside.name
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=r"linear\.weight"):
+        load_model(EngineConfig(model=str(folder)), CPU)
+
+
 @pytest.mark.parametrize(
     ("build", "settings", "message"),
     [

@@ -14,6 +14,7 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, ModelLoadError, SparseVector
+from maxsimd.engine.cache.fingerprint import fingerprint, ingredients
 from maxsimd.engine.checkpoint import load_model
 from tests.checkpoints import bi_encoders, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
@@ -165,3 +166,12 @@ async def test_pickles_in_the_folders_of_routes_are_refused(
     (static / "model.safetensors").unlink()
     assert "allow_pickle" in _refusal(str(folder))
     shutil.rmtree(folder)
+
+
+async def test_weights_that_are_looked_up_tell_caches_apart(checkpoints: SharedCheckpoints) -> None:
+    config = EngineConfig(model=checkpoints(sparse_encoders.opensearch_v3), dtype="float32")
+    model = load_model(config, torch.device("cpu"))
+    before = fingerprint(ingredients(model, config, torch.float32, "float32"))
+    head: Any = model.tasks[model.score_task].head
+    head.static_weights *= 2
+    assert fingerprint(ingredients(model, config, torch.float32, "float32")) != before

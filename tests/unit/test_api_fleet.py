@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -271,6 +271,22 @@ def test_where_an_engine_runs_decides_no_scores() -> None:
     one = fingerprint_of(engine(device="cuda:0", findings=("1.3e-07",)))
     assert one == fingerprint_of(engine(device="cuda:1", findings=("1.4e-07",)))
     assert one != fingerprint_of(engine(precision="bfloat16"))
+
+
+def test_settings_that_change_scores_are_in_the_fingerprint_and_others_are_not() -> None:
+    def of(**options: Any) -> str:
+        return fingerprint_of(
+            cast("Engine", SimpleNamespace(facts=_introduction("f").facts, config=EngineConfig(**options)))
+        )
+
+    scored = {
+        "model": "a/b", "revision": "r", "dtype": "bfloat16", "cutoff_layer": 2, "query_prompt": "q: ",
+        "document_prompt": "d: ", "instruction": "i", "score_template": "{{ query }}", "calibration": "c",
+        "doc_token_pooling": 2.0, "hybrid_weights": "1,0,0", "cache_precision": "int8", "dimensions": 8,
+    }  # fmt: skip
+    fingerprints = [of(), *(of(**{name: value}) for name, value in scored.items())]
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert of() == of(threads=3, max_batch_tokens=99, cache_mb=7, device="cpu", max_wait_seconds=1.0)
 
 
 async def test_a_document_that_kills_engines_kills_three_and_fails_alone(tmp_path: Path) -> None:

@@ -119,6 +119,15 @@ async def test_vectors_are_the_same_where_token_vectors_are_cached(precision: An
         assert as_query.usage.cached_documents == 0
 
 
+async def test_what_is_cached_of_a_document_read_through_windows_is_not_taken_for_the_document() -> None:
+    document, options = "word " * 400, {"input_type": "document", "encoding": Muvera(**SMALL)}
+    async with Engine(EngineConfig(dtype="float32", threads=1)) as engine:
+        run = await engine.embed([document], truncation="window", **options)  # type: ignore[arg-type]
+        await engine.score("what is it", [document], truncation="window")
+        again = await engine.embed([document], truncation="window", **options)  # type: ignore[arg-type]
+        np.testing.assert_allclose(again.embeddings, run.embeddings, atol=1e-5)
+
+
 async def test_a_model_that_compares_one_vector_a_text_is_refused() -> None:
     async with Engine(EngineConfig(score_type="bi-encoder", threads=1)) as engine:
         with pytest.raises(InvalidRequestError, match="late interaction"):

@@ -18,6 +18,7 @@ from maxsimd.api.fleet.messages import (
     decode_to_front,
     encode,
 )
+from maxsimd.api.handlers import tei
 from maxsimd.engine import EngineConfig
 from tests.checkpoints import sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
@@ -88,6 +89,21 @@ async def test_routes_for_other_vectors_refuse_and_say_what_there_is(caller: Cal
     pooled = await caller.post("/pooling", {"input": TEXTS})
     assert pooled.status == 400
     assert "/embed_sparse" in error_of(pooled)["message"]
+
+
+async def test_what_is_for_dense_vectors_is_refused(caller: Caller) -> None:
+    for name, value in (("normalize", True), ("dimensions", 4)):
+        refused = await caller.post("/", {"inputs": TEXTS, name: value})
+        assert (refused.status, error_of(refused)["param"]) == (400, name)
+
+
+async def test_an_answer_that_takes_too_much_memory_is_refused(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tei, "_BYTES_A_WORD", 1 << 40)
+    refused = await caller.post("/embed_sparse", {"inputs": TEXTS})
+    assert refused.status == 413
+    assert "send fewer texts" in error_of(refused)["message"]
 
 
 async def test_it_says_what_it_is(caller: Caller) -> None:

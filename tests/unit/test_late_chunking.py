@@ -72,12 +72,17 @@ def test_texts_are_the_chunks_of_one_document() -> None:
         (["ab"], [(0, 1, 2)], True, "chunks"),
         (["ab"], ["01"], True, "chunks"),
         (["ab"], [3], True, "chunks"),
+        (["ab"], 5, True, "chunks"),
     ],
 )
 def test_what_is_no_document_with_chunks_is_refused(texts: Any, chunks: Any, late: bool, param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         as_document(texts, chunks, late)
     assert refused.value.param == param
+
+
+def test_chunks_may_be_an_array() -> None:
+    assert as_document(["ab"], np.array([[0, 1], [1, 2]]), True) == ("ab", ((0, 1), (1, 2)))
 
 
 def test_chunks_that_repeat_a_text_too_often_are_refused() -> None:

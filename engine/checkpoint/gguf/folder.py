@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from maxsimd.engine.checkpoint.direction import config_says_both_ways
 from maxsimd.engine.checkpoint.gguf.container import GgufFile
 from maxsimd.engine.checkpoint.gguf.families import ANSWERS, Config, Family, family_of
 from maxsimd.engine.checkpoint.gguf.tensors import read_tensors, refuse_unnamed
@@ -68,6 +69,7 @@ def _lay_out(file: GgufFile, folder: Path) -> StoredWeights:
     # Of an encoder nothing is left but its states; a decoder has an output layer, if only its embeddings.
     embeds = used_as_beside or pooling in _POOLING
     config = _config(file, family, pooling, embeds)
+    _check_beside(file)
     refuse_unnamed(file, family)
     file.refuse_unread()
     write_tokenizer(file, folder, needs_end=pooling == 3 and not used_as_beside)
@@ -78,6 +80,16 @@ def _lay_out(file: GgufFile, folder: Path) -> StoredWeights:
         _write_modules(folder, _POOLING[pooling], config["hidden_size"])
         log.info("%s pools %s; it says of no prompts: give query_prompt if there is one", file.path, pooling)
     return StoredWeights(partial(read_tensors, file, family, config), file.form)
+
+
+def _check_beside(file: GgufFile) -> None:
+    """Raises ModelLoadError for a model of which the config.json beside it says what the file cannot say."""
+    beside = file.path.parent / "config.json"
+    if beside.is_file() and config_says_both_ways(json.loads(beside.read_text(encoding="utf-8"))):
+        raise ModelLoadError(
+            f"the config.json beside {file.path} says that the model reads in both directions, which is not "
+            "carried out for GGUF files; name the model in safetensors"
+        )
 
 
 def _config(file: GgufFile, family: Family, pooling: Any, embeds: bool) -> Config:
