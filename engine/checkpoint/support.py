@@ -84,15 +84,20 @@ def refuse_unsupported(
             f"{model!r} is a Reformer whose config lacks num_buckets or hash_seed: the first text that it is "
             "given would decide how it reads all others, and chance how it reads each; set both"
         )
-    if files.architecture in (LLAMA_RERANKER, *LAYERWISE) and score_type is not ScoreType.CROSS_ENCODER:
-        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a cross-encoder alone")
-    if has_two_towers(files) and score_type is not ScoreType.BI_ENCODER:
-        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a bi-encoder alone")
     if is_bare and is_language_model(files) and says_both_ways(files):
         raise ModelLoadError(
             f"{model!r} reads in both directions, so that it has no next word to answer with, and does not "
             "say how its states are pooled; name a version with sentence-transformers' modules"
         )
+    _refuse_score_type(model, files, score_type)
+
+
+def _refuse_score_type(model: str, files: CheckpointFiles, score_type: ScoreType) -> None:
+    """Raises ModelLoadError for an architecture that is not scored so."""
+    if files.architecture in (LLAMA_RERANKER, *LAYERWISE) and score_type is not ScoreType.CROSS_ENCODER:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a cross-encoder alone")
+    if has_two_towers(files) and score_type is not ScoreType.BI_ENCODER:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a bi-encoder alone")
     if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
         raise ModelLoadError(
             f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "
