@@ -79,12 +79,13 @@ def _damage(file: Path, name: str, damage: Callable[[Tensors, str], None]) -> No
 
 
 def _weights(folder: Path) -> Path:
-    """The backbone's file, at the root or in the first module's folder."""
-    return next(
+    """The backbone's file, at the root, in the first module's folder, or in that of a Router's model."""
+    inside = [
         path
-        for path in (folder / "model.safetensors", *sorted(folder.glob("0_*/*.safetensors")))
-        if path.is_file()
-    )
+        for pattern in ("0_*", "*Transformer")
+        for path in sorted(folder.glob(f"{pattern}/*.safetensors"))
+    ]
+    return next(path for path in (folder / "model.safetensors", *inside) if path.is_file())
 
 
 def _a_tensor(file: Path) -> str:
