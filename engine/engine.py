@@ -258,8 +258,8 @@ class Engine(EngineLife):
     async def _encoded(self, request: EmbedRequest, muvera: Muvera, options: RunOptions) -> EmbedResult:
         """One vector of each text's token vectors."""
         of_tokens = replace(request, task="token_embed", takes_cached=True)
-        prepared, values = await self._texts(of_tokens, None, options)
         is_query, cache = request.input_type == "query", self.device_model.cache
+        prepared, values = await self._texts(of_tokens, None, options)
         return await asyncio.to_thread(encoded_result, prepared, values, muvera, is_query, cache)
 
     async def embed_tokens(
@@ -286,9 +286,9 @@ class Engine(EngineLife):
             truncation=as_truncation(truncation),
             max_tokens=max_tokens,
         )
-        options = RunOptions(priority, tenant, timeout, progress)
+        model, options = self.model, RunOptions(priority, tenant, timeout, progress)
         prepared, values = await self._texts(request, dimensions, options)
-        normalised = self.model.tasks["token_embed"].normalised
+        normalised = model.tasks["token_embed"].normalised
         return await aside(
             lambda: token_embed_result(prepared, values, dimensions, normalised), work_in(values)
         )

@@ -1,4 +1,4 @@
-"""What is served, as one table: `maxsimd inspect --supported` and docs/models.md show it, errors name it."""
+"""What is served, as one table, for `maxsimd inspect`, errors and docs/models.md."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -41,7 +41,7 @@ SERVED = (
     Served(
         ("*ForCausalLM",),
         (CROSS, *_OF_EMBEDDINGS),
-        "language models that answer yes or no or in the words of --score-template; LogitScore saves",
+        "language models that answer yes or no, or as a score template says; LogitScore saves",
     ),
     Served(("*ForMaskedLM",), ("sparse", *_OF_EMBEDDINGS), "SPLADE, plain or as SparseEncoder saves"),
     Served(
@@ -78,7 +78,7 @@ def as_markdown() -> str:
 
 def in_a_sentence() -> str:
     """The architectures, for an error."""
-    return f"{', '.join(_names(row) for row in SERVED)} (maxsimd inspect --supported)"
+    return ", ".join(_names(row) for row in SERVED)
 
 
 def _names(row: Served) -> str:

@@ -33,7 +33,7 @@ LAST = "tokenizer.ggml.add_eos_token"
         (partial(gguf_models.qwen3, **{"tokenizer.ggml.pre": "llama-bpe"}),
          "no tokeniser that is proven right: .*'llama-bpe'.*put the tokenizer.json"),
         (partial(gguf_models.qwen3, **{"split.count": 2}), "join them with llama-gguf-split"),
-        (partial(gguf_models.qwen3, kind="Q4_1"), "as Q4_1; name a version of it whose weights are F32, F16"),
+        (partial(gguf_models.qwen3, kind="Q4_1"), "as Q4_1; name a version whose weights are F32, F16"),
         (partial(gguf_models.qwen3_embedding, **{LAST: None}), "does not say whether a token ends texts"),
         (partial(gguf_models.bge, pooling_type=0), "does not say how it pools .* put the modules.json"),
         (partial(gguf_models.bge, pooling_type=4), "has left out a part of its classifier"),

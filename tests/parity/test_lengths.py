@@ -127,6 +127,7 @@ async def test_checkpoints_are_checked_also_when_two_are_loaded_at_a_time(tmp_pa
 
 def test_a_long_window_that_no_layer_asks_for_is_no_reason_to_trust_short_texts() -> None:
     config = MistralConfig(vocab_size=100, sliding_window=2000, **_SIZES)
-    model: Any = SimpleNamespace(backbone=SimpleNamespace(config=config), max_tokens=4096)
+    backbone, rules = SimpleNamespace(config=config, modules=list), SimpleNamespace(expansion=None)
+    model: Any = SimpleNamespace(backbone=backbone, max_tokens=4096, query=rules, document=rules)
     assert "window of 2000" in (why_not_packed(model, {None}) or "")
     assert why_not_packed(model, {None, 2000}) is None

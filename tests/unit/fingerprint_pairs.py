@@ -138,6 +138,10 @@ def _other_colours(settings: Any) -> None:
     settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.6]
 
 
+def _without_the_first(model: LoadedModel) -> LoadedModel:
+    return dataclasses.replace(model, document=dataclasses.replace(model.document, pool_first=False))
+
+
 def _filled_up_less(model: LoadedModel) -> LoadedModel:
     expansion = model.document.expansion
     assert expansion is not None
@@ -190,6 +194,7 @@ PAIRS = [
     option("prompt", "bert", document_prompt="passage: "),
     keys("prompt", "colpali", PROCESSOR, query_prefix="Question: "),
     Pair("fixed tokens", "one less behind", "colpali", second=_one_token_less),
+    Pair("special tokens pooled", "all but the first", "bert", second=_without_the_first),
     Pair("expansion", "one less", "siglip", second=_filled_up_less),
     Pair("chat template", "another request", "colqwen3", _another_request),
     Pair("pictures", "colours", "colpali", json_edit(PROCESSOR, _other_colours)),
@@ -269,4 +274,5 @@ OF_NO_CONCERN: dict[str, Any] = {
 # Options whose effect shows in the loaded model, and those that only models without cached documents take.
 SEEN_IN_THE_MODEL = {
     *("model", "revision", "score_type", "device", "instruction", "score_template", "cutoff_layer"),
+    "hybrid_weights",
 }

@@ -38,4 +38,6 @@ def test_the_engine_names_no_flags() -> None:
         for line in path.read_text(encoding="utf-8").splitlines():
             code = line.partition("#")[0]
             for flag in re.findall(r"(?<!-)--[a-z][a-z-]+", code):
-                assert flag in ("--no-deps", "--check"), f"{path.relative_to(ENGINE)}: {line.strip()}"
+                assert flag in ("--no-deps", "--check", "--merge"), (
+                    f"{path.relative_to(ENGINE)}: {line.strip()}"
+                )

@@ -57,7 +57,7 @@ def _sample(config: type, field: "dataclasses.Field[Any]") -> Any:
         return ("https://one.example", "*")
     if typing.get_origin(kind) is tuple:
         return ("one", "two")
-    return "something"
+    return "1,2,3" if field.name == "hybrid_weights" else "something"
 
 
 OPTIONS = [

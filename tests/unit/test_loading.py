@@ -100,10 +100,10 @@ def test_a_pickled_module_of_a_save_is_refused_too(tmp_path: Path) -> None:
 def test_an_architecture_that_transformers_lacks_is_refused_with_what_is_supported(
     cross_encoder: Path,
 ) -> None:
-    _change(cross_encoder, model_type="new", auto_map={"AutoModel": "modeling.NewModel"})
+    _change(cross_encoder, model_type="newer", auto_map={"AutoModel": "modeling.NewModel"})
     with pytest.raises(ModelLoadError, match="trust_remote_code=True") as refused:
         load_model(EngineConfig(model=str(cross_encoder)), CPU)
-    assert "'new'" in str(refused.value)
+    assert "'newer'" in str(refused.value)
     assert "*ForSequenceClassification" in str(refused.value)
 
 
