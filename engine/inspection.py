@@ -96,7 +96,8 @@ def _score(model: LoadedModel) -> str:
 def _more(model: LoadedModel) -> str:
     """What else the checkpoint gives, where it is asked for."""
     if model.unread:
-        return f"{' and '.join(model.unread)}, not read: sparse, multi-vector and hybrid with --allow-pickle"
+        files = " and ".join(model.unread)
+        return f"{files}, not read: sparse, multi-vector and hybrid if pickles are allowed"
     kinds = {
         SPARSE_EMBED: "sparse",
         HYBRID_EMBED: "hybrid",
@@ -106,7 +107,7 @@ def _more(model: LoadedModel) -> str:
     if HYBRID_EMBED not in model.tasks:
         return ""
     others = [kind for task, kind in kinds.items() if task in model.tasks and task != model.score_task]
-    return f"scored by --score-type {', '.join(others[:-1])} or {others[-1]} too"
+    return f"scored as {', '.join(others[:-1])} or {others[-1]} too"
 
 
 def _task(model: LoadedModel, name: str) -> str:

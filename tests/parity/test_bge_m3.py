@@ -111,7 +111,7 @@ async def test_pickles_are_not_opened_unless_they_may_be(
     rows = inspect_model(EngineConfig(model=path, dtype="float32"))
     assert rows["more"] == (
         "colbert_linear.pt and sparse_linear.pt, not read: "
-        "sparse, multi-vector and hybrid with --allow-pickle"
+        "sparse, multi-vector and hybrid if pickles are allowed"
     )
     for kind in ("sparse", "hybrid", "late-interaction"):
         assert "allow_pickle=True" in _refusal(path, score_type=kind)
@@ -128,7 +128,7 @@ async def test_layers_may_be_converted(
     np.testing.assert_allclose(found, expected, atol=1e-5)
     rows = inspect_model(EngineConfig(model=str(folder), dtype="float32"))
     assert rows["kind"] == "bi-encoder"
-    assert rows["more"] == "scored by --score-type sparse, hybrid or late-interaction too"
+    assert rows["more"] == "scored as sparse, hybrid or late-interaction too"
 
 
 class Harmful:
