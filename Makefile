@@ -30,7 +30,7 @@ test: $(VENV)/.dev
 test-fleet: $(VENV)/.dev
 	MAXSIMD_FLEET=2x2 $(PYTEST) --dist loadfile -m "not exhaustive and not one_process" tests/server
 
-# The server's tests with servers that are a front and two scorers on Ray, each on a cluster of its own: an hour.
+# The server's tests with servers that are a front and two scorers on Ray, each on a cluster of its own.
 test-ray: $(VENV)/.dev
 	MAXSIMD_FLEET=ray $(BIN)/python -m pytest -m "not exhaustive and not one_process and not not_on_ray" tests/server
 

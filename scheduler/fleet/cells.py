@@ -4,8 +4,8 @@ A request over all members of a large fleet would wait for the slowest of a hund
 has eight parts. The price is that a document which many requests have is cached once a cell.
 
 A cell has room for a fixed number of slots, and a document belongs to one of those, whether or not a member
-has it by now. Where none has, the document goes to its owner in another cell, which has it cached as likely
-as not. So a member that comes takes its own share of documents and moves no others, and one that goes
+has it by now. Where none has, the document goes to its owner in another cell, which may have it cached from
+other requests. So a member that comes takes its own share of documents and moves no others, and one that goes
 leaves its share to all, also where it is the first or the last of a cell.
 """
 
