@@ -3,8 +3,11 @@ standard input."""
 
 import asyncio
 import logging
+import os
 import socket
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import uvloop
@@ -36,6 +39,10 @@ from maxsimd.engine.device.time_slices import take_short_slices
 
 log = logging.getLogger("maxsimd.fleet")
 
+# A front that takes another's place waits this long for engines that listen already, in seconds, before it
+# lets clients in.
+_CONNECTING_SECONDS = 5.0
+
 
 def main() -> NoReturn:
     """Ends with the process: what is left to free goes with it."""
@@ -66,10 +73,18 @@ async def _front(setup: Setup, started: float) -> int:
     own = setup.front_paths[setup.slot]
     remove(own)  # a front before this one may have left it
     await view.door.open(own)
+    await _connect(engine, setup.engine_paths)
     try:
         return await run_server(engine, setup.server_config, started, sockets, view)
     finally:
         await view.door.close()
+
+
+async def _connect(engine: FleetEngine, paths: Sequence[str]) -> None:
+    """Waits for an engine, unless none is ready: then /health is to say so."""
+    if any(map(os.path.exists, paths)):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(engine.start(), _CONNECTING_SECONDS)
 
 
 def _check(config: ServerConfig) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ def _children(server: Server) -> dict[str, list[int]]:
 def fleet(session_starter: StartServer) -> Server:
     server = session_starter(*FLEET)
     wait_for(lambda: _num_engines(server) == 2)
+    wait_for(lambda: _num_fronts(server) == 2)
     return server
 
 
@@ -46,6 +48,11 @@ def _num_engines(server: Server) -> int:
     status = httpx.get(server.url + "/health").json()
     assert status["replicas"]["of"] == 2
     return int(status["replicas"]["ready"])
+
+
+def _num_fronts(server: Server) -> int:
+    """How many fronts can be asked."""
+    return len(set(re.findall(r'\{front="(\d+)"', httpx.get(server.url + "/metrics").text)))
 
 
 def test_a_spread_request_is_answered_as_one_process_answers_it(fleet: Server, server: Server) -> None:
@@ -170,6 +177,7 @@ def test_an_engine_that_is_killed_loses_nothing(fleet: Server, clients: Clients)
 
 
 def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clients: Clients) -> None:
+    wait_for(lambda: _num_fronts(fleet) == 2)
     with clients.asking():
         time.sleep(1)
         fronts = _children(fleet)["front"]
@@ -180,6 +188,21 @@ def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clien
     assert clients.wrong == []
     assert len(clients.failed) <= 8, "each client had at most one request there"
     assert fleet.process.poll() is None
+
+
+def test_nobody_is_refused_while_the_only_front_is_started_again(
+    start_server: StartServer, server: Server
+) -> None:
+    alone = start_server("--dtype", "float32", "--replicas", "2")
+    clients = Clients(alone.url, right_scores(server.url, DOCUMENTS))
+    with clients.asking():
+        (front,) = _children(alone)["front"]
+        os.kill(front, signal.SIGKILL)
+        wait_for(lambda: alone.log.count("all-MiniLM-L6-v2 is ready on") == 2, 60)
+    assert clients.wrong == []
+    assert len(clients.failed) <= 8, "each client had at most one request there"
+    assert not any("503" in reason for reason in clients.failed)
+    assert clients.answered >= 8, "each client was answered once the front was there again"
 
 
 def test_all_processes_are_gone_after_sigterm(start_server: StartServer) -> None:
