@@ -15,11 +15,3 @@ def share_heaps(threads: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
         mallopt(_M_ARENA_MAX, max(_LEAST, threads))
-
-
-def give_back_memory() -> None:
-    """Has the C library give the system what is free in its heaps, where it can (glibc): milliseconds, in
-    which Python goes on in other threads."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

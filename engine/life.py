@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.allocators import give_back_memory
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, EngineRunningError
@@ -81,6 +82,8 @@ class EngineLife:
             # An event belongs to the event loop on which it was awaited; the next start may be on another.
             if self.death is None:
                 self._dead = asyncio.Event()
+        del running
+        await asyncio.to_thread(give_back_memory)
 
     async def until_dead(self) -> None:
         """Returns when the engine has died; `death` then says of what."""

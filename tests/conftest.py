@@ -10,10 +10,16 @@ import pytest_asyncio
 import torch
 from hypothesis import settings
 
+from maxsimd.api.heaps import share_heaps
 from maxsimd.bench.datasets import Pair, docstring_pairs
+from maxsimd.engine.device.allocators import give_back_memory
+from maxsimd.engine.device.cores import usable_cores
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints, shared_checkpoints
 from tests.engines import Engines
+
+# As servers do. Else a process that has run a thousand tests holds gigabytes that nothing uses.
+share_heaps(usable_cores().threads)
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
@@ -53,6 +59,13 @@ def same_number_of_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """Models that tests load beside engines leave gaps in the heaps."""
+    yield
+    give_back_memory()
 
 
 @pytest.fixture(scope="session")

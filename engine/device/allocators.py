@@ -1,4 +1,4 @@
-"""Settles, once a process, how the C allocator and oneDNN keep memory between the steps of a CPU engine."""
+"""How the C allocator and oneDNN keep memory between the steps of a CPU engine, and when it goes back."""
 
 import ctypes
 import os
@@ -25,3 +25,11 @@ def settle_allocators() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+
+
+def give_back_memory() -> None:
+    """Has the C library give the system what is free in its heaps, where it can (glibc): milliseconds, in
+    which Python goes on in other threads."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

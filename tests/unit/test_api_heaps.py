@@ -1,4 +1,4 @@
-"""The heaps of the C library: threads share them, and what is free in them goes back to the system."""
+"""The heaps of the C library: threads share them."""
 
 import os
 import subprocess
@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from maxsimd.api import heaps
-from maxsimd.api.garbage import resident_bytes
-from maxsimd.api.heaps import give_back_memory, share_heaps
+from maxsimd.api.heaps import share_heaps
 
 # Prints how many heaps there are once 12 threads have allocated at the same time.
 _PROGRAM = """
@@ -52,17 +51,6 @@ def test_there_are_no_more_heaps_than_threads_that_can_run(
     assert int(ran.stdout) == most
 
 
-def test_free_memory_between_what_is_in_use_goes_back_to_the_system() -> None:
-    pieces = [bytes(2000) for _ in range(100_000)]
-    between = pieces[::1000]
-    taken = resident_bytes()
-    del pieces
-    give_back_memory()
-    assert len(between) == 100
-    assert resident_bytes() < taken - (100 << 20)
-
-
 def test_where_the_c_library_cannot_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heaps.ctypes, "CDLL", lambda name: object())
-    give_back_memory()
     share_heaps(2)
