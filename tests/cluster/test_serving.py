@@ -18,7 +18,7 @@ from tests.checkpoints.shared import SharedCheckpoints
 from tests.clients_under_load import QUERY, Clients, right_scores
 from tests.cluster import on_ray
 from tests.cluster.kills import DOCUMENTS, kill_scorers
-from tests.server.conftest import StartServer, session_starter
+from tests.server.conftest import StartServer, start_server
 from tests.waiting import wait_for
 
 pytest.importorskip("ray")
@@ -27,7 +27,7 @@ from maxsimd.api.cluster.config import AppConfig
 from maxsimd.api.cluster.scorer import Scorer
 from maxsimd.api.cluster.serve import application
 
-__all__ = ["session_starter"]
+__all__ = ["start_server"]
 
 SHORT = [document[:300] for document in DOCUMENTS]
 # How often a scorer is killed; `make soak-cluster` does it more often.
@@ -73,7 +73,7 @@ def test_answers_are_those_of_one_process(
     kind: str,
     cluster: str,
     late: str,
-    session_starter: StartServer,
+    start_server: StartServer,
     checkpoints: SharedCheckpoints,
     bert_cross_encoder: str,
 ) -> None:
@@ -81,7 +81,7 @@ def test_answers_are_those_of_one_process(
     model = models.get(kind)
     options = {} if kind == "listwise" or kind == "cross-encoder" else {"score_type": kind}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    one = session_starter(*([model] if model else []), *flags, "--dtype", "float32", "--threads", "1")
+    one = start_server(*([model] if model else []), *flags, "--dtype", "float32", "--threads", "1")
     many = late if kind == "late-interaction" else on_ray.deploy(kind, cluster, model=model, **options)
     for path, body in ASKED:
         answers = [httpx.post(url + path, json=body, timeout=120) for url in (many, one.url)]

@@ -147,6 +147,11 @@ def session_starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartS
     yield from _starter(tmp_path_factory.mktemp("servers"))
 
 
+@pytest.fixture(scope="module")
+def module_starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    yield from _starter(tmp_path_factory.mktemp("servers"))
+
+
 @pytest.fixture(scope="session")
 def server(session_starter: StartServer) -> Server:
     """The default model in float32, shared by all tests that leave it as it is."""

@@ -12,8 +12,8 @@ from tests.server.conftest import Server, StartServer
 
 
 @pytest.fixture(scope="module")
-def classifier(session_starter: StartServer, three_label_classifier: str) -> Server:
-    return session_starter(three_label_classifier, "--dtype", "float32")
+def classifier(module_starter: StartServer, three_label_classifier: str) -> Server:
+    return module_starter(three_label_classifier, "--dtype", "float32")
 
 
 def post(server: Server, path: str, body: Any, status: int = 200) -> Any:

@@ -59,10 +59,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(session_starter: StartServer, folder: Path) -> Server:
+def server(module_starter: StartServer, folder: Path) -> Server:
     """Started with a file in place of its folder."""
     folder.write_text("of a user")
-    return session_starter(*OPTIONS, str(folder), program=PROGRAM, before=heed_permissions)
+    return module_starter(*OPTIONS, str(folder), program=PROGRAM, before=heed_permissions)
 
 
 @pytest.fixture(scope="module")

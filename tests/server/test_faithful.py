@@ -14,8 +14,8 @@ from tests.server.conftest import Server, StartServer
 
 
 @pytest.fixture(scope="module")
-def colbert(session_starter: StartServer, stanford_colbert: str) -> Server:
-    return session_starter(stanford_colbert, "--dtype", "float32")
+def colbert(module_starter: StartServer, stanford_colbert: str) -> Server:
+    return module_starter(stanford_colbert, "--dtype", "float32")
 
 
 def _score(server: Server, query: str, documents: list[str]) -> np.ndarray:

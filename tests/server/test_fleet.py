@@ -37,8 +37,8 @@ def _children(server: Server) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def fleet(session_starter: StartServer) -> Server:
-    server = session_starter(*FLEET)
+def fleet(module_starter: StartServer) -> Server:
+    server = module_starter(*FLEET)
     wait_for(lambda: _num_engines(server) == 2)
     wait_for(lambda: _num_fronts(server) == 2)
     return server

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Server, StartServer
+from tests.server.conftest import ON_RAY, Server, StartServer
 
 
 def different(text: str, number: int) -> list[str]:
@@ -27,6 +27,7 @@ def _wait_for(condition: Any, seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.not_on_ray  # whose proxy answers 404 until the application is there
 def test_a_starting_server_says_so_and_then_serves(start_server: StartServer) -> None:
     server = start_server(ready=False)
     seen: set[tuple[int, str]] = set()
@@ -52,8 +53,8 @@ def test_a_starting_server_says_so_and_then_serves(start_server: StartServer) ->
 def test_a_model_that_is_not_there_ends_the_server_with_a_clear_error(start_server: StartServer) -> None:
     server = start_server("/nowhere/at/all", ready=False)
     assert server.process.wait(timeout=120) == 1
-    assert "there is no folder '/nowhere/at/all'" in server.log
-    assert "Traceback" not in server.log
+    assert "there is no folder '/nowhere/at/all'" in server.log.splitlines()[-1]
+    assert ON_RAY or "Traceback" not in server.log, "Ray's own log has one"
 
 
 def test_a_wrong_option_is_explained(start_server: StartServer) -> None:
@@ -170,5 +171,6 @@ def test_sigterm_under_load_loses_no_accepted_request(start_server: StartServer,
     assert server.process.wait(timeout=60) == 0
     assert broken == 0, server.log
     assert statuses.count(200) >= clients
-    assert set(statuses) <= {200, 503}
-    assert "drained" in server.log
+    # Ray's proxy refuses in its own way.
+    assert set(statuses) <= {200, 404 if ON_RAY else 503}
+    assert ("stopping: what is in flight" if ON_RAY else "drained") in server.log

@@ -18,9 +18,9 @@ LONG = WORDS * (MEGABYTES * 10**6 // len(WORDS))
 
 
 @pytest.fixture(scope="module")
-def roomy(session_starter: StartServer) -> Server:
+def roomy(module_starter: StartServer) -> Server:
     """Takes bodies of any length."""
-    return session_starter("--dtype", "float32")
+    return module_starter("--dtype", "float32")
 
 
 def post(server: Server, path: str, body: Any) -> Any:

@@ -10,9 +10,9 @@ from tests.server.conftest import Server, StartServer
 
 
 @pytest.fixture(scope="module")
-def server(session_starter: StartServer) -> Server:
+def server(module_starter: StartServer) -> Server:
     """One whose speed is known: a step was full."""
-    server = session_starter(
+    server = module_starter(
         "--dtype", "float32", "--max-wait-seconds", "1", "--max-request-tokens", "30000", "--cache-mb", "0"
     )
     assert httpx.post(server.url + "/rerank", json=_documents(40), timeout=60).status_code == 200

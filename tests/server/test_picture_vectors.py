@@ -17,13 +17,13 @@ TEXT = "a photo of two cats"
 
 
 @pytest.fixture(scope="module")
-def clip(session_starter: StartServer, checkpoints: SharedCheckpoints) -> Server:
-    return session_starter(checkpoints(two_towers.clip), "--dtype", "float32")
+def clip(module_starter: StartServer, checkpoints: SharedCheckpoints) -> Server:
+    return module_starter(checkpoints(two_towers.clip), "--dtype", "float32")
 
 
 @pytest.fixture(scope="module")
-def qwen(session_starter: StartServer, checkpoints: SharedCheckpoints) -> Server:
-    return session_starter(checkpoints(vision_language.qwen3_vl_embedding), "--dtype", "float32")
+def qwen(module_starter: StartServer, checkpoints: SharedCheckpoints) -> Server:
+    return module_starter(checkpoints(vision_language.qwen3_vl_embedding), "--dtype", "float32")
 
 
 def vectors(server: Server, items: list[Any]) -> NDArray[Any]:

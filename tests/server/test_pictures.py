@@ -72,9 +72,9 @@ def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(
-    session_starter: StartServer, checkpoints: SharedCheckpoints, media_host: str, media_dir: Path
+    module_starter: StartServer, checkpoints: SharedCheckpoints, media_host: str, media_dir: Path
 ) -> Server:
-    return session_starter(
+    return module_starter(
         checkpoints(visual.colpali),
         *("--dtype", "float32", "--served-model-name", "pages", "--max-images", "8"),
         *("--allowed-media-host", media_host, "--allowed-media-dir", str(media_dir)),

@@ -177,8 +177,8 @@ def test_no_connection_is_left_of_all_that_were_cut_off(strict_server: Server) -
 
 
 @pytest.fixture(scope="module")
-def server_of_few_descriptors(session_starter: StartServer, bert_cross_encoder: str) -> Server:
-    return session_starter(bert_cross_encoder, descriptors=64)
+def server_of_few_descriptors(module_starter: StartServer, bert_cross_encoder: str) -> Server:
+    return module_starter(bert_cross_encoder, descriptors=64)
 
 
 def _is_served(server: Server) -> bool:

@@ -16,8 +16,8 @@ BODY = {"query": "how is a file opened", "documents": DOCUMENTS, "stream": True,
 
 
 @pytest.fixture(scope="module")
-def small_steps(session_starter: StartServer) -> Server:
-    return session_starter("--dtype", "float32", "--max-batch-tokens", "512", "--log-level", "debug")
+def small_steps(module_starter: StartServer) -> Server:
+    return module_starter("--dtype", "float32", "--max-batch-tokens", "512", "--log-level", "debug")
 
 
 def _steps(server: Server) -> float:

@@ -32,7 +32,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(session_starter: StartServer, key_file: Path, bert_cross_encoder: str) -> Server:
+def server(module_starter: StartServer, key_file: Path, bert_cross_encoder: str) -> Server:
     """Small steps, so that tenants are served in turn often."""
     arguments = (
         "--dtype",
@@ -44,7 +44,7 @@ def server(session_starter: StartServer, key_file: Path, bert_cross_encoder: str
         "--cache-mb",
         "0",
     )
-    server = session_starter(bert_cross_encoder, *arguments, "--api-key-file", str(key_file), ready=False)
+    server = module_starter(bert_cross_encoder, *arguments, "--api-key-file", str(key_file), ready=False)
     server.wait_until_ready()
     return server
 
