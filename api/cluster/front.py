@@ -41,6 +41,8 @@ class Front:
         self._engine = FleetEngine(self._roster, _PATIENCE)
         self._state = ServerState(self._engine, server_config)
         self._others: dict[int, Address] = {}
+        self._is_listed = False
+        self._ending: asyncio.TimerHandle | None = None
         self._view = FrontView(self._engine, own_rank, lambda: self._others)
         self._state.fleet = self._view
         self._stack = ExitStack()
@@ -69,13 +71,8 @@ class Front:
         return {"slot": own_rank()}
 
     async def __del__(self) -> None:
-        """Finishes what is in flight, for which the scorers are needed, and ends."""
+        """Ends, once nothing is in flight."""
         self._state.draining = True
-        try:
-            async with asyncio.timeout(self._grace):
-                await self._state.until_quiet()
-        except TimeoutError:
-            log.warning("%d requests were not done in time", self._state.end_requests())
         for task in (self._starting, self._lag):
             task.cancel()
         await self._engine.stop()
@@ -91,5 +88,20 @@ class Front:
         self._loop.call_soon_threadsafe(self._engine.set_listed, listed)
 
     def _fronts_changed(self, listed: list[Listed]) -> None:
-        others = {each.slot: each.address for each in listed if each.address != self._address}
-        self._loop.call_soon_threadsafe(setattr, self, "_others", others)
+        self._loop.call_soon_threadsafe(self._set_fronts, listed)
+
+    def _set_fronts(self, listed: list[Listed]) -> None:
+        self._others = {each.slot: each.address for each in listed if each.address != self._address}
+        is_listed = len(self._others) < len(listed)
+        if is_listed == self._is_listed:
+            return
+        self._is_listed = is_listed
+        if self._ending is not None:
+            self._ending.cancel()
+        if not is_listed:
+            # Ray asks nothing more of it, and waits for what is in flight before it calls __del__.
+            self._ending = self._loop.call_later(self._grace, self._end_requests)
+
+    def _end_requests(self) -> None:
+        if unfinished := self._state.end_requests():
+            log.warning("%d requests were not done in time", unfinished)

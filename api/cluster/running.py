@@ -10,6 +10,7 @@ import click
 
 from maxsimd.api.cluster.config import AppConfig
 from maxsimd.api.cluster.ray_session import last_line, ray_session
+from maxsimd.api.signals import leave_at_once
 
 # The application's name on Serve; a cluster may have others beside it.
 APP_NAME = "maxsimd"
@@ -34,7 +35,7 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
     cores = (cluster.max_replicas or cluster.replicas) * max(1.0, cluster.num_cpus) + cluster.fronts
     # Ray puts a handler of its own before ours, which aborts a process that has not ended within three
     # seconds; ours are set again therefore.
-    with _asked(), ray_session(address, cores, shows_log=True), _asked():
+    with suppress(Asked), _asked(), ray_session(address, cores, shows_log=True), _asked():
         try:
             where = "HeadOnly" if address is None else "EveryNode"
             serve.start(http_options={"host": host, "port": port, "location": where})
@@ -57,8 +58,7 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
         except RuntimeError as error:
             raise click.ClickException(_reason(error)) from error
         finally:
-            with suppress(Asked):
-                _end(is_own=address is None)
+            _end(is_own=address is None)
 
 
 def _reason(error: RuntimeError) -> str:
@@ -86,9 +86,16 @@ def _end(is_own: bool) -> None:
 
 @contextmanager
 def _asked() -> Iterator[None]:
-    """SIGTERM and SIGINT raise Asked."""
+    """The first SIGTERM or SIGINT raises Asked; a second one ends the process at once, and with it a Ray of
+    its own."""
+    is_asked = False
 
     def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        if is_asked:
+            click.echo("stopped at once by a second signal", err=True)
+            leave_at_once(128 + number)
+        is_asked = True
         raise Asked
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}

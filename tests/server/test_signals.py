@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.conftest import Server, StartServer
+from tests.server.conftest import ON_RAY, Server, StartServer
 from tests.waiting import wait_for
 
 # Takes far longer than any grace period here.
@@ -38,6 +38,7 @@ def test_a_server_that_is_still_importing_ends_at_once_and_well(start_server: St
     assert "Traceback" not in server.log
 
 
+@pytest.mark.not_on_ray  # where nobody answers until the model is loaded
 def test_a_server_that_is_loading_ends_without_waiting_for_the_model(start_server: StartServer) -> None:
     server = start_server(ready=False)
     wait_for(lambda: _answers(server))
@@ -61,11 +62,11 @@ def test_requests_longer_than_the_grace_period_get_a_503_and_the_server_ends_in_
         answer = _work(server, threads)
         asked = time.monotonic()
         assert server.terminate() == 0
-        # A second of grace, once, and some to end a step and to free what there is.
-        assert 1 < time.monotonic() - asked < 7
+        # A second of grace, once, and some to end a step and to free what there is; then Ray ends, too.
+        assert 1 < time.monotonic() - asked < (60 if ON_RAY else 7)
     response = answer.result()
     assert response.status_code == 503
-    assert response.headers["connection"] == "close"
+    assert ON_RAY or response.headers["connection"] == "close", "connections are Ray's own there"
     assert response.headers["retry-after"]
     assert response.json()["error"]["type"] == "ServiceUnavailableError"
 
