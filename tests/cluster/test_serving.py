@@ -81,8 +81,12 @@ def test_answers_are_those_of_one_process(
     model = models.get(kind)
     options = {} if kind == "listwise" or kind == "cross-encoder" else {"score_type": kind}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    one = start_server(*([model] if model else []), *flags, "--dtype", "float32", "--threads", "1")
+    # It loads while Ray starts the others.
+    one = start_server(
+        *([model] if model else []), *flags, "--dtype", "float32", "--threads", "1", ready=False
+    )
     many = late if kind == "late-interaction" else on_ray.deploy(kind, cluster, model=model, **options)
+    one.wait_until_ready()
     for path, body in ASKED:
         answers = [httpx.post(url + path, json=body, timeout=120) for url in (many, one.url)]
         assert answers[0].status_code == answers[1].status_code, (path, [each.text[:300] for each in answers])

@@ -190,6 +190,7 @@ def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clien
     assert fleet.process.poll() is None
 
 
+@pytest.mark.one_process  # other servers have a front more
 def test_nobody_is_refused_while_the_only_front_is_started_again(
     start_server: StartServer, server: Server
 ) -> None:
