@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.checkpoints import language_models
+from tests.checkpoints import language_models, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.clients_under_load import QUERY, Clients, right_scores
 from tests.cluster import on_ray
@@ -68,7 +68,13 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["late-interaction", "bi-encoder", "cross-encoder", "listwise"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("late-interaction", "bi-encoder", "cross-encoder", "listwise"),
+        pytest.param("sparse", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_answers_are_those_of_one_process(
     kind: str,
     cluster: str,
@@ -77,7 +83,11 @@ def test_answers_are_those_of_one_process(
     checkpoints: SharedCheckpoints,
     bert_cross_encoder: str,
 ) -> None:
-    models = {"cross-encoder": bert_cross_encoder, "listwise": checkpoints(language_models.jina_reranker_v3)}
+    models = {
+        "cross-encoder": bert_cross_encoder,
+        "listwise": checkpoints(language_models.jina_reranker_v3),
+        "sparse": checkpoints(sparse_encoders.splade),
+    }
     model = models.get(kind)
     options = {} if kind == "listwise" or kind == "cross-encoder" else {"score_type": kind}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
