@@ -105,7 +105,9 @@ def _more(model: LoadedModel) -> str:
         "embed": "bi-encoder",
     }
     if HYBRID_EMBED not in model.tasks:
-        return ""
+        either = {SPARSE_EMBED: "bi-encoder", "embed": "sparse"}
+        both = either.keys() <= model.tasks.keys() and model.score_task in either
+        return f"scored as {either[model.score_task]} too" if both else ""
     others = [kind for task, kind in kinds.items() if task in model.tasks and task != model.score_task]
     return f"scored as {', '.join(others[:-1])} or {others[-1]} too"
 

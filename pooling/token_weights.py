@@ -19,9 +19,11 @@ from maxsimd.scheduler import Sequence
 
 class TokenWeights(ABC):
     """A head that gives each row the weight of its token: [n, hidden] to [n, 1], 0 or more. Tokens with the
-    ids in `weightless` have none."""
+    ids in `weightless` have none. Where several tokens count as one word, `words` has for each id that of the
+    word; None where each is its own."""
 
     weightless: NDArray[np.int64]
+    words: NDArray[np.int64] | None = None
 
     @abstractmethod
     def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
@@ -78,7 +80,8 @@ class TokenWeightsPool(_WholeSequences):
     Source: the lexical weights of BGE M3, Chen et al. 2024 (arXiv 2402.03216), section 3.2."""
 
     def _items(self, rows: torch.Tensor, sequences: list[Sequence]) -> Ragged:
-        heaviest = heaviest_of(sequences, self.head(rows)[:, 0], _weightless(self.head))
+        assert isinstance(self.head, TokenWeights)
+        heaviest = heaviest_of(sequences, self.head(rows)[:, 0], self.head.weightless, self.head.words)
         ids = to_device(heaviest.ids.astype(np.float32), rows.device)
         return Ragged.from_lengths(torch.stack([ids, heaviest.weights], dim=1), heaviest.counts)
 
@@ -121,15 +124,22 @@ class Heaviest(NamedTuple):
     counts: NDArray[np.int64]
 
 
-def heaviest_of(sequences: list[Sequence], weights: torch.Tensor, weightless: NDArray[np.int64]) -> Heaviest:
-    """Of the `weights` [tokens of all] of the sequences' tokens end to end, without `weightless` ids. Which
-    tokens there are the CPU knows, so that nothing waits for the device."""
+def heaviest_of(
+    sequences: list[Sequence],
+    weights: torch.Tensor,
+    weightless: NDArray[np.int64],
+    words: NDArray[np.int64] | None = None,
+) -> Heaviest:
+    """Of the `weights` [tokens of all] of the sequences' tokens end to end, without `weightless` ids, and by
+    the ids of their `words` if there are any. Which tokens there are the CPU knows, so that nothing waits for
+    the device."""
     offsets = offsets_of([len(sequence) for sequence in sequences])
     ids, first, inverse, counts = [], [], [], []
     num_entries = 0
     for sequence, (start, _) in zip(sequences, pairwise(offsets.tolist()), strict=True):
+        own = sequence.tokens.ids.astype(np.int64)
         unique, at, of_token = np.unique(
-            sequence.tokens.ids.astype(np.int64), return_index=True, return_inverse=True
+            own if words is None else words[own], return_index=True, return_inverse=True
         )
         ids.append(unique)
         first.append(at + start)
@@ -149,11 +159,6 @@ def heaviest_of(sequences: list[Sequence], weights: torch.Tensor, weightless: ND
         greatest[to_device(weighing, weights.device)],
         np.array(counts, dtype=np.int64),
     )
-
-
-def _weightless(head: Head) -> NDArray[np.int64]:
-    assert isinstance(head, TokenWeights)
-    return head.weightless
 
 
 TOKEN_WEIGHT_METHODS: dict[str, type[PoolingMethod]] = {

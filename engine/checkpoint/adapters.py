@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from maxsimd.engine.checkpoint.digests import check_digests
-from maxsimd.engine.checkpoint.files import find_file
+from maxsimd.engine.checkpoint.files import find_file, read_files
 from maxsimd.engine.checkpoint.lora import WEIGHTS, Adapter, read_adapter
+from maxsimd.engine.checkpoint.retrained import JINA_V5
 from maxsimd.engine.checkpoint.translate import downloaded
 from maxsimd.engine.errors import ModelLoadError
 
 log = logging.getLogger(__name__)
 
 _SETTINGS = "adapter_config.json"
+# Of the adapters that a jina-embeddings-v5 has in a folder each, the one for queries and documents.
+_FOR_RETRIEVAL = "adapters/retrieval/"
 # What of the base says how it is used, where the adapter does not say so itself.
 _OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"})
 _CLASSIFIER = "ForSequenceClassification"
@@ -42,10 +45,11 @@ _BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 @contextmanager
 def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[str, Adapter | None]]:
     """The path to load a checkpoint from: its own, or for an adapter a temporary folder with links to its
-    files and to those of its base; and the adapter. Raises ModelLoadError for one that cannot be added."""
+    files and to those of its base; and the adapter, which some checkpoints have within them. Raises
+    ModelLoadError for one that cannot be added."""
     found = find_file(path, _SETTINGS, revision)
     if found is None:
-        yield path, None
+        yield path, _within(path, revision)
         return
     if any(find_file(path, name, revision) for name in ("model.safetensors", "model.safetensors.index.json")):
         log.warning("%s has weights of its own; the adapter beside them is not used", path)
@@ -67,6 +71,22 @@ def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[
     config = _with_classifier(base_folder, settings, adapter)
     with _linked(path, [base_folder, folder], config) as together:
         yield together, adapter
+
+
+def _within(path: str, revision: str | None) -> Adapter | None:
+    """The adapter for retrieval of a jina-embeddings-v5; None for all other checkpoints."""
+    config = find_file(path, "config.json", revision)
+    if config is None or JINA_V5 not in config.read_text(encoding="utf-8", errors="replace"):
+        return None
+    if read_files(path, revision).architecture != JINA_V5:
+        return None
+    found = [find_file(path, f"{_FOR_RETRIEVAL}{name}", revision) for name in (_SETTINGS, WEIGHTS)]
+    if found[0] is None or found[1] is None:
+        raise ModelLoadError(
+            f"{path!r} is a {JINA_V5} without {_FOR_RETRIEVAL}, by which it embeds queries and documents; "
+            "name the whole checkpoint, or one that an adapter is merged into"
+        )
+    return read_adapter(path, found[1].parent, _settings(path, found[0]))
 
 
 def _with_classifier(base: Path, settings: dict[str, Any], adapter: Adapter) -> dict[str, Any] | None:

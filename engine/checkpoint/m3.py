@@ -1,7 +1,9 @@
 """bge-m3 and what is trained like it: an encoder with two layers beside it, which weigh its tokens and make a
-vector of each, so that one pass gives dense, sparse and multi-vector embeddings.
+vector of each, so that one pass gives dense, sparse and multi-vector embeddings. gte-multilingual-base has
+the first of them among its weights, as the classifier of a `NewForTokenClassification`.
 
-Source: BGE M3, Chen et al. 2024 (arXiv 2402.03216), section 3.2; FlagEmbedding has its reference.
+Sources: BGE M3, Chen et al. 2024 (arXiv 2402.03216), section 3.2, of which FlagEmbedding has the reference;
+mGTE, Zhang et al. 2024 (arXiv 2407.19669), and scripts/gte_embedding.py of Alibaba-NLP/gte-multilingual-base.
 """
 
 import logging
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.torch import load_file
 from sentence_transformers.base.modules import Dense, Normalize
 
@@ -22,6 +25,7 @@ from maxsimd.engine.checkpoint.fit import refuse_not_finite
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED, RoleRules, Task
 from maxsimd.engine.checkpoint.reference import HiddenStatesReference, inputs_of
+from maxsimd.engine.checkpoint.weights import files_of_tensors, tensor_names
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.sparse import COLUMNS
@@ -38,10 +42,15 @@ _NEEDED = {
     ScoreType.HYBRID: {SPARSE, TOKENS},
 }
 _TOKEN_FEATURE = "token_embeddings"
+_ALIBABA = ("NewModel", "NewForTokenClassification")
+_CLASSIFIER = "classifier."
 
 
 def find_layers(model: str, revision: str | None, files: CheckpointFiles) -> dict[str, Path]:
-    """The files of the layers by the names of these, as they are published or converted to safetensors."""
+    """The files of the layers by the names of these, as they are published or converted to safetensors, or
+    those of the encoder's weights."""
+    if files.architecture in _ALIBABA:
+        return _among_weights(model, revision)
     if files.architecture != "XLMRobertaModel":
         return {}
     found = {}
@@ -52,6 +61,21 @@ def find_layers(model: str, revision: str | None, files: CheckpointFiles) -> dic
                 found[name] = path
                 break
     return found
+
+
+def _among_weights(model: str, revision: str | None) -> dict[str, Path]:
+    """The file of a classifier with a single row, which weighs tokens; others tell kinds of tokens apart."""
+    if f"{_CLASSIFIER}weight" not in tensor_names(model, revision):
+        return {}
+    file = files_of_tensors(model, revision)[f"{_CLASSIFIER}weight"]
+    return {SPARSE: file} if len(_of_classifier(file)["weight"]) == 1 else {}
+
+
+def _of_classifier(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a classifier, by the rest of their names."""
+    with safe_open(file, framework="pt") as tensors:
+        names = [name for name in tensors.keys() if name.startswith(_CLASSIFIER)]  # noqa: SIM118
+        return {name.removeprefix(_CLASSIFIER): tensors.get_tensor(name) for name in names}
 
 
 def readable(
@@ -72,8 +96,8 @@ def readable(
             f"{model!r} has {_named(needed & pickled)} for {score_type.value} scores; pickles are read with "
             "allow_pickle=True (weights alone), or convert them to safetensors"
         )
-    # Any encoder can be scored by its tokens' states; with one of the layers it was not trained for that.
-    if (layers or score_type is not ScoreType.LATE_INTERACTION) and needed - layers.keys():
+    # Any encoder can be scored by its tokens' states; with a layer of bge-m3's it was not trained for that.
+    if (_beside(layers) or score_type is not ScoreType.LATE_INTERACTION) and needed - layers.keys():
         others = "; or name a SparseEncoder save or a *ForMaskedLM" if score_type is ScoreType.SPARSE else ""
         raise ModelLoadError(
             f"{model!r} has no {_named(needed - layers.keys())}, which {score_type.value} scores of an "
@@ -88,6 +112,11 @@ def readable(
     return {name: path for name, path in layers.items() if name not in pickled}
 
 
+def _beside(layers: Mapping[str, Path]) -> set[str]:
+    """The layers that are in files of their own."""
+    return {name for name, file in layers.items() if file.stem == name}
+
+
 def with_layers(
     path: str, parts: dict[str, Any], layers: Mapping[str, Path], score_type: ScoreType
 ) -> dict[str, Any]:
@@ -100,6 +129,7 @@ def with_layers(
     device = next(backbone.parameters()).device
     made = {name: _layer(path, name, file, hidden).to(device) for name, file in layers.items()}
     weightless = _weightless(tokenizer)
+    words = None if _beside(layers) else _words(tokenizer, weightless)
     if TOKENS in made:
         if tasks["embed"].pooling not in ("cls", "last"):
             raise ModelLoadError(
@@ -110,7 +140,7 @@ def with_layers(
         reference = HiddenStatesReference(backbone, tokenizer, head)
         tasks["token_embed"] = Task("all", head, made[TOKENS].out_features, True, reference)
     if SPARSE in made:
-        weights = _WeightsHead(made[SPARSE], weightless)
+        weights = _WeightsHead(made[SPARSE], weightless, words)
         of_weights = _WeightsReference(backbone, tokenizer, weights)
         tasks[SPARSE_EMBED] = Task("token-weights", weights, COLUMNS, False, of_weights, words=len(tokenizer))
     if made.keys() == {SPARSE, TOKENS} and _fits_hybrid(tasks, hidden):
@@ -157,8 +187,10 @@ def _named(layers: set[str]) -> str:
 def _layer(path: str, name: str, file: Path, hidden: int) -> Dense:
     """One of the layers, float32. A pickle is opened as weights alone, which runs no code."""
     try:
-        pickled = file.suffix == ".pt"
-        tensors = torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file)
+        if file.suffix == ".pt":
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        else:
+            tensors = load_file(file) if file.stem == name else _of_classifier(file)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     except Exception as error:
         raise ModelLoadError(f"cannot read {file.name} of {path!r}: {error}") from error
@@ -194,10 +226,20 @@ def _weightless(tokenizer: Any) -> NDArray[np.int64]:
     return np.array(sorted({each for each in ids if each is not None}), dtype=np.int64)
 
 
+def _words(tokenizer: Any, weightless: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each token the first that is written as it is, since Alibaba's weights are those of decoded tokens:
+    a word is the same with a space before it and without."""
+    words = np.arange(len(tokenizer), dtype=np.int64)
+    first: dict[str, int] = {}
+    for token in np.setdiff1d(words, weightless).tolist():
+        words[token] = first.setdefault(tokenizer.decode([token]), token)
+    return words
+
+
 class _WeightsHead(ModuleHead, TokenWeights):
-    def __init__(self, layer: Dense, weightless: NDArray[np.int64]) -> None:
+    def __init__(self, layer: Dense, weightless: NDArray[np.int64], words: NDArray[np.int64] | None) -> None:
         super().__init__([layer], _TOKEN_FEATURE)
-        self.weightless = weightless
+        self.weightless, self.words = weightless, words
 
     def __str__(self) -> str:
         return f"{SPARSE} and relu"
@@ -232,7 +274,8 @@ class _WeightsReference:
         inputs = inputs_of(sequence, self._tokenizer, self._backbone)
         weights = self._head(self._backbone(**inputs).last_hidden_state[0].float())[:, 0]
         greatest: dict[int, torch.Tensor] = {}
-        for token, weight in zip(sequence.tokens.ids.tolist(), weights, strict=True):
+        for own, weight in zip(sequence.tokens.ids.tolist(), weights, strict=True):
+            token = own if self._head.words is None else int(self._head.words[own])
             if token not in self._head.weightless:
                 greatest[token] = torch.maximum(greatest.get(token, weight), weight)
         if not greatest:

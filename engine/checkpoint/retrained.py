@@ -20,6 +20,7 @@ Config = dict[str, Any]
 LLAMA_RERANKER = "LlamaBidirectionalForSequenceClassification"
 MINICPM, COST_WISE = "LayerWiseMiniCPMForCausalLM", "CostWiseGemmaForCausalLM"
 LAYERWISE = (MINICPM, COST_WISE)
+JINA_V5 = "JinaEmbeddingsV5Model"
 _LFM2 = "lfm2_bidirectional"
 # How NVIDIA names pooling, and sentence-transformers.
 POOLING = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
@@ -39,6 +40,8 @@ def retrained(config: Mapping[str, Any]) -> Callable[[Config], Config] | None:
         return _minicpm
     if architecture == COST_WISE:
         return _cost_wise_gemma
+    if architecture == JINA_V5:
+        return _jina_v5
     if architecture == "Lfm2BidirectionalModel" or config.get("model_type") == _LFM2:
         return _lfm2
     return _qwen3 if has_projection(config) else None
@@ -71,6 +74,13 @@ def _qwen3(config: Config) -> Config:
 
 def _lfm2(config: Config) -> Config:
     return config | {"model_type": "lfm2", "architectures": ["Lfm2Model"], "is_causal": False}
+
+
+def _jina_v5(config: Config) -> Config:
+    """jina-embeddings-v5-text-small, a Qwen3, and -nano, a EuroBERT, under one name."""
+    is_encoder = config.get("is_decoder") is False
+    kind, architecture = ("eurobert", "EuroBertModel") if is_encoder else ("qwen3", "Qwen3Model")
+    return config | {"model_type": kind, "architectures": [architecture]}
 
 
 def _minicpm(config: Config) -> Config:
@@ -111,7 +121,14 @@ def files_beside(source: Path, config: Config, folder: Path) -> None:
     """Writes into a folder what sentence-transformers must find beside the config of an encoder: the modules
     that its card describes, where the checkpoint `source` has none, and the projection."""
     has_modules = (source / "modules.json").is_file()
-    if config.get("model_type") == "llama_bidirec":
+    if JINA_V5 in (config.get("architectures") or []):
+        _write_modules(folder, config["hidden_size"], "lasttoken")
+        prompts = {"query": "Query: ", "document": "Document: "}
+        settings: Config = {"prompts": prompts, "default_prompt_name": "document"}
+        _write(folder / "config_sentence_transformers.json", settings)
+        longest = {"max_seq_length": config["max_position_embeddings"], "do_lower_case": False}
+        _write(folder / "sentence_bert_config.json", longest)
+    elif config.get("model_type") == "llama_bidirec":
         if not has_modules and LLAMA_RERANKER not in (config.get("architectures") or []):
             pooling = POOLING[config.get("pooling", "avg")]
             _write_modules(folder, config["hidden_size"], pooling)

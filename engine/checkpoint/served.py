@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from maxsimd.engine.checkpoint.detect import ENCODER_DECODERS, JINA_M0, LISTWISE, RETRIEVAL
-from maxsimd.engine.checkpoint.retrained import LAYERWISE, LLAMA_RERANKER
+from maxsimd.engine.checkpoint.retrained import JINA_V5, LAYERWISE, LLAMA_RERANKER
 
 BI, CROSS, LATE = "bi-encoder", "cross-encoder", "late-interaction"
 _OF_EMBEDDINGS = (BI, LATE)
@@ -22,15 +22,22 @@ class Served:
 
 SERVED = (
     Served(
-        ("NewModel", "GteModel", "JinaBertModel", "JinaBertForMaskedLM", "NomicBertModel"),
+        ("NewModel", "NewForTokenClassification"),
+        (BI, "sparse", LATE),
+        "Alibaba's encoders, without the code that they come with; sparse scores where a layer that weighs "
+        "tokens is among their weights",
+    ),
+    Served(
+        ("GteModel", "JinaBertModel", "JinaBertForMaskedLM", "NomicBertModel"),
         _OF_EMBEDDINGS,
-        "Alibaba's, Snowflake's, Jina's and Nomic's encoders, without the code that they come with",
+        "Snowflake's, Jina's and Nomic's encoders, without the code that they come with",
     ),
     Served(
         ("LlamaBidirectionalModel", "Lfm2BidirectionalModel"),
         _OF_EMBEDDINGS,
         "language models that read in both directions, without the code that they come with",
     ),
+    Served((JINA_V5,), _OF_EMBEDDINGS, "jina-embeddings-v5-text with its adapter for retrieval, or another"),
     Served((LLAMA_RERANKER, *LAYERWISE), (CROSS,), "rerankers, without the code that they come with"),
     Served(ENCODER_DECODERS, (CROSS, *_OF_EMBEDDINGS), "monoT5 and mT5 rerankers; the encoder alone"),
     Served((LISTWISE,), ("listwise",), "jina-reranker-v3"),

@@ -19,7 +19,7 @@ class ShortConvolution(nn.Module):
 
     With `centred` a token sees K // 2 tokens before and (K - 1) // 2 behind it, else K - 1 before it. Where
     positions in packed rows are given, tokens see only those of their own sequence. With `leaves_out_padding`
-    the states of tokens that are not attended to count as zero."""
+    the states of tokens that are not attended to count as zero: padding, and what a query is expanded by."""
 
     def __init__(self, original: Lfm2ShortConv, centred: bool, leaves_out_padding: bool) -> None:
         super().__init__()
@@ -35,14 +35,17 @@ class ShortConvolution(nn.Module):
         past_key_values: Any = None,
         attention_mask: torch.Tensor | None = None,
         row_positions: torch.Tensor | None = None,
+        attended_rows: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Maps [n, tokens, hidden] to the same. The `attention_mask` [n, tokens] and `row_positions`
-        [n, tokens] are those of the batch, or None. Raises NotImplementedError with a cache."""
+        """Maps [n, tokens, hidden] to the same. The `attention_mask` [n, tokens] is that of a padded batch;
+        `row_positions` and `attended_rows` [1, rows], the latter 0 or 1, are those of packed rows; or they
+        are None. Raises NotImplementedError with a cache."""
         if past_key_values is not None:
             raise NotImplementedError("short convolutions are run without a cache here")
-        if self.leaves_out_padding and attention_mask is not None:
-            hidden_states = (hidden_states * attention_mask[..., None]).to(hidden_states.dtype)
+        attended = attention_mask if attended_rows is None else attended_rows
+        if self.leaves_out_padding and attended is not None:
+            hidden_states = (hidden_states * attended[..., None]).to(hidden_states.dtype)
         gate, out_gate, states = self.in_proj(hidden_states).chunk(3, dim=-1)  # [n, tokens, hidden] each
         gated = gate * states
         mixed = self._whole(gated) if row_positions is None else self._within(gated, row_positions)

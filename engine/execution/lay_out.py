@@ -40,6 +40,7 @@ def lay_out(
         _whole(rows, step, arrangement),
         _shared(rows, step, arrangement, prefill_kv),
         _prefill_chunks(rows, step, prefill_kv),
+        hides_ends=any(chunk.sequence.tokens.num_attended < len(chunk.sequence) for chunk in step.chunks),
     )
     count = rows.count + -rows.count % arrangement.row_multiple
     input_ids = np.zeros(count, dtype=np.int64)
@@ -47,10 +48,12 @@ def lay_out(
     in_space = any(chunk.sequence.tokens.position_ids is not None for chunk in rows.chunks)
     position_ids = np.full((3, count) if in_space else count, position_offset, dtype=np.int64)
     type_ids = np.zeros(count, dtype=np.int64)
+    attended = np.zeros(count, dtype=np.int64)
     for chunk, start in zip(rows.chunks, rows.starts, strict=True):
         of_chunk, part = slice(start, start + len(chunk)), slice(chunk.start, chunk.stop)
         tokens = chunk.sequence.tokens
         input_ids[of_chunk] = tokens.ids[part]
+        attended[start : start + min(len(chunk), max(0, tokens.num_attended - chunk.start))] = 1
         if tokens.position_ids is None:
             position_ids[..., of_chunk] = np.arange(chunk.start, chunk.stop) + position_offset
         else:
@@ -61,6 +64,7 @@ def lay_out(
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),
         torch.from_numpy(type_ids),
+        torch.from_numpy(attended),
         layout,
         PoolingCursor(tuple(rows.chunks), tuple(rows.starts)),
         tuple(

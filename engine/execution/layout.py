@@ -87,12 +87,16 @@ class PrefillChunk:
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Which rows of a step attend together: `groups` of whole sequences come first, then those that share a
-    prefix, then the chunks that use or make `PrefillKV`."""
+    prefix, then the chunks that use or make `PrefillKV`.
+
+    `hides_ends` says whether some whole sequences end in tokens that none attends to. The padding of a group
+    is no such end: causal tokens cannot see what is behind them."""
 
     causal: bool
     groups: tuple[Group, ...] = ()
     shared_groups: tuple[SharedGroup, ...] = ()
     prefill_chunks: tuple[PrefillChunk, ...] = ()
+    hides_ends: bool = False
 
     @property
     def has_only_whole_sequences(self) -> bool:
@@ -134,12 +138,14 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """A step's tensors on the CPU: `input_ids`, `position_ids` and `type_ids` are int64 [rows], and positions
-    in time, height and width [3, rows]. In some rows stand `images` in place of tokens."""
+    """A step's tensors on the CPU: `input_ids`, `position_ids`, `type_ids` and `attended_rows`, which is 1
+    where other tokens may attend to a row, are int64 [rows], and positions in time, height and width
+    [3, rows]. In some rows stand `images` in place of tokens."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     type_ids: torch.Tensor
+    attended_rows: torch.Tensor
     layout: Layout
     cursor: PoolingCursor
     images: tuple[ImageRows, ...] = ()

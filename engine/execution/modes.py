@@ -20,7 +20,7 @@ from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.padded_runner import PaddedRunner
 from maxsimd.engine.execution.selfcheck.comparison import Comparison
 from maxsimd.engine.execution.selfcheck.proof import compare, compare_in_parts, pooler_for
-from maxsimd.engine.execution.selfcheck.rules import why_not_packed, why_one_by_one
+from maxsimd.engine.execution.selfcheck.rules import leaves_ends_out, why_not_packed, why_one_by_one
 from maxsimd.engine.execution.selfcheck.samples import Sample
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def try_packed(
         if recorded.calls == 0:
             # Such a model might still separate sequences by their positions, at the cost of a full mask.
             mismatch = "its attention cannot be replaced"
-        mismatch = why_not_packed(model, recorded.windows) or mismatch
+        mismatch = why_not_packed(model, recorded.windows, backend.supports_causal_ends) or mismatch
     except Exception as error:
         mismatch = f"packed attention failed: {error}"
     if mismatch is not None:
@@ -117,7 +117,11 @@ def try_packed(
         _set_attention(backbone, own)
         return mismatch
     cls_only = _cls_only_if_exact(model, device, backend, samples)
-    return Packed(comparison, cls_only, model.causal and _is_exact_in_parts(model, device, backend, samples))
+    # What a later chunk brings cannot be left out by an earlier one.
+    chunked = (
+        model.causal and not leaves_ends_out(model) and _is_exact_in_parts(model, device, backend, samples)
+    )
+    return Packed(comparison, cls_only, chunked)
 
 
 def make_runner(

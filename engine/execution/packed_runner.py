@@ -10,6 +10,7 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.reference import declares
+from maxsimd.engine.checkpoint.short_convolution import short_convolutions_of
 from maxsimd.engine.execution.attention.base import AttentionBackend, AttentionMetadata
 from maxsimd.engine.execution.attention.interface import StepAttention
 from maxsimd.engine.execution.cls_only_last_layer import ClsOnlyLastLayer
@@ -74,6 +75,8 @@ class PackedRunner:
         self._cls_only = cls_only
         # Without this a causal model would build a second cache of keys and values in every pass.
         self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
+        # Attention knows from the layout which tokens it leaves out.
+        self._names_attended = any(each.leaves_out_padding for each in short_convolutions_of(self._backbone))
         self._prefill_kv: dict[int, PrefillKV] = {}
         self._features = None if model.vision is None else FeatureStore(model.vision, device)
 
@@ -140,6 +143,8 @@ class PackedRunner:
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         if self._model.takes_type_ids:
             inputs["token_type_ids"] = batch.type_ids
+        if self._names_attended:
+            inputs["attended_rows"] = batch.attended_rows
         return inputs
 
     def run(

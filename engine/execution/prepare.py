@@ -224,4 +224,8 @@ def _in_float32(backend: Backend) -> Backend:
     masks are proven."""
     if backend.supports_float32:
         return backend
-    return GroupedBackend(backend.arrangement, supports_first_rows=backend.supports_first_rows)
+    return GroupedBackend(
+        backend.arrangement,
+        supports_first_rows=backend.supports_first_rows,
+        supports_causal_ends=backend.supports_causal_ends,
+    )

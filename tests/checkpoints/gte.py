@@ -45,8 +45,8 @@ _CONFIG: dict[str, Any] = SIZES | {
 
 def multilingual(folder: Path) -> str:
     """Alibaba-NLP/gte-multilingual-base: the first token, normalised; NTK scaling, tensors under `new.`, and
-    beside them the head that weights tokens, which its card uses for sparse vectors alone."""
-    config = _sentencepiece(folder) | {"architectures": ["NewModel"]}
+    beside them the layer that weighs tokens for sparse vectors."""
+    config = _sentencepiece(folder) | {"architectures": ["NewForTokenClassification"]}
     _save(folder, config, _backbone(config, "new.") | RandomTensors(5).linear("classifier", 1, 128))
     return save_modules(folder, "cls", normalize=True)
 

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules import Dense
 from transformers import (
     CONFIG_MAPPING,
     AutoModel,
     AutoTokenizer,
+    EuroBertConfig,
+    EuroBertModel,
     Gemma2Config,
     Gemma2Model,
     Lfm2Config,
@@ -171,6 +173,60 @@ def gte_qwen2(folder: Path) -> str:
         architectures=["Qwen2ForCausalLM"],
         auto_map={"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"},
         is_causal=False,
+    )
+
+
+def jina_v5_small(folder: Path) -> str:
+    """jinaai/jina-embeddings-v5-text-small: a Qwen3 without adapters, and one for each task beside it."""
+    size = byte_level_bpe(folder, _QWEN, "$A", "$A $B", model_max_length=2048)
+    config = Qwen3Config(
+        vocab_size=size, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, **SIZES
+    )
+    return _jina_v5(folder, spread(Qwen3Model(config)))
+
+
+def jina_v5_nano(folder: Path) -> str:
+    """jinaai/jina-embeddings-v5-text-nano: the same of a EuroBERT, which reads in both directions."""
+    size = byte_level_bpe(folder, LLAMA, "$A", "$A $B", model_max_length=2048)
+    config = EuroBertConfig(
+        vocab_size=size, num_key_value_heads=2, max_position_embeddings=2048, pad_token_id=2, **SIZES
+    )
+    return _jina_v5(folder, spread(EuroBertModel(config)), is_decoder=False)
+
+
+def _jina_v5(folder: Path, model: Any, **settings: Any) -> str:
+    model.save_pretrained(folder)
+    tasks = ["retrieval", "text-matching"]
+    layers = [name for name, module in model.named_modules() if name.endswith(("q_proj", "down_proj"))]
+    for seed, task in enumerate(tasks):
+        random = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for layer in layers:
+            out, into = model.get_submodule(layer).weight.shape
+            name = f"base_model.model.{layer}.lora_"
+            tensors[f"{name}A.weight"] = torch.randn(4, into, generator=random) * 0.1
+            tensors[f"{name}B.weight"] = torch.randn(out, 4, generator=random) * 0.1
+        (folder / "adapters" / task).mkdir(parents=True)
+        save_file(tensors, folder / "adapters" / task / "adapter_model.safetensors")
+        adapter = {
+            "base_model_name_or_path": str(folder),
+            "lora_alpha": 8,
+            "peft_type": "LORA",
+            "r": 4,
+            "target_modules": ["q_proj", "down_proj"],
+            "task_type": "FEATURE_EXTRACTION",
+        }
+        (folder / "adapters" / task / "adapter_config.json").write_text(json.dumps(adapter))
+    modules = [{"idx": 0, "name": "transformer", "path": "", "type": "custom_st.Transformer"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    code = "jina_embeddings_v5.JinaEmbeddingsV5"
+    return _published(
+        folder,
+        architectures=["JinaEmbeddingsV5Model"],
+        auto_map={"AutoConfig": f"configuration_{code}Config", "AutoModel": f"modeling_{code}Model"},
+        model_type="jina_embeddings_v5",
+        task_names=tasks,
+        **settings,
     )
 
 

@@ -99,7 +99,9 @@ def fuse_layers(backbone: nn.Module) -> None:
 def load(path: str, **settings: Any) -> OnCPU:
     """Loads a checkpoint and proves its execution, with attention laid out as GPUs have it."""
     model = load_model(EngineConfig(model=path, **settings), CPU)
-    attention = GroupedBackend(TritonBackend.arrangement, supports_first_rows=False)
+    attention = GroupedBackend(
+        TritonBackend.arrangement, supports_first_rows=False, supports_causal_ends=False
+    )
     with _samples(model) as (samples, _):
         execution = choose_execution(model, CPU, attention, samples, True)
     return OnCPU(model, execution)

@@ -65,6 +65,7 @@ _FOR_CLASSIFICATION = "*ForSequenceClassification"
 _OF_ITS_OWN = f"{_FOR_CLASSIFICATION}, code of its own"
 _SAVE = "sentence-transformers"
 _OWN_CODE = "code of its own"
+_WITH_ADAPTERS = f"{_OWN_CODE}, an adapter for each task"
 
 
 def _embedded_by(embedder: Callable[[str], Any]) -> Embeddings:
@@ -73,11 +74,17 @@ def _embedded_by(embedder: Callable[[str], Any]) -> Embeddings:
 
 
 def _read_in_tests(
-    name: str, published: str, format: str, build: Callable[[Path], str], embedder: Callable[[str], Any]
+    name: str,
+    published: str,
+    format: str,
+    build: Callable[[Path], str],
+    embedder: Callable[[str], Any],
+    causal: bool = False,
 ) -> Family:
     """A bi-encoder whose embeddings the tests make themselves."""
     reference = partial(retrained_references.cosines, model=embedder)
-    return Family(name, BI, published, format, build, reference, embeddings=_embedded_by(embedder))
+    embeddings = _embedded_by(embedder)
+    return Family(name, BI, published, format, build, reference, causal=causal, embeddings=embeddings)
 
 
 _M3 = "FlagEmbedding's two layers beside it, --allow-pickle"
@@ -102,7 +109,7 @@ FAMILIES = [
            jina.colbert_v1, plain_scorers.JINA_COLBERT_V1,
            embeddings=plain_scorers.JINA_COLBERT_V1.embeddings),
     Family("LFM2-ColBERT", LATE, "LiquidAI/LFM2-ColBERT-350M", "PyLate with model_type ColBERT",
-           retrained.lfm2_colbert, references.multi_vector, packed=False, causal=True),
+           retrained.lfm2_colbert, references.multi_vector, causal=True),
     Family("LFM2.5-ColBERT", LATE, "LiquidAI/LFM2.5-ColBERT-350M", "PyLate, code of its own",
            retrained.lfm2_5_colbert, retrained_references.maxsims,
            embeddings=_embedded_by(retrained_references.lfm2_5_colbert)),
@@ -183,6 +190,10 @@ FAMILIES = [
            retrained_references.nemotron_embed),
     _read_in_tests("LFM2.5-Embedding", "LiquidAI/LFM2.5-Embedding-350M", f"{_SAVE}, code of its own",
            retrained.lfm2_5_embedding, retrained_references.lfm2_5_embedding),
+    _read_in_tests("jina-embeddings-v5-text-small", "jinaai/jina-embeddings-v5-text-small", _WITH_ADAPTERS,
+           retrained.jina_v5_small, retrained_references.jina_v5, causal=True),
+    _read_in_tests("jina-embeddings-v5-text-nano", "jinaai/jina-embeddings-v5-text-nano", _WITH_ADAPTERS,
+           retrained.jina_v5_nano, retrained_references.jina_v5),
     Family("Jina v3", BI, "jinaai/jina-embeddings-v3-hf", _SAVE, bi_encoders.jina_v3, references.bi_encoder),
     Family("MPNet", BI, "sentence-transformers/all-mpnet-base-v2", _SAVE, bi_encoders.mpnet,
            references.bi_encoder),
@@ -194,6 +205,8 @@ FAMILIES = [
            references.bi_encoder, packed=False, causal=True),
     _plain("gte-multilingual", "Alibaba-NLP/gte-multilingual-base", gte.multilingual,
            plain_scorers.GTE_MULTILINGUAL),
+    Family("gte-multilingual, sparse", SPARSE, "Alibaba-NLP/gte-multilingual-base", "code of its own",
+           gte.multilingual, plain_scorers.gte_sparse, {"score_type": SPARSE}),
     _plain("gte-large-en-v1.5", "Alibaba-NLP/gte-large-en-v1.5", gte.english, plain_scorers.GTE_ENGLISH),
     _plain("gte-base-en-v1.5", "Alibaba-NLP/gte-base-en-v1.5", gte.english_without_types,
            plain_scorers.GTE_ENGLISH),

@@ -111,6 +111,29 @@ documents are cached in float32, because the ids of tokens among their numbers m
 FlagEmbedding pads the documents of a batch with vectors of zeros, so that a best match there is at least 0;
 here, as there with a batch of one, it is not.
 
+## gte-multilingual-base
+
+Among its weights is a layer that weighs tokens, a classifier of one row. The model is a bi-encoder by
+default, and `--score-type sparse` scores by the dot product of these weights, as the checkpoint's
+`scripts/gte_embedding.py` does: special tokens left out, and what is written alike counted as one word,
+with a space before it or without. Both embeddings are there either way (`/embed_sparse`). The sum of both
+scores that its card also names is not served.
+
+## jina-embeddings-v5-text
+
+The small one is a Qwen3 and the nano one a EuroBERT, with an adapter beside for each task; the state of
+the last token is the embedding. The adapter for retrieval is merged as the model is loaded, without peft
+and without the code that it comes with, and texts stand behind "Query: " or "Document: ". For another
+task name the folder of its adapter as the model, such as `adapters/text-matching`. The versions into
+which an adapter is merged already (`...-small-retrieval`) are saves of sentence-transformers.
+
+## Scores behind earlier layers
+
+bge-reranker-v2-minicpm-layerwise and bge-reranker-v2.5-gemma2-lightweight stop behind the layer that
+`--cutoff-layer` names. The compression of a passage's tokens in the latter (FlagEmbedding's
+`compress_ratio` of 2, 4 or 8, off by default) is not carried out: each token stays one row through all
+layers.
+
 ## Sparse encoders
 
 A weight is log(1 + relu(logit)) of a masked language model's logit for each word of its vocabulary, the

@@ -136,6 +136,30 @@ def _inputs(model: PlainEncoder, *texts: str) -> tuple[torch.Tensor, torch.Tenso
     return torch.tensor(encoded.ids), torch.tensor(encoded.type_ids)
 
 
+@torch.inference_mode()
+def gte_sparse(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    """gte-multilingual-base as its card has it: the products of the weights of the words that are in both."""
+    scores = []
+    for query, document in zip(queries, documents, strict=True):
+        asked, there = gte_weights(path, query), gte_weights(path, document)
+        scores.append(sum(weight * there.get(word, 0.0) for word, weight in asked.items()))
+    return np.array(scores, dtype=np.float32)
+
+
+def gte_weights(path: str, text: str) -> dict[str, float]:
+    """The greatest weight of each word, a word being what a token is decoded as."""
+    model = _loaded(path, "new.")
+    ids, types = _inputs(model, text)
+    weights = model.linear(new_states(model, ids, types), "classifier").relu()[:, 0]
+    left_out = {model.tokenizer.token_to_id(token) for token in ("<s>", "</s>", "<pad>", "<unk>")}
+    greatest: dict[str, float] = {}
+    for token, weight in zip(ids.tolist(), weights.tolist(), strict=True):
+        if token not in left_out and weight > 0:
+            word = model.tokenizer.decode([token], skip_special_tokens=False)
+            greatest[word] = max(weight, greatest.get(word, 0.0))
+    return greatest
+
+
 GTE_MULTILINGUAL = PlainBiEncoder(new_states, "new.", "cls")
 SNOWFLAKE = PlainBiEncoder(new_states, "", "cls", prompts={"query": "query: "})
 GTE_ENGLISH = PlainBiEncoder(new_states, "new.", "cls", normalized=False)

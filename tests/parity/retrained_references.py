@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder
 from torch.nn.functional import conv1d, normalize, scaled_dot_product_attention, silu
 from transformers import (
     CONFIG_MAPPING,
     MODEL_MAPPING,
     AutoTokenizer,
+    EuroBertConfig,
+    EuroBertModel,
     Gemma2Config,
     Gemma2Model,
     LlamaConfig,
@@ -111,6 +114,32 @@ def mean_of_both_ways(path: str) -> PlainEmbedder:
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     model = BothWays(path, MODEL_MAPPING[config], config, tokenizer=tokenizer)
     return PlainEmbedder(lambda text: model.states(text).mean(0), {})
+
+
+def jina_v5(path: str, task: str = "retrieval") -> PlainEmbedder:
+    """jinaai/jina-embeddings-v5-text: a task's adapter in the weights, the last state, "Query: " and
+    "Document: " in front."""
+    config, tensors = _config(path), tensors_of(path)
+    encodes = config.pop("is_decoder", True) is False
+    kind, settings = (EuroBertModel, EuroBertConfig) if encodes else (Qwen3Model, Qwen3Config)
+    folder = Path(path) / "adapters" / task
+    said = json.loads((folder / "adapter_config.json").read_text())
+    small = load_file(folder / "adapter_model.safetensors")
+    for name in [name for name in small if ".lora_A." in name]:
+        changed = f"{name.removeprefix('base_model.model.').partition('.lora_')[0]}.weight"
+        added = small[name.replace("lora_A", "lora_B")] @ small[name]
+        tensors[changed] = tensors[changed] + added * said["lora_alpha"] / said["r"]
+    model = kind(settings(**{name: each for name, each in config.items() if name != "model_type"})).eval()
+    model.load_state_dict(tensors)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+
+    @torch.inference_mode()
+    def last(text: str) -> torch.Tensor:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        state: torch.Tensor = model(input_ids=ids).last_hidden_state[0, -1]
+        return state
+
+    return PlainEmbedder(last, {"query": "Query: ", "document": "Document: "})
 
 
 def voyage_4_nano(path: str) -> PlainEmbedder:

@@ -95,7 +95,8 @@ async def test_it_is_packed_where_it_can_be(family: Family, path: str, engines: 
     assert engine.model.score_type.value == family.kind
 
 
-CAUSAL = [family for family in FAMILIES if family.causal and family.packed]
+# Short convolutions hold no state between chunks, so that texts longer than the budget are cut to it.
+CAUSAL = [family for family in FAMILIES if family.causal and family.packed and family.name != "LFM2-ColBERT"]
 
 
 @pytest.mark.parametrize("family", CAUSAL, ids=lambda family: f"{family.kind}: {family.name}")

@@ -129,5 +129,5 @@ def test_a_long_window_that_no_layer_asks_for_is_no_reason_to_trust_short_texts(
     config = MistralConfig(vocab_size=100, sliding_window=2000, **_SIZES)
     backbone, rules = SimpleNamespace(config=config, modules=list), SimpleNamespace(expansion=None)
     model: Any = SimpleNamespace(backbone=backbone, max_tokens=4096, query=rules, document=rules)
-    assert "window of 2000" in (why_not_packed(model, {None}) or "")
-    assert why_not_packed(model, {None, 2000}) is None
+    assert "window of 2000" in (why_not_packed(model, {None}, causal_ends=True) or "")
+    assert why_not_packed(model, {None, 2000}, causal_ends=True) is None

@@ -2,6 +2,7 @@
 is refused."""
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.execution.selfcheck.rules import why_not_packed
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, retrained
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity import retrained_references as references
@@ -240,14 +242,46 @@ def test_texts_of_gte_qwen2_end_with_the_end_of_text_token(checkpoints: SharedCh
     assert model.tokenizer.backend_tokenizer.encode("a b").ids[-1] == model.tokenizer.eos_token_id
 
 
-async def test_convolutions_that_leave_tokens_out_are_not_packed(
+async def test_another_adapter_of_jina_v5_is_named_by_its_folder(
+    checkpoints: SharedCheckpoints, pairs: list[Pair]
+) -> None:
+    path = checkpoints(retrained.jina_v5_small)
+    adapter = str(Path(path) / "adapters" / "text-matching")
+    texts = [pair.document for pair in pairs[:5]]
+    async with Engine(EngineConfig(model=adapter, dtype="float32")) as engine:
+        ours = (await engine.embed(texts)).embeddings
+    expected = references.jina_v5(path, "text-matching").encode_document(texts)
+    np.testing.assert_allclose(ours, np.stack(expected), atol=1e-5)
+    other = references.jina_v5(path, "retrieval").encode_document(texts)
+    assert np.abs(np.stack(other) - np.stack(expected)).max() > 0.01
+
+
+def test_jina_v5_without_its_adapter_is_refused(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoints.copy(retrained.jina_v5_small, tmp_path / "copy" / "checkpoint")
+    shutil.rmtree(folder / "adapters" / "retrieval")
+    with pytest.raises(ModelLoadError, match="without adapters/retrieval/"):
+        load_model(EngineConfig(model=str(folder)), CPU)
+
+
+async def test_convolutions_leave_the_same_tokens_out_packed_and_padded(
     changed: Callable[..., str], pairs: list[Pair]
 ) -> None:
     """Configs for later versions of transformers say which."""
     path = changed(retrained.lfm2_5_colbert, conv_zero_padding=True, model_type="lfm2_bidirectional")
-    async with Engine(EngineConfig(model=path, dtype="float32")) as engine:
-        assert "leave out the tokens" in (engine.device_model.prepared.not_packed or "")
-        assert engine.device_model.prepared.execution == "padded"
+    scores = {}
+    for packing, execution in (("auto", "packed"), ("off", "padded")):
+        async with Engine(EngineConfig(model=path, dtype="float32", packing=packing)) as engine:
+            assert engine.device_model.prepared.execution == execution
+            scores[execution] = (await engine.score(*_texts(pairs[:20]), truncation=CUT_LONG)).scores
+    np.testing.assert_allclose(scores["packed"], scores["padded"], atol=1e-4)
+
+
+def test_a_causal_lfm2_is_not_packed_by_attention_that_cannot_leave_ends_out(
+    checkpoints: SharedCheckpoints,
+) -> None:
+    model = load_model(EngineConfig(model=checkpoints(retrained.lfm2_colbert)), CPU)
+    assert "cannot leave out" in (why_not_packed(model, {None}, causal_ends=False) or "")
+    assert why_not_packed(model, {None}, causal_ends=True) is None
 
 
 async def test_a_causal_lfm2_is_packed_where_all_tokens_are_attended_to(

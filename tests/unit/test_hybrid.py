@@ -15,7 +15,7 @@ from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import pooling_method
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.token_weights import HybridHead
+from maxsimd.pooling.token_weights import HybridHead, heaviest_of
 from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Tokens
 
 HIDDEN, DIM, WORDS = 6, 3, 9
@@ -44,6 +44,30 @@ def plain_weights(states: torch.Tensor, ids: list[int]) -> dict[int, float]:
         if token not in WEIGHTLESS:
             weights[token] = max(weight, weights.get(token, 0.0))
     return weights
+
+
+@given(
+    st.lists(st.lists(st.integers(0, WORDS - 1), min_size=1, max_size=10), min_size=1, max_size=4),
+    st.lists(st.integers(0, WORDS - 1), min_size=WORDS, max_size=WORDS),
+)
+def test_tokens_of_one_word_count_by_the_heaviest_of_them(texts: list[list[int]], drawn: list[int]) -> None:
+    own = np.arange(WORDS)
+    words = np.where(np.isin(own, WEIGHTLESS) | np.isin(drawn, WEIGHTLESS), own, drawn)
+    sequences = [
+        Sequence.text(key, ResultSlot(0, key), "any", Tokens(np.array(ids, dtype=np.int32)))
+        for key, ids in enumerate(texts)
+    ]
+    weights = torch.rand(sum(map(len, texts)), generator=torch.Generator().manual_seed(0))
+    found = heaviest_of(sequences, weights, WEIGHTLESS, words)
+    expected: list[tuple[int, float]] = []
+    for ids, of_text in zip(texts, weights.split([len(ids) for ids in texts]), strict=True):
+        greatest: dict[int, float] = {}
+        for token, weight in zip(ids, of_text.tolist(), strict=True):
+            if token not in WEIGHTLESS:
+                word = int(words[token])
+                greatest[word] = max(weight, greatest.get(word, 0.0))
+        expected += sorted(greatest.items())
+    assert list(zip(found.ids.tolist(), found.weights.tolist(), strict=True)) == expected
 
 
 @st.composite

@@ -57,6 +57,24 @@ def test_sequences_in_a_row_see_nothing_of_each_other(
 
 
 @torch.inference_mode()
+@given(LENGTHS, st.integers(1, 5), st.booleans())
+def test_ends_that_are_not_attended_to_are_left_out_of_rows_as_of_a_batch(
+    lengths: list[tuple[int, int]], taps: int, centred: bool
+) -> None:
+    convolution = ShortConvolution(_original(taps), centred, leaves_out_padding=True)
+    states = [torch.randn(1, count + end, HIDDEN) for count, end in lengths]
+    positions = torch.tensor([[i for count, end in lengths for i in range(count + end)]])
+    attended = [(torch.arange(count + end) < count).long() for count, end in lengths]
+    together = convolution(
+        torch.cat(states, dim=1), row_positions=positions, attended_rows=torch.cat(attended)[None]
+    )
+    alone = [
+        convolution(item, attention_mask=seen[None]) for item, seen in zip(states, attended, strict=True)
+    ]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=1e-6, rtol=1e-5)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("taps", [1, 2, 3, 4])
 def test_one_that_is_causal_is_transformers_own(taps: int) -> None:
     original = _original(taps)

@@ -42,13 +42,15 @@ class AttentionBackend(ABC, Generic[M]):
     A subclass overrides what it does better and inherits the rest. `supports_float32` says whether it takes
     float32; `supports_first_rows` whether `first_rows` is worth calling. Where it is not, a last layer of
     which only the first rows are needed is computed whole. `supports_relative` says whether it adds what
-    relative positions add to products."""
+    relative positions add to products, and `supports_causal_ends` whether causal sequences may end in tokens
+    that none attends to."""
 
     name: str
     arrangement: Arrangement
     supports_float32: bool = True
     supports_first_rows: bool = False
     supports_relative: bool = False
+    supports_causal_ends: bool = False
 
     @abstractmethod
     def prepare(self, layout: Layout, device: torch.device) -> M:

@@ -65,6 +65,7 @@ class CompiledBackend(AttentionBackend[CompiledMetadata]):
     arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
     supports_first_rows = True
     supports_relative = True
+    supports_causal_ends = True
 
     def prepare(self, layout: Layout, device: torch.device) -> CompiledMetadata:
         return CompiledMetadata(layout, device)

@@ -45,6 +45,7 @@ class OneByOneBackend(OneByOneAttention[AttentionMetadata]):
 
     name = "one by one"
     supports_relative = True
+    supports_causal_ends = True
     arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
 
     def prepare(self, layout: Layout, device: torch.device) -> AttentionMetadata:
@@ -70,11 +71,12 @@ def visible(
 ) -> torch.Tensor | None:
     """Which keys each token sees, as bool [tokens, keys], or None if each sees all of them.
 
-    Causal tokens are the last of the keys' sequence. A window means what it means in transformers' masks."""
+    Causal tokens are the last of the keys' sequence, or begin with it if they are more than the keys. A
+    window means what it means in transformers' masks."""
     row = torch.arange(tokens, device=device)[:, None]
     column = torch.arange(keys, device=device)[None, :]
     if causal:
-        row = row + (keys - tokens)
+        row = row + max(0, keys - tokens)
         seen = column <= row
         return seen if window is None else seen & (column > row - window)
     # ModernBERT hands its layers the half-window plus one; its mask sees distances up to the half-window.

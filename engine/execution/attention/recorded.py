@@ -18,6 +18,7 @@ class RecordedBackend(AttentionBackend[M]):
         self.supports_float32 = inner.supports_float32
         self.supports_first_rows = inner.supports_first_rows
         self.supports_relative = inner.supports_relative
+        self.supports_causal_ends = inner.supports_causal_ends
         self.calls = 0
         self.windows: set[int | None] = set()
         self._inner = inner

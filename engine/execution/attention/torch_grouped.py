@@ -50,7 +50,8 @@ class GroupedAttention(OneByOneAttention[G]):
         layout = metadata.layout
         for group in layout.groups:
             of_group = _of_group(qkv, group)
-            attended = _causal(of_group) if layout.causal else _bidirectional(of_group, group, metadata)
+            attend = _causal if layout.causal else _bidirectional
+            attended = attend(of_group, group, metadata)
             _rows_of(out, group).copy_(attended.transpose(1, 2))
         out[layout.groups[-1].rows.stop :] = 0
         return out
@@ -70,15 +71,22 @@ class GroupedAttention(OneByOneAttention[G]):
 
 
 class GroupedBackend(GroupedAttention[GroupedMetadata]):
-    """Attention by plain torch. `arrangement` and `supports_first_rows` are options, so that it can replace
+    """Attention by plain torch. `arrangement` and what it supports are options, so that it can replace
     another backend in a proof."""
 
     name = "grouped"
     supports_relative = True
 
-    def __init__(self, arrangement: Arrangement = GROUPED_ROWS, *, supports_first_rows: bool = True) -> None:
+    def __init__(
+        self,
+        arrangement: Arrangement = GROUPED_ROWS,
+        *,
+        supports_first_rows: bool = True,
+        supports_causal_ends: bool = True,
+    ) -> None:
         self.arrangement = arrangement
         self.supports_first_rows = supports_first_rows
+        self.supports_causal_ends = supports_causal_ends
 
     def prepare(self, layout: Layout, device: torch.device) -> GroupedMetadata:
         return GroupedMetadata(layout, device)
@@ -123,22 +131,31 @@ def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.T
     return attended
 
 
-def _causal(qkv: QKV) -> torch.Tensor:
+def _causal(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.Tensor:
     """Causal attention of each sequence of a group; no token sees the padding, which comes last."""
     _refuse_relative(qkv)
     length = qkv.query.shape[2]
     gqa = qkv.key.shape[1] != qkv.query.shape[1]
+    hidden = metadata.hidden_keys.get(group) if metadata.layout.hides_ends else None
     windowed = qkv.window is not None and qkv.window < length
-    mask = visible(length, length, True, qkv.window, qkv.query.device) if windowed else None
-    return F.scaled_dot_product_attention(
+    masked = windowed or hidden is not None
+    mask = visible(length, length, True, qkv.window, qkv.query.device) if masked else None
+    if hidden is not None:
+        assert mask is not None
+        shown = F.pad(~hidden, (length - hidden.shape[-1], 0), value=True)  # [n, 1, 1, length]
+        mask = mask & shown
+    attended = F.scaled_dot_product_attention(
         qkv.query,
         qkv.key,
         qkv.value,
         mask,
-        is_causal=not windowed,
+        is_causal=not masked,
         scale=qkv.scaling,
         enable_gqa=gqa,
     )
+    if hidden is not None:
+        _clear_blind_rows(attended, group, qkv.window)
+    return attended
 
 
 def _attend_behind_prefix(qkv: QKV, prefix: KV) -> torch.Tensor:

@@ -45,19 +45,19 @@ def why_one_by_one(model: LoadedModel) -> str | None:
     return None
 
 
-def why_not_packed(model: LoadedModel, windows: set[int | None]) -> str | None:
+def leaves_ends_out(model: LoadedModel) -> bool:
+    """Whether queries of a model end in tokens that are not attended to."""
+    return model.query.expansion is not None and not model.query.expansion.attended
+
+
+def why_not_packed(model: LoadedModel, windows: set[int | None], causal_ends: bool) -> str | None:
     """Why a model cannot be packed, though short sequences may not show it, or None. `windows` are those that
-    its layers asked for."""
+    its layers asked for; `causal_ends` says whether attention leaves out the ends of causal sequences."""
     config = _config(model)
-    convolutions = short_convolutions_of(model.backbone)
-    packable = _PACKABLE | {"conv"} if convolutions else _PACKABLE
+    packable = _PACKABLE | {"conv"} if short_convolutions_of(model.backbone) else _PACKABLE
     others = set(getattr(config, "layer_types", None) or ()) - packable
-    expansion = model.query.expansion
-    if expansion is not None and not expansion.attended:
-        if model.causal:
-            return "it is causal, and expands queries by tokens that are not attended to"
-        if any(convolution.leaves_out_padding for convolution in convolutions):
-            return "its convolutions leave out the tokens that queries are expanded by"
+    if model.causal and leaves_ends_out(model) and not causal_ends:
+        return "it is causal, and expands queries by tokens that attention on this device cannot leave out"
     if others:
         return f"it has layers of other kinds: {', '.join(sorted(map(str, others)))}"
     chunk = getattr(config, "attention_chunk_size", None)
