@@ -25,6 +25,7 @@ from maxsimd.bench.page_commands import (
 from maxsimd.bench.peers.command import bench_peers
 from maxsimd.bench.report import Report, publish
 from maxsimd.bench.running import run_and_clean_up
+from maxsimd.bench.single_command import bench_single
 from maxsimd.engine.config import EngineConfig
 from maxsimd.scheduler import OLDEST_SHARE, OVERDUE_SHARE
 
@@ -362,6 +363,7 @@ for command in (
         bench_beside_pages,
         bench_picture_stalls,
         bench_packed,
+        bench_single,
         bench_fleet,
         bench_fleet_overhead,
         bench_cluster_hits,

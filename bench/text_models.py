@@ -1,5 +1,5 @@
-"""Models of text with relative positions, as wide as those that are published, with random weights: for
-speed, not for quality. All have MiniLM's tokeniser."""
+"""Models of text, as wide as those that are published, with random weights: for speed, not for quality. All
+have MiniLM's tokeniser."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +43,21 @@ def t5_base(folder: Path, layers: int) -> str:
     return _saved(folder, T5EncoderModel, T5Config(**_T5_BASE, num_layers=layers))
 
 
+def minilm_l6(folder: Path) -> str:
+    """cross-encoder/ms-marco-MiniLM-L6-v2."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        num_hidden_layers=6,
+        hidden_size=384,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        num_labels=1,
+    )
+    return _saved(folder, BertForSequenceClassification, config)
+
+
+# With relative positions.
 SHAPES: dict[str, Callable[[Path, int], str]] = {
     "deberta-v3-base": deberta_v3_base,
     "mpnet-base": mpnet_base,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.activations import GELUActivation
 
+from maxsimd.engine.ops.cpu.layers import Product
 from maxsimd.engine.ops.cpu.linear import (
     Norm,
     Weights,
@@ -38,12 +39,11 @@ class CompiledLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight = torch.empty_like(layer.weight, device="meta", requires_grad=False)
-        self._weights = pack(layer.weight.detach())
-        self._bias = layer.bias.detach().float() if layer.bias is not None else None
-        self._gelu = gelu
+        self.product = _product(layer, pack)
+        self.gelu = gelu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self._weights, self._bias, self._gelu)
+        return linear(x, self.product.weights, self.product.bias, self.gelu)
 
 
 class CompiledOutput(nn.Module):
@@ -53,12 +53,11 @@ class CompiledOutput(nn.Module):
     def __init__(self, output: Any, pack: Pack) -> None:
         super().__init__()
         dense, norm = output.dense, output.LayerNorm
-        self._weights = pack(dense.weight.detach())
-        self._bias = dense.bias.detach().float() if dense.bias is not None else None
-        self._norm = Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps)
+        self.product = _product(dense, pack)
+        self.norm = Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps)
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-        return linear_norm(hidden_states, input_tensor, self._weights, self._bias, self._norm)
+        return linear_norm(hidden_states, input_tensor, self.product.weights, self.product.bias, self.norm)
 
 
 class PrepackedLinear(nn.Module):
@@ -122,6 +121,11 @@ class _Hidden(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._layer[0](x)
         return nn.functional.gelu(out) if self._gelu else out
+
+
+def _product(layer: nn.Linear, pack: Pack) -> Product:
+    bias = layer.bias.detach().float() if layer.bias is not None else None
+    return Product(pack(layer.weight.detach()), bias)
 
 
 def _compile(backbone: nn.Module, pack: Pack, fits: Callable[[nn.Linear], bool] = lambda layer: True) -> int:

@@ -71,8 +71,8 @@ class PackedRunner:
         self._model = model
         self._backbone: Any = model.backbone
         self._device = device
-        self._backend = backend
-        self._cls_only = cls_only
+        self.backend = backend
+        self.cls_only = cls_only
         # Without this a causal model would build a second cache of keys and values in every pass.
         self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
         # Attention knows from the layout which tokens it leaves out.
@@ -108,8 +108,8 @@ class PackedRunner:
                 self._prefill_kv.setdefault(chunk.sequence.sequence_id, PrefillKV(of_prefix))
         batch = self.lay_out(step)
         cursor = batch.cursor
-        if self._cls_only is not None:
-            self._cls_only.rows = to_device(torch.tensor(cursor.starts), self._device)
+        if self.cls_only is not None:
+            self.cls_only.rows = to_device(torch.tensor(cursor.starts), self._device)
             cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
         inputs = {name: to_device(ids, self._device) for name, ids in self.inputs_of(batch).items()}
         pictures: dict[str, Any] = {}
@@ -129,13 +129,13 @@ class PackedRunner:
             step,
             self._prefill_kv,
             causal=self._model.causal,
-            arrangement=self._backend.arrangement,
+            arrangement=self.backend.arrangement,
             position_offset=self._model.position_offset,
         )
 
     def prepare(self, batch: PackedBatch) -> AttentionMetadata:
         """What the backend needs of a step, on the device."""
-        metadata: AttentionMetadata = self._backend.prepare(batch.layout, self._device)
+        metadata: AttentionMetadata = self.backend.prepare(batch.layout, self._device)
         return metadata
 
     def inputs_of(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
@@ -160,7 +160,7 @@ class PackedRunner:
             **(pictures or {}),
             **self._options,
             attention_mask=None,
-            step_attention=StepAttention(self._backend, metadata, self._cls_only),
+            step_attention=StepAttention(self.backend, metadata, self.cls_only),
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden

@@ -1,5 +1,6 @@
-"""Layers of a packed model on a GPU in few launches: modules that take the positions of those that
-transformers builds, found by structure and tried before they are used."""
+"""Layers of a packed model in few launches, found by structure and tried before they are used: on a GPU
+modules that take the positions of those that transformers builds, on a CPU a table of all layers for small
+steps."""
 
 from maxsimd.engine.execution.fused_layers.replace import fuse
 

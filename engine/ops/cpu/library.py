@@ -26,6 +26,10 @@ _ARGUMENTS = {
         ctypes.c_int, *[_POINTER] * 4, *[_NUMBER] * 3, *[_POINTER, _NUMBER] * 2,
         _POINTER, ctypes.c_int, _NUMBER, ctypes.c_float, _POINTER,
     ],
+    "layers": [
+        ctypes.c_int, *[_POINTER] * 2, *[_NUMBER] * 2, ctypes.c_float,  # kind, tables, layers, heads, scale
+        *[_POINTER, _NUMBER] * 2, *[_POINTER] * 2,  # hidden states, sequences, workspace, first rows
+    ],
 }  # fmt: skip
 
 # Kinds of numbers, as the library counts them.
@@ -51,6 +55,8 @@ def library() -> ctypes.CDLL | None:
         function.argtypes, function.restype = arguments, None
     find = loaded.maxsimd_first_not_finite
     find.argtypes, find.restype = [_POINTER] * 4 + [_NUMBER], _NUMBER
+    size = loaded.maxsimd_layers_workspace
+    size.argtypes, size.restype = [_POINTER, _NUMBER], _NUMBER
     loaded.maxsimd_use_amx.argtypes, loaded.maxsimd_use_amx.restype = [ctypes.c_int], ctypes.c_int
     return loaded
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "functions.h"
+#include "team.h"
 #include "tile.h"
 
 namespace maxsimd {
@@ -299,7 +300,20 @@ void attend_sequence(const Attention<typename Number::Value>& a, Scratch<Number>
         }
 }
 
-// `sequences` is [count][4] and `prefixes` [prefix_count][7], as described below.
+// Called by all threads of a team. `sequences` is [count][4], as described below.
+template <class Number>
+void attend_tasks(const Attention<typename Number::Value>& a, const int64_t* sequences, int64_t count,
+                  const Prefix<typename Number::Value>* prefixes) {
+    Scratch<Number> scratch;
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t task = 0; task < count * a.key_heads; task++) {
+        const int64_t* at = sequences + task / a.key_heads * 4;
+        const Sequence<typename Number::Value> sequence{at[0], at[1], at[2], at[3] < 0 ? nullptr : prefixes + at[3]};
+        attend_sequence(a, scratch, sequence, task % a.key_heads);
+    }
+}
+
+// `prefixes` is [prefix_count][7].
 template <class Number>
 void attend(const Attention<typename Number::Value>& a, const int64_t* sequences, int64_t count,
             const int64_t* prefixes, int64_t prefix_count) {
@@ -308,16 +322,28 @@ void attend(const Attention<typename Number::Value>& a, const int64_t* sequences
     for (const int64_t* at = prefixes; at < prefixes + 7 * prefix_count; at += 7)
         before.push_back({{(const Value*)at[0], at[2], at[3]}, {(const Value*)at[1], at[4], at[5]}, at[6]});
 #pragma omp parallel
-    {
-        Scratch<Number> scratch;
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < count * a.key_heads; task++) {
-            const int64_t* at = sequences + task / a.key_heads * 4;
-            const Sequence<Value> sequence{at[0], at[1], at[2], at[3] < 0 ? nullptr : &before[at[3]]};
-            attend_sequence(a, scratch, sequence, task % a.key_heads);
-        }
-    }
+    attend_tasks<Number>(a, sequences, count, before.data());
 }
+
+template <class Number>
+void attend_in_team(const SelfAttention<typename Number::Value>& self, const int64_t* sequences, int64_t count) {
+    const int64_t head = self.head_dim, row = self.heads * head;
+    attend_tasks<Number>({{self.q, head, row},
+                          {self.k, head, row},
+                          {self.v, head, row},
+                          {},
+                          self.heads,
+                          self.heads,
+                          head,
+                          false,
+                          0,
+                          self.scale,
+                          self.out},
+                         sequences, count, nullptr);
+}
+
+template void attend_in_team<Float32>(const SelfAttention<float>&, const int64_t*, int64_t);
+template void attend_in_team<BFloat16>(const SelfAttention<uint16_t>&, const int64_t*, int64_t);
 
 }  // namespace maxsimd
 

@@ -12,6 +12,7 @@
 #include "amx.h"
 #include "linear.h"
 #include "rows.h"
+#include "team.h"
 #include "tile.h"
 
 namespace maxsimd {
@@ -79,49 +80,97 @@ class Vectors {
     alignas(64) Unit sums_[TILE_ROWS * PANEL];
 };
 
-// `Way` multiplies the rows, by vectors or by tiles; each thread has its own.
+// Computes `count` rows from `first` on for the panels from `begin` on. `Way` multiplies them, by vectors or by tiles;
+// each thread has its own.
 template <class Way, class Number>
-void run_by(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
+void run_block(Way& way, const Linear<Number>& linear, int64_t first, int64_t count, int64_t begin, int64_t last) {
+    const int64_t cached = linear.cached_panels();
+    way.take(first, count);
+    for (int64_t panel = begin; panel < last; panel += cached)
+        way.multiply_all(panel * PANEL, std::min(last, panel + cached) * PANEL,
+                         (panel + cached < last ? panel + cached : begin) * PANEL);
+    way.complete();
+}
+
+template <class Value>
+void normalise_row(Value* out, const Norm<Value>& norm, int64_t row, int64_t columns, float* sums) {
+    normalise(out + row * columns, norm.residual + row * norm.residual_stride, norm, columns, sums);
+}
+
+template <class Way, class Number>
+void run_in_team_by(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
     if (linear.rows == 0) return;
-    const int64_t threads = omp_get_max_threads(), panels = (linear.columns + PANEL - 1) / PANEL;
+    const int64_t threads = omp_get_num_threads(), panels = (linear.columns + PANEL - 1) / PANEL;
     // Blocks of rows of equal size, the same number for each thread. If there are few rows, threads divide the columns.
     const int64_t tiles = (linear.rows + Way::TILE_ROWS - 1) / Way::TILE_ROWS;
     const int64_t most_blocks = (linear.rows + Way::MOST_ROWS - 1) / Way::MOST_ROWS;
     const int64_t blocks = std::min(tiles, round_up(most_blocks, 2 * threads));
     const int64_t splits = std::min(panels, (2 * threads + blocks - 1) / blocks);
-    const int64_t most = (linear.rows + blocks - 1) / blocks, cached = linear.cached_panels();
-#pragma omp parallel
-    {
-        Way way(linear, most);
+    Way way(linear, (linear.rows + blocks - 1) / blocks);
 #pragma omp for schedule(dynamic) nowait
-        for (int64_t task = 0; task < blocks * splits; task++) {
-            const int64_t block = task / splits, split = task % splits;
-            const int64_t first = linear.rows * block / blocks;
-            way.take(first, linear.rows * (block + 1) / blocks - first);
-            const int64_t begin = panels * split / splits, last = panels * (split + 1) / splits;
-            for (int64_t panel = begin; panel < last; panel += cached)
-                way.multiply_all(panel * PANEL, std::min(last, panel + cached) * PANEL,
-                                 (panel + cached < last ? panel + cached : begin) * PANEL);
-            way.complete();
-        }
-        if (norm.residual) {
-            std::vector<float> sums(round_up(linear.columns, LANES));
+    for (int64_t task = 0; task < blocks * splits; task++) {
+        const int64_t block = task / splits, split = task % splits;
+        const int64_t first = linear.rows * block / blocks;
+        run_block(way, linear, first, linear.rows * (block + 1) / blocks - first, panels * split / splits,
+                  panels * (split + 1) / splits);
+    }
+    if (norm.residual) {
+        std::vector<float> sums(round_up(linear.columns, LANES));
 #pragma omp barrier
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < linear.rows; row++)
-                normalise(linear.out + row * linear.columns, norm.residual + row * norm.residual_stride, norm,
-                          linear.columns, sums.data());
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < linear.rows; row++)
+            normalise_row(linear.out, norm, row, linear.columns, sums.data());
+    }
+}
+
+template <class Way, class Number>
+void run_rows_by(const Linear<Number>& linear, const Norm<typename Number::Value>& norm, int64_t first, int64_t count) {
+    const int64_t blocks = (count + Way::MOST_ROWS - 1) / Way::MOST_ROWS;
+    if (blocks == 0) return;
+    {
+        Way way(linear, (count + blocks - 1) / blocks);
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t from = count * block / blocks;
+            run_block(way, linear, first + from, count * (block + 1) / blocks - from, 0,
+                      (linear.columns + PANEL - 1) / PANEL);
         }
+    }
+    if (norm.residual) {
+        std::vector<float> sums(round_up(linear.columns, LANES));
+        for (int64_t row = first; row < first + count; row++)
+            normalise_row(linear.out, norm, row, linear.columns, sums.data());
     }
 }
 
 template <class Number>
-void run(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
+void run_in_team(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
 #ifdef MAXSIMD_AMX
     if constexpr (!std::is_same_v<Number, Float32>)
-        if (uses_amx()) return run_by<Tiles<Number>>(linear, norm);
+        if (uses_amx()) return run_in_team_by<Tiles<Number>>(linear, norm);
 #endif
-    run_by<Vectors<Number>>(linear, norm);
+    run_in_team_by<Vectors<Number>>(linear, norm);
+}
+
+template <class Number>
+void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& norm, int64_t first, int64_t count) {
+#ifdef MAXSIMD_AMX
+    if constexpr (!std::is_same_v<Number, Float32>)
+        if (uses_amx()) return run_rows_by<Tiles<Number>>(linear, norm, first, count);
+#endif
+    run_rows_by<Vectors<Number>>(linear, norm, first, count);
+}
+
+template void run_in_team(const Linear<Float32>&, const Norm<float>&);
+template void run_in_team(const Linear<BFloat16>&, const Norm<uint16_t>&);
+template void run_in_team(const Linear<Int8>&, const Norm<uint16_t>&);
+template void run_rows(const Linear<Float32>&, const Norm<float>&, int64_t, int64_t);
+template void run_rows(const Linear<BFloat16>&, const Norm<uint16_t>&, int64_t, int64_t);
+template void run_rows(const Linear<Int8>&, const Norm<uint16_t>&, int64_t, int64_t);
+
+template <class Number>
+void run(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
+#pragma omp parallel
+    run_in_team(linear, norm);
 }
 
 }  // namespace maxsimd

@@ -1,0 +1,23 @@
+"""`maxsimd bench single`."""
+
+from typing import Any
+
+import click
+
+from maxsimd.bench.report import publish
+from maxsimd.bench.running import run_and_clean_up
+
+
+@click.command("single")
+@click.argument("model", required=False)
+@click.option("--rounds", type=int, default=300, show_default=True, help="Requests; medians are reported.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--quantization", type=click.Choice(["none", "int8"]), default="none", show_default=True)
+@click.option("--threads", type=int, help="Threads for computing; by default as many as serving takes.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_single(model: str | None, rounds: int, json_file: str | None, **settings: Any) -> None:
+    """Requests of one document, with all layers in one call of our library and layer by layer."""
+    from maxsimd.bench.single import measure_single
+
+    found = run_and_clean_up(measure_single(model, settings, rounds))
+    publish({"model": model, "rounds": rounds, **settings}, found, json_file)

@@ -1,0 +1,33 @@
+// Linear layers and attention, computed by threads that run already: each function is called by all threads of an
+// OpenMP team, and a thread may return from it before the others are done.
+//
+// The results are the same to the last bit as those of calls that start threads of their own.
+#pragma once
+
+#include "linear.h"
+
+namespace maxsimd {
+
+// Columns are divided among threads, and rows if there are many. With a norm, threads wait for each other before it.
+template <class Number>
+void run_in_team(const Linear<Number>& linear, const Norm<typename Number::Value>& norm);
+
+// The calling thread computes some rows by itself, from `first` on, in all columns.
+template <class Number>
+void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& norm, int64_t first, int64_t count);
+
+// Queries, keys and values [rows][heads][head_dim] of whole sequences that see all that they are given, and what comes
+// of them.
+template <class Value>
+struct SelfAttention {
+    const Value *q, *k, *v;
+    int64_t heads, head_dim;
+    float scale;
+    Value* out;
+};
+
+// `sequences` is [count][4], as `maxsimd_attention` has it, without prefixes.
+template <class Number>
+void attend_in_team(const SelfAttention<typename Number::Value>& self, const int64_t* sequences, int64_t count);
+
+}  // namespace maxsimd
