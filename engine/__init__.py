@@ -16,11 +16,14 @@ if TYPE_CHECKING:
         EngineRunningError,
         InvalidRequestError,
         MaxsimdError,
+        ModelDroppedError,
+        ModelFailedError,
         ModelLoadError,
         QueueFullError,
         RequestFailedError,
         RequestTimeoutError,
         RequestTooLargeError,
+        UnknownModelError,
     )
     from maxsimd.engine.media import Content, Picture, PictureFile
     from maxsimd.engine.requests import (
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
         Truncation,
         Usage,
     )
+    from maxsimd.engine.several.cascade import CascadeDocument, CascadeResult, Stage, StageResult
+    from maxsimd.engine.several.engines import Engines
     from maxsimd.engine.sync import SyncEngine
     from maxsimd.engine.tenants import Tenant
     from maxsimd.pooling.muvera import Muvera
@@ -47,6 +52,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CUT_LONG",
     "WINDOW_LONG",
+    "CascadeDocument",
+    "CascadeResult",
     "ClassifyResult",
     "Content",
     "EmbedResult",
@@ -55,8 +62,11 @@ __all__ = [
     "EngineDeadError",
     "EngineNotReadyError",
     "EngineRunningError",
+    "Engines",
     "InvalidRequestError",
     "MaxsimdError",
+    "ModelDroppedError",
+    "ModelFailedError",
     "ModelLoadError",
     "Muvera",
     "Picture",
@@ -72,10 +82,13 @@ __all__ = [
     "ScoreResult",
     "SparseEmbedResult",
     "SparseVector",
+    "Stage",
+    "StageResult",
     "SyncEngine",
     "Tenant",
     "TokenEmbedResult",
     "Truncation",
+    "UnknownModelError",
     "Usage",
     "Vectors",
 ]
@@ -84,6 +97,11 @@ __all__ = [
 _HOME = {
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
+    "Engines": "engine.several.engines",
+    "CascadeDocument": "engine.several.cascade",
+    "CascadeResult": "engine.several.cascade",
+    "Stage": "engine.several.cascade",
+    "StageResult": "engine.several.cascade",
     "SyncEngine": "engine.sync",
     "Content": "engine.media",
     "Picture": "engine.media",

@@ -60,3 +60,15 @@ class EngineNotReadyError(MaxsimdError):
 
 class EngineDeadError(MaxsimdError):
     """An actor or the device failed beyond repair, or is stuck; the engine must be started anew."""
+
+
+class UnknownModelError(InvalidRequestError):
+    """Among several models there is none of this name."""
+
+
+class ModelDroppedError(EngineNotReadyError):
+    """Among several models this one has been dropped; the others serve."""
+
+
+class ModelFailedError(EngineDeadError):
+    """Among several models this one could not be loaded, or has died; the others serve."""

@@ -1,7 +1,7 @@
 """maxsimd: relevance scores for queries and documents, by an async engine and a server.
 
-`Engine` and `SyncEngine` are imported when they are first asked for, so that `import maxsimd` is quick and
-loads neither torch nor a model library.
+What it has is imported when it is first asked for, so that `import maxsimd` is quick and loads neither torch
+nor a model library.
 """
 
 from importlib import import_module
@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from maxsimd.engine import Engine, EngineConfig, SyncEngine
+    from maxsimd.engine import Engine, EngineConfig, Engines, Stage, SyncEngine
 
-__all__ = ["Engine", "EngineConfig", "SyncEngine", "__version__"]
+__all__ = ["Engine", "EngineConfig", "Engines", "Stage", "SyncEngine", "__version__"]
 
 try:
     __version__ = version("maxsimd")

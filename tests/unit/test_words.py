@@ -21,7 +21,6 @@ OLD_NAMES = {
     "carry": "prefill_kv",
     "everywhere": "full",
     "give_way": "take_short_slices",
-    "keep": "cache, or the noun of what is stored",
     "kept": "cached, or pooled_positions",
     "kept_document": "CachedDocument",
     "keptdocument": "CachedDocument",

@@ -1,0 +1,1 @@
+"""Several models in one process: each an engine of its own, that come, go and fail without the others."""

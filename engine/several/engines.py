@@ -1,0 +1,144 @@
+"""Several models in one process, by their names: the public face."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.engine import Engine
+from maxsimd.engine.errors import EngineRunningError, MaxsimdError, UnknownModelError
+from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage, run_cascade
+from maxsimd.engine.several.states import Dropped, Failed, Loading, Serving, State, engine_of
+from maxsimd.engine.validation import Scorable
+
+# How long those that are dropped may go on with the requests that they have.
+GRACE_SECONDS = 30.0
+
+
+class Engines:
+    """Engines by the names of their models. Use it as an async context manager, from one event loop::
+
+        async with Engines({"embed": EngineConfig(...), "rerank": EngineConfig(...)}) as engines:
+            await engines["embed"].embed(texts)
+
+    A model that cannot be loaded, or whose engine dies, takes no other along: `state` says of what it failed.
+    """
+
+    def __init__(
+        self, configs: Mapping[str, EngineConfig], *, weights: Mapping[str, float] | None = None
+    ) -> None:
+        """`weights` are the models' shares of the device beside each other, where not 1."""
+        self._asked = dict(configs)
+        self._weights = dict(weights or {})
+        self._states: dict[str, State] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        for name in configs:
+            self._states[name] = Loading()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Loads the models one after the other; each serves as soon as it is loaded, and one that fails is in
+        the state "failed: reason"."""
+        for name, config in self._asked.items():
+            try:
+                await self._start(name, config, self._weights.get(name, 1.0))
+            except Exception:  # its state says so
+                continue
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Drops all models, each with `grace` seconds for the requests that it has (None: for as long as they
+        take)."""
+        for name, state in list(self._states.items()):
+            if not isinstance(state, Dropped):
+                await self._end(name, state, grace)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models that are loading, served or failed, in the order in which they came."""
+        return tuple(name for name, state in self._states.items() if not isinstance(state, Dropped))
+
+    def state(self, name: str) -> str:
+        """ "loading", "ok", "failed: reason" or "dropped". Raises UnknownModelError."""
+        return str(self._state(name))
+
+    def __getitem__(self, name: str) -> Engine:
+        """The engine of a model. Raises UnknownModelError, ModelFailedError, ModelDroppedError, and
+        EngineNotReadyError while it is loading."""
+        return engine_of(name, self._state(name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    async def load(self, name: str, config: EngineConfig, weight: float = 1.0) -> None:
+        """Loads a model beside the others, which serve meanwhile; also in place of one that has failed or was
+        dropped. Raises ModelLoadError, and EngineRunningError where there is one of this name."""
+        if isinstance(self._states.get(name), Loading | Serving):
+            raise EngineRunningError(f"there is a model {name!r} already; drop it first")
+        self._states.pop(name, None)
+        self._states[name] = Loading()
+        await self._start(name, config, weight)
+
+    async def drop(self, name: str, grace: float | None = GRACE_SECONDS) -> None:
+        """Takes no more requests for a model, waits `grace` seconds for those that it has, and frees its
+        memory. Who still waits then gets EngineDeadError. Raises UnknownModelError."""
+        state = self._state(name)
+        if isinstance(state, Loading):
+            raise EngineRunningError(f"the model {name!r} is being loaded; drop it when it is")
+        if not isinstance(state, Dropped):
+            await self._end(name, state, grace)
+
+    async def rerank(
+        self,
+        query: Scorable,
+        documents: Sequence[Scorable],
+        stages: Sequence[Stage],
+        *,
+        deadline: float | None = None,
+        **options: Unpack[CascadeOptions],
+    ) -> CascadeResult:
+        """Ranks documents in stages: the model of each scores the best of the stage before, all of them
+        within `deadline` seconds. Scores are those of the last stage."""
+        return await run_cascade(self.__getitem__, query, documents, stages, deadline, options)
+
+    def _state(self, name: str) -> State:
+        state = self._states.get(name)
+        if state is None:
+            served = ", ".join(self.names) or "none"
+            raise UnknownModelError(f"there is no model {name!r}; there are: {served}", "model")
+        return state
+
+    async def _start(self, name: str, config: EngineConfig, weight: float) -> None:
+        engine = Engine(config)
+        try:
+            await engine.start()
+        except BaseException as error:
+            reason = str(error) if isinstance(error, MaxsimdError) else repr(error)
+            self._states[name] = Failed(reason)
+            raise
+        self._states[name] = Serving(engine)
+        self._watches[name] = asyncio.create_task(self._watch(name, engine), name="maxsimd-watch-model")
+
+    async def _watch(self, name: str, engine: Engine) -> None:
+        """Once an engine has died, frees what it has left."""
+        await engine.until_dead()
+        assert engine.death is not None
+        self._states[name] = Failed(engine.death)
+        await engine.stop(grace=0)
+
+    async def _end(self, name: str, state: State, grace: float | None) -> None:
+        self._states[name] = Dropped()
+        watch = self._watches.pop(name, None)
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        if isinstance(state, Serving):
+            await state.engine.stop(grace)

@@ -1,0 +1,164 @@
+"""Several models in one process: each scores as alone, and what befalls one is no other's business."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import maxsimd
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import (
+    Engine,
+    EngineConfig,
+    EngineDeadError,
+    EngineRunningError,
+    Engines,
+    InvalidRequestError,
+    ModelDroppedError,
+    ModelFailedError,
+    ModelLoadError,
+    RequestTimeoutError,
+    Stage,
+    UnknownModelError,
+)
+from maxsimd.engine.actors.runner import RunnerActor
+from tests.checkpoints import cross_encoders
+from tests.checkpoints.shared import SharedCheckpoints
+
+# Engines belong to one event loop.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def config(model: str | None = None, **options: Any) -> EngineConfig:
+    return EngineConfig(model=model, dtype="float32", threads=1, **options)
+
+
+@pytest.fixture(scope="module")
+def reranker(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(cross_encoders.bert)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both(reranker: str) -> AsyncIterator[Engines]:
+    async with Engines({"embed": config(), "rerank": config(reranker)}) as engines:
+        yield engines
+
+
+async def test_each_scores_as_alone(both: Engines, reranker: str, pairs: list[Pair]) -> None:
+    query, documents = pairs[0].query, [pair.document for pair in pairs[:30]]
+    for name, model in (("embed", None), ("rerank", reranker)):
+        async with Engine(config(model)) as alone:
+            expected = (await alone.score(query, documents)).scores
+        assert (await both[name].score(query, documents)).scores == expected
+
+
+async def test_a_cascade_is_the_two_calls_by_hand(both: Engines, pairs: list[Pair]) -> None:
+    query, documents = pairs[0].query, [pair.document for pair in pairs[:30]]
+    found = await both.rerank(
+        query, documents, [Stage("embed", keep=10), Stage("rerank", keep=4)], deadline=60
+    )
+    first = (await both["embed"].rerank(query, documents, top_n=10)).results
+    second = (await both["rerank"].rerank(query, [documents[one.index] for one in first], top_n=4)).results
+    assert [(one.index, one.score, one.model) for one in found.results] == [
+        (first[one.index].index, one.score, "rerank") for one in second
+    ]
+    assert [one.document for one in found.results] == [documents[one.index] for one in found.results]
+    assert [(stage.model, stage.documents) for stage in found.stages] == [("embed", 30), ("rerank", 10)]
+    assert all(stage.milliseconds > 0 for stage in found.stages)
+
+
+async def test_one_deadline_is_for_all_stages(both: Engines, pairs: list[Pair]) -> None:
+    documents = [pair.document for pair in pairs]
+    with pytest.raises(RequestTimeoutError, match=r"within 0\.0001 seconds"):
+        await both.rerank("a", documents, [Stage("embed"), Stage("rerank")], deadline=0.0001)
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "param"),
+    [
+        ([], InvalidRequestError, "stages"),
+        ([Stage("embed", keep=0), Stage("rerank")], InvalidRequestError, "stages[0].keep"),
+        ([Stage("embed", keep=1), Stage("other")], UnknownModelError, "model"),
+    ],
+)
+async def test_what_is_no_cascade_is_refused(
+    both: Engines, stages: list[Stage], error: type[InvalidRequestError], param: str
+) -> None:
+    with pytest.raises(error) as refused:
+        await both.rerank("a", ["b"], stages)
+    assert refused.value.param == param
+
+
+async def test_names_and_states(both: Engines) -> None:
+    assert maxsimd.Engines is Engines
+    assert maxsimd.Stage is Stage
+    assert both.names == ("embed", "rerank")
+    assert [both.state(name) for name in both.names] == ["ok", "ok"]
+    assert "embed" in both
+    assert "other" not in both
+    with pytest.raises(UnknownModelError, match="there are: embed, rerank"):
+        both.state("other")
+    with pytest.raises(EngineRunningError, match="drop it first"):
+        await both.load("embed", config())
+
+
+async def test_one_that_cannot_be_loaded_takes_no_other_along(both: Engines) -> None:
+    with pytest.raises(ModelLoadError):
+        await both.load("missing", config("/there/is/no/such/folder"))
+    assert both.state("missing").startswith("failed: ")
+    with pytest.raises(ModelFailedError, match="/there/is/no/such/folder"):
+        _ = both["missing"]
+    assert (await both["embed"].score("a", ["b"])).scores
+    await both.drop("missing")
+    assert both.state("missing") == "dropped"
+    assert both.names == ("embed", "rerank")
+
+
+async def test_one_that_dies_under_load_takes_no_other_along(
+    both: Engines, reranker: str, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [pair.document for pair in pairs[:20]]
+    await both.load("dying", config(reranker))
+    dying = both["dying"]
+    runner = dying.device_model.prepared.runner
+    finish = RunnerActor._finish
+
+    def fails(actor: Any, *arguments: Any) -> None:
+        if actor._runner is runner:
+            raise RuntimeError("beyond repair")
+        finish(actor, *arguments)
+
+    monkeypatch.setattr(RunnerActor, "_finish", fails)
+    others = [both["embed"].score(pair.query, documents, cache="bypass") for pair in pairs[:8]]
+    own = [dying.score(pair.query, documents) for pair in pairs[:8]]
+    answers = await asyncio.gather(*others, *own, return_exceptions=True)
+    assert [type(one) for one in answers[8:]] == [EngineDeadError] * 8
+    assert all(len(one.scores) == 20 for one in answers[:8] if not isinstance(one, BaseException))
+    assert not any(isinstance(one, BaseException) for one in answers[:8])
+    assert both.state("dying").startswith("failed: the engine has died")
+    with pytest.raises(ModelFailedError, match="beyond repair"):
+        _ = both["dying"]
+    monkeypatch.undo()
+    await both.load("dying", config(reranker))
+    assert (await both["dying"].score("a", ["b"])).scores
+    await both.drop("dying")
+
+
+async def test_one_that_is_dropped_finishes_within_its_grace_and_tells_the_rest(
+    both: Engines, reranker: str, pairs: list[Pair]
+) -> None:
+    documents = [pair.document for pair in pairs]
+    for grace, ends in ((None, True), (0, False)):
+        await both.load("going", config(reranker))
+        going = both["going"]
+        waiting = [asyncio.create_task(going.score(pair.query, documents)) for pair in pairs[:6]]
+        other = asyncio.create_task(both["embed"].score("a", documents, cache="bypass"))
+        await asyncio.sleep(0)
+        await both.drop("going", grace=grace)
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(one, EngineDeadError) != ends for one in answers)
+        assert len((await other).scores) == len(documents)
+        with pytest.raises(ModelDroppedError):
+            _ = both["going"]
