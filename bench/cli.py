@@ -25,6 +25,7 @@ from maxsimd.bench.page_commands import (
 from maxsimd.bench.peers.command import bench_peers
 from maxsimd.bench.report import Report, publish
 from maxsimd.bench.running import run_and_clean_up
+from maxsimd.bench.several_command import bench_several
 from maxsimd.bench.single_command import bench_single
 from maxsimd.engine.config import EngineConfig
 from maxsimd.scheduler import OLDEST_SHARE, OVERDUE_SHARE
@@ -369,6 +370,7 @@ for command in (
         bench_cluster_hits,
         bench_cluster_overhead,
         bench_muvera,
+        bench_several,
     ),
 ):
     bench.add_command(command)

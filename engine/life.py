@@ -62,7 +62,7 @@ class EngineLife:
         self._changing = True
         try:
             await bury(self._let_go())
-            self._running = await launch(self.config, self.metrics, self._died, self._tenants)
+            self._running = await self._launch()
             if self.death is not None:
                 self.death, self.restart_obstacle, self._dead = None, None, asyncio.Event()
                 self.metrics.restarts.inc()
@@ -188,6 +188,9 @@ class EngineLife:
         return await running.run(
             lambda ids: running.preprocessor.score(request, ids, options.on_error), request, options, arrived
         )
+
+    async def _launch(self) -> Running:
+        return await launch(self.config, self.metrics, self._died, self._tenants)
 
     def _let_go(self) -> Running | None:
         running, self._running = self._running, None

@@ -37,6 +37,9 @@ class EngineMetrics:
         self.step_seconds = self._seconds(
             "maxsimd_step_seconds", "Seconds from the start of a step to its results"
         )
+        self.device_seconds = self._counter(
+            "maxsimd_device_seconds", "Seconds on a device that several models share; without others 0"
+        )
         self.preprocess_seconds = self._seconds(
             "maxsimd_preprocess_seconds", "Seconds that tokenising and preparing a request took"
         )

@@ -107,7 +107,8 @@ class StepReport:
     """Runner to scheduler: what became of `num_parts` chunks, cached batches and pictures of a step.
 
     `num_tokens` were run, and cached documents scored and pictures encoded of the price `other_price`
-    (tokens); `seconds` have passed since the step was begun, and `score_seconds` of them were for scoring."""
+    (tokens); `seconds` have passed since the step was begun, and `score_seconds` of them were for scoring.
+    Where several models share the device, it had `waited` for its turn before, and had `device_seconds`."""
 
     step_id: int
     num_parts: int
@@ -118,6 +119,8 @@ class StepReport:
     failures: tuple[RequestFailure, ...] = ()
     score_seconds: float = 0.0
     out_of_memory: bool = False
+    waited: float = 0.0
+    device_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from maxsimd.engine.actors.messages import (
     StepReport,
 )
 from maxsimd.engine.actors.suspects import Suspects
+from maxsimd.engine.actors.turns import Turn
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.execution import ModelRunner
 from maxsimd.engine.scoring.documents import CachedDocuments, CacheHit, Duplicate, SkippedSequence
@@ -61,7 +62,10 @@ class RunnerActor(Actor[RunnerMessage]):
         scoring: Mailbox[ScoringMessage],
         scheduler: Mailbox[SchedulerMessage],
         cache: EmbeddingCache | None,
+        *,
+        turn: Turn | None = None,
     ) -> None:
+        """Where several models share the device, each step waits for its `turn`."""
         super().__init__(mailbox)
         self._runner = runner
         self._pooling = pooling
@@ -71,7 +75,8 @@ class RunnerActor(Actor[RunnerMessage]):
         self._deliveries: asyncio.TaskGroup | None = None
         self._arrivals = Arrivals()
         self._suspects = Suspects()
-        self._started = 0.0
+        self._started = self._waited = 0.0
+        self._turn = turn
         self.cut_sequences = CutSequences()
 
     async def run(self) -> None:
@@ -87,6 +92,15 @@ class RunnerActor(Actor[RunnerMessage]):
             self._free(self.cut_sequences.drop_request(message.request_id))
             self._scoring.tell(DropRequest(message.request_id))
             return
+        if self._turn is None:
+            await self._run_stages(message)
+            return
+        asked = time.perf_counter()
+        async with self._turn:
+            self._waited = time.perf_counter() - asked
+            await self._run_stages(message)
+
+    async def _run_stages(self, message: Step) -> None:
         self.cut_sequences.note(message)
         self._started = time.perf_counter()
         *stages, last = [part for stage in message.stages() for part in self._suspects.isolate(stage)]
@@ -119,7 +133,7 @@ class RunnerActor(Actor[RunnerMessage]):
 
     async def _attempt(self, step: Step) -> "_Attempt":
         """Runs, pools and scores a stage of a step. What it changes, a second attempt overwrites."""
-        started = self._started
+        started, waited = self._started, self._waited
         chunks, skipped = self._split_cached(step)
         pooled: list[Pooled] = []
         if chunks:
@@ -129,7 +143,8 @@ class RunnerActor(Actor[RunnerMessage]):
             self._runner.encode(step.images)
         pooled_at = time.perf_counter()
         outcome = await self._scoring.ask(Score(pooled, skipped, step.cached))
-        return _Attempt(step, sum(map(len, chunks)), started, time.perf_counter() - pooled_at, outcome)
+        score_seconds = time.perf_counter() - pooled_at
+        return _Attempt(step, sum(map(len, chunks)), started, waited, score_seconds, outcome)
 
     async def _finish_later(self, attempt: "_Attempt", arrival: Arrival) -> None:
         await self._arrivals.until(arrival)
@@ -157,10 +172,16 @@ class RunnerActor(Actor[RunnerMessage]):
                 tuple(results),
                 outcome.failures,
                 attempt.score_seconds,
+                waited=attempt.waited,
+                device_seconds=self._charge(attempt.started),
             )
         )
         self._free(self.cut_sequences.finish(step))
         self._scoring.tell(Commit(outcome.releases))
+
+    def _charge(self, started: float) -> float | None:
+        """The seconds that what was begun then had of a shared device, which are now paid for."""
+        return None if self._turn is None else self._turn.charge(started)
 
     def _stage(self, outcome: StepOutcome) -> None:
         """Makes new embeddings findable in the cache."""
@@ -223,7 +244,8 @@ class RunnerActor(Actor[RunnerMessage]):
             "the device has not enough memory for this input" if out_of_memory else "the model failed on it"
         )
         failure = RequestFailure(part.request_id, reason, _indexes_of(part))
-        self._scheduler.post(StepReport(step.step_id, 1, failures=(failure,)))
+        used = self._charge(self._started)
+        self._scheduler.post(StepReport(step.step_id, 1, failures=(failure,), device_seconds=used))
 
 
 def _indexes_of(part: Sequence | CachedBatch | ImageJob) -> tuple[int, ...]:
@@ -238,11 +260,12 @@ def _indexes_of(part: Sequence | CachedBatch | ImageJob) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attempt:
     """An attempt at a stage that succeeded, with `num_tokens` run; its step was begun at `started`
-    (perf_counter), and the host was scoring for `score_seconds`."""
+    (perf_counter), for whose turn it had `waited`, and the host was scoring for `score_seconds`."""
 
     step: Step
     num_tokens: int
     started: float
+    waited: float
     score_seconds: float
     outcome: StepOutcome
 

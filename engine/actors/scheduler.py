@@ -231,10 +231,12 @@ class SchedulerActor(Actor[SchedulerMessage]):
         step.parts_left -= report.num_parts
         step.reported += report.num_tokens + report.other_price
         self._metrics.tokens.inc(report.num_tokens)
+        if report.device_seconds is not None:
+            self._metrics.device_seconds.inc(report.device_seconds)
         if step.parts_left <= 0:
             del self._in_flight[report.step_id]
             self._ending.discard(report.step_id)
-            self._measure(step.reported, report.seconds)
+            self._measure(step.reported, report.seconds, report.waited)
             for tenant, work in step.tenants.items():
                 self._metrics.tenants.count_tokens(tenant, work)
         if report.out_of_memory:
@@ -247,11 +249,11 @@ class SchedulerActor(Actor[SchedulerMessage]):
         for request_id in dict.fromkeys(result.slot.request_id for result in report.results):
             self._resolve(request_id, report.score_seconds)
 
-    def _measure(self, work: int, seconds: float) -> None:
+    def _measure(self, work: int, seconds: float, waited: float) -> None:
         """Notes how fast a step was. Of one that was begun before another ended, only the time since then
-        counts in the rate."""
+        counts in the rate; the time for which it waited for other models does, since the next will too."""
         now = time.perf_counter()
-        alone, self._last_report = min(seconds, now - self._last_report), now
+        alone, self._last_report = min(seconds + waited, now - self._last_report), now
         if work and seconds > 0:
             self._metrics.step_seconds.observe(seconds)
             self.rate.observe(work, alone)

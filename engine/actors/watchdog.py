@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 
 from maxsimd.engine.actors.scheduler import SchedulerActor
+from maxsimd.engine.actors.turns import Turn
 
 _TICK_SECONDS = 1.0
 # No step takes this many times as long as the latest ones let expect.
@@ -23,12 +24,20 @@ class Watchdog:
 
     It counts its own ticks, each for what it was to take and never for more: time in which this event loop
     did not run (the machine slept, the process was stopped, others had the processor) proves nothing of the
-    device. `stacks` describes where threads stand, for the error."""
+    device, nor does time in which another model has its turn there: its own watchdog looks at it. `stacks`
+    describes where threads stand, for the error."""
 
-    def __init__(self, timeout: float, scheduler: SchedulerActor, stacks: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        timeout: float,
+        scheduler: SchedulerActor,
+        stacks: Callable[[], str],
+        turn: Turn | None = None,
+    ) -> None:
         self._timeout = timeout
         self._scheduler = scheduler
         self._stacks = stacks
+        self._turn = turn
         self._num_signs = 0
         self._seconds = 0.0
 
@@ -53,6 +62,9 @@ class Watchdog:
         """Looks at the device once more, so much later."""
         if self._scheduler.in_flight == 0 or self._scheduler.num_signs != self._num_signs:
             self._num_signs, self._seconds = self._scheduler.num_signs, 0.0
+            return
+        if self._turn is not None and self._turn.is_anothers:
+            self._seconds = 0.0
             return
         self._seconds += seconds
         if self._seconds >= self.allowance:

@@ -90,16 +90,17 @@ class MemoryStore(Generic[E]):
             self._remove(key)
             self._window[key] = entry
             self._window_bytes += entry.nbytes
-            while self._window_bytes > self._most_in_window:
-                oldest, leaving = self._window.popitem(last=False)
-                self._window_bytes -= leaving.nbytes
-                self._admit(oldest, leaving)
-            while self.nbytes > self.limit:
-                victim = self._least_asked_for()
-                assert victim is not None, "the window alone is never over the limit"
-                self._remove(victim)
-                self.evictions += 1
+            self._shrink_window()
+            self._evict()
             self._requests.grow(1 << (_CELLS_AN_ENTRY * len(self)).bit_length())
+
+    def resize(self, limit: int) -> None:
+        """Holds at most `limit` bytes from now on; what is asked for least goes at once."""
+        with self._lock:
+            self.limit = limit
+            self._most_in_window = int(limit * _WINDOW_SHARE)
+            self._shrink_window()
+            self._evict()
 
     def drop(self, key: bytes) -> None:
         with self._lock:
@@ -110,6 +111,19 @@ class MemoryStore(Generic[E]):
             for part in (self._window, self._main, self._main_keys, self._positions):
                 part.clear()
             self._window_bytes = self._main_bytes = 0
+
+    def _shrink_window(self) -> None:
+        while self._window_bytes > self._most_in_window:
+            oldest, leaving = self._window.popitem(last=False)
+            self._window_bytes -= leaving.nbytes
+            self._admit(oldest, leaving)
+
+    def _evict(self) -> None:
+        while self.nbytes > self.limit:
+            victim = self._least_asked_for()
+            assert victim is not None, "the window alone is never over the limit"
+            self._remove(victim)
+            self.evictions += 1
 
     def _admit(self, key: bytes, entry: E) -> None:
         """Moves an entry to the main part, if it is asked for more often than each that has to go."""

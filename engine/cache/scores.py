@@ -64,6 +64,10 @@ class ScoreCache:
             self._memory.put(key, entry)
         self._fit.look()
 
+    def resize(self, limit: int) -> None:
+        """Takes at most `limit` bytes of memory from now on."""
+        self._memory.resize(limit)
+
     def clear(self) -> None:
         self._memory.clear()
 

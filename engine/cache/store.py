@@ -179,6 +179,10 @@ class EmbeddingCache:
         """How many bytes of embeddings may be cached on the host, in memory and on disk."""
         return self._memory.limit + (0 if self._disk is None else self._disk.limit)
 
+    def resize(self, limit: int) -> None:
+        """Takes at most `limit` bytes of the host's memory from now on."""
+        self._memory.resize(limit)
+
     @property
     def device_entries(self) -> int:
         """How many embeddings are on the device as well."""

@@ -57,11 +57,8 @@ def scored_in(model: LoadedModel, prepared: PreparedModel) -> torch.dtype:
 
 def load_device_model(config: EngineConfig) -> DeviceModel:
     """Loads and prepares the model; to be called on the device thread. Raises ModelLoadError."""
-    _choose_threads(config.threads)
     device = choose_device(config.device)
-    if device.type == "cpu":
-        settle_allocators()
-        take_short_slices()
+    prepare_thread(device, config.threads)
     try:
         maxsim_name, maxsim = choose_maxsim(config.maxsim, device, config.kernels == "auto")
     except ValueError as error:
@@ -89,6 +86,15 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
     return DeviceModel(
         _without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache, calibration
     )
+
+
+def prepare_thread(device: torch.device, threads: int | None) -> None:
+    """Has the calling thread compute for a device, with as many `threads` as are asked for; to be called first
+    on it."""
+    _choose_threads(threads)
+    if device.type == "cpu":
+        settle_allocators()
+        take_short_slices()
 
 
 def _compared_dim(model: LoadedModel) -> int:

@@ -9,13 +9,14 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from maxsimd.engine.actors.actor import Actor, Mailbox
 from maxsimd.engine.actors.messages import SchedulerMessage
 from maxsimd.engine.actors.pooling import PoolingActor
 from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.actors.scoring import ScoringActor
+from maxsimd.engine.actors.turns import Turn
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.scoring.hybrid import Hybrid
@@ -29,11 +30,28 @@ _PREFIX = "maxsimd-"
 _left_behind: list[threading.Thread] = []
 
 
+class Device(Protocol):
+    """Where an engine's device runs: a thread of its own, or a seat on one that it shares. Where it is
+    shared, a step needs a `turn`."""
+
+    loop: asyncio.AbstractEventLoop
+    turn: Turn | None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]: ...
+
+    def close(self, seconds: float | None = None) -> bool: ...
+
+    def declare_stuck(self) -> None: ...
+
+
 class DeviceThread:
     """A thread with an event loop; coroutines are handed to it and awaited from elsewhere."""
 
+    turn: Turn | None = None
+
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
+        self.is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"{_PREFIX}device", daemon=True)
         self._thread.start()
 
@@ -53,11 +71,15 @@ class DeviceThread:
         """Cancels what still runs there and joins the thread, for at most that long; says whether it ended.
 
         One that did not is left behind with all that it holds. It ends if ever it goes on."""
+        self.is_closing = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(seconds)
         if self._thread.is_alive():
             _left_behind.append(self._thread)
         return not self._thread.is_alive()
+
+    def declare_stuck(self) -> None:
+        """Nobody else waits for this thread."""
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
@@ -97,6 +119,7 @@ class DeviceActors:
         loop: asyncio.AbstractEventLoop,
         device_model: DeviceModel,
         scheduler: Mailbox[SchedulerMessage],
+        turn: Turn | None = None,
     ) -> None:
         model = device_model.model
         scorer = DocumentScorer(
@@ -118,6 +141,7 @@ class DeviceActors:
             scoring.mailbox,
             scheduler,
             device_model.cache,
+            turn=turn,
         )
         self.mailbox = runner.mailbox
         self._device_model = device_model

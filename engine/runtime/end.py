@@ -3,7 +3,7 @@
 import logging
 
 from maxsimd.engine.cache import EmbeddingCache
-from maxsimd.engine.device.thread import DeviceThread
+from maxsimd.engine.device.thread import Device
 from maxsimd.engine.preprocess.workers import WorkerPool
 
 log = logging.getLogger(__name__)
@@ -13,7 +13,7 @@ STUCK_SECONDS = 2.0
 
 
 def end_threads(
-    device: DeviceThread, pool: WorkerPool, cache: EmbeddingCache | None, seconds: float | None
+    device: Device, pool: WorkerPool, cache: EmbeddingCache | None, seconds: float | None
 ) -> None:
     """Ends all threads and waits for that: briefly, where the device has not ended within `seconds`.
 

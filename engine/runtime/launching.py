@@ -6,6 +6,7 @@ import weakref
 
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import load_device_model
+from maxsimd.engine.device.shared import Seat
 from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.runtime.running import Died, Running
@@ -33,6 +34,27 @@ async def launch(config: EngineConfig, metrics: EngineMetrics, died: Died, tenan
         raise
     except BaseException:
         device.close()
+        raise
+
+
+async def launch_beside(
+    seat: Seat, config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits
+) -> Running:
+    """The same on a device that others use: the model is loaded while they are served. Raises
+    ModelLoadError."""
+    try:
+        device_model = await seat.load(config)
+        try:
+            return Running(config, metrics, seat, device_model, died, tenants)
+        except BaseException:
+            if device_model.cache is not None:
+                device_model.cache.close()
+            raise
+    except asyncio.CancelledError:
+        seat.leave()
+        raise
+    except BaseException:
+        await asyncio.to_thread(seat.close)
         raise
 
 

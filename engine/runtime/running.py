@@ -22,7 +22,7 @@ from maxsimd.engine.device.budget import beside_small_requests, default_budget
 from maxsimd.engine.device.facts import facts_of
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.open_cache import open_score_cache
-from maxsimd.engine.device.thread import DeviceActors, DeviceThread, num_left_behind, stacks
+from maxsimd.engine.device.thread import Device, DeviceActors, num_left_behind, stacks
 from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, RequestTimeoutError
 from maxsimd.engine.metrics import EngineMetrics
@@ -56,7 +56,7 @@ class Running:
         self,
         config: EngineConfig,
         metrics: EngineMetrics,
-        device: DeviceThread,
+        device: Device,
         device_model: DeviceModel,
         died: Died,
         tenants: TenantLimits,
@@ -102,13 +102,13 @@ class Running:
         self._process, loop = os.getpid(), asyncio.get_running_loop()
         self._loop = loop
         mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
-        actors = self._actors = DeviceActors(device.loop, device_model, mailbox)
+        actors = self._actors = DeviceActors(device.loop, device_model, mailbox, device.turn)
         policy = Scheduler(limits, weights=tenants.weights)
         self.scheduler = SchedulerActor(mailbox, policy, actors.mailbox, config.steps_in_flight, metrics)
         self._tenants = tenants
         admission_limits = _admission_limits(config, self.max_tokens, budget)
         self.admission = Admission(admission_limits, self.scheduler, metrics, tenants)
-        self._watchdog = Watchdog(config.step_timeout_seconds, self.scheduler, stacks)
+        self._watchdog = Watchdog(config.step_timeout_seconds, self.scheduler, stacks, device.turn)
         self._is_stuck = False
         self._supervisor = asyncio.create_task(self._supervise(actors), name="maxsimd-supervisor")
 
@@ -329,6 +329,8 @@ class Running:
             log.critical("%s", self._reason, exc_info=cause)
             self._is_stuck = isinstance(cause, StuckDeviceError)
             self._died(self._reason, self._obstacle(cause))
+            if self._is_stuck:
+                self._device.declare_stuck()
         finally:
             for future in list(self._awaited):
                 if not future.done():

@@ -1,14 +1,24 @@
 """Several models in one process, by their names: the public face."""
 
 import asyncio
+import gc
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
+import torch
+from prometheus_client import CollectorRegistry
+
+from maxsimd.engine.actors.turns import check_weight
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.allocators import give_back_memory
+from maxsimd.engine.device.shared import SharedDevices
 from maxsimd.engine.engine import Engine
 from maxsimd.engine.errors import EngineRunningError, MaxsimdError, UnknownModelError
+from maxsimd.engine.several.cache_budget import CacheBudget, shares
 from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage, run_cascade
+from maxsimd.engine.several.metrics import registry_by_model
+from maxsimd.engine.several.shared_engine import SharedEngine
 from maxsimd.engine.several.states import Dropped, Failed, Loading, Serving, State, engine_of
 from maxsimd.engine.validation import Scorable
 
@@ -22,22 +32,39 @@ class Engines:
         async with Engines({"embed": EngineConfig(...), "rerank": EngineConfig(...)}) as engines:
             await engines["embed"].embed(texts)
 
-    A model that cannot be loaded, or whose engine dies, takes no other along: `state` says of what it failed.
+    The models of a device share its thread, and take turns there by their weights: who has used least time
+    for its weight has the next step. Their caches share what one would take by default. A model that cannot
+    be loaded, or whose engine dies, takes no other along: `state` says of what it failed. Only a step that
+    never ends holds up all models of its device, which then fail together; they can be loaded again.
     """
 
     def __init__(
         self, configs: Mapping[str, EngineConfig], *, weights: Mapping[str, float] | None = None
     ) -> None:
-        """`weights` are the models' shares of the device beside each other, where not 1."""
+        """`weights` are the models' shares of the device beside each other, where not 1. Raises ValueError
+        for one that means nothing, or is of no model here."""
         self._asked = dict(configs)
         self._weights = dict(weights or {})
+        for name, weight in self._weights.items():
+            check_weight(weight)
+            if name not in configs:
+                raise ValueError(f"there is a weight for {name!r}, but no such model")
         self._states: dict[str, State] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._devices = SharedDevices()
+        self._caches = CacheBudget()
+        self._sharers: set[str] = {name for name, config in configs.items() if shares(config)}
+        # What the engines count, each sample with the label `model`.
+        self.registry: CollectorRegistry = registry_by_model(self._registries)
         for name in configs:
             self._states[name] = Loading()
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:  # cancelled: nobody will leave what was never entered
+            await self.stop(grace=0)
+            raise
         return self
 
     async def __aexit__(
@@ -48,7 +75,10 @@ class Engines:
     async def start(self) -> None:
         """Loads the models one after the other; each serves as soon as it is loaded, and one that fails is in
         the state "failed: reason"."""
-        for name, config in self._asked.items():
+        waiting = [name for name in self._asked if not isinstance(self._states[name], Serving)]
+        self._states |= {name: Loading() for name in waiting}
+        for name in waiting:
+            config = self._asked[name]
             try:
                 await self._start(name, config, self._weights.get(name, 1.0))
             except Exception:  # its state says so
@@ -60,6 +90,7 @@ class Engines:
         for name, state in list(self._states.items()):
             if not isinstance(state, Dropped):
                 await self._end(name, state, grace)
+        await asyncio.to_thread(self._devices.close)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,9 +109,17 @@ class Engines:
     def __contains__(self, name: object) -> bool:
         return name in self.names
 
+    def device_seconds(self, name: str) -> float:
+        """The time that a model has used on its device since it was loaded. Raises as `engines[name]`."""
+        engine = self[name]
+        assert isinstance(engine, SharedEngine)
+        return engine.device_seconds
+
     async def load(self, name: str, config: EngineConfig, weight: float = 1.0) -> None:
         """Loads a model beside the others, which serve meanwhile; also in place of one that has failed or was
-        dropped. Raises ModelLoadError, and EngineRunningError where there is one of this name."""
+        dropped. Raises ModelLoadError, EngineRunningError where there is one of this name, and ValueError
+        for a weight that means nothing."""
+        check_weight(weight)
         if isinstance(self._states.get(name), Loading | Serving):
             raise EngineRunningError(f"there is a model {name!r} already; drop it first")
         self._states.pop(name, None)
@@ -117,14 +156,19 @@ class Engines:
         return state
 
     async def _start(self, name: str, config: EngineConfig, weight: float) -> None:
-        engine = Engine(config)
+        if shares(config):
+            self._sharers.add(name)
+        own = self._caches.applied(config, len(self._sharers))
+        engine = SharedEngine(own, lambda: self._devices.seat(own, weight))
         try:
             await engine.start()
         except BaseException as error:
             reason = str(error) if isinstance(error, MaxsimdError) else repr(error)
             self._states[name] = Failed(reason)
+            self._leave_budget(name)
             raise
         self._states[name] = Serving(engine)
+        self._divide_caches()
         self._watches[name] = asyncio.create_task(self._watch(name, engine), name="maxsimd-watch-model")
 
     async def _watch(self, name: str, engine: Engine) -> None:
@@ -132,6 +176,7 @@ class Engines:
         await engine.until_dead()
         assert engine.death is not None
         self._states[name] = Failed(engine.death)
+        self._leave_budget(name)
         await engine.stop(grace=0)
 
     async def _end(self, name: str, state: State, grace: float | None) -> None:
@@ -142,3 +187,35 @@ class Engines:
             await asyncio.gather(watch, return_exceptions=True)
         if isinstance(state, Serving):
             await state.engine.stop(grace)
+            del state
+            self._leave_budget(name)
+            await asyncio.to_thread(_free_memory)
+
+    def _leave_budget(self, name: str) -> None:
+        """Gives a model's part of the memory for caches to the others."""
+        self._sharers.discard(name)
+        self._divide_caches()
+
+    def _divide_caches(self) -> None:
+        sharing = [
+            state.engine
+            for name, state in self._states.items()
+            if isinstance(state, Serving) and name in self._sharers
+        ]
+        self._caches.divide(sharing, len(self._sharers))
+
+    def _registries(self) -> dict[str, CollectorRegistry]:
+        return {
+            name: state.engine.metrics.registry
+            for name, state in list(self._states.items())
+            if isinstance(state, Serving)
+        }
+
+
+def _free_memory() -> None:
+    """Gives back what a model that is gone had. Some of it refers to each other: to count references frees
+    only the rest."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    give_back_memory()

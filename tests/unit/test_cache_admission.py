@@ -142,3 +142,23 @@ def test_a_count_stays_at_its_most() -> None:
     for _ in range(1000):
         sketch.count(b"one", 100_000)
     assert sketch.estimate(b"one") == 255
+
+
+@pytest.mark.parametrize("limit", [0, SIZE - 1, 10 * SIZE, 100 * SIZE, 300 * SIZE])
+def test_a_store_that_is_made_smaller_or_larger_holds_what_then_fits(limit: int) -> None:
+    store: MemoryStore[CachedEmbedding] = MemoryStore(100 * SIZE)
+    draw = random.Random(0)
+    for number in range(200):
+        store.put(key(number), entry(draw.randint(1, 4)))
+    often = [number for number in range(200) if store.peek(key(number)) is not None][:5]
+    for number in often * 20:
+        store.get(key(number))
+    before = store.nbytes
+    store.resize(limit)
+    assert store.nbytes <= limit
+    assert store.nbytes >= min(before, limit) - 2 * SIZE
+    assert limit < 10 * SIZE or all(store.peek(key(number)) is not None for number in often)
+    for number in range(1000, 1400):
+        store.put(key(number), entry(4))
+    assert store.nbytes <= limit
+    assert store.nbytes >= min(before, limit) - 2 * SIZE

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from maxsimd.engine import EngineConfig
+from maxsimd.engine.actors.turns import Turns
 from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
 from maxsimd.scheduler import StepTimes
 
@@ -50,6 +51,17 @@ def test_each_sign_of_the_device_counts_as_progress(steps: Any) -> None:
         assert _ticks_until_stuck(watchdog, 2) is None
         steps.num_signs += 1
     assert _ticks_until_stuck(watchdog, 9) == 4, "one tick sees the sign, and three see none"
+
+
+def test_another_models_turn_is_not_held_against_a_step_that_waits_for_it(steps: Any) -> None:
+    steps.step_times.observe(100, 0.01)
+    turns = Turns()
+    own, another = turns.join(1.0), turns.join(1.0)
+    watchdog = Watchdog(3, steps, str, own)
+    turns.holder = another
+    assert _ticks_until_stuck(watchdog, 100) is None
+    turns.holder = own
+    assert _ticks_until_stuck(watchdog, 9) == 3
 
 
 def test_a_device_without_a_step_is_never_stuck_and_its_next_step_has_all_the_time(steps: Any) -> None:
