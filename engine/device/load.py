@@ -89,8 +89,8 @@ def load_device_model(config: EngineConfig) -> DeviceModel:
 
 
 def prepare_thread(device: torch.device, threads: int | None) -> None:
-    """Has the calling thread compute for a device, with as many `threads` as are asked for; to be called first
-    on it."""
+    """Has the calling thread compute for a device, with as many `threads` as are asked for. To be called
+    before anything else on it."""
     _choose_threads(threads)
     if device.type == "cpu":
         settle_allocators()
