@@ -27,11 +27,10 @@ _CLIENTS, _DOCUMENTS = 4, 20
 @contextmanager
 def at_hand(models: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The two models that were named, or random ones."""
-    if len(models) == 2:
-        yield models[0], models[1]
-        return
     if models:
-        raise ValueError(f"name two models or none, not {len(models)}")
+        first, second = models
+        yield first, second
+        return
     with tempfile.TemporaryDirectory() as folder:
         first, second = (SHAPES[shape](Path(folder) / shape, _LAYERS) for shape in _SHAPES)
         yield first, second

@@ -26,6 +26,8 @@ def bench_several(
 
     MODELS are two folders; without any, random checkpoints as large as mpnet-base and
     deberta-v3-base are made."""
+    if len(models) not in (0, 2):
+        raise click.UsageError(f"name two models or none, not {len(models)}")
     first, second = map(float, weights.split(","))
     from maxsimd.bench.several import at_hand, measure_memory, measure_shares
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,15 +56,19 @@ def scored_in(model: LoadedModel, prepared: PreparedModel) -> torch.dtype:
     return torch.float32 if model.items_have_ids else prepared.dtype
 
 
-def load_device_model(config: EngineConfig) -> DeviceModel:
-    """Loads and prepares the model; to be called on the device thread. Raises ModelLoadError."""
+def load_device_model(
+    config: EngineConfig, while_reading: AbstractContextManager[None] | None = None
+) -> DeviceModel:
+    """Loads and prepares the model; to be called on the device thread. Where others compute meanwhile, the
+    checkpoint is read inside of `while_reading`. Raises ModelLoadError."""
     device = choose_device(config.device)
     prepare_thread(device, config.threads)
     try:
         maxsim_name, maxsim = choose_maxsim(config.maxsim, device, config.kernels == "auto")
     except ValueError as error:
         raise ModelLoadError(str(error)) from error
-    model = load_model(config, device)
+    with while_reading or nullcontext():
+        model = load_model(config, device)
     calibration = open_calibration(config, model)
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
     prepared = prepare(model, config, device)

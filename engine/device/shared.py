@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,9 @@ T = TypeVar("T")
 
 # How often a seat that is being closed looks whether it is still waited for in vain.
 _LOOK_SECONDS = 0.05
+# Loading changes, for a while, what there is but once in a process: torch's number of threads, functions of
+# transformers.
+_LOADING = threading.Lock()
 
 
 class DeviceLostError(Exception):
@@ -56,7 +59,12 @@ class SharedDevice:
         self.is_lost = False
         self._seats: list[Seat] = []
         # Before anything else that runs there.
-        self.thread.loop.call_soon_threadsafe(prepare_thread, device, threads)
+        self.thread.loop.call_soon_threadsafe(self._prepare_thread)
+
+    def _prepare_thread(self) -> None:
+        prepare_thread(self.device, self.threads)
+        # From now on it is this thread's number, whatever loading sets in others.
+        torch.set_num_threads(torch.get_num_threads())
 
     def seat(self, weight: float, threads: int | None) -> "Seat":
         """A seat for one more engine. Raises ModelLoadError where it is to compute with another number of
@@ -114,14 +122,15 @@ class Seat:
         return self._turn.seconds
 
     async def load(self, config: EngineConfig) -> DeviceModel:
-        """Loads a model while others are served: on a CPU in a thread of its own; on a GPU on the thread of
-        the device, in a turn, since what others launch meanwhile could get into the graphs that are recorded.
-        Raises ModelLoadError."""
+        """Loads a model while others are served, one at a time: on a CPU in a thread of its own, and only to
+        read the checkpoint it takes a turn; on a GPU all of it is done in a turn on the device's thread,
+        since what others launch meanwhile could get into the graphs that are recorded. Raises
+        ModelLoadError."""
         if self._shared.device.type != "cpu":
             return await asyncio.wrap_future(self.run(self._load_in_turn(config)))
         loader = DeviceThread()
         try:
-            model = await loader.call(lambda: load_device_model(config))
+            model = await loader.call(lambda: self._load(config))
         except asyncio.CancelledError:
             loader.close(0)  # it ends when it has loaded
             raise
@@ -131,9 +140,39 @@ class Seat:
         loader.close()
         return model
 
+    def _load(self, config: EngineConfig) -> DeviceModel:
+        with _LOADING:
+            return load_device_model(config, self._turn_held())
+
     async def _load_in_turn(self, config: EngineConfig) -> DeviceModel:
         async with self._turn:
-            return load_device_model(config)
+            with _LOADING:
+                return load_device_model(config)
+
+    @contextmanager
+    def _turn_held(self) -> Iterator[None]:
+        """Keeps the device from running steps meanwhile: transformers sets torch's default precision, which
+        is the whole process's, to the checkpoint's while it makes a model. For another thread than the
+        device's."""
+        granted: Future[None] = Future()
+        is_over = asyncio.Event()
+
+        async def hold() -> None:
+            async with self._turn:
+                granted.set_result(None)
+                await is_over.wait()
+
+        held = self.run(hold())
+        held.add_done_callback(lambda _: granted.cancel())
+        try:
+            granted.result()
+        except CancelledError:
+            raise ModelLoadError("the device's thread has ended, or is stuck with another model") from None
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # the thread has ended meanwhile
+                self.loop.call_soon_threadsafe(is_over.set)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the device thread."""

@@ -18,7 +18,7 @@ class CacheBudget:
         self._total: int | None = None
 
     def part(self, sharers: int) -> int:
-        """What each may take where the models that share are this many, in MiB; 1 at least: 0 would be none."""
+        """What each of the models that share may take, in MiB; 1 at least, because 0 would be none."""
         if self._total is None:
             self._total = memory_limit(EngineConfig())
         return max(1, self._total // max(1, sharers) // MIB)

@@ -211,3 +211,9 @@ def test_a_partial_result_is_wrong_by_score_by_order_and_by_what_is_missing() ->
     assert _wrong(whole, result((1, 3.0), (2, 1.5), unscored=(0,)), 3) == 1
     assert _wrong(whole, result((2, 1.0), (1, 3.0), unscored=(0,)), 3) == 1
     assert _wrong(whole, result((1, 3.0), (2, 1.0)), 3) == 1
+
+
+def test_several_models_are_measured_by_two_or_none() -> None:
+    refused = CliRunner().invoke(main, ["bench", "several", "one"])
+    assert refused.exit_code == 2
+    assert "name two models or none, not 1" in refused.output

@@ -51,6 +51,8 @@ async def test_each_scores_as_alone(both: Engines, reranker: str, pairs: list[Pa
     for name, model in (("embed", None), ("rerank", reranker)):
         async with Engine(config(model)) as alone:
             expected = (await alone.score(query, documents)).scores
+            assert alone._running is not None
+            assert alone._running._device.turn is None, "an engine by itself waits for no turn"
         assert (await both[name].score(query, documents)).scores == expected
 
 

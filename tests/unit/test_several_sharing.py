@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from maxsimd.api.garbage import resident_bytes
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig, EngineDeadError, Engines, ModelFailedError, ModelLoadError
+from maxsimd.engine.device import load
 from maxsimd.engine.device.allocators import give_back_memory
 from maxsimd.engine.device.thread import num_left_behind
 from tests.waiting import until, wait_for
@@ -54,6 +56,35 @@ async def test_time_on_the_device_is_shared_by_weight(
         for client in clients:
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
+
+
+async def test_no_step_runs_while_a_checkpoint_is_read_and_all_do_afterwards(
+    monkeypatch: pytest.MonkeyPatch, pairs: list[Pair]
+) -> None:
+    """Reading one changes torch's default precision for all threads."""
+    load_model, meanwhile = load.load_model, []
+
+    async with Engines({"a": config()}) as engines:
+
+        def slowly(*arguments: Any) -> Any:
+            before = engines.device_seconds("a")
+            time.sleep(0.2)
+            meanwhile.append(engines.device_seconds("a") - before)
+            return load_model(*arguments)
+
+        async def ask() -> None:
+            for i in count():
+                await engines["a"].score("a", [pairs[i % 40].document], cache="bypass")
+
+        monkeypatch.setattr(load, "load_model", slowly)
+        traffic = asyncio.create_task(ask())
+        await until(lambda: engines.device_seconds("a") > 0)
+        await engines.load("b", config())
+        assert meanwhile == [0.0]
+        before = engines.device_seconds("a")
+        await until(lambda: engines.device_seconds("a") > before)
+        traffic.cancel()
+        await asyncio.gather(traffic, return_exceptions=True)
 
 
 async def test_caches_share_what_one_would_take(tmp_path: Path) -> None:
