@@ -56,7 +56,7 @@ def why_not_packed(model: LoadedModel, windows: set[int | None], causal_ends: bo
     config = _config(model)
     packable = _PACKABLE | {"conv"} if short_convolutions_of(model.backbone) else _PACKABLE
     others = set(getattr(config, "layer_types", None) or ()) - packable
-    if model.causal and leaves_ends_out(model) and not causal_ends:
+    if leaves_ends_out(model) and model.causal and not causal_ends:
         return "it is causal, and expands queries by tokens that attention on this device cannot leave out"
     if others:
         return f"it has layers of other kinds: {', '.join(sorted(map(str, others)))}"
