@@ -21,13 +21,13 @@ from maxsimd.api.decompression import decompressed
 from maxsimd.api.failures import error_answer, malformed, unreadable_body
 from maxsimd.api.handlers import handle
 from maxsimd.api.responses import as_response, as_stream
-from maxsimd.api.served import ServedEngine
+from maxsimd.api.served import Serving
 from maxsimd.api.state import ServerState
 
 STATE = web.AppKey("state", ServerState)
 
 
-def build_app(engine: ServedEngine, config: ServerConfig) -> web.Application:
+def build_app(engine: Serving, config: ServerConfig) -> web.Application:
     """The application around an engine, which need not be started yet."""
     app = web.Application(middlewares=[_answer])
     app._router = _OneRoute()

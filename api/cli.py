@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from importlib.metadata import version as installed_version
 from typing import Any
@@ -20,9 +21,12 @@ from maxsimd.api.commands.embedding import embed
 from maxsimd.api.commands.evaluation import evaluate
 from maxsimd.api.commands.ranking import rerank, score
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.config_file import config_file_option, shown
+from maxsimd.api.config_file import config_file_option, models_in_file, shown
 from maxsimd.api.flags import in_flags
 from maxsimd.api.interpreter import waiting_threads_sleep
+from maxsimd.api.models.arguments import ModelsArgument, several_models
+from maxsimd.api.models.setup import ModelSetup, check_together
+from maxsimd.api.models.setup import shown as several_shown
 from maxsimd.api.options import config_from, keys_of_environment, options_from
 from maxsimd.api.signals import leaving_when_asked
 from maxsimd.engine.config import EngineConfig
@@ -125,16 +129,22 @@ def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, *
 
 
 @main.command()
-@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+@click.argument("model", nargs=-1, envvar="MAXSIMD_MODEL", cls=ModelsArgument)
 @config_file_option
 @options_from(EngineConfig, exclude=frozenset({"model"}))
 @options_from(ServerConfig)
 @click.option("--print-config", is_flag=True, help="Print all options as YAML (for --config) and end.")
-def serve(print_config: bool, **values: Any) -> None:
-    """Serves MODEL, a folder or a hub id, over HTTP; without one, the embedded all-MiniLM-L6-v2."""
+@click.pass_context
+def serve(context: click.Context, /, print_config: bool, **values: Any) -> None:
+    """Serves MODEL, a folder or a hub id, or several of them, over HTTP; without one, the embedded
+    all-MiniLM-L6-v2. A file can name several with options of their own (models: in --config)."""
+    found = models_in_file(context)
+    if found is not None or len(values["model"]) > 1:
+        _serve_several(several_models(context, found, values), print_config, values)
+        return
+    values["model"] = next(iter(values["model"]), None)
     engine_config = config_from(EngineConfig, values)
-    values["api_key"] += keys_of_environment()
-    server_config = config_from(ServerConfig, values)
+    server_config = _server_config(values)
     if print_config:
         click.echo(shown(engine_config, server_config), nl=False)
         return
@@ -147,6 +157,30 @@ def serve(print_config: bool, **values: Any) -> None:
         else:
             from maxsimd.api.serve import serve as run
         sys.exit(run(engine_config, server_config, _STARTED))
+
+
+def _serve_several(models: Sequence[ModelSetup], print_config: bool, values: dict[str, Any]) -> None:
+    options = config_from(EngineConfig, values | {"model": None})
+    server_config = _server_config(values)
+    try:
+        check_together(models, server_config)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if print_config:
+        click.echo(several_shown(models, server_config), nl=False)
+        return
+    from maxsimd.api.logs import set_up_logging
+
+    set_up_logging(server_config.log_level, server_config.log_format)
+    with leaving_when_asked():
+        from maxsimd.api.serve import serve_several
+
+        sys.exit(serve_several(models, options, server_config, _STARTED))
+
+
+def _server_config(values: dict[str, Any]) -> ServerConfig:
+    values["api_key"] += keys_of_environment()
+    return config_from(ServerConfig, values)
 
 
 for command in (rerank, score, embed, evaluate, download):

@@ -36,6 +36,11 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = option(
         (), "Name of the model in requests and responses, the first of several; else its own. Repeatable."
     )
+    models_dir: str | None = option(
+        None,
+        "Folder with models, which whoever has an admin's key may load and drop while the server runs, each "
+        "by its path there.",
+    )
     api_key: tuple[str, ...] = option(
         (), "Key that clients must send as a bearer token; repeatable. MAXSIMD_API_KEY may hold keys too."
     )
@@ -108,6 +113,8 @@ class ServerConfig:
         for name in ("fronts", "replicas"):
             if not 1 <= getattr(self, name) <= _MOST_PROCESSES:
                 raise ValueError(f"{name} must be from 1 to {_MOST_PROCESSES}, not {getattr(self, name)}")
+        if self.models_dir is not None:
+            self._check_alone()
         if self.is_fleet and self.restart_on_failure:
             raise ValueError(
                 "restart_on_failure is for one process; with several, an engine that dies is started again"
@@ -134,3 +141,12 @@ class ServerConfig:
                 raise ValueError(
                     f"cors_origin must be * or like https://example.com, and have no path, not {origin!r}"
                 )
+
+    def _check_alone(self) -> None:
+        """Raises ValueError for what a server whose models come and go cannot have."""
+        if self.is_fleet:
+            raise ValueError("models_dir is for one process; leave it out, or fronts and replicas")
+        if self.restart_on_failure:
+            raise ValueError("models_dir is for servers without restart_on_failure; leave one of them out")
+        if len(self.served_model_name) > 1:
+            raise ValueError("with models_dir a model has one served_model_name; leave out the others")

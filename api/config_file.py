@@ -15,6 +15,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Whoever may read a configuration need not know the keys.
 _SECRET = {"api_key"}
+# Where a context keeps what the file says of several models.
+_MODELS = "maxsimd.models"
 
 
 def config_file_option(command: F) -> F:
@@ -32,20 +34,42 @@ def config_file_option(command: F) -> F:
 
 def shown(*configs: Any) -> str:
     """Configurations as the YAML that gives them, without keys."""
-    values: dict[str, Any] = {}
-    for config in configs:
-        for field in dataclasses.fields(config):
-            value = getattr(config, field.name)
-            if field.name not in _SECRET:
-                values[field.name] = list(value) if isinstance(value, tuple) else value
+    values = {name: value for config in configs for name, value in values_of(config).items()}
     return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
+def values_of(config: Any) -> dict[str, Any]:
+    """The values of a configuration as YAML has them, without keys."""
+    values = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _SECRET:
+            values[field.name] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def models_in_file(context: click.Context) -> Any:
+    """What `models` of the file holds; None where there is no file, or no models in it."""
+    return context.meta.get(_MODELS)
+
+
 def _use(context: click.Context, parameter: click.Parameter, path: str | None) -> None:
-    if path is not None:
-        names = {each.name for each in context.command.params if each.name is not None}
-        given = {name: value for name, value in _read(path, names).items() if name in names}
-        context.default_map = {**(context.default_map or {}), **given}
+    if path is None:
+        return
+    names = {each.name for each in context.command.params if each.name is not None}
+    options = _read(path, names)
+    takes_several = any(each.name == "model" and each.nargs == -1 for each in context.command.params)
+    models = options.pop("models", None)
+    if models is not None:
+        if not takes_several:
+            raise click.BadParameter(f"{path} has several models; this command takes one, as `model`")
+        if "model" in options:
+            raise click.BadParameter(f"{path} has both model and models; leave one of them out")
+        context.meta[_MODELS] = models
+    given = {name: value for name, value in options.items() if name in names}
+    if takes_several and "model" in given:
+        given["model"] = (given["model"],)
+    context.default_map = {**(context.default_map or {}), **given}
 
 
 def _read(path: str, names: set[str]) -> dict[str, Any]:
@@ -60,7 +84,7 @@ def _read(path: str, names: set[str]) -> dict[str, Any]:
         raise click.BadParameter(f"{path} holds no options but {type(values).__name__}; write name: value")
     options = {str(name).replace("-", "_"): value for name, value in values.items()}
     there = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
-    unknown = sorted(options.keys() - there - names)
+    unknown = sorted(options.keys() - there - names - {"models"})
     if unknown:
         raise click.BadParameter(f"{path}: there is no option {', '.join(unknown)}")
     # Those that are null are left open.

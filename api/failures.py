@@ -109,6 +109,51 @@ def no_such_model(name: str, served: Sequence[str]) -> ApiError:
     return ApiError(404, "NotFoundError", message, "model")
 
 
+def model_is_loading(name: str) -> ApiError:
+    message = f"the model `{in_printable_name(name)}` is being loaded; send the request again shortly"
+    return ApiError(503, "ServiceUnavailableError", message, "model", retry_after=5)
+
+
+def model_has_failed(name: str, reason: str, served: Sequence[str]) -> ApiError:
+    message = f"the model `{in_printable_name(name)}` is not served: {in_flags(reason)}; {_others(served)}"
+    return ApiError(503, "ServiceUnavailableError", message, "model", retry_after=30)
+
+
+def model_is_dropped(name: str, served: Sequence[str]) -> ApiError:
+    message = f"the model `{in_printable_name(name)}` has been dropped; {_others(served)}"
+    return ApiError(404, "NotFoundError", message, "model")
+
+
+def model_was_dropped_meanwhile(name: str) -> ApiError:
+    message = f"the model `{in_printable_name(name)}` was dropped before the request was done"
+    return ApiError(503, "ServiceUnavailableError", message, "model", retry_after=30)
+
+
+def model_is_undecided(name: str, served: Sequence[str]) -> ApiError:
+    message = (
+        f"the request names no model, and may be for `{in_printable_name(name)}`, which could not be loaded; "
+        f"say as `model` which you mean: {_others(served)}"
+    )
+    return ApiError(503, "ServiceUnavailableError", message, "model", retry_after=30)
+
+
+def model_is_not_loadable(name: str) -> ApiError:
+    message = (
+        f"there is no model `{in_printable_name(name)}` to load; name one of the configuration, or one in "
+        "the folder of --models-dir by its path there"
+    )
+    return ApiError(404, "NotFoundError", message, "name")
+
+
+def in_printable_name(name: str) -> str:
+    """A model's name as messages repeat it."""
+    return printable(name, 100)
+
+
+def _others(served: Sequence[str]) -> str:
+    return "served here: " + (", ".join(f"`{each}`" for each in served) or "none")
+
+
 def too_slow(what: str, option: str) -> ApiError:
     return ApiError(
         408, "RequestTimeoutError", f"the {what} took too long to arrive; send faster, or raise {option}"

@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RESERVED = re.compile(r"other|key-[0-9]+")
 _WHOLE = re.compile(r"[0-9][0-9_]{0,17}")
 _LIMITS = tuple(field.name for field in fields(Tenant))
-ATTRIBUTES = ("name", *_LIMITS)
+ATTRIBUTES = ("name", *_LIMITS, "admin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,18 @@ class Line:
     digest: bytes
     name: str | None
     limits: Mapping[str, Any]
+    is_admin: bool
 
 
 @dataclass(frozen=True, slots=True)
 class KeyTable:
     """The keys, by digest, each with the name of its tenant or None where it has none; the tenants that are
-    named; and what keys without a name may use."""
+    named; what keys without a name may use; and the keys of those who may change what the server serves."""
 
     names: Mapping[bytes, str | None]
     tenants: Mapping[str, Tenant]
     nameless: Mapping[bytes, Tenant]
+    admins: frozenset[bytes] = frozenset()
 
 
 def digest_of(key: str) -> bytes:
@@ -72,8 +74,8 @@ def _read_line(number: int, text: str) -> Line:
             raise ValueError(f"line {number} has {attribute} twice")
         attributes[attribute] = _value_of(number, attribute, value)
     key = text[words[0].start() : words[first - 1].end()]
-    name = attributes.pop("name", None)
-    return Line(number, digest_of(key), name, attributes)
+    name, is_admin = attributes.pop("name", None), attributes.pop("admin", False)
+    return Line(number, digest_of(key), name, attributes, is_admin)
 
 
 def _is_attribute(word: str) -> bool:
@@ -86,6 +88,8 @@ def _value_of(number: int, attribute: str, value: str) -> Any:
     try:
         if attribute == "name":
             return _name_of(value)
+        if attribute == "admin":
+            return _is_admin(value)
         read = _number_of(attribute, value)
         Tenant(**{attribute: read})
     except ValueError as error:
@@ -99,6 +103,12 @@ def _name_of(value: str) -> str:
     if _RESERVED.fullmatch(value):
         raise ValueError("name must not be other, nor key- and a number: those are taken")
     return value
+
+
+def _is_admin(value: str) -> bool:
+    if value not in ("yes", "no"):
+        raise ValueError("admin must be yes or no")
+    return value == "yes"
 
 
 def _number_of(attribute: str, value: str) -> Any:
@@ -123,7 +133,7 @@ def _table_of(lines: list[Line]) -> KeyTable:
     nameless: dict[bytes, Tenant] = {}
     for line in lines:
         same = by_key.setdefault(line.digest, line)
-        if (same.name, same.limits) != (line.name, line.limits):
+        if (same.name, same.limits, same.is_admin) != (line.name, line.limits, line.is_admin):
             raise ValueError(f"lines {same.number} and {line.number} have the same key with other attributes")
         if line.name is None:
             nameless[line.digest] = Tenant(**line.limits)
@@ -137,4 +147,5 @@ def _table_of(lines: list[Line]) -> KeyTable:
                 )
             first.setdefault((line.name, attribute), line.number)
     tenants = {name: Tenant(**limits) for name, limits in by_name.items()}
-    return KeyTable({line.digest: line.name for line in lines}, tenants, nameless)
+    admins = frozenset(line.digest for line in lines if line.is_admin)
+    return KeyTable({line.digest: line.name for line in lines}, tenants, nameless, admins)

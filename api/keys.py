@@ -54,12 +54,22 @@ class ApiKeys:
         if self._file is not None and (table := self._file.table()) is not self._table:
             self._table = table
             self._take_over()
-        scheme, _, key = authorization.partition(" ")
-        digest = digest_of(key.strip())
+        digest = _digest_sent(authorization)
         # Every key is compared, in constant time, so that timing reveals nothing.
         matches = [(hmac.compare_digest(digest, one), owner) for one, owner in self._owners.items()]
         owner = next((owner for matches_it, owner in matches if matches_it), None)
-        return owner if scheme.lower() == "bearer" else None
+        return owner if _is_bearer(authorization) else None
+
+    def is_admin(self, authorization: str) -> bool:
+        """Whether an Authorization header, whose key was accepted, sends that of one who may change what the
+        server serves."""
+        digest = _digest_sent(authorization)
+        matches = [hmac.compare_digest(digest, one) for one in self._table.admins]
+        return any(matches) and _is_bearer(authorization)
+
+    @property
+    def has_admins(self) -> bool:
+        return bool(self._table.admins)
 
     def _take_over(self) -> None:
         """Gives each key its owner. One without a name is a tenant of its own, under a number that says
@@ -76,6 +86,14 @@ class ApiKeys:
             if tenant != _NO_LIMITS
         }
         self._set_tenants({**self._table.tenants, **limited})
+
+
+def _is_bearer(authorization: str) -> bool:
+    return authorization.partition(" ")[0].lower() == "bearer"
+
+
+def _digest_sent(authorization: str) -> bytes:
+    return digest_of(authorization.partition(" ")[2].strip())
 
 
 class KeyFile:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from maxsimd.api.flags import in_flags
-from maxsimd.api.served import ServedEngine
+from maxsimd.api.served import Serving
 from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.api.state import ServerState
 from maxsimd.engine import ModelLoadError
@@ -46,7 +46,7 @@ class Deaths:
 class Loading:
     """Loads the server's model, and remembers how long that took and how often the engine has died since."""
 
-    def __init__(self, engine: ServedEngine, stop: Stop, deaths: Deaths) -> None:
+    def __init__(self, engine: Serving, stop: Stop, deaths: Deaths) -> None:
         self._engine = engine
         self._stop = stop
         self._deaths = deaths

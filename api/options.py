@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from maxsimd.engine.config import EngineConfig
+
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,6 +41,11 @@ def config_from(config: type[C], values: dict[str, Any]) -> C:
         return config(**{name: values.pop(name) for name in names})
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+def engine_options() -> tuple[str, ...]:
+    """The names of the options of a model's engine."""
+    return tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name != "model")
 
 
 def markdown_table(*configs: type) -> str:

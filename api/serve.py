@@ -18,13 +18,17 @@ from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
 from maxsimd.api.listener import Listener
 from maxsimd.api.loading import Deaths, Loading
-from maxsimd.api.served import FleetView, ServedEngine
+from maxsimd.api.models.setup import Loadable, ModelSetup
+from maxsimd.api.models.several import SeveralModels
+from maxsimd.api.served import FleetView, Serving
 from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.api.sockets import max_connections, open_sockets, raise_descriptor_limit
 from maxsimd.api.state import ServerState
 from maxsimd.api.tls import tls_context
-from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine import Engine, EngineConfig, Engines
+from maxsimd.engine.checkpoint.embedded import NAME
 from maxsimd.engine.device.cores import usable_cores
+from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.device.time_slices import take_short_slices
 
@@ -38,10 +42,34 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, started: flo
     """Serves until SIGTERM or SIGINT; returns the process's exit status.
 
     `started` is when the command was given (perf_counter), for the log."""
+    if server_config.models_dir is None:
+        return _run(Engine(engine_config), server_config, started)
+    # More may join it while the server runs.
+    name = next(iter(server_config.served_model_name), engine_config.model or NAME)
+    return serve_several([ModelSetup(name=name, engine=engine_config)], engine_config, server_config, started)
+
+
+def serve_several(
+    models: Sequence[ModelSetup], options: EngineConfig, server_config: ServerConfig, started: float
+) -> int:
+    """The same for several models; `options` are those of models that are loaded later."""
+    try:
+        loadable = Loadable(models, server_config.models_dir, options)
+    except SetupError as error:
+        log.error("%s", error)
+        return 1
+    engines = Engines(
+        {setup.name: setup.engine for setup in models}, weights={setup.name: setup.weight for setup in models}
+    )
+    several = SeveralModels(engines, models, loadable, server_config.grace_seconds)
+    return _run(several, server_config, started)
+
+
+def _run(engine: Serving, server_config: ServerConfig, started: float) -> int:
     take_short_slices()
     share_heaps(usable_cores().threads)
     with switching_often():
-        status = uvloop.run(run_server(Engine(engine_config), server_config, started))
+        status = uvloop.run(run_server(engine, server_config, started))
     if num_left_behind():
         # A thread that is stuck in a library may keep an interpreter from ending.
         leave_at_once(status)
@@ -49,7 +77,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, started: flo
 
 
 async def run_server(
-    engine: ServedEngine,
+    engine: Serving,
     server_config: ServerConfig,
     started: float,
     sockets: Sequence[socket.socket] = (),
@@ -107,7 +135,7 @@ class _Door:
             log.info("some clients have not read the end of their answers")
 
 
-async def _open(engine: ServedEngine, config: ServerConfig, sockets: Sequence[socket.socket]) -> _Door:
+async def _open(engine: Serving, config: ServerConfig, sockets: Sequence[socket.socket]) -> _Door:
     """Raises SetupError."""
     tls = tls_context(config)
     app = build_app(engine, config)
@@ -129,18 +157,23 @@ async def _open(engine: ServedEngine, config: ServerConfig, sockets: Sequence[so
     return _Door(url, app[STATE], runner, listener, connections)
 
 
-async def _live(engine: ServedEngine, door: _Door, stop: Stop, started: float) -> None:
+async def _live(engine: Serving, door: _Door, stop: Stop, started: float) -> None:
     """Serves until the engine has died, or a signal has come. It was `started` then (perf_counter)."""
     with garbage_left_alone():
         seconds = time.perf_counter() - started
-        name, how = engine.facts.name, engine.facts.how_it_runs
-        log.info("%s is ready on %s after %.1f s: %s", name, door.url, seconds, how)
+        for name, facts in _served(engine).items():
+            log.info("%s is ready on %s after %.1f s: %s", name, door.url, seconds, facts.how_it_runs)
         collecting = asyncio.create_task(collect_when_quiet(lambda: door.state.is_quiet, resident_bytes))
         await _until_the_end(engine, stop)
         collecting.cancel()
 
 
-async def _until_the_end(engine: ServedEngine, stop: Stop) -> None:
+def _served(engine: Serving) -> dict[str, ModelFacts]:
+    """What is served, by name."""
+    return engine.all_facts() if isinstance(engine, SeveralModels) else {engine.facts.name: engine.facts}
+
+
+async def _until_the_end(engine: Serving, stop: Stop) -> None:
     """Returns when the engine has died, or a signal has come."""
     ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

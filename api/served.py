@@ -1,10 +1,11 @@
 """What serves a server's requests: an engine in this process, or what spreads them over engines elsewhere."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeVar, Unpack
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, Unpack
 
 from prometheus_client import CollectorRegistry
 
+from maxsimd.api.models.several import SeveralModels
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
@@ -124,3 +125,7 @@ class ServedEngine(Protocol):
 
     @property
     def classify(self) -> Callable[..., Awaitable[ClassifyResult]]: ...
+
+
+# What a server lives around.
+Serving: TypeAlias = ServedEngine | SeveralModels

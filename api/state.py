@@ -1,9 +1,10 @@
 """What all handlers share: the engine, the configuration, the keys, the metrics, and what is in flight."""
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Literal, Self, cast
 
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.cors import CrossOrigin
@@ -12,7 +13,10 @@ from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.media.sources import MediaSources
 from maxsimd.api.metrics import ServerMetrics
-from maxsimd.api.served import FleetView, ServedEngine
+from maxsimd.api.models.choice import Wanted
+from maxsimd.api.models.routing import chosen, named, not_served, served
+from maxsimd.api.models.several import SeveralModels
+from maxsimd.api.served import FleetView, ServedEngine, Serving
 from maxsimd.api.tracing import tracing_of_environment
 from maxsimd.engine import EngineDeadError, EngineNotReadyError
 
@@ -27,8 +31,10 @@ class ServerState:
     work in flight is finished; `comes_back` says that an engine that dies is started again. Raises SetupError
     where the configuration's file of keys does not serve, or traces are to be sent and cannot be."""
 
-    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
-        self.engine = engine
+    def __init__(self, engine: Serving, config: ServerConfig) -> None:
+        self.models = engine if isinstance(engine, SeveralModels) else None
+        # Of several models, requests are answered in the state of one: see `serving`.
+        self.engine = cast("ServedEngine", engine)
         self.config = config
         self.keys = ApiKeys(config, set_tenants=engine.set_tenants)
         self.cross_origin = CrossOrigin(config.cors_origin)
@@ -38,6 +44,7 @@ class ServerState:
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.media = MediaSources(config)
         self.draining = False
+        self._name: str | None = None
         self.fleet: FleetView | None = None
         self.comes_back = config.restart_on_failure
         self._in_flight: set[asyncio.Timeout] = set()
@@ -52,7 +59,16 @@ class ServerState:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names under which the model is served: those of the configuration, or its own."""
+        if self._name is not None:
+            return (self._name,)
+        if self.models is not None:
+            return served(self.models)
         return self.config.served_model_name or (self.engine.facts.name,)
+
+    @property
+    def called(self) -> str:
+        """Of a request's state among several models: the model that answers it."""
+        return self._name or ""
 
     @property
     def is_ready(self) -> bool:
@@ -111,6 +127,34 @@ class ServerState:
         if not self.is_ready:
             raise EngineNotReadyError("the server is starting or shutting down")
 
+    def serving(self, name: str | None, wanted: Wanted) -> Self:
+        """The state in which a request is answered that names this model, or none and wants something. Raises
+        ApiError for a model that there is not, or that is not served now."""
+        if self.models is None:
+            self.check_model(name)
+            return self
+        if wanted is Wanted.CASCADE:
+            self.check_model(name)
+            return self
+        called = chosen(self.models, None if name == _NO_NAME else name, wanted)
+        engine = self.models.engine(called)
+        if engine is None:
+            raise not_served(self.models, called)
+        one = copy.copy(self)
+        one.models, one.engine, one._name = None, engine, called
+        return one
+
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether the model reads pictures that a request may name, or any of several."""
+        if self.models is not None:
+            return any(facts.reads_pictures for facts in self.models.all_facts().values())
+        return self.engine.facts.reads_pictures
+
     def check_model(self, name: str | None) -> None:
+        if self.models is not None:
+            if name and name != _NO_NAME:
+                named(self.models, name)
+            return
         if name and name not in (*self.model_names, self.engine.facts.name, _NO_NAME):
             raise no_such_model(name, self.model_names)

@@ -63,9 +63,17 @@ class ScoreRequest(Scoring, kw_only=True):
     data_2: Contents | None = None
 
 
+class CascadeStage(msgspec.Struct, kw_only=True):
+    """A stage of a cascade: how many of the `model`'s best documents the next stage gets."""
+
+    model: str
+    keep: Positive | None = None
+    instruction: str | None = None
+
+
 class RerankRequest(Scoring, kw_only=True):
     """Jina's, Cohere's and vLLM's with `documents`, text-embeddings-inference's with `texts`. Voyage's has
-    `top_k` or `truncation`, which others do not have."""
+    `top_k` or `truncation`, which others do not have. With a `cascade` several models rank."""
 
     query: Content
     documents: Contents | None = None
@@ -78,6 +86,7 @@ class RerankRequest(Scoring, kw_only=True):
     rank_fields: list[str] | None = None
     truncate: bool | None = None
     truncation_direction: Direction | None = None
+    cascade: list[CascadeStage] | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -250,6 +259,16 @@ class Ranked(msgspec.Struct, omit_defaults=True):
     relevance_score: float
     document: Document | None = None
     explanation: WireExplanation | None = None
+    # Of a cascade: the model that gave the score.
+    model: str | None = None
+
+
+class StageDone(msgspec.Struct):
+    """Of a cascade: how many documents the model of a stage ranked, and how long that took."""
+
+    model: str
+    documents: int
+    milliseconds: float
 
 
 class RerankResponse(Completeness, omit_defaults=True):
@@ -259,6 +278,7 @@ class RerankResponse(Completeness, omit_defaults=True):
     usage: Usage
     meta: dict[str, Any]
     score_scale: ScoreScale
+    stages: list[StageDone] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Embedding(msgspec.Struct):

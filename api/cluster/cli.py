@@ -4,11 +4,12 @@ from typing import Any
 
 import click
 
-from maxsimd.api.cluster.config import RAYS_OWN, AppConfig, ClusterConfig
+from maxsimd.api.cluster.config import ONE_PROCESS, RAYS_OWN, AppConfig, ClusterConfig
 from maxsimd.api.cluster.ray_session import require_ray
 from maxsimd.api.cluster.score_command import score
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.config_file import config_file_option
+from maxsimd.api.config_file import config_file_option, models_in_file
+from maxsimd.api.models.arguments import ModelsArgument
 from maxsimd.api.options import keys_of_environment, options_from
 from maxsimd.engine.config import EngineConfig
 
@@ -21,17 +22,20 @@ def cluster() -> None:
 def _application(command: Any) -> Any:
     """The options of an application."""
     for decorate in (
-        options_from(ServerConfig, exclude=RAYS_OWN),
+        options_from(ServerConfig, exclude=RAYS_OWN | ONE_PROCESS),
         options_from(EngineConfig, exclude=frozenset({"model"})),
         options_from(ClusterConfig),
         config_file_option,
-        click.argument("model", required=False, envvar="MAXSIMD_MODEL"),
+        click.argument("model", nargs=-1, envvar="MAXSIMD_MODEL", cls=ModelsArgument),
     ):
         command = decorate(command)
     return command
 
 
 def _config(values: dict[str, Any]) -> AppConfig:
+    if len(values["model"]) > 1 or models_in_file(click.get_current_context()) is not None:
+        raise click.UsageError("on Ray one model is served; run `maxsimd serve` for several")
+    values["model"] = next(iter(values["model"]), None)
     try:
         return AppConfig.of(values)
     except ValueError as error:

@@ -16,6 +16,8 @@ RAYS_OWN = frozenset(
         *("max_connections", "header_seconds", "transfer_seconds", "min_bytes_per_second", "idle_seconds"),
     }
 )
+# Several models are served by one process.
+ONE_PROCESS = frozenset({"models_dir"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,8 @@ class AppConfig:
         refused = sorted(RAYS_OWN & left.keys() - _names(ClusterConfig))
         if refused:
             raise ValueError(f"{', '.join(refused)}: that is Ray's business here; see http_options of Serve")
+        if several := sorted({*ONE_PROCESS, "models"} & left.keys()):
+            raise ValueError(f"{', '.join(several)}: on Ray one model is served; leave that out")
         engine = EngineConfig(**_taken(left, _names(EngineConfig)))
         cluster = ClusterConfig(**_taken(left, _names(ClusterConfig)))
         server = ServerConfig(**_taken(left, _names(ServerConfig) - RAYS_OWN))

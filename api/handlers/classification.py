@@ -9,6 +9,7 @@ from maxsimd.api import wire, wire_labels
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
+from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import (
     Inputs,
     check_token_ids,
@@ -109,6 +110,7 @@ ROUTES = (
         classify,
         wire.ClassifyResponse,
         wire_labels.LabelsResponse,
+        wanted=Wanted.CLASSES,
     ),
-    post_texts("/predict", wire.PredictRequest, sequences_of, predict, *PREDICTIONS),
+    post_texts("/predict", wire.PredictRequest, sequences_of, predict, *PREDICTIONS, wanted=Wanted.CLASSES),
 )

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from maxsimd.api import wire_cohere
 from maxsimd.api.answer import Answer, new_id, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import (
     check_count,
     cohere_truncation_of,
@@ -120,10 +121,15 @@ def _texts_of(request: wire_cohere.CohereEmbedRequest, most: int) -> Texts:
 
 
 ROUTES = (
-    post_texts(
-        "/v1/embed", wire_cohere.CohereEmbedRequest, _texts_of, embed_1, wire_cohere.CohereEmbedResponse
-    ),
-    post_texts(
-        "/v2/embed", wire_cohere.CohereEmbedRequest, _texts_of, embed_2, wire_cohere.CohereEmbedResponse
+    *(
+        post_texts(
+            path,
+            wire_cohere.CohereEmbedRequest,
+            _texts_of,
+            handler,
+            wire_cohere.CohereEmbedResponse,
+            wanted=Wanted.VECTORS,
+        )
+        for path, handler in (("/v1/embed", embed_1), ("/v2/embed", embed_2))
     ),
 )

@@ -8,6 +8,7 @@ from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
 from maxsimd.api.encodings import described, encoding_of
 from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import (
     Inputs,
     check_count,
@@ -204,11 +205,33 @@ def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
 
 _ANSWERS = (wire.VectorsResponse, _SAFETENSORS)
 
+
+def wanted_vectors(body: wire.EmbeddingsRequest) -> Wanted:
+    """Encodings are made of token vectors."""
+    return Wanted.VECTORS if body.encoding is None else Wanted.TOKEN_VECTORS
+
+
+_WANTED_OF_TASK = {"token_embed": Wanted.TOKEN_VECTORS, "classify": Wanted.CLASSES}
+
+
+def wanted_pooling(body: wire.PoolingRequest) -> Wanted:
+    return _WANTED_OF_TASK.get(body.task or "", Wanted.VECTORS)
+
+
 ROUTES = (
     *(
-        post_texts(path, wire.EmbeddingsRequest, inputs_or_chat_of, embeddings, *_ANSWERS)
+        post_texts(
+            path, wire.EmbeddingsRequest, inputs_or_chat_of, embeddings, *_ANSWERS, wanted=wanted_vectors
+        )
         for path in ("/v1/embeddings", "/embeddings")
     ),
-    post_texts("/v1/multi-vector", wire.EmbeddingsRequest, inputs_or_chat_of, multi_vector, *_ANSWERS),
-    post_texts("/pooling", wire.PoolingRequest, inputs_or_chat_of, pooling, *_ANSWERS),
+    post_texts(
+        "/v1/multi-vector",
+        wire.EmbeddingsRequest,
+        inputs_or_chat_of,
+        multi_vector,
+        *_ANSWERS,
+        wanted=Wanted.TOKEN_VECTORS,
+    ),
+    post_texts("/pooling", wire.PoolingRequest, inputs_or_chat_of, pooling, *_ANSWERS, wanted=wanted_pooling),
 )

@@ -19,7 +19,7 @@ from maxsimd.api.failures import (
     restarting,
     wrong_method,
 )
-from maxsimd.api.handlers import infinity, operating
+from maxsimd.api.handlers import infinity, models, operating
 from maxsimd.api.handlers.route import Body, Work
 from maxsimd.api.handlers.routes import METHODS, OPEN_ROUTES, PAGES, ROUTES
 from maxsimd.api.printable import printable
@@ -55,7 +55,8 @@ async def handle(
     request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
     route = route_of(path)
     # A method that the path does not take counts as unknown too.
-    label = route if method in ROUTES.get(route, {}) else "unknown"
+    is_known = method in ROUTES.get(route, {}) or _changes_models(state, method, route)
+    label = route if is_known else "unknown"
     status, seconds, reason, timings = 499, math.nan, "", None
     cross_origin = state.cross_origin.headers(headers.get("origin"))
 
@@ -120,7 +121,7 @@ async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: Li
             if preflight is not None:
                 return preflight
             tenant = "" if _is_open(method, path) else _tenant_of(state, headers)
-            work = _work_of(method, path)
+            work = _work_of(state, method, path, headers)
             refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
             if refused is not None:
                 raise refused
@@ -156,11 +157,24 @@ def _tenant_of(state: ServerState, headers: Mapping[str, str]) -> str:
     return tenant
 
 
-def _work_of(method: str, path: str) -> Work:
+def _changes_models(state: ServerState, method: str, route: str) -> bool:
+    """Whether the request loads a model or drops it, which a server of one model does not."""
+    return state.models is not None and route == operating.MODEL_PATH and method in models.METHODS
+
+
+def _model_in(path: str) -> str:
+    """The name of the model that the path of its card has, whose slashes clients may write as %2F."""
+    return re.sub("%2f", "/", path[len(_MODELS) :], flags=re.IGNORECASE)
+
+
+def _work_of(state: ServerState, method: str, path: str, headers: Mapping[str, str]) -> Work:
     route = route_of(path)
     methods = ROUTES.get(route)
     if methods is None:
         raise no_such_route()
+    if _changes_models(state, method, route):
+        models.check_allowed(state, headers)
+        return models.changing(method, _model_in(path))
     if method not in methods:
         raise wrong_method(methods)
-    return operating.model(path[len(_MODELS) :]) if route == operating.MODEL_PATH else methods[method]
+    return operating.model(_model_in(path)) if route == operating.MODEL_PATH else methods[method]

@@ -8,6 +8,7 @@ from maxsimd.api.answer import Answer, json_page, new_id, now, usage_of, warning
 from maxsimd.api.handlers.operating import card
 from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank, scale_of, with_scale
 from maxsimd.api.handlers.route import get, post_texts
+from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import ToRank, as_item, as_items, check_count, rank_places, truncation_of
 from maxsimd.api.state import ServerState
 
@@ -49,7 +50,7 @@ async def models(state: ServerState) -> Answer:
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
     """Its client takes no other owner, and wants some figures of what goes on."""
-    load = state.engine.stats()
+    load = state.serving(name, Wanted.ANYTHING).engine.stats()
     return card(state, name) | {
         "owned_by": "infinity",
         "backend": "torch",
@@ -71,6 +72,7 @@ ROUTES = (
             _documents_to_rank,
             rerank,
             wire_reranks.InfinityResponse,
+            wanted=Wanted.RANKING,
         )
         for base in _BASES
     ),

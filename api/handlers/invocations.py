@@ -9,6 +9,7 @@ from maxsimd.api import wire
 from maxsimd.api.answer import Answer
 from maxsimd.api.handlers import classification, embedding, scoring, tei
 from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import inputs_of, sequences_of, texts_to_rank, texts_to_score
 from maxsimd.api.reading_messages import inputs_or_chat_of
 from maxsimd.api.state import ServerState
@@ -47,7 +48,7 @@ async def invocations(state: ServerState, body: Fields, nothing: None, tenant: s
     size = sum(len(value) for value in body.values() if isinstance(value, str | list))
     request, found = await state.engine.in_thread(read, size)
     state.check_model(getattr(request, "model", None))
-    if state.engine.facts.reads_pictures:
+    if state.reads_pictures:
         with state.bodies.hold() as held:
             found = await state.media.filled(found, held)
             return await form.handler(state, request, found, tenant)
@@ -56,11 +57,11 @@ async def invocations(state: ServerState, body: Fields, nothing: None, tenant: s
 
 def _form_of(state: ServerState, fields: Fields) -> _Form:
     """As vLLM and text-embeddings-inference tell what is wanted."""
-    classifies = state.engine.facts.score_task == "classify"
     if "query" in fields:
         return _RANK
     if _PAIRED & fields.keys():
         return _SCORE
+    classifies = state.engine.facts.score_task == "classify"
     if "inputs" in fields:
         return _PREDICT if classifies else _TEI_VECTORS
     if "input" in fields or "messages" in fields:
@@ -73,4 +74,12 @@ def _form_of(state: ServerState, fields: Fields) -> _Form:
     )
 
 
-ROUTES = (post_texts("/invocations", dict[str, Any], lambda body, most: None, invocations),)
+def _wanted(fields: Fields) -> Wanted:
+    if "query" in fields:
+        return Wanted.RANKING if fields.get("cascade") is None else Wanted.CASCADE
+    if _PAIRED & fields.keys():
+        return Wanted.RANKING
+    return Wanted.VECTORS
+
+
+ROUTES = (post_texts("/invocations", dict[str, Any], lambda body, most: None, invocations, wanted=_wanted),)

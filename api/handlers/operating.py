@@ -6,7 +6,9 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from maxsimd.api.answer import Answer, json_page, now
+from maxsimd.api.flags import in_flags
 from maxsimd.api.handlers.route import Work, delete, get
+from maxsimd.api.models.routing import named, served
 from maxsimd.api.state import ServerState
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -28,6 +30,9 @@ async def ready(state: ServerState) -> Answer:
 
 
 def _status(state: ServerState) -> dict[str, Any]:
+    if state.models is not None:
+        counts = {"ready": len(served(state.models)), "of": len(state.models.names)}
+        return {"status": state.phase, "models": counts}
     if state.fleet is None:
         return {"status": state.phase}
     there, meant = state.fleet.replicas
@@ -39,7 +44,8 @@ async def show_version(state: ServerState) -> Answer:
 
 
 async def models(state: ServerState) -> Answer:
-    return json_page({"object": "list", "data": [card(state, name) for name in state.model_names]})
+    names = state.model_names if state.models is None else state.models.names
+    return json_page({"object": "list", "data": [card(state, name) for name in names]})
 
 
 def model(name: str) -> Work:
@@ -47,33 +53,44 @@ def model(name: str) -> Work:
 
     async def show(state: ServerState) -> Answer:
         state.check_model(name)
-        return json_page(card(state, name))
+        return json_page(card(state, name if state.models is None else named(state.models, name)))
 
     return get(MODEL_PATH, show).work
 
 
 def card(state: ServerState, name: str) -> dict[str, Any]:
-    """What is said of a model under one of its names."""
-    facts = state.engine.facts
-    return {
+    """What is said of a model under one of its names. Of one that was never loaded there is little."""
+    models = state.models
+    facts = state.engine.facts if models is None else models.facts_of(name)
+    about = {
         "id": name,
         "object": "model",
         "created": now(),
         "owned_by": "maxsimd",
-        "root": facts.name,
+        "root": facts.name if facts is not None else _configured(state, name),
+        "state": "ok" if models is None else in_flags(models.state(name)),
+    }
+    if facts is None:
+        return about
+    return {
+        **about,
         "max_model_len": facts.max_tokens,
         "score_type": facts.score_type.value,
-        "score_scale": _scale(state, normalize=state.config.normalize_scores),
-        "normalized_score_scale": _scale(state, normalize=True),
+        "score_scale": _scale(facts, normalize=state.config.normalize_scores),
+        "normalized_score_scale": _scale(facts, normalize=True),
         "execution": facts.execution,
         "checked": list(facts.findings),
     }
 
 
-def _scale(state: ServerState, normalize: bool) -> dict[str, Any] | None:
+def _configured(state: ServerState, name: str) -> str | None:
+    """The model that was to be loaded under a name."""
+    return None if state.models is None else state.models.setup_of(name).engine.model
+
+
+def _scale(facts: ModelFacts, normalize: bool) -> dict[str, Any] | None:
     """What scores are unless a request says otherwise, or when it wants them normalised; None for a model
     that gives no such scores."""
-    facts = state.engine.facts
     if facts.is_classifier or (normalize and not facts.normalizes):
         return None
     scale = facts.scales.of(use_activation=True, normalize=normalize)
@@ -81,8 +98,10 @@ def _scale(state: ServerState, normalize: bool) -> dict[str, Any] | None:
 
 
 async def info(state: ServerState) -> Answer:
-    """As text-embeddings-inference says what it serves; its clients look at `model_type`."""
+    """As text-embeddings-inference says what it serves; its clients look at `model_type`. Of several models
+    it is the first that is served, and there are the names of all that are."""
     model, config = state.engine.facts, state.engine.config
+    names = {} if state.models is None else {"models": list(state.model_names)}
     return json_page(
         {
             "model_id": state.model_name,
@@ -94,6 +113,7 @@ async def info(state: ServerState) -> Answer:
             "max_batch_tokens": config.max_batch_tokens,
             "auto_truncate": state.config.long_documents != "error",
             "version": version("maxsimd"),
+            **names,
         }
     )
 

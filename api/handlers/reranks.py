@@ -6,6 +6,7 @@ from maxsimd.api.answer import Answer, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank, scale_of, with_scale
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
+from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import (
     ToRank,
     as_item,
@@ -132,8 +133,14 @@ ROUTES = (
         _input_to_rank,
         mixedbread,
         wire_reranks.MixedbreadResponse,
+        wanted=Wanted.RANKING,
     ),
     post_texts(
-        "/v1/ranking", wire_reranks.NvidiaRequest, _passages_to_rank, nvidia, wire_reranks.NvidiaResponse
+        "/v1/ranking",
+        wire_reranks.NvidiaRequest,
+        _passages_to_rank,
+        nvidia,
+        wire_reranks.NvidiaResponse,
+        wanted=Wanted.RANKING,
     ),
 )

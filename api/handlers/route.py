@@ -23,12 +23,17 @@ from maxsimd.api.failures import (
 )
 from maxsimd.api.held_bytes import HeldBytes
 from maxsimd.api.json_shape import JsonShape, shape_of
+from maxsimd.api.models.choice import Wanted
+from maxsimd.api.models.routing import told_of
+from maxsimd.api.models.several import SeveralModels
 from maxsimd.api.state import ServerState
 
 T = TypeVar("T")
 R = TypeVar("R")
 # A request's body as it arrives.
 Body: TypeAlias = AsyncIterable[bytes]
+# What a request asks for, or how that is found in it.
+WantedOf: TypeAlias = Wanted | Callable[[Any], Wanted]
 # Does a request's work, for the tenant that is named last.
 Work: TypeAlias = Callable[[ServerState, Body, str], Awaitable[Answer]]
 
@@ -66,12 +71,13 @@ def delete(path: str, handler: Callable[[ServerState], Awaitable[Answer]]) -> Ro
 def post(
     path: str, kind: type[T], handler: Callable[[ServerState, T], Awaitable[Answer]], *answers: Any
 ) -> Route:
-    """A route whose body is a wire type. It takes requests only while the server is ready."""
+    """A route whose body is a wire type, and that any model serves. It takes requests only while the server
+    is ready."""
 
     async def handle(state: ServerState, request: T, nothing: None, tenant: str) -> Answer:
         return await handler(state, request)
 
-    work = _with_body(kind, lambda request, most: None, handle)
+    work = _with_body(kind, lambda request, most: None, handle, Wanted.ANYTHING)
     return Route(path, ("POST",), work, kind, answers or (Any,))
 
 
@@ -81,10 +87,12 @@ def post_texts(
     read: Callable[[T, int], R],
     handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
     *answers: Any,
+    wanted: WantedOf,
 ) -> Route:
     """The same for a handler that also gets what `read` finds in the wire type, of which there may be at most
-    a number, and the tenant whose request it is. Nothing is read of a tenant that has used up its rate."""
-    handle = _with_body(kind, read, handler)
+    a number, and the tenant whose request it is. Nothing is read of a tenant that has used up its rate. What
+    is `wanted` chooses the model of a request that names none."""
+    handle = _with_body(kind, read, handler, wanted)
 
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
         state.check_ready()
@@ -98,6 +106,7 @@ def _with_body(
     kind: type[T],
     read: Callable[[T, int], R],
     handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
+    wanted: WantedOf,
 ) -> Work:
     # msgspec learns a type when it is first used, and crashes where two threads do that at the same time.
     msgspec.json.Decoder(kind)
@@ -109,29 +118,45 @@ def _with_body(
             whole = await _read(state, body, held)
             request, found = await _parse(state, whole, held, kind, read)
             del whole
-            state.check_model(getattr(request, "model", None))
-            if state.engine.facts.reads_pictures:
-                found = await state.media.filled(found, held)
-            answer = await handler(state, request, found, tenant)
+            asked = wanted if isinstance(wanted, Wanted) else wanted(request)
+            serving = state.serving(_model_of(request), asked)
+            with told_of(state.models, serving.called):
+                if serving.reads_pictures:
+                    found = await state.media.filled(found, held)
+                answer = await handler(serving, request, found, tenant)
             if answer.lines is None:
                 return answer
-            return replace(answer, lines=_Lines(answer.lines, until_answered.pop_all()))
+            lines = _Lines(answer.lines, until_answered.pop_all(), state.models, serving.called)
+            return replace(answer, lines=lines)
 
     return work
 
 
-class _Lines:
-    """Lines for which something is held until there are no more of them."""
+def _model_of(request: Any) -> str | None:
+    """The model that a request names."""
+    if not isinstance(request, dict):
+        return getattr(request, "model", None)
+    # What is not a text is refused later, by the type that is then known.
+    named = request.get("model")
+    return named if isinstance(named, str) else None
 
-    def __init__(self, lines: AsyncIterator[bytes], held: ExitStack) -> None:
+
+class _Lines:
+    """Lines for which something is held until there are no more of them, made by one of the models."""
+
+    def __init__(
+        self, lines: AsyncIterator[bytes], held: ExitStack, models: SeveralModels | None, name: str
+    ) -> None:
         self._lines = lines
         self._held = held
+        self._models, self._name = models, name
 
     def __aiter__(self) -> "_Lines":
         return self
 
     async def __anext__(self) -> bytes:
-        return await anext(self._lines)
+        with told_of(self._models, self._name):
+            return await anext(self._lines)
 
     async def aclose(self) -> None:
         with self._held:

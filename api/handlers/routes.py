@@ -9,6 +9,7 @@ from maxsimd.api.handlers import (
     embedding,
     infinity,
     invocations,
+    models,
     operating,
     pages,
     scoring,
@@ -22,13 +23,15 @@ from maxsimd.api.state import ServerState
 
 
 async def openapi(state: ServerState) -> Answer:
-    return Answer(200, {"Content-Type": "application/json"}, description())
+    are_changed = state.models is not None and state.keys.has_admins
+    return Answer(200, {"Content-Type": "application/json"}, description(are_changed))
 
 
 @functools.cache
-def description() -> bytes:
-    """What /openapi.json answers."""
-    return described((*_ALL, *pages.ROUTES), OPEN_ROUTES)
+def description(models_are_changed: bool = False) -> bytes:
+    """What /openapi.json answers, and where models may be loaded and dropped."""
+    more = models.ROUTES if models_are_changed else ()
+    return described((*_ALL, *more, *pages.ROUTES), OPEN_ROUTES)
 
 
 def table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:

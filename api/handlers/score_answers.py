@@ -8,7 +8,7 @@ import msgspec
 from maxsimd.api import wire
 from maxsimd.api.answer import new_id, now, usage_of, warnings_of
 from maxsimd.api.wire_explanations import on_wire
-from maxsimd.engine import RankedDocument, RerankResult, ScoreResult
+from maxsimd.engine import RankedDocument, RerankResult, ScoreResult, Usage
 
 
 def least_score(body: wire.Scoring) -> float:
@@ -31,11 +31,12 @@ def score_response(
     return wire.ScoreResponse(new_id("score"), now(), model, data, usage, scale, warnings=warnings, **rest)
 
 
-def ranked(document: RankedDocument, with_text: bool) -> wire.Ranked:
-    """A document that came as an embedding has no text."""
+def ranked(document: RankedDocument, with_text: bool, model: str | None = None) -> wire.Ranked:
+    """A document that came as an embedding has no text. `model` is there where several ranked."""
     text = None if document.text is None or not with_text else wire.Document(document.text)
     why = document.explanation
-    return wire.Ranked(document.index, document.score, text, None if why is None else on_wire(why))
+    explanation = None if why is None else on_wire(why)
+    return wire.Ranked(document.index, document.score, text, explanation, model)
 
 
 def rerank_response(
@@ -47,19 +48,19 @@ def rerank_response(
         model,
         [ranked(document, with_text) for document in result.results],
         usage_of(result.usage),
-        _cohere_meta(result, warnings),
+        cohere_meta(result.usage, warnings),
         scale,
         warnings=warnings,
         **_completeness(body, result),
     )
 
 
-def _cohere_meta(result: RerankResult, warnings: list[str] | msgspec.UnsetType) -> dict[str, Any]:
+def cohere_meta(usage: Usage, warnings: list[str] | msgspec.UnsetType) -> dict[str, Any]:
     """What Cohere's clients read of an answer beside its results."""
     return {
         "api_version": {"version": "2"},
         "billed_units": {"search_units": 1},
-        "tokens": {"input_tokens": result.usage.prompt_tokens},
+        "tokens": {"input_tokens": usage.prompt_tokens},
         **({"warnings": warnings} if warnings else {}),
     }
 

@@ -2,7 +2,7 @@
 
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer, warnings_of, wire_answer
-from maxsimd.api.handlers import reranks, streaming
+from maxsimd.api.handlers import cascade, reranks, streaming
 from maxsimd.api.handlers.ranking import (
     characters_of,
     in_words_of,
@@ -14,6 +14,7 @@ from maxsimd.api.handlers.ranking import (
 )
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.score_answers import rerank_response, score_response
+from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import (
     ToRank,
     names_of,
@@ -42,6 +43,8 @@ async def score(
 
 
 async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, tenant: str) -> Answer:
+    if body.cascade is not None:
+        return await cascade.rerank(state, body, body.cascade, texts, tenant)
     if body.texts is not None:
         return await reranks.text_embeddings_inference(state, body, texts, tenant)
     if body.top_k is not None or body.truncation is not None:
@@ -63,6 +66,10 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
     return _surrounded(answer, scale, result)
 
 
+def wanted_ranking(body: wire.RerankRequest) -> Wanted:
+    return Wanted.RANKING if body.cascade is None else Wanted.CASCADE
+
+
 def _surrounded(answer: Answer, scale: wire.ScoreScale, result: ScoreResult | RerankResult) -> Answer:
     """The answer with what its headers say beside it."""
     warnings = warnings_of(result.truncated)
@@ -74,11 +81,19 @@ RANKINGS = (wire.RerankResponse, list[TeiRanked], VoyageResponse, streaming.MEDI
 
 ROUTES = (
     *(
-        post_texts(path, wire.ScoreRequest, texts_to_score, score, wire.ScoreResponse, streaming.MEDIA_TYPE)
+        post_texts(
+            path,
+            wire.ScoreRequest,
+            texts_to_score,
+            score,
+            wire.ScoreResponse,
+            streaming.MEDIA_TYPE,
+            wanted=Wanted.RANKING,
+        )
         for path in ("/score", "/v1/score")
     ),
     *(
-        post_texts(path, wire.RerankRequest, texts_to_rank, rerank, *RANKINGS)
+        post_texts(path, wire.RerankRequest, texts_to_rank, rerank, *RANKINGS, wanted=wanted_ranking)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     *reranks.ROUTES,

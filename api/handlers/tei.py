@@ -13,6 +13,7 @@ from maxsimd.api.handlers.embedding import most_vectors
 from maxsimd.api.handlers.route import Body, Route, post, post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
+from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import (
     Inputs,
     as_inputs,
@@ -200,15 +201,18 @@ async def embed_or_compare(
 
 
 # What `/` does, by what the model is for.
-_RERANK = post_texts("/", wire.RerankRequest, texts_to_rank, scoring.rerank)
-_VECTORS = post_texts("/", wire_tei.TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare)
-_PREDICT = post_texts("/", wire.PredictRequest, sequences_of, classification.predict)
+_RERANK = post_texts("/", wire.RerankRequest, texts_to_rank, scoring.rerank, wanted=scoring.wanted_ranking)
+_VECTORS = post_texts(
+    "/", wire_tei.TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare, wanted=Wanted.VECTORS
+)
+_PREDICT = post_texts("/", wire.PredictRequest, sequences_of, classification.predict, wanted=Wanted.CLASSES)
 
 
 async def _by_kind(state: ServerState, body: Body, tenant: str) -> Answer:
-    """What text-embeddings-inference does on `/`: embed, rerank or predict, whichever the model is for."""
+    """What text-embeddings-inference does on `/`: embed, rerank or predict, whichever the model is for; of
+    several models, the first."""
     state.check_ready()
-    model = state.engine.facts
+    model = state.serving(None, Wanted.ANYTHING).engine.facts
     if model.score_type is ScoreType.LISTWISE or (model.score_task == "classify" and len(model.labels) == 1):
         return await _RERANK.work(state, body, tenant)
     chosen = _PREDICT if model.score_task == "classify" else _VECTORS
@@ -220,10 +224,33 @@ _WEIGHTS = list[list[wire_tei.SparseValue]]
 _BY_KIND = (_VECTORS_OF_TEXTS, _WEIGHTS, list[float], *scoring.RANKINGS, *classification.PREDICTIONS)
 
 ROUTES = (
-    post_texts("/embed", wire_tei.TeiEmbedRequest, _inputs_of, embed, _VECTORS_OF_TEXTS),
-    post_texts("/embed_all", wire_tei.TeiEmbedAllRequest, _inputs_of, embed_all, list[list[list[float]]]),
-    post_texts("/embed_sparse", wire_tei.TeiEmbedSparseRequest, _inputs_of, embed_sparse, _WEIGHTS),
-    post_texts("/similarity", wire_tei.TeiSimilarityRequest, _sentences_of, similarity, list[float]),
+    post_texts(
+        "/embed", wire_tei.TeiEmbedRequest, _inputs_of, embed, _VECTORS_OF_TEXTS, wanted=Wanted.VECTORS
+    ),
+    post_texts(
+        "/embed_all",
+        wire_tei.TeiEmbedAllRequest,
+        _inputs_of,
+        embed_all,
+        list[list[list[float]]],
+        wanted=Wanted.TOKEN_VECTORS,
+    ),
+    post_texts(
+        "/embed_sparse",
+        wire_tei.TeiEmbedSparseRequest,
+        _inputs_of,
+        embed_sparse,
+        _WEIGHTS,
+        wanted=Wanted.SPARSE_VECTORS,
+    ),
+    post_texts(
+        "/similarity",
+        wire_tei.TeiSimilarityRequest,
+        _sentences_of,
+        similarity,
+        list[float],
+        wanted=Wanted.VECTORS,
+    ),
     post("/decode", wire_tei.TeiDecodeRequest, decode, list[str]),
     Route("/", ("POST",), _by_kind, dict[str, Any], _BY_KIND),
 )

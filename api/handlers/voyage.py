@@ -3,6 +3,7 @@
 from maxsimd.api import wire_voyage
 from maxsimd.api.answer import Answer, usage_of, warnings_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import check_count, input_called, input_type_of, texts_and_pictures
 from maxsimd.api.state import ServerState
 from maxsimd.api.vectors import encoded
@@ -53,5 +54,6 @@ ROUTES = (
         _inputs_of,
         multimodal_embeddings,
         wire_voyage.MultimodalResponse,
+        wanted=Wanted.VECTORS,
     ),
 )

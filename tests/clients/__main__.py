@@ -1,5 +1,5 @@
 """`python -m tests.clients [NAME ...]`: starts servers, has clients ask them and prints a table. A client
-runs its checks, and its examples of docs/clients.md."""
+runs its checks, and its examples of docs/clients.md and docs/rag.md."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     with servers.running() as urls:
         for client, command in zip(chosen, commands, strict=True):
-            for outcome in (*_checks(client, command, urls), *_examples(client, urls[page.SERVER])):
+            for outcome in (*_checks(client, command, urls), *_examples(client, urls)):
                 print(_row(outcome), flush=True)
                 outcomes.append(outcome)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
@@ -78,17 +78,18 @@ def _checks(client: Client, command: list[str], urls: dict[str, str]) -> list[Ou
     return outcomes
 
 
-def _examples(client: Client, url: str) -> Iterator[Outcome]:
-    """Runs a client's examples of docs/clients.md."""
+def _examples(client: Client, urls: dict[str, str]) -> Iterator[Outcome]:
+    """Runs a client's examples of the documentation."""
     interpreter = environments.interpreter(client.environment)
-    for example in page.examples(client.name):
-        error = None
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                page.printed(example, interpreter, url, _environment(folder), Path(folder))
-            except page.ExampleFailed as failure:
-                error = str(failure)
-        yield Outcome(client.name, f"its example in docs/clients.md, line {example.line}", error)
+    for shown, server in page.SERVERS.items():
+        for example in page.examples(client.name, shown):
+            error = None
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    page.printed(example, interpreter, urls[server], _environment(folder), Path(folder))
+                except page.ExampleFailed as failure:
+                    error = str(failure)
+            yield Outcome(client.name, f"its example in docs/{shown.name}, line {example.line}", error)
 
 
 def _environment(home: str) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""The examples of docs/clients.md: each is run as it stands there, by its client's interpreter."""
+"""The examples of docs/clients.md and docs/rag.md: each is run as it stands there, by its client's
+interpreter."""
 
 import re
 import subprocess
@@ -9,9 +10,10 @@ from pathlib import Path
 from tests.clients import environments
 
 PAGE = environments.ROOT / "docs" / "clients.md"
-# The server of the page: what its examples call it, and which of ours stands for it.
+RAG = environments.ROOT / "docs" / "rag.md"
+# The server of a page: what its examples call it, and which of ours stands for it.
 URL = "http://127.0.0.1:8000"
-SERVER = "LATE_INTERACTION_URL"
+SERVERS = {PAGE: "LATE_INTERACTION_URL", RAG: "TWO_MODELS_URL"}
 # The client that is in no catalogue, as it needs no environment.
 CURL = "curl"
 
@@ -31,12 +33,12 @@ class Example:
     line: int
 
 
-def examples(client: str | None = None) -> list[Example]:
+def examples(client: str | None = None, page: Path = PAGE) -> list[Example]:
     """Those of one client, or of all for None, in the page's order."""
-    page = PAGE.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     found = [
-        Example(match[1], match[2], match[3], page.count("\n", 0, match.start(3)) + 1)
-        for match in _EXAMPLE.finditer(page)
+        Example(match[1], match[2], match[3], text.count("\n", 0, match.start(3)) + 1)
+        for match in _EXAMPLE.finditer(text)
     ]
     return [example for example in found if client in (None, example.client)]
 

@@ -32,16 +32,20 @@ _PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "warning")
 
 @contextmanager
 def running() -> Iterator[dict[str, str]]:
-    """Three servers; gives the environment variables that hold their base URLs. By late interaction and as a
-    bi-encoder they serve the embedded model, as a cross-encoder one with random weights."""
+    """Four servers; gives the environment variables that hold their base URLs. By late interaction and as a
+    bi-encoder they serve the embedded model, as a cross-encoder one with random weights, and one serves two
+    models, as docs/rag.md has it."""
     names = [part for name in MODELS for part in ("--served-model-name", name)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cross_encoder = save_cross_encoder(folder / "cross-encoder")
+        two = folder / "models.yaml"
+        two.write_text(f"models:\n  embed: {{score_type: bi-encoder}}\n  rerank: {cross_encoder}\n")
         kinds = {
             "LATE_INTERACTION_URL": names,
             "BI_ENCODER_URL": ["--score-type", "bi-encoder", *names],
             "CROSS_ENCODER_URL": [cross_encoder, *names],
+            "TWO_MODELS_URL": ["--config", str(two)],
         }
         yield {
             kind: stack.enter_context(_server(arguments, folder / f"{kind}.log"))

@@ -1,7 +1,7 @@
 """What the documentation shows can be done as it stands there.
 
-The blocks of docs/clients.md are run by the clients themselves (`make test-clients`), those of
-docs/quickstart.md by `.ci/quickstart.py`."""
+The blocks of docs/clients.md and docs/rag.md are run by the clients themselves (`make test-clients`), those
+of docs/quickstart.md by `.ci/quickstart.py`."""
 
 import json
 import os
@@ -14,24 +14,28 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from tests.documentation.pages import PAGES, ROOT, Block, all_blocks
 from tests.server.conftest import Server
 
 _BLOCKS = all_blocks()
-_OF_CLIENTS = ROOT / "docs" / "clients.md"
+_RETRIEVAL = ROOT / "docs" / "rag.md"
+_OF_CLIENTS = {ROOT / "docs" / "clients.md", _RETRIEVAL}
 _QUICKSTART = ROOT / "docs" / "quickstart.md"
 # Languages whose blocks are looked at here; those that Sphinx reads itself stand in braces. What has no
 # language is output, or a file of another program.
-_LANGUAGES = {"", "sh", "python", "json", "nginx", "{toctree}", "{eval-rst}"}
+_LANGUAGES = {"", "sh", "python", "json", "yaml", "nginx", "{toctree}", "{eval-rst}"}
 _MAKE_TARGETS = set(
     re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
 )
 
 
-def _of(language: str) -> list[Any]:
-    found = [block for block in _BLOCKS if block.language == language and block.page != _OF_CLIENTS]
+def _of(language: str, page: Path | None = None) -> list[Any]:
+    """The blocks of a page; without one, of all pages but those that clients run."""
+    here = {page} if page is not None else {block.page for block in _BLOCKS} - _OF_CLIENTS
+    found = [block for block in _BLOCKS if block.language == language and block.page in here]
     return [pytest.param(block, id=str(block)) for block in found]
 
 
@@ -70,6 +74,16 @@ def test_python_runs_as_it_stands(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", _of("json"))
 def test_json_can_be_read(block: Block) -> None:
     assert json.loads(block.text)
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(one, id=str(one)) for one in _BLOCKS if one.language == "yaml"]
+)
+def test_yaml_configures_a_server(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "maxsimd.yaml"
+    file.write_text(block.text, encoding="utf-8")
+    found = CliRunner().invoke(main, ["serve", "--config", str(file), "--print-config"])
+    assert found.exit_code == 0, found.output
 
 
 @pytest.mark.parametrize("block", [each for each in _of("sh") if each.values[0].text.startswith("curl")])

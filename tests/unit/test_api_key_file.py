@@ -74,9 +74,22 @@ def test_a_key_may_end_with_equals_signs_and_stand_twice() -> None:
     assert table.names == {digest_of("c2VjcmV0=="): None, digest_of("x=y"): "a"}
 
 
+def test_only_the_keys_that_say_so_are_admins_and_only_while_they_do(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", "one name=a admin=yes\ntwo name=a\nthree admin=no\n", "given")
+    assert keys.keys.has_admins
+    assert [keys.keys.is_admin(f"Bearer {key}") for key in ("one", "two", "three", "given", "")] == [
+        *(True, False, False, False, False)
+    ]
+    assert not keys.keys.is_admin("Basic one")
+    keys.rewrite("one name=a\ntwo name=a admin=yes\n")
+    assert keys.owner("one") == "a"
+    assert not keys.keys.is_admin("Bearer one")
+    assert keys.keys.is_admin("Bearer two")
+
+
 KNOWN = (
     "these are name=, weight=, priority=, requests_per_minute=, tokens_per_minute=, max_queued_tokens=, "
-    "max_request_tokens="
+    "max_request_tokens=, admin="
 )
 WRONG = [
     ("wait=3", f"line 2 has something behind its key that is no attribute; {KNOWN}"),
@@ -94,6 +107,9 @@ WRONG = [
     ("tokens_per_minute=" + "9" * 400, "line 2: tokens_per_minute must be a whole number"),
     ("max_queued_tokens=many", "line 2: max_queued_tokens must be a whole number"),
     ("max_request_tokens=", "line 2: max_request_tokens must be a whole number"),
+    ("admin=", "line 2: admin must be yes or no"),
+    ("admin=true", "line 2: admin must be yes or no"),
+    (f"admin=yes\n{SECRET} admin=no", "lines 2 and 3 have the same key with other attributes"),
     ("name=", "line 2: name must be 1 to 64 letters, digits, dots, hyphens and underscores (ASCII)"),
     ("name=süd", "line 2: name must be 1 to 64 letters, digits, dots, hyphens and underscores (ASCII)"),
     ("name=other", "line 2: name must not be other, nor key- and a number: those are taken"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.clients.catalogue import CLIENTS
-from tests.clients.page import CURL, PAGE, URL, Example, examples
+from tests.clients.page import CURL, PAGE, RAG, URL, Example, examples
 from tests.clients.servers import MODELS
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -43,6 +43,17 @@ def _examples_of(section: str) -> list[Example]:
 
 def test_each_client_has_an_example_and_each_example_a_client() -> None:
     assert {example.client for example in EXAMPLES} == SHOWN | {CURL}
+
+
+def test_each_block_of_python_for_retrieval_is_an_example_and_asks_both_models_of_its_server() -> None:
+    text, shown = RAG.read_text(encoding="utf-8"), examples(page=RAG)
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert blocks == [example.code for example in shown]
+    assert {example.client for example in shown} == {"with_langchain_cohere", "with_llama_index"}
+    for example in shown:
+        called = [node.func for node in ast.walk(ast.parse(example.code)) if isinstance(node, ast.Call)]
+        assert "print" in {node.id for node in called if isinstance(node, ast.Name)}
+        assert all(part in example.code for part in (f'"{URL}"', '"embed"', '"rerank"'))
 
 
 def test_each_block_of_code_is_an_example_but_the_command_that_starts_the_server() -> None:

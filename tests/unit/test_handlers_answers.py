@@ -331,6 +331,7 @@ async def test_the_model_card_says_what_runs(caller: Caller) -> None:
         "object": "model",
         "owned_by": "maxsimd",
         "root": "all-MiniLM-L6-v2",
+        "state": "ok",
         "max_model_len": 256,
         "score_type": "late-interaction",
         "score_scale": {"transform": "maxsim", "min": None, "max": None},

@@ -279,6 +279,8 @@ ANSWERED = {
     *("output_encoding", "modality"),
     *("ids", "skip_special_tokens", "embedding_types", "embed_dtype", "output_dtype", "embedding_type"),
     *("return_input", "add_special_tokens", "score_threshold"),
+    # Of several models: see the tests of those.
+    "cascade",
     # Of a chat.
     *("messages", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
 }
@@ -385,6 +387,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_documents": ("yes", 2),
     "return_text": ("yes", 2),
     "rank_fields": ("a", [1]),
+    "cascade": (7, "a", {}, [7], [{"model": "m", "keep": 0}], [{"model": "m", "keep": "all"}]),
     "truncate": ("yes", 2),
     "truncation_direction": ("up", 1),
     "input": (None, [], 7, True, {"a": 1}, [[]], ["a", 1], [1, "a"], [True], [[1], "a"], [[True]], [1.5]),

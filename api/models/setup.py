@@ -1,0 +1,126 @@
+"""The models of a server as they are configured: by arguments, by `models` of a YAML file, or by a folder."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from maxsimd.api.config import ServerConfig, SetupError
+from maxsimd.api.config_file import values_of
+from maxsimd.engine.config import EngineConfig
+
+# What stands beside an engine's options in what is said of a model.
+WEIGHT = "weight"
+_LONGEST_NAME = 200
+# A folder with one of these holds a model; a file may be one, too (GGUF).
+_MARKS = ("config.json", "modules.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSetup:
+    """A model under the name that requests give it, and its share of the device beside the others."""
+
+    name: str
+    engine: EngineConfig
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"weight must be a number above 0, not {self.weight}")
+
+
+def named_by_themselves(models: Sequence[str], engine: EngineConfig) -> tuple[ModelSetup, ...]:
+    """Models that go by what they are called on the command line, with the same options. Raises ValueError
+    where one is named twice."""
+    names = [model.rstrip("/") for model in models]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice)} is named twice; give each a name of its own in a file's `models`"
+        )
+    return tuple(
+        ModelSetup(name=name, engine=dataclasses.replace(engine, model=model))
+        for name, model in zip(names, models, strict=True)
+    )
+
+
+def check_together(models: Sequence[ModelSetup], server: ServerConfig) -> None:
+    """Raises ValueError for options that several models cannot have together."""
+    if server.is_fleet:
+        raise ValueError(
+            "several models are served by one process: leave out fronts and replicas, or start a server for "
+            "each model"
+        )
+    if server.served_model_name:
+        raise ValueError(
+            "served_model_name is for one model; name several in a file's `models`, or leave it out"
+        )
+    if server.restart_on_failure:
+        raise ValueError(
+            "restart_on_failure is for one model; of several, one that has died is loaded again by "
+            "POST /v1/models/NAME"
+        )
+    for setup in models:
+        if not _is_name(setup.name):
+            raise ValueError(
+                f"{setup.name!r} is no name for a model: it must have 1 to {_LONGEST_NAME} visible "
+                "characters, and no slash at its end"
+            )
+
+
+def _is_name(name: str) -> bool:
+    is_plain = name.isprintable() and name == name.strip() and name[-1:] != "/"
+    return is_plain and 0 < len(name) <= _LONGEST_NAME
+
+
+def shown(models: Sequence[ModelSetup], server: ServerConfig) -> str:
+    """The configuration of several models as the YAML that gives it, without keys."""
+    each = {setup.name: {**values_of(setup.engine), WEIGHT: setup.weight} for setup in models}
+    page: Mapping[str, Any] = {"models": each, **values_of(server)}
+    return str(yaml.safe_dump(page, sort_keys=False, allow_unicode=True))
+
+
+def _is_model(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / mark).is_file() for mark in _MARKS)
+    return path.suffix == ".gguf" and path.is_file()
+
+
+class Loadable:
+    """What may be loaded while the server runs: the models that were configured, and those in a folder, each
+    by its path there, with the options that all have."""
+
+    def __init__(
+        self, configured: Sequence[ModelSetup], folder: str | None = None, options: EngineConfig | None = None
+    ) -> None:
+        """Raises SetupError where there is no such folder."""
+        self._configured = {setup.name: setup for setup in configured}
+        self._options = options or EngineConfig()
+        self._folder = None if folder is None else Path(folder).resolve()
+        if self._folder is not None and not self._folder.is_dir():
+            raise SetupError(f"there is no folder {folder!r}; give one that holds models, or leave it out")
+
+    def setup_of(self, name: str) -> ModelSetup | None:
+        """How a model is loaded; None for one that is not for this server."""
+        if name in self._configured:
+            return self._configured[name]
+        path = self._path_of(name)
+        if path is None:
+            return None
+        return ModelSetup(name=name, engine=dataclasses.replace(self._options, model=str(path)))
+
+    def _path_of(self, name: str) -> Path | None:
+        """The folder of a model in the folder of models, and in no other, whatever its name."""
+        plain = PurePosixPath(name)
+        is_within = not plain.is_absolute() and ".." not in plain.parts and str(plain) == name
+        if self._folder is None or not _is_name(name) or not is_within:
+            return None
+        try:
+            path = (self._folder / name).resolve()
+            is_there = _is_model(path)
+        except (OSError, ValueError):
+            return None
+        return path if is_there and path != self._folder and path.is_relative_to(self._folder) else None

@@ -1,0 +1,291 @@
+"""Several models as the one engine that a server lives around: they start and end together, and each may
+fail, be dropped and be loaded again without the others."""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from maxsimd.api.flags import in_flags
+from maxsimd.api.models.metrics import SeveralMetrics
+from maxsimd.api.models.setup import Loadable, ModelSetup
+from maxsimd.engine import EngineDeadError, EngineNotReadyError, ModelLoadError, QueueFullError
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.facts import ModelFacts
+from maxsimd.engine.tenants import Tenant
+
+if TYPE_CHECKING:
+    from maxsimd.engine import CascadeResult, Engine, Engines
+
+T = TypeVar("T")
+log = logging.getLogger("maxsimd.models")
+
+OK, LOADING, DROPPED, _FAILED = "ok", "loading", "dropped", "failed: "
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A model that was loaded, whatever has become of it since. `watch` waits for its death."""
+
+    engine: "Engine"
+    facts: ModelFacts
+    watch: asyncio.Task[None]
+
+
+class LastModelError(Exception):
+    """Without this model a server would have none."""
+
+
+class SeveralModels:
+    """Owns the models of a server, by their names and in their order. Used on one event loop, as a
+    `ServedEngine` that does not score itself: `engine` has the one that does."""
+
+    restart_obstacle: str | None = None
+
+    def __init__(
+        self, engines: "Engines", setups: Sequence[ModelSetup], loadable: Loadable, grace: float
+    ) -> None:
+        """`engines` are not started, and were made of the `setups`; `grace` is how many seconds those that
+        are dropped have for the requests in flight."""
+        self.death: str | None = None
+        self.metrics = SeveralMetrics(self._registries, self._are_served)
+        self._engines = engines
+        self._grace = grace
+        self._loadable = loadable
+        self._setups = {setup.name: setup for setup in setups}
+        self._expected = set(self._setups)
+        self._served: dict[str, _Served] = {}
+        self._changes: dict[str, asyncio.Task[None]] = {}
+        self._tenants: Mapping[str, Tenant] = {}
+        self._is_started = False
+        self._is_left = asyncio.Event()
+
+    # What a server's life needs.
+
+    async def start(self) -> None:
+        """Loads the models. Raises ModelLoadError where none can be."""
+        await self._engines.start()
+        self._is_started = True
+        for name in self._setups:
+            if self.state(name) == OK:
+                self._take(name)
+            else:
+                log.error("the model %s is not served: %s", name, in_flags(self.state(name)))
+        if not self._served:
+            reasons = "; ".join(f"{name}: {_reason(self.state(name))}" for name in self._setups)
+            raise ModelLoadError(f"none of the models can be loaded: {reasons}")
+
+    async def stop(self, grace: float | None = None) -> None:
+        self._is_started = False
+        for change in self._changes.values():
+            change.cancel()
+        await asyncio.gather(*self._changes.values(), return_exceptions=True)
+        for served in self._served.values():
+            served.watch.cancel()
+        await self._engines.stop(grace)
+
+    async def until_dead(self) -> None:
+        await self._is_left.wait()
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._is_started and any(self.state(name) == OK for name in self._setups)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Those of the first model that is served."""
+        return self._first().facts
+
+    @property
+    def config(self) -> EngineConfig:
+        """That of the first model that is served, with the largest requests that any of them takes."""
+        largest = max(setup.engine.max_request_tokens for setup in self._setups.values())
+        return dataclasses.replace(self._first().engine.config, max_request_tokens=largest)
+
+    def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
+        self._tenants = tenants
+        for served in self._served.values():
+            served.engine.set_tenants(tenants)
+
+    def check_rate(self, tenant: str) -> None:
+        """Raises QueueFullError for a tenant that has used up its rates with all the models; each counts its
+        own."""
+        refused: QueueFullError | None = None
+        for name in self._ok():
+            try:
+                self._served[name].engine.check_rate(tenant)
+            except QueueFullError as error:
+                refused = error
+            else:
+                return
+        if refused is not None:
+            raise refused
+
+    async def clear_cache(self) -> None:
+        for name in self._ok():
+            await self._served[name].engine.clear_cache()
+
+    async def in_thread(self, function: Callable[[], T], size: int) -> T:
+        """Runs what belongs to no model yet, in the threads of one; if that dies or is dropped meanwhile, in
+        those of another."""
+        for name in self._ok():
+            try:
+                return await self._served[name].engine.in_thread(function, size)
+            except (EngineDeadError, EngineNotReadyError):
+                continue
+        raise EngineDeadError(self.death or "no model is left")
+
+    # What requests need.
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All models that there are or were, in their order."""
+        return tuple(self._setups)
+
+    def state(self, name: str) -> str:
+        """ "loading", "ok", "failed: ..." or "dropped"."""
+        state, served = self._engines.state(name), self._served.get(name)
+        if state == OK and served is not None and served.engine.death is not None:
+            return _FAILED + served.engine.death
+        return state
+
+    def facts_of(self, name: str) -> ModelFacts | None:
+        """What is known of a model; None of one that was never loaded."""
+        served = self._served.get(name)
+        return None if served is None else served.facts
+
+    def setup_of(self, name: str) -> ModelSetup:
+        return self._setups[name]
+
+    def engine(self, name: str) -> "Engine | None":
+        """The engine of a model; None where it takes no requests."""
+        return self._served[name].engine if name in self._served and self.state(name) == OK else None
+
+    def choosable(self) -> dict[str, ModelFacts | None]:
+        """The models that a request may mean that names none: those that were served and not dropped, and
+        those that should have been since the start."""
+        return {
+            name: self.facts_of(name)
+            for name in self._setups
+            if self.state(name) != DROPPED and (name in self._served or name in self._expected)
+        }
+
+    async def cascade(
+        self,
+        query: Any,
+        documents: Sequence[Any],
+        stages: Sequence[tuple[str, int | None, str | None]],
+        *,
+        deadline: float | None,
+        **options: Any,
+    ) -> "CascadeResult":
+        """Ranks in stages, of which each is a model, how many documents it keeps, and its instruction."""
+        from maxsimd.engine import Stage
+
+        return await self._engines.rerank(
+            query, documents, [Stage(*stage) for stage in stages], deadline=deadline, **options
+        )
+
+    def all_facts(self) -> dict[str, ModelFacts]:
+        """What is known of the models that are served."""
+        return {name: self._served[name].facts for name in self.names if name in self._ok()}
+
+    # Loading and dropping.
+
+    def may_load(self, name: str) -> bool:
+        return self._loadable.setup_of(name) is not None
+
+    async def load(self, name: str) -> None:
+        """Loads a model that may be loaded, unless it is served, and goes on if its caller leaves. Raises
+        ModelLoadError."""
+        await self._change(name, self._load)
+
+    async def drop(self, name: str) -> None:
+        """Drops a model when the requests in flight are done, or the grace is over, and goes on if its caller
+        leaves. Raises LastModelError where no other is served."""
+        await self._change(name, self._drop)
+
+    async def _change(self, name: str, change: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        """One change of a model at a time."""
+        while (before := self._changes.get(name)) is not None:
+            await asyncio.wait({before})
+        task = asyncio.create_task(change(name))
+        self._changes[name] = task
+        task.add_done_callback(lambda done: self._changed(name, done))
+        await asyncio.shield(task)
+
+    def _changed(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._changes.get(name) is task:
+            del self._changes[name]
+        if not task.cancelled() and isinstance(error := task.exception(), ModelLoadError):
+            log.error("the model %s is not served: %s", name, in_flags(str(error)))
+        self._end_if_none_is_left()
+
+    async def _load(self, name: str) -> None:
+        if name in self._setups and self.engine(name) is not None:
+            return
+        setup = self._loadable.setup_of(name)
+        assert setup is not None
+        self._setups.setdefault(name, setup)
+        await self._engines.load(name, setup.engine, setup.weight)
+        self._take(name)
+        log.info("the model %s is served: %s", name, self._served[name].facts.how_it_runs)
+
+    async def _drop(self, name: str) -> None:
+        if self.state(name) == DROPPED:
+            return
+        if not any(other != name for other in self._ok()):
+            raise LastModelError(name)
+        served = self._served.get(name)
+        if served is not None:
+            served.watch.cancel()
+        await self._engines.drop(name, self._grace)
+        self._served.pop(name, None)
+        self._expected.discard(name)
+        log.info("the model %s is dropped", name)
+
+    def _take(self, name: str) -> None:
+        before = self._served.get(name)
+        if before is not None:
+            before.watch.cancel()
+        engine = self._engines[name]
+        engine.set_tenants(self._tenants)
+        self._served[name] = _Served(engine, engine.facts, asyncio.create_task(self._watch(name, engine)))
+
+    async def _watch(self, name: str, engine: "Engine") -> None:
+        await engine.until_dead()
+        log.error("the model %s is not served any more: %s", name, engine.death)
+        self._end_if_none_is_left()
+
+    def _end_if_none_is_left(self) -> None:
+        """A server without a model, and none on its way, is of no use."""
+        if self._is_started and not self._changes and not self.is_healthy:
+            self.death = "no model is left: " + "; ".join(
+                f"{name}: {_reason(self.state(name))}" for name in self._setups
+            )
+            self._is_left.set()
+
+    def _ok(self) -> list[str]:
+        return [name for name in self._served if self.engine(name) is not None]
+
+    def _first(self) -> _Served:
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+        for name in self.names:
+            if name in self._served and self.state(name) == OK:
+                return self._served[name]
+        raise EngineNotReadyError("no model is served now")
+
+    def _registries(self) -> dict[str, CollectorRegistry]:
+        return {name: served.engine.metrics.registry for name, served in self._served.items()}
+
+    def _are_served(self) -> dict[str, bool]:
+        return {name: self.state(name) == OK for name in self._setups}
+
+
+def _reason(state: str) -> str:
+    return state.removeprefix(_FAILED)
