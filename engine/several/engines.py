@@ -14,7 +14,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.allocators import give_back_memory
 from maxsimd.engine.device.shared import SharedDevices
 from maxsimd.engine.engine import Engine
-from maxsimd.engine.errors import EngineRunningError, MaxsimdError, UnknownModelError
+from maxsimd.engine.errors import EngineRunningError, MaxsimdError, ModelDroppedError, UnknownModelError
 from maxsimd.engine.several.cache_budget import CacheBudget, shares
 from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage, run_cascade
 from maxsimd.engine.several.metrics import registry_by_model
@@ -52,6 +52,7 @@ class Engines:
         self._states: dict[str, State] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._devices = SharedDevices()
+        self._one_load = asyncio.Lock()
         self._caches = CacheBudget()
         self._sharers: set[str] = {name for name, config in configs.items() if shares(config)}
         # What the engines count, each sample with the label `model`.
@@ -90,7 +91,8 @@ class Engines:
         for name, state in list(self._states.items()):
             if not isinstance(state, Dropped):
                 await self._end(name, state, grace)
-        await asyncio.to_thread(self._devices.close)
+        async with self._one_load:  # what is being loaded goes before its device does
+            await asyncio.to_thread(self._devices.close)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -156,17 +158,30 @@ class Engines:
         return state
 
     async def _start(self, name: str, config: EngineConfig, weight: float) -> None:
+        loading = self._states[name]
+        async with self._one_load:
+            if self._states[name] is loading:
+                await self._start_alone(name, config, weight)
+            if isinstance(self._states[name], Dropped):
+                raise ModelDroppedError(f"all models were dropped while {name!r} was being loaded")
+
+    async def _start_alone(self, name: str, config: EngineConfig, weight: float) -> None:
+        """While no other is being loaded."""
         if shares(config):
             self._sharers.add(name)
         own = self._caches.applied(config, len(self._sharers))
         engine = SharedEngine(own, lambda: self._devices.seat(own, weight))
+        loading = self._states[name]
         try:
             await engine.start()
         except BaseException as error:
-            reason = str(error) if isinstance(error, MaxsimdError) else repr(error)
-            self._states[name] = Failed(reason)
-            self._leave_budget(name)
+            if self._states[name] is loading:
+                self._states[name] = Failed(str(error) if isinstance(error, MaxsimdError) else repr(error))
+                self._leave_budget(name)
             raise
+        if self._states[name] is not loading:
+            await engine.stop(grace=0)
+            return
         self._states[name] = Serving(engine)
         self._divide_caches()
         self._watches[name] = asyncio.create_task(self._watch(name, engine), name="maxsimd-watch-model")
@@ -178,17 +193,17 @@ class Engines:
         self._states[name] = Failed(engine.death)
         self._leave_budget(name)
         await engine.stop(grace=0)
+        await asyncio.to_thread(_free_memory)
 
     async def _end(self, name: str, state: State, grace: float | None) -> None:
         self._states[name] = Dropped()
+        self._leave_budget(name)
         watch = self._watches.pop(name, None)
         if watch is not None:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         if isinstance(state, Serving):
             await state.engine.stop(grace)
-            del state
-            self._leave_budget(name)
             await asyncio.to_thread(_free_memory)
 
     def _leave_budget(self, name: str) -> None:

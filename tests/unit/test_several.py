@@ -1,6 +1,7 @@
 """Several models in one process: each scores as alone, and what befalls one is no other's business."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from maxsimd.engine import (
     Engine,
     EngineConfig,
     EngineDeadError,
+    EngineNotReadyError,
     EngineRunningError,
     Engines,
     InvalidRequestError,
@@ -24,8 +26,10 @@ from maxsimd.engine import (
     UnknownModelError,
 )
 from maxsimd.engine.actors.runner import RunnerActor
+from maxsimd.engine.device import load
 from tests.checkpoints import cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.waiting import until
 
 # Engines belong to one event loop.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -164,3 +168,31 @@ async def test_one_that_is_dropped_finishes_within_its_grace_and_tells_the_rest(
         assert len((await other).scores) == len(documents)
         with pytest.raises(ModelDroppedError):
             _ = both["going"]
+
+
+async def test_what_is_loading_when_all_are_stopped_does_not_stay_behind(
+    reranker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    read, go_on = threading.Event(), threading.Event()
+    load_model = load.load_model
+
+    def waiting(*arguments: Any) -> Any:
+        read.set()
+        go_on.wait()
+        return load_model(*arguments)
+
+    monkeypatch.setattr(load, "load_model", waiting)
+    engines = Engines({"slow": config(reranker)})
+    start = asyncio.create_task(engines.start())
+    await asyncio.to_thread(read.wait)
+    assert engines.state("slow") == "loading"
+    with pytest.raises(EngineNotReadyError, match="is being loaded"):
+        _ = engines["slow"]
+    stop = asyncio.create_task(engines.stop(grace=0))
+    await asyncio.sleep(0)
+    go_on.set()
+    await stop
+    await start
+    assert engines.state("slow") == "dropped"
+    await until(lambda: "maxsimd-device" not in {each.name for each in set(threading.enumerate()) - before})
