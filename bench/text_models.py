@@ -57,11 +57,71 @@ def minilm_l6(folder: Path) -> str:
     return _saved(folder, BertForSequenceClassification, config)
 
 
-# With relative positions.
+def gte_base(folder: Path, layers: int) -> str:
+    """Alibaba-NLP/gte-multilingual-base, by transformers' class for it."""
+    from transformers import GteConfig, GteModel
+
+    return _saved(folder, GteModel, GteConfig(vocab_size=30522, num_hidden_layers=layers, pad_token_id=0))
+
+
+def jina_base(folder: Path, layers: int) -> str:
+    """jinaai/jina-embeddings-v2-base-en, by the class in `maxsimd.engine.models`, which sentence-transformers
+    runs as well."""
+    from maxsimd.engine.models.jina_bert import JinaBertConfig, JinaBertModel
+
+    config = JinaBertConfig(num_hidden_layers=layers, max_position_embeddings=8192)
+    return _saved(folder, JinaBertModel, config)
+
+
+def nomic_moe(folder: Path, layers: int) -> str:
+    """nomic-ai/nomic-embed-text-v2-moe, by the class in `maxsimd.engine.models`, likewise: every second layer
+    has experts."""
+    from maxsimd.engine.models.nomic_moe import NomicMoeConfig, NomicMoeModel
+
+    width: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    config = NomicMoeConfig(
+        vocab_size=30522, num_hidden_layers=layers, max_position_embeddings=2048, pad_token_id=0, **width
+    )
+    return _saved(folder, NomicMoeModel, config)
+
+
+def modernbert_base(folder: Path, layers: int) -> str:
+    """answerdotai/ModernBERT-base: windows of 128 tokens but in every third layer."""
+    from transformers import ModernBertConfig, ModernBertModel
+
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id", "eos_token_id"), 0)
+    config = ModernBertConfig(vocab_size=30522, num_hidden_layers=layers, sep_token_id=0, **special)
+    return _saved(folder, ModernBertModel, config)
+
+
+def lfm2_350m(folder: Path, layers: int) -> str:
+    """LiquidAI/LFM2-350M, which LFM2-ColBERT-350M was made of: short convolutions, and attention in about two
+    of five layers."""
+    from transformers import Lfm2Config, Lfm2Model
+
+    config = Lfm2Config(
+        vocab_size=30522,
+        hidden_size=1024,
+        intermediate_size=6656,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        layer_types=[("full_attention" if i % 5 in (1, 3) else "conv") for i in range(layers)],
+        max_position_embeddings=2048,
+    )
+    return _saved(folder, Lfm2Model, config)
+
+
+# Packed here, and padded elsewhere.
 SHAPES: dict[str, Callable[[Path, int], str]] = {
     "deberta-v3-base": deberta_v3_base,
     "mpnet-base": mpnet_base,
     "t5-base": t5_base,
+    "gte-multilingual-base": gte_base,
+    "jina-v2-base": jina_base,
+    "nomic-v2-moe": nomic_moe,
+    "modernbert-base": modernbert_base,
+    "lfm2-350m": lfm2_350m,
 }
 
 

@@ -14,6 +14,7 @@ from maxsimd.bench.candidates import Bm25
 from maxsimd.bench.datasets import docstring_pairs, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.load import _rank, p99
 from maxsimd.bench.overload import _Answer, _within
+from maxsimd.bench.packed import texts_of
 from maxsimd.bench.partial import _wrong
 from maxsimd.bench.peers.experiments import Arena, Load, Turn
 from maxsimd.bench.peers.experiments import Outcome as PeerOutcome
@@ -25,6 +26,13 @@ from maxsimd.bench.report import Outcome, Report
 from maxsimd.bench.running import run_and_clean_up
 from maxsimd.bench.scaling import _quantile
 from maxsimd.engine import RankedDocument, RerankResult, Usage
+
+
+def test_mixed_texts_are_docstrings_and_single_sentences_in_turns() -> None:
+    texts, docstrings = texts_of("mixed", 5), docstring_pairs()[:3]
+    assert [text.document for text in texts[::2]] == [pair.document for pair in docstrings]
+    assert [text.document for text in texts[1::2]] == [pair.query for pair in docstrings[:2]]
+    assert texts_of("docstrings", 3) == docstrings
 
 
 def test_docstring_requests_hold_the_querys_own_document_and_no_other_twice() -> None:
