@@ -45,7 +45,8 @@ test-gpu:
 test-clients: $(VENV)/.dev
 	$(BIN)/python -m tests.clients $(CLIENT)
 
-# Pages beside colpali-engine, in an environment of its own with torch's CUDA build; it needs no GPU.
+# Pages beside colpali-engine, in an environment of its own with torch's CUDA build; it needs no GPU. With the
+# interpreter of vLLM's environment in MAXSIMD_VLLM also each family of docs/models.md beside vLLM.
 test-oracles: $(VENV)/.dev
 	MAXSIMD_ORACLES=1 $(BIN)/python -m pytest -q tests/oracles
 

@@ -21,6 +21,7 @@ from tests.checkpoints.tokenizers import byte_level_bpe, unigram
 from tests.checkpoints.weights import SIZES, spread
 
 _CHAT = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+_MARKERS = ["<|embed_token|>", "<|rerank_token|>"]
 _SPECIALS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 # As sentence-transformers' integrations of rerankers write theirs: roles for the instruction and both texts.
@@ -140,7 +141,25 @@ def zerank_2(folder: Path) -> str:
 
 def jina_reranker_v3(folder: Path) -> str:
     """jinaai/jina-reranker-v3: JinaForRanking, a Qwen3 with a projection of two layers at markers."""
-    size = _qwen_tokenizer(folder, markers=["<|embed_token|>", "<|rerank_token|>"], model_max_length=24_576)
+    size = _qwen_tokenizer(folder, markers=_MARKERS, model_max_length=24_576)
+    return _jina_reranker_v3(folder, size, 96)
+
+
+def jina_reranker_v3_with_published_ids(folder: Path) -> str:
+    """The same with the published one's ids of markers and number of dimensions, which vLLM takes for
+    granted."""
+    _qwen_tokenizer(folder, markers=_MARKERS, model_max_length=24_576)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    ids = dict(zip(_MARKERS, (151_670, 151_671), strict=True))
+    tokenizer["model"]["vocab"] |= ids
+    for token in tokenizer["added_tokens"]:
+        token["id"] = ids.get(token["content"], token["id"])
+    path.write_text(json.dumps(tokenizer))
+    return _jina_reranker_v3(folder, 151_936, 512)
+
+
+def _jina_reranker_v3(folder: Path, size: int, dimensions: int) -> str:
     config = Qwen3Config(
         vocab_size=size, num_key_value_heads=2, head_dim=32, max_position_embeddings=24_576, **SIZES
     )
@@ -148,7 +167,7 @@ def jina_reranker_v3(folder: Path) -> str:
     model.save_pretrained(folder)
     tensors = {f"model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     tensors["projector.0.weight"] = torch.randn(64, 128) * 0.2
-    tensors["projector.2.weight"] = torch.randn(96, 64) * 0.2
+    tensors["projector.2.weight"] = torch.randn(dimensions, 64) * 0.2
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     published = json.loads((folder / "config.json").read_text()) | {
         "architectures": ["JinaForRanking"],

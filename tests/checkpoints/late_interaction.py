@@ -25,10 +25,11 @@ from tests.checkpoints.weights import SIZES, save_renamed, save_tensors, spread
 _BERT = SIZES | {"hidden_size": 64, "intermediate_size": 128}
 
 
-def stanford(folder: Path, attend: bool = False, dim: int = 32) -> str:
+def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) -> str:
     """colbert-ir/colbertv2.0: HF_ColBERT, `linear.weight` beside the encoder, artifact.metadata."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = BertConfig(vocab_size=30522, architectures=["HF_ColBERT"], **_BERT)
+    sizes = _BERT | {"num_attention_heads": heads}
+    config = BertConfig(vocab_size=30522, architectures=["HF_ColBERT"], **sizes)
     config.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text()) | {"architectures": ["HF_ColBERT"]}
     (folder / "config.json").write_text(json.dumps(saved))
@@ -45,11 +46,12 @@ def answerai(folder: Path) -> str:
     return stanford(folder, attend=False, dim=96)
 
 
-def native(folder: Path, token_pooling: bool = False) -> str:
+def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     """A sentence-transformers multi-vector save with every knob turned: prompts, lengths, expansion that
     never cuts and is attended, a skip list for both sides, and token pooling if asked for."""
     backbone = folder / "backbone"
-    spread(BertModel(BertConfig(vocab_size=30522, **_BERT))).save_pretrained(backbone)
+    sizes = _BERT | {"num_attention_heads": heads}
+    spread(BertModel(BertConfig(vocab_size=30522, **sizes))).save_pretrained(backbone)
     wordpiece().save_pretrained(backbone)
     transformer = Transformer(
         str(backbone),

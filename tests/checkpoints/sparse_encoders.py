@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
@@ -45,9 +46,20 @@ def _bert(folder: Path) -> Path:
     return folder
 
 
-def splade(folder: Path) -> str:
+def splade(folder: Path, decoder: bool = False) -> str:
     """naver/splade-v3: BERT's masked words, the greatest weights."""
-    return _saved(_bert(folder), SpladePooling("max"))
+    return _written(_saved(_bert(folder), SpladePooling("max")), decoder)
+
+
+def _written(path: str, decoder: bool) -> str:
+    """With `decoder` the output matrix is in the file, too, as it is in pickles, though it is the input's."""
+    if decoder:
+        file = Path(path) / "model.safetensors"
+        tensors = load_file(file)
+        tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+        tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+        save_file(tensors, file, metadata={"format": "pt"})
+    return path
 
 
 def splade_sum(folder: Path) -> str:
@@ -55,15 +67,16 @@ def splade_sum(folder: Path) -> str:
     return _saved(_bert(folder), SpladePooling("sum"))
 
 
-def splade_heaviest(folder: Path) -> str:
+def splade_heaviest(folder: Path, decoder: bool = False) -> str:
     """A save with max_active_dims, behind prompts."""
     prompts = {"query": "query: ", "document": "passage: "}
-    return _saved(_bert(folder), SpladePooling("max"), max_active_dims=100, prompts=prompts)
+    saved = _saved(_bert(folder), SpladePooling("max"), max_active_dims=100, prompts=prompts)
+    return _written(saved, decoder)
 
 
-def plain(folder: Path) -> str:
+def plain(folder: Path, decoder: bool = False) -> str:
     """naver/splade-cocondenser-ensembledistil as transformers saves it: BertForMaskedLM and nothing else."""
-    return str(_bert(folder) / "backbone")
+    return _written(str(_bert(folder) / "backbone"), decoder)
 
 
 def _distilbert(folder: Path) -> Path:

@@ -8,12 +8,30 @@ from click.testing import CliRunner
 from maxsimd.api.cli import main
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.parity.models_page import PAGE, page
+from tests.parity.models_page import PAGE, PAGE_FAMILIES, page
+from tests.parity.second_readers import READERS, Equal, InParts, as_words
 
 
 def test_the_page_is_what_inspecting_every_checkpoint_says(checkpoints: SharedCheckpoints) -> None:
     written = PAGE.read_text(encoding="utf-8")
     assert page(checkpoints) == written, "run: python -m tests.parity.models_page"
+
+
+def test_each_family_has_one_line_about_a_second_reader() -> None:
+    names = [family.name for family in PAGE_FAMILIES]
+    assert len(names) == len({*names}), "lines go by the names of families"
+    assert {*names} == {*READERS}
+    parts = [part for reader in READERS.values() if isinstance(reader, InParts) for part in reader.families]
+    assert parts
+    assert all(isinstance(READERS[part], Equal) for part in parts)
+
+
+def test_what_is_said_of_a_second_reader_fits_in_a_table() -> None:
+    for reader in READERS.values():
+        words = as_words(reader)
+        assert words == words.strip()
+        assert words
+        assert not {"|", "\n"} & {*words}
 
 
 def test_the_command_prints_what_the_page_shows() -> None:

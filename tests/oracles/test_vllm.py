@@ -1,0 +1,238 @@
+"""vLLM's CPU build reads the same folders and gives the same, or what tests/parity/second_readers.py says.
+
+It has an environment of its own: name its interpreter by MAXSIMD_VLLM (`maxsimd bench peers --help` says how
+to make it), and run this by `make test-oracles`. Token ids are ours, so that prompts and markers, which vLLM
+leaves out, are there; what is compared is what the two make of the files."""
+
+import os
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from maxsimd.engine.preprocess import Preprocessor, RequestIds
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.requests import EmbedRequest, InputType, ScoreRequest
+from maxsimd.pooling.sparse import WordsHead
+from tests.checkpoints import language_models, late_interaction, sparse_encoders
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import Engines
+from tests.oracles.vllm_process import Input, Numbers, Vllm, VllmError
+from tests.parity.families import Family
+from tests.parity.models_page import PAGE_FAMILIES
+from tests.parity.second_readers import READERS, VERSION, Compared, Differs, InParts, NotYet, Refused
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif("MAXSIMD_ORACLES" not in os.environ, reason="run by make test-oracles"),
+]
+
+BOUND = 1e-4
+# Folders of their own, where vLLM takes for granted what is so of the published one: the ids of its markers,
+# heads of 32 dimensions or more, and an output matrix in the file.
+BUILDS: dict[str, Callable[[Path], str]] = {
+    "jina-reranker-v3": language_models.jina_reranker_v3_with_published_ids,
+    "ColBERT": partial(late_interaction.stanford, heads=2),
+    "ColBERT, attended expansion": partial(late_interaction.stanford, attend=True, heads=2),
+    "answerai-colbert-small": partial(late_interaction.stanford, dim=96, heads=2),
+    "native multi-vector": partial(late_interaction.native, heads=2),
+    "native multi-vector, token pooling": partial(late_interaction.native, token_pooling=True, heads=2),
+    "SPLADE": partial(sparse_encoders.splade, decoder=True),
+    "SPLADE, plain": partial(sparse_encoders.plain, decoder=True),
+    "SPLADE, heaviest words": partial(sparse_encoders.splade_heaviest, decoder=True),
+}
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
+    if "MAXSIMD_VLLM" not in os.environ:
+        pytest.skip("MAXSIMD_VLLM names no interpreter")
+    started = Vllm(os.environ["MAXSIMD_VLLM"], tmp_path_factory.mktemp("vllm"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def texts(pairs: list[Pair]) -> tuple[list[str], list[str]]:
+    """Ten texts, or five pairs, of one word up to more than a model reads."""
+    queries = ["a", *(pair.query for pair in pairs[:3]), " ".join(pair.query for pair in pairs[3:9])]
+    documents = ["b", *(pair.document for pair in pairs[:3]), " ".join(pair.document for pair in pairs[3:40])]
+    return queries, documents
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Inputs for vLLM, what our engine gives for them, what of vLLM's arrays that is, and whether its
+    activation follows: what normalises vectors."""
+
+    inputs: list[Input]
+    ours: list[Numbers]
+    taken: Callable[[Input, Numbers], Numbers]
+    activation: bool
+
+
+def _inputs(engine: Engine, request: EmbedRequest | ScoreRequest) -> list[Input]:
+    """What the engine runs for a request, in the order of its results."""
+    model = engine.model
+    made = Preprocessor(model, TextTokenizer(model.tokenizer), model.max_tokens, 0, None, False)
+    ids = RequestIds(0, count(), 1_000_000)
+    prepared = made.embed(request, ids) if isinstance(request, EmbedRequest) else made.score(request, ids)
+    sequences = {
+        each.payload.slot.index: each for each in prepared.sequences if each.payload.slot is not None
+    }
+    return [Input.of(sequences[i], model.takes_type_ids) for i in range(len(sequences))]
+
+
+def _by_role(queries: list[str], documents: list[str]) -> list[tuple[InputType, list[str]]]:
+    return [("query", queries), ("document", documents)]
+
+
+async def _embeddings(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
+    inputs, ours = [], []
+    for role, texts in _by_role(queries, documents):
+        request = EmbedRequest(texts=tuple(texts), task="embed", input_type=role, truncation=CUT_LONG)
+        inputs += _inputs(engine, request)
+        ours += list((await engine.embed(texts, input_type=role, truncation=CUT_LONG)).embeddings)
+    return Asked(inputs, ours, lambda _, theirs: theirs, engine.model.tasks["embed"].normalised)
+
+
+async def _tokens(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
+    inputs, ours = [], []
+    for role, texts in _by_role(queries, documents):
+        request = EmbedRequest(texts=tuple(texts), task="token_embed", input_type=role, truncation=CUT_LONG)
+        asked = _inputs(engine, request)
+        rows = (await engine.embed_tokens(texts, input_type=role, truncation=CUT_LONG)).embeddings
+        inputs += asked
+        # Behind those that vLLM is asked for are tokens that are not attended to.
+        ours += [found[: len(each.rows)] for each, found in zip(asked, rows, strict=True)]
+    return Asked(inputs, ours, _rows, engine.model.tasks["token_embed"].normalised)
+
+
+def _rows(asked: Input, theirs: Numbers) -> Numbers:
+    """Of bge-m3 vLLM gives no vector of the first token."""
+    return theirs[np.array(asked.rows) - (len(asked.ids) - len(theirs))]
+
+
+async def _logits(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
+    request = ScoreRequest(queries=tuple(queries), documents=tuple(documents), truncation=CUT_LONG)
+    result = await engine.score(queries, documents, use_activation=False, truncation=CUT_LONG, cache="bypass")
+    ours = [np.array([score], np.float32) for score in result.scores]
+    return Asked(_inputs(engine, request), ours, lambda _, theirs: theirs, activation=False)
+
+
+async def _words(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
+    head = engine.model.tasks["sparse_embed"].head
+    assert isinstance(head, WordsHead)
+
+    def heaviest(_: Input, theirs: Numbers) -> Numbers:
+        """vLLM gives all weights, whatever a checkpoint says of how many count."""
+        most = len(theirs) if head.most is None else head.most
+        return np.where(theirs >= np.sort(theirs)[-most], theirs, np.float32(0))
+
+    return await _sparse(engine, queries, documents, heaviest)
+
+
+async def _own_words(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
+    size = len(engine.model.tokenizer)
+
+    def by_word(asked: Input, theirs: Numbers) -> Numbers:
+        """vLLM gives no weights of the first and last token."""
+        weights = np.zeros(size, np.float32)
+        np.maximum.at(weights, asked.ids[1:-1], theirs.reshape(-1))
+        return weights
+
+    return await _sparse(engine, queries, documents, by_word)
+
+
+async def _sparse(
+    engine: Engine, queries: list[str], documents: list[str], weights: Callable[[Input, Numbers], Numbers]
+) -> Asked:
+    inputs, ours = [], []
+    size = len(engine.model.tokenizer)
+    for role, texts in _by_role(queries, documents):
+        request = EmbedRequest(texts=tuple(texts), task="sparse_embed", input_type=role, truncation=CUT_LONG)
+        inputs += _inputs(engine, request)
+        for vector in (await engine.embed_sparse(texts, input_type=role, truncation=CUT_LONG)).embeddings:
+            words = np.zeros(size, np.float32)
+            words[vector.indices] = vector.values
+            ours.append(words)
+    return Asked(inputs, ours, weights, activation=True)
+
+
+async def _listwise(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
+    """vLLM writes the prompt itself, and cuts no document: the longest is left out."""
+    query, ranked = queries[1], [*documents[:-1], *queries]
+    scores = (await engine.score(query, ranked, truncation=CUT_LONG)).scores
+
+    def cosines(_: Input, theirs: Numbers) -> Numbers:
+        """vLLM gives the vectors of the documents' markers, then that of the query's."""
+        vectors = theirs / np.linalg.norm(theirs, axis=1, keepdims=True)
+        return vectors[:-1] @ vectors[-1]
+
+    asked = Input([], None, [], [*ranked, query])
+    return Asked([asked], [np.array(scores, np.float32)], cosines, activation=False)
+
+
+_ASK: dict[Compared, Callable[[Engine, list[str], list[str]], Awaitable[Asked]]] = {
+    "embeddings": _embeddings,
+    "tokens": _tokens,
+    "logits": _logits,
+    "words": _words,
+    "own words": _own_words,
+    "listwise": _listwise,
+}
+
+
+def relative_error(ours: list[Numbers], theirs: list[Numbers]) -> float:
+    """The largest difference by the largest number of its array; NaN where there is one, and infinite where
+    they differ in shape."""
+    if all(each.size == 1 for each in ours):  # logits, any of which may be next to 0
+        ours, theirs = [np.concatenate(ours)], [np.concatenate(theirs)]
+    errors = []
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine.shape != other.shape:
+            return float("inf")
+        errors.append(np.abs(mine - other).max() / np.abs(mine).max())
+    return float(np.max(errors))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [each for each in PAGE_FAMILIES if not isinstance(READERS[each.name], InParts | NotYet)],
+    ids=lambda family: f"{family.kind}: {family.name}",
+)
+async def test_vllm_makes_of_a_folder_what_the_table_says(
+    family: Family,
+    checkpoints: SharedCheckpoints,
+    engines: Engines,
+    vllm: Vllm,
+    texts: tuple[list[str], list[str]],
+) -> None:
+    reader = READERS[family.name]
+    assert not isinstance(reader, InParts | NotYet)
+    path = checkpoints(BUILDS.get(family.name, family.build))
+    engine = await engines(EngineConfig(model=path, dtype="float32", **family.settings))
+    asked = await _ASK[reader.compared](engine, *texts)
+    if isinstance(reader, Refused):
+        with pytest.raises(VllmError, match=re.escape(reader.error)):
+            vllm.run(path, reader.compared, reader.told, asked.inputs, asked.activation)
+        return
+    found = vllm.run(path, reader.compared, reader.told, asked.inputs, asked.activation)
+    theirs = [asked.taken(*each) for each in zip(asked.inputs, found, strict=True)]
+    error = relative_error(asked.ours, theirs)
+    print(f"{family.name}: relative error {error:.1e}")
+    if isinstance(reader, Differs):
+        assert not error <= BOUND, "it does not differ any more: change the table"
+    else:
+        assert error <= BOUND
+
+
+def test_the_table_is_about_this_version(vllm: Vllm) -> None:
+    assert vllm.version == VERSION, "try each family again, and change the table"

@@ -1,0 +1,132 @@
+"""Runs checkpoints with vLLM. Run by test_vllm.py in vLLM's own environment, so it imports nothing of ours.
+
+Prints vLLM's version, then reads orders from standard input, one JSON object a line: the `checkpoint`, the
+pooling `task` and other settings of the `pooler`, `overrides` of its configuration (vLLM's hf_overrides), the
+`stand_in`: the name of a class for its configuration where only code of the checkpoint's own has one, the
+`inputs`, and whether an `activation` follows. Inputs come by their token ids and, of pairs, the place where
+the second text begins; or one by its `texts`, of which vLLM makes a prompt. Each order is run in a process of
+its own, and answered in one line: null, or what went wrong. What vLLM gives is then in `output`: one array an
+input.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from transformers import AutoConfig, GPT2Config, LlamaConfig, PreTrainedConfig
+from vllm import LLM, PoolingParams
+from vllm.config import PoolerConfig
+from vllm.model_executor.models import registry
+from vllm.transformers_utils import config
+
+
+class NewConfig(PreTrainedConfig):
+    """Alibaba's, whose code keeps what config.json says."""
+
+    model_type = "new"
+
+
+class GteConfig(PreTrainedConfig):
+    """Snowflake's copy of it."""
+
+    model_type = "gte"
+
+
+class NomicBertConfig(GPT2Config):
+    """Nomic's, which is GPT-2's with more in it."""
+
+    model_type = "nomic_bert"
+    rotary_emb_scale_base = None
+    rotary_emb_interleaved = False
+
+
+class XLMRobertaFlashConfig(PreTrainedConfig):
+    """Jina's, of an XLM-RoBERTa with positions of another kind; without adapters."""
+
+    model_type = "xlm-roberta"
+    lora_rank = 4
+    lora_alpha = 1
+
+
+class LlamaBidirectionalConfig(LlamaConfig):
+    """Nvidia's, of a Llama without a causal mask."""
+
+    model_type = "llama_bidirec"
+
+
+_STAND_INS = {
+    kind.__name__: kind
+    for kind in (NewConfig, GteConfig, NomicBertConfig, XLMRobertaFlashConfig, LlamaBidirectionalConfig)
+}
+
+
+def main() -> None:
+    print(vllm.__version__, flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        wrong = Path(order["output"]).with_suffix(".txt")
+        process = os.fork()
+        if process == 0:
+            os._exit(_carried_out(order, wrong))
+        _, status = os.waitpid(process, 0)
+        answer = None
+        if status != 0:
+            answer = wrong.read_text() if wrong.exists() else f"the process ended with status {status}"
+        print(json.dumps(answer), flush=True)
+
+
+def _carried_out(order: dict[str, Any], wrong: Path) -> int:
+    """Returns 0, or 1 if `wrong` has what went wrong."""
+    os.dup2(2, 1)  # answers alone go to standard output
+    # vLLM looks at a model's class in a process that imports all anew, which only GPUs need.
+    registry._run_in_subprocess = lambda function: function()
+    try:
+        np.savez(order["output"], **_run(order))
+    except BaseException:
+        wrong.write_text(traceback.format_exc())
+        return 1
+    return 0
+
+
+def _run(order: dict[str, Any]) -> dict[str, Any]:
+    if order["stand_in"] is not None:
+        kind = _STAND_INS[order["stand_in"]]
+        AutoConfig.register(kind.model_type, kind, exist_ok=True)
+        published = json.loads(Path(order["checkpoint"], "config.json").read_text())
+        if "model_type" not in published:
+            config._ARCHITECTURE_TO_MODEL_TYPE[published["architectures"][0]] = kind.model_type
+    model = LLM(
+        order["checkpoint"],
+        runner="pooling",
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        hf_overrides=order["overrides"],
+        pooler_config=PoolerConfig(task=order["task"], **order["pooler"]),
+    )
+    prompts: list[Any] = [{"prompt_token_ids": each["ids"]} for each in order["inputs"]]
+    params: Any = [
+        PoolingParams(
+            task=order["task"], use_activation=order["activation"], extra_kwargs=_types(each["second"])
+        )
+        for each in order["inputs"]
+    ]
+    if order["inputs"][0]["texts"] is not None:
+        prompts, params = order["inputs"][0]["texts"], params[0]
+    outputs = model.encode(prompts, params, pooling_task=order["task"], use_tqdm=False)
+    return {str(i): torch.as_tensor(each.outputs.data).numpy() for i, each in enumerate(outputs)}
+
+
+def _types(second: int | None) -> dict[str, int] | None:
+    """How vLLM is told of which type tokens are: 1 from the second text on."""
+    return None if second is None else {"compressed_token_type_ids": second}
+
+
+if __name__ == "__main__":
+    main()

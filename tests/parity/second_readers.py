@@ -1,0 +1,212 @@
+"""vLLM as a second reader: what it makes of each family's checkpoint. tests/oracles/test_vllm.py holds every
+line of this to vLLM itself, and docs/models.md prints it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+VERSION = "0.32.0"
+
+# What is compared: one vector a text, one a token, the logits of pairs, the weights of all words (SPLADE), of
+# a text's own words (bge-m3), and the cosines of a listwise model.
+Compared = Literal["embeddings", "tokens", "logits", "words", "own words", "listwise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What vLLM is told about a folder beside its path: `overrides` of its configuration (hf_overrides), the
+    class that is the `stand_in` for one that only code of the checkpoint's own has, and settings of its
+    `pooler`."""
+
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    stand_in: str | None = None
+    pooler: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Equal:
+    """Float32 results of vLLM are ours within a relative error of 1e-4."""
+
+    compared: Compared
+    told: Told = Told()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """vLLM does not read the folder, or does not run it: `error` is in what it says."""
+
+    compared: Compared
+    error: str
+    told: Told = Told()
+
+
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """vLLM reads the folder and gives something else; `why` says who is right, and by whom."""
+
+    compared: Compared
+    why: str
+    told: Told = Told()
+
+
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """A score of several kinds, each of which has a line of its own."""
+
+    families: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """Not compared."""
+
+
+Reader = Equal | Refused | Differs | InParts | NotYet
+
+
+def as_words(reader: Reader) -> str:
+    """What the page of models says of it."""
+    match reader:
+        case Equal():
+            note = f"; {reader.note}" if reader.note else ""
+            return f"equal {_NAMES[reader.compared]}{note}"
+        case Refused():
+            return f"refuses it: `{reader.error}`"
+        case Differs():
+            return f"differs: {reader.why}"
+        case InParts():
+            return f"in parts: {', '.join(reader.families)}"
+        case NotYet():
+            return "not compared yet"
+
+
+_NAMES: dict[Compared, str] = {
+    "embeddings": "embeddings",
+    "tokens": "token embeddings",
+    "logits": "logits",
+    "words": "weights of words",
+    "own words": "weights of words",
+    "listwise": "cosines",
+}
+
+
+def _architecture(name: str, stand_in: str | None = None, **more: Any) -> Told:
+    return Told({"architectures": [name], **more}, stand_in)
+
+
+_MODERNBERT = _architecture("ColBERTModernBertModel")
+_NEW = _architecture("GteNewModel", "NewConfig")
+_SPLADE = _architecture("BertSpladeSparseEmbeddingModel")
+_QWEN3_RERANKER = _architecture(
+    "Qwen3ForSequenceClassification", classifier_from_token=["no", "yes"], is_original_qwen3_reranker=True
+)
+
+READERS: dict[str, Reader] = {
+    "ColBERT": Equal("tokens"),
+    "ColBERT, attended expansion": NotYet(),
+    "answerai-colbert-small": Equal("tokens"),
+    "GTE-ModernColBERT": Equal("tokens", _MODERNBERT),
+    "LateOn": Equal("tokens", _MODERNBERT),
+    "jina-colbert-v2": Equal("tokens", _architecture("ColBERTJinaRobertaModel", "XLMRobertaFlashConfig")),
+    "jina-colbert-v1": NotYet(),
+    "LFM2-ColBERT": NotYet(),
+    "LFM2.5-ColBERT": NotYet(),
+    "native multi-vector": Equal("tokens"),
+    "native multi-vector, token pooling": Differs(
+        "tokens", "it does not merge documents' tokens, as sentence-transformers and we do"
+    ),
+    "any encoder": Equal("tokens"),
+    "BERT": Equal("logits"),
+    "RoBERTa": Equal("logits"),
+    "XLM-RoBERTa": Equal("logits"),
+    "ELECTRA": NotYet(),
+    "DistilBERT": NotYet(),
+    "ModernBERT": Equal("logits"),
+    "gte-multilingual-reranker": Equal(
+        "logits", _architecture("GteNewForSequenceClassification", "NewConfig")
+    ),
+    "jina-reranker-v1": NotYet(),
+    "jina-reranker-v2": Equal("logits", Told(stand_in="XLMRobertaFlashConfig")),
+    "DeBERTa-v2": NotYet(),
+    "Qwen2": Equal("logits"),
+    "Qwen3": Equal("logits"),
+    "Llama": Equal("logits"),
+    "Gemma": Equal("logits"),
+    "Qwen3-Reranker": Equal("logits", _QWEN3_RERANKER),
+    "mxbai-rerank-v2": Equal(
+        "logits",
+        _architecture(
+            "Qwen2ForSequenceClassification", classifier_from_token=["0", "1"], method="from_2_way_softmax"
+        ),
+    ),
+    "bge-reranker-v2-gemma": Equal(
+        "logits",
+        _architecture(
+            "GemmaForSequenceClassification", classifier_from_token=["Yes"], method="no_post_processing"
+        ),
+    ),
+    "LogitScore": Equal(
+        "logits",
+        _architecture(
+            "Qwen3ForSequenceClassification", classifier_from_token=["Yes"], method="no_post_processing"
+        ),
+    ),
+    "monoT5": NotYet(),
+    "mT5": NotYet(),
+    "Llama Nemotron Rerank": Equal(
+        "logits", Told(stand_in="LlamaBidirectionalConfig", pooler={"logit_sigma": 0.8})
+    ),
+    "bge-reranker-v2-minicpm-layerwise": NotYet(),
+    "bge-reranker-v2.5-gemma2-lightweight": NotYet(),
+    "MiniLM": Equal("embeddings"),
+    "BGE": NotYet(),
+    "E5": NotYet(),
+    "GTE": NotYet(),
+    "nomic": Equal("embeddings", Told(stand_in="NomicBertConfig")),
+    "Qwen3-Embedding": Equal("embeddings"),
+    "EmbeddingGemma": Equal("embeddings"),
+    "gte-Qwen2": Equal("embeddings", Told({"is_causal": False})),
+    "voyage-4-nano": Equal("embeddings", _architecture("VoyageQwen3BidirectionalEmbedModel")),
+    "Llama Nemotron Embed": Equal("embeddings", Told(stand_in="LlamaBidirectionalConfig")),
+    "NV-EmbedQA": Equal("embeddings", Told(stand_in="LlamaBidirectionalConfig")),
+    "LFM2.5-Embedding": NotYet(),
+    "Jina v3": NotYet(),
+    "MPNet": NotYet(),
+    "Sentence-T5": NotYet(),
+    "T5 1.1": NotYet(),
+    "SGPT": NotYet(),
+    "gte-multilingual": Equal("embeddings", _NEW),
+    "gte-large-en-v1.5": Equal("embeddings", _NEW),
+    "gte-base-en-v1.5": Equal("embeddings", _NEW),
+    "snowflake-arctic-embed-m-v2.0": Equal("embeddings", Told(stand_in="GteConfig")),
+    "jina-embeddings-v2": NotYet(),
+    "jina-embeddings-v2-base-code": NotYet(),
+    "JinaBERT with ReLU": NotYet(),
+    "nomic-embed-text-v2-moe": Refused(
+        "embeddings",
+        "fused_topk is not implemented as lack of triton",
+        Told(stand_in="NomicBertConfig"),
+    ),
+    "prompt left out": NotYet(),
+    "SPLADE": Equal("words", _SPLADE),
+    "SPLADE, plain": NotYet(),
+    "SPLADE, heaviest words": NotYet(),
+    "SPLADE over ModernBERT": NotYet(),
+    "SPLADE over XLM-RoBERTa": NotYet(),
+    "OpenSearch, queries looked up": NotYet(),
+    "bge-m3, dense": Equal("embeddings", Told({"position_embedding_type": "absolute"})),
+    "bge-m3, sparse": Equal("own words", _architecture("BgeM3EmbeddingModel")),
+    "bge-m3, multi-vector": Equal("tokens", _architecture("BgeM3EmbeddingModel")),
+    "bge-m3, all three": InParts(("bge-m3, dense", "bge-m3, sparse", "bge-m3, multi-vector")),
+    "jina-reranker-v3": Equal("listwise"),
+    "Qwen3-Reranker, Q8_0": NotYet(),
+    "Qwen3-Reranker, Q4_K": NotYet(),
+    "bge-reranker-v2-m3, F16": NotYet(),
+    "Qwen3-Embedding, Q8_0": NotYet(),
+    "BERT, F16": NotYet(),
+    "compressed-tensors, w8a8": NotYet(),
+    "compressed-tensors, w4a16": NotYet(),
+    "compressed-tensors, FP8": NotYet(),
+    "FP8 in blocks": NotYet(),
+}
