@@ -20,6 +20,8 @@ from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tensors, modules_of
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.ops.cpu import avx2
+from maxsimd.engine.ops.cpu.instruction_sets import in_words
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.sparse import WordsHead
 
@@ -79,7 +81,7 @@ def ingredients(
         "precision": str(dtype),
         "stored precision": stored,
         "quantization": config.quantization,
-        "kernels": config.kernels == "auto" and kernels.is_available(),
+        "kernels": config.kernels == "auto" and (kernels.is_available(), avx2.is_available()),
         "attention": config.attention,
         "packing": config.packing,
         "fused head": _fused_head(config, device),
@@ -206,4 +208,9 @@ def _device(device: torch.device) -> tuple[object, ...]:
     """The kind of device, as far as another would compute other bits."""
     if device.type == "cuda":
         return "cuda", torch.cuda.get_device_name(device)
-    return device.type, torch.backends.cpu.get_cpu_capability(), torch.cpu._is_amx_tile_supported()
+    return (
+        device.type,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.cpu._is_amx_tile_supported(),
+        in_words(),
+    )

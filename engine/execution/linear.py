@@ -79,7 +79,12 @@ class PrepackedLinear(nn.Module):
 
 def is_prepacked_supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN's layers can be used: its bfloat16 products on a CPU that has them."""
-    return device.type == "cpu" and dtype is torch.bfloat16 and torch.backends.mkldnn.is_available()
+    return (
+        device.type == "cpu"
+        and dtype is torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
 
 def compile_float32(module: nn.Module) -> int:
@@ -106,9 +111,9 @@ def prepack(backbone: nn.Module) -> int:
 
 
 def hide(module: nn.Module) -> int:
-    """Replaces every `nn.Linear` by one that computes the same and hides its weight. A model that gives the
-    same with these calls its layers instead of reading their weights, so any replacement will do."""
-    return _replace(module, lambda layer, gelu: _Hidden(layer, gelu))
+    """Replaces every layer by one that computes the same and hides its weight. A model that gives the same
+    with these calls its layers instead of reading their weights, so any replacement will do."""
+    return replace_layers(module, lambda layer, gelu: _Hidden(layer, gelu), _HiddenOutput)
 
 
 class _Hidden(nn.Module):
@@ -123,20 +128,47 @@ class _Hidden(nn.Module):
         return nn.functional.gelu(out) if self._gelu else out
 
 
+class _HiddenOutput(nn.Module):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._parts = (output.dense, output.LayerNorm)  # out of the module tree
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        dense, norm = self._parts
+        out: torch.Tensor = norm(dense(hidden_states) + input_tensor)
+        return out
+
+
 def _product(layer: nn.Linear, pack: Pack) -> Product:
     bias = layer.bias.detach().float() if layer.bias is not None else None
     return Product(pack(layer.weight.detach()), bias)
 
 
 def _compile(backbone: nn.Module, pack: Pack, fits: Callable[[nn.Linear], bool] = lambda layer: True) -> int:
+    return replace_layers(
+        backbone,
+        lambda layer, gelu: CompiledLinear(layer, gelu, pack),
+        lambda output: CompiledOutput(output, pack),
+        fits,
+    )
+
+
+def replace_layers(
+    backbone: nn.Module,
+    stand_in: Callable[[nn.Linear, bool], nn.Module],
+    stand_in_output: Callable[[Any], nn.Module],
+    fits: Callable[[nn.Linear], bool] = lambda layer: True,
+) -> int:
+    """Replaces the modules that end the parts of a BERT layer, then every `nn.Linear` that is left, told
+    whether it takes the GELU behind it along; returns the number of weights."""
     replaced = 0
     for parent in list(backbone.modules()):
         child: Any
         for name, child in list(parent.named_children()):
             if _is_output(child) and fits(child.dense):
                 replaced += child.dense.weight.numel()
-                setattr(parent, name, CompiledOutput(child, pack))
-    return replaced + _replace(backbone, lambda layer, gelu: CompiledLinear(layer, gelu, pack), fits)
+                setattr(parent, name, stand_in_output(child))
+    return replaced + _replace(backbone, stand_in, fits)
 
 
 def _replace(

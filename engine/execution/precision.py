@@ -2,6 +2,8 @@
 
 import torch
 
+from maxsimd.engine.ops.cpu.instruction_sets import multiplies_bfloat16
+
 
 def choose_device(name: str) -> torch.device:
     if name == "auto":
@@ -15,8 +17,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if capable else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16() else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:

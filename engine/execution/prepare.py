@@ -88,7 +88,7 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     overflow = why_not_float16(model) if dtype is torch.float16 else None
     if overflow is not None:
         raise ModelLoadError(f"{model.name!r} cannot be run in float16: {overflow}")
-    _refuse_quantization(config, compiled and dtype is torch.bfloat16)
+    _refuse_quantization(config, device)
     backend = choose_attention(config.attention, model, device, dtype, compiled)
     started = time.perf_counter()
     with one_thread(), _samples(model) as (samples, layers):
@@ -110,14 +110,14 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     if fused:
         _fuse(model, mismatch)
     elif mismatch is None:
-        quantized = lay_out_weights(model, device, dtype, config.quantization, compiled)
+        quantized = lay_out_weights(model, device, dtype, config, compiled)
     elif config.quantization == "int8":
         raise ModelLoadError(f"the linear layers of {model.name!r} cannot have int8 weights: {mismatch}")
     else:
         log.warning("linear layers are left as they are, which is slower: %s", mismatch)
     runner = make_runner(execution, model, device, backend)
     with layers(model):
-        findings = findings_of(model, execution, dtype, runner, samples)
+        findings = findings_of(model, execution, dtype, runner, samples, quantized > 0)
     if isinstance(runner, PackedRunner):
         runner = _sped_up(runner, model, config, device, [sample.sequence for sample in samples])
     is_packed = isinstance(execution, Packed)
@@ -163,11 +163,11 @@ def _fuse(model: LoadedModel, mismatch: str | None) -> None:
         log.warning("layers are not fused, which is slower: %s", mismatch)
 
 
-def _refuse_quantization(config: EngineConfig, possible: bool) -> None:
-    if config.quantization == "int8" and not possible:
+def _refuse_quantization(config: EngineConfig, device: torch.device) -> None:
+    if config.quantization == "int8" and device.type != "cpu":
         raise ModelLoadError(
-            "int8 weights need a CPU with AVX-512 (VNNI and BF16), the compiled kernels and the precision"
-            " bfloat16: leave out quantization, or the device, dtype or kernels that rules these out"
+            f"int8 weights are multiplied on a CPU alone, not on {device}: leave out quantization, or"
+            " the device"
         )
 
 

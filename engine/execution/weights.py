@@ -11,7 +11,8 @@ from torch import nn
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.heads import modules_of
-from maxsimd.engine.execution import linear, towers
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.execution import int8, linear, towers
 from maxsimd.engine.execution.fused_layers import fuse
 from maxsimd.engine.execution.packed_runner import ModelRunner
 from maxsimd.engine.execution.selfcheck.proof import compare, compare_in_parts, pooler_for
@@ -57,24 +58,31 @@ def why_not_fused(model: LoadedModel, runner: ModelRunner, samples: Sequence[Sam
 
 
 def lay_out_weights(
-    model: LoadedModel, device: torch.device, dtype: torch.dtype, quantization: str, compiled: bool
+    model: LoadedModel, device: torch.device, dtype: torch.dtype, config: EngineConfig, compiled: bool
 ) -> int:
-    """Replaces the linear layers of backbone and heads; returns how many weights are int8."""
+    """Replaces the linear layers of backbone and heads; returns how many weights are int8.
+
+    int8 is for the language model: what a tower makes of a picture is read by all that follows."""
+    rounded = config.quantization == "int8"
+    exact = [*_towers(model), *([] if rounded else [model.backbone])]
     if not compiled:
         if linear.is_prepacked_supported(device, dtype):
-            for module in model.encoders:
+            for module in exact:
                 linear.prepack(module)
-        return 0
-    for module in _head_modules(model):
-        linear.compile_float32(module)
-    towers.use_kernels(_towers(model))
-    # int8 is for the language model: what a tower makes of a picture is read by all that follows.
-    for module in [*_towers(model), *([] if quantization == "int8" else [model.backbone])]:
-        if dtype is torch.float32:
+    else:
+        for module in _head_modules(model):
             linear.compile_float32(module)
-        else:
-            linear.compile_bfloat16(module)
-    return linear.compile_int8(model.backbone) if quantization == "int8" else 0
+        towers.use_kernels(_towers(model))
+        for module in exact:
+            if dtype is torch.float32:
+                linear.compile_float32(module)
+            else:
+                linear.compile_bfloat16(module)
+    if not rounded:
+        return 0
+    if compiled and dtype is torch.bfloat16:
+        return linear.compile_int8(model.backbone)
+    return int8.round_layers(model.backbone, int8.choose_path(config.kernels == "auto"))
 
 
 def _towers(model: LoadedModel) -> tuple[nn.Module, ...]:

@@ -5,13 +5,11 @@ import pytest
 from scipy.stats import spearmanr
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+from maxsimd.engine import EngineConfig
 from maxsimd.engine.inspection import inspect_model
-from maxsimd.engine.ops import cpu as kernels
 from tests.engines import Engines
 
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
-needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
 
 CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder", "stanford_colbert", "qwen3_embedding"]
 
@@ -30,7 +28,6 @@ async def test_bfloat16_without_compiled_kernels_ranks_as_float32_does(
     assert spearmanr(exact, rounded).statistic >= 0.999
 
 
-@needs_kernels
 @on_one_loop
 async def test_int8_ranks_nearly_as_float32_does(
     model: str | None, engines: Engines, pairs: list[Pair]
@@ -42,14 +39,16 @@ async def test_int8_ranks_nearly_as_float32_does(
     assert not np.array_equal(rounded, usual), "nothing was rounded"
 
 
-@pytest.mark.parametrize("settings", [{"kernels": "torch"}, {"dtype": "float32"}])
-async def test_int8_is_refused_where_it_cannot_run(settings: dict[str, str]) -> None:
-    with pytest.raises(ModelLoadError, match="leave out quantization"):
-        async with Engine(EngineConfig(quantization="int8", **settings)):  # type: ignore[arg-type]
-            pass
+@on_one_loop
+@pytest.mark.parametrize("settings", [{"kernels": "torch"}, {"dtype": "float32"}, {"dtype": "bfloat16"}])
+async def test_int8_ranks_so_in_any_precision_and_without_compiled_kernels(
+    settings: dict[str, str], engines: Engines, pairs: list[Pair]
+) -> None:
+    exact = await engines.scores(EngineConfig(dtype="float32"), pairs)
+    config = EngineConfig(quantization="int8", **settings)  # type: ignore[arg-type]
+    assert spearmanr(exact, await engines.scores(config, pairs)).statistic >= 0.98
 
 
-@needs_kernels
 def test_inspect_says_that_weights_are_int8() -> None:
     plain, small = (inspect_model(EngineConfig(quantization=kind)) for kind in ("none", "int8"))  # type: ignore[arg-type]
     assert "int8" in small["precision"]

@@ -46,22 +46,25 @@ def findings_of(
     dtype: torch.dtype,
     runner: ModelRunner,
     samples: Sequence[Sample],
+    rounded: bool,
 ) -> tuple[Finding, ...]:
-    """The comparison in float32, and those of the model as it runs now, on the samples.
+    """The comparison in float32, and those of the model as it runs now, on the samples; `rounded` says that
+    its weights are int8.
 
     Raises ModelLoadError if its results are not finite, or wrong."""
-    precision = dtype_name(dtype)
+    precision = dtype_name(dtype) + (" with int8 weights" if rounded else "")
+    exact = dtype is torch.float32 and not rounded
     name = "packed" if isinstance(execution, Packed) else "padded"
     own = f"as the model's own library one by one: {execution.comparison}"
     findings = [Finding(f"{name}, in float32", own)]
     pooler = pooler_for(model.tasks)
     whole = compare(runner, pooler, samples)
-    _refuse_wrong(model.name, whole, dtype, precision)
+    _refuse_wrong(model.name, whole, exact, precision)
     findings.append(Finding(f"as it is run, in {precision}", f"beside float32: {whole}"))
     if runner.chunked:
         longest = max(samples, key=lambda sample: len(sample.sequence))
         parts = compare_in_parts(runner, pooler, longest)
-        _refuse_wrong(model.name, parts, dtype, precision)
+        _refuse_wrong(model.name, parts, exact, precision)
         findings.append(Finding("in chunks and behind a prefix", f"beside float32: {parts}"))
     bits = compare_bits(runner, pooler, samples)
     same = f"the same to the last bit: {bits.sequences} sequences"
@@ -73,11 +76,11 @@ def findings_of(
     return tuple(findings)
 
 
-def _refuse_wrong(name: str, found: Comparison, dtype: torch.dtype, precision: str) -> None:
+def _refuse_wrong(name: str, found: Comparison, exact: bool, precision: str) -> None:
     if not math.isfinite(found.difference):
         raise ModelLoadError(f"{name!r} gives numbers that are not finite in {precision}; try another dtype")
     far = found.difference / (found.largest or 1.0)
-    if far > _WRONG or (dtype is torch.float32 and not found.agrees):
+    if far > _WRONG or (exact and not found.agrees):
         raise ModelLoadError(
             f'{name!r} is not run right in {precision} by the kernels of this machine; try kernels="torch" '
             f"or another dtype: {found}"

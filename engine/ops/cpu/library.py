@@ -1,4 +1,4 @@
-"""Finds and loads the compiled library, once."""
+"""Finds and loads the compiled libraries, each once."""
 
 import ctypes
 import functools
@@ -7,6 +7,8 @@ from pathlib import Path
 
 # Imported for its OpenMP runtime, whose threads the kernels share.
 import torch  # noqa: F401
+
+from maxsimd.engine.ops.cpu.instruction_sets import may_use
 
 _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -32,6 +34,13 @@ _ARGUMENTS = {
     ],
 }  # fmt: skip
 
+_AVX2_LINEAR = [
+    _POINTER, *[_NUMBER] * 3,  # x with its stride, rows and inputs
+    _POINTER, _NUMBER, *[_POINTER] * 3, _NUMBER,  # weights with units, scales, sums, bias, columns
+    ctypes.c_int, _POINTER, _NUMBER,  # GELU, residual with its stride
+    *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
+]  # fmt: skip
+
 # Kinds of numbers, as the library counts them.
 FLOAT32, BFLOAT16, INT8, FLOAT16 = range(4)
 
@@ -41,14 +50,8 @@ def library() -> ctypes.CDLL | None:
     """The library with its argument types declared, or None if it was not built or cannot run here.
 
     Its functions release Python's lock and compute on as many threads as torch does."""
-    path = next((path for path in map(_path, EXTENSION_SUFFIXES) if path.exists()), None)
-    if path is None:
-        return None
-    try:
-        loaded = ctypes.CDLL(str(path))
-    except OSError:
-        return None
-    if not loaded.maxsimd_is_supported():
+    loaded = _load("_cpu")
+    if loaded is None or not may_use("avx512_bf16") or not loaded.maxsimd_is_supported():
         return None
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, f"maxsimd_{name}")
@@ -58,6 +61,19 @@ def library() -> ctypes.CDLL | None:
     size = loaded.maxsimd_layers_workspace
     size.argtypes, size.restype = [_POINTER, _NUMBER], _NUMBER
     loaded.maxsimd_use_amx.argtypes, loaded.maxsimd_use_amx.restype = [ctypes.c_int], ctypes.c_int
+    loaded.maxsimd_use_amx(may_use("all"))
+    return loaded
+
+
+@functools.cache
+def avx2_library() -> ctypes.CDLL | None:
+    """The same for processors with AVX2 alone."""
+    loaded = _load("_cpu_avx2")
+    if loaded is None or not may_use("avx2") or not loaded.maxsimd_avx2_is_supported():
+        return None
+    function = loaded.maxsimd_avx2_linear
+    function.argtypes = [*_AVX2_LINEAR]
+    function.restype = None
     return loaded
 
 
@@ -74,5 +90,11 @@ def kernels() -> ctypes.CDLL:
     return loaded
 
 
-def _path(suffix: str) -> Path:
-    return Path(__file__).with_name("_cpu" + suffix)
+def _load(name: str) -> ctypes.CDLL | None:
+    """The library of that name beside this file, if it was built and can be read."""
+    paths = (Path(__file__).with_name(name + suffix) for suffix in EXTENSION_SUFFIXES)
+    path = next((path for path in paths if path.exists()), None)
+    try:
+        return None if path is None else ctypes.CDLL(str(path))
+    except OSError:
+        return None

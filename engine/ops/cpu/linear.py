@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from maxsimd.engine.ops.cpu.instruction_sets import may_use
 from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT32, INT8, kernels
 
 LANES = 16  # columns of a packed block; columns are padded to a multiple of this many units
@@ -93,7 +94,7 @@ def linear_norm(
 def use_amx(wanted: bool) -> bool:
     """Switches the use of AMX tiles for products of bfloat16 and int8, which is on by default where the
     processor has them; returns whether they are used now. For tests of the kernels without AMX."""
-    return bool(kernels().maxsimd_use_amx(wanted))
+    return bool(kernels().maxsimd_use_amx(wanted and may_use("all")))
 
 
 def _linear(

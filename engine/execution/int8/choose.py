@@ -1,0 +1,121 @@
+"""Which way of multiplying int8 a processor takes: the fastest of those that are right on it."""
+
+import functools
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from maxsimd.engine.execution.int8.products import Avx2Product, OneDnnProduct
+from maxsimd.engine.execution.int8.rounding import (
+    ROW_MAX,
+    Make,
+    PlainProduct,
+    Product,
+    RoundedWeights,
+    round_weights,
+)
+from maxsimd.engine.ops.cpu import avx2
+from maxsimd.engine.ops.cpu.instruction_sets import in_words
+
+log = logging.getLogger(__name__)
+
+# Rows and sides of the layer that is timed, and how often: together about 50 ms.
+_TIMED_ROWS, _TIMED_SIDE, _TIMES = 128, 768, 3
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A way of multiplying int8: its name, the largest weight that it is given, and what makes a layer."""
+
+    name: str
+    most: int
+    make: Make
+
+
+PLAIN = Path("plain float32 products", ROW_MAX, PlainProduct)
+
+
+@functools.cache
+def choose_path(compiled: bool) -> Path:
+    """The path that this process takes; `compiled` says whether our own kernels may be used.
+
+    How finely weights are rounded depends only on which paths are right, never on the timing."""
+    path = choose(candidates(compiled))
+    log.info("int8: weights up to %d, on a CPU with %s", path.most, in_words())
+    return path
+
+
+def candidates(compiled: bool) -> list[Path]:
+    """What may run here, beside the plain products."""
+    # Without VNNI, oneDNN adds two products in 16 bits, as our kernel does; those hold weights of 7 bits.
+    found = [Path("oneDNN", ROW_MAX, OneDnnProduct), Path("oneDNN", avx2.MOST, OneDnnProduct)]
+    if compiled and avx2.is_available():
+        found.append(Path("our kernel for AVX2", avx2.MOST, Avx2Product))
+    return found
+
+
+def choose(paths: Iterable[Path]) -> Path:
+    """The fastest of the paths that are right with the largest weights, or the plain one."""
+    right = [path for path in paths if is_right(path)]
+    if not right:
+        log.info("int8: %s, because nothing else is right here", PLAIN.name)
+        return PLAIN
+    most = max(path.most for path in right)
+    contenders = {path.name: path for path in right if path.most == most}
+    contenders[PLAIN.name] = Path(PLAIN.name, most, PLAIN.make)
+    milliseconds = _milliseconds(contenders)
+    chosen = min(milliseconds, key=milliseconds.__getitem__)
+    measured = ", ".join(f"{name} {taken:.2f} ms" for name, taken in milliseconds.items())
+    log.info("int8: %s, by a short timing: %s", chosen, measured)
+    return contenders[chosen]
+
+
+@torch.inference_mode()
+def is_right(path: Path) -> bool:
+    """Whether a path gives what the plain one gives, on random layers and on the largest sums there are."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for rows, inputs, columns in ((1, 70, 33), (37, 256, 64)):
+            x = torch.randn(rows, inputs, generator=generator)
+            weight = torch.randn(columns, inputs, generator=generator)
+            bias = torch.randn(columns, generator=generator)
+            largest = torch.full_like(weight, 1.0) * torch.where(bias > 0, 1.0, -1.0)[:, None]
+            ones = torch.ones_like(x)
+            for values, layer in ((x, weight), (x.abs() + 1, largest), (ones, largest), (-ones, largest)):
+                rounded = round_weights(layer, bias, path.most)
+                if not _agree(path.make(rounded), rounded, values):
+                    return False
+    except Exception as error:
+        log.debug("int8 by %s does not run here: %s", path.name, error)
+        return False
+    return True
+
+
+def _agree(product: Product, rounded: RoundedWeights, values: torch.Tensor) -> bool:
+    expected = PlainProduct(rounded).linear(values, False)
+    found = product.linear(values, False)
+    return found.shape == expected.shape and bool(
+        ((found - expected).abs() <= _TOLERANCE * expected.abs().max()).all()
+    )
+
+
+@torch.inference_mode()
+def _milliseconds(paths: Mapping[str, Path]) -> dict[str, float]:
+    """The shortest of a few runs of each, in turns."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_TIMED_ROWS, _TIMED_SIDE, generator=generator)
+    weight = torch.randn(_TIMED_SIDE, _TIMED_SIDE, generator=generator)
+    products = {name: path.make(round_weights(weight, None, path.most)) for name, path in paths.items()}
+    best = dict.fromkeys(paths, float("inf"))
+    for product in products.values():
+        product.linear(x, False)
+    for _ in range(_TIMES):
+        for name, product in products.items():
+            started = time.perf_counter()
+            product.linear(x, False)
+            best[name] = min(best[name], (time.perf_counter() - started) * 1e3)
+    return best

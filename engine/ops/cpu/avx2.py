@@ -1,0 +1,104 @@
+"""Linear layers with weights in int8 for processors with AVX2 alone, compiled: float32 rows in and out.
+
+A row's result is the same to the last bit whatever other rows are in the call, and however many threads there
+are.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from maxsimd.engine.ops.cpu.library import avx2_library
+from maxsimd.engine.ops.cpu.linear import Norm
+
+_PANEL, _LANES, _PER_UNIT = 16, 8, 4
+MOST = 63  # of a weight, so that two products fit 16 bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Avx2Weights:
+    """The packed weights [columns, inputs] of a layer with a scale and a bias for each column, and the sum of
+    its weights; all padded with zeros to whole panels."""
+
+    packed: torch.Tensor  # int32 [columns / 8, units, 8]
+    scales: torch.Tensor  # float32 [columns]
+    sums: torch.Tensor  # int32 [columns]
+    bias: torch.Tensor  # float32 [columns]
+    inputs: int
+    columns: int
+
+
+def is_available() -> bool:
+    """Whether the kernel was built and this processor can run it."""
+    return avx2_library() is not None
+
+
+def pack(weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Avx2Weights:
+    """Packs int8 weights [columns, inputs] between -63 and 63 with their scales [columns].
+
+    Raises ValueError for larger weights, whose products do not fit."""
+    if weight.numel() and int(weight.abs().max()) > MOST:
+        raise ValueError(f"weights are beyond {MOST}, which the kernel cannot add up")
+    columns, inputs = weight.shape
+    more = -columns % _PANEL
+    filled = torch.nn.functional.pad(weight, (0, -inputs % _PER_UNIT, 0, more)).contiguous()
+    units = filled.view(torch.int32)  # [columns, units]
+    packed = units.view(len(units) // _LANES, _LANES, -1).transpose(1, 2).contiguous()
+    bias = torch.zeros(columns) if bias is None else bias.float()
+    padded = (torch.nn.functional.pad(each, (0, more)) for each in (scales.float(), bias))
+    return Avx2Weights(packed, next(padded), filled.sum(1, dtype=torch.int32), next(padded), inputs, columns)
+
+
+def linear(x: torch.Tensor, weights: Avx2Weights, gelu: bool = False) -> torch.Tensor:
+    """`x @ weight.T + bias`, float32 [..., inputs] to [..., columns], then GELU (exact form) if `gelu`.
+    Each row of x is rounded to int8 with a scale of its own."""
+    return _linear(x, weights, gelu, (None, 0, None, None, 0.0))
+
+
+def linear_norm(x: torch.Tensor, residual: torch.Tensor, weights: Avx2Weights, norm: Norm) -> torch.Tensor:
+    """`norm(linear(x) + residual)`, where residual is float32 [..., columns] with the rows of x."""
+    rows = _as_rows(residual, weights.columns)
+    norm_args = (rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon)
+    return _linear(x, weights, False, norm_args)
+
+
+def _linear(
+    x: torch.Tensor,
+    weights: Avx2Weights,
+    gelu: bool,
+    norm_args: tuple[int | None, int, int | None, int | None, float],
+) -> torch.Tensor:
+    rows = _as_rows(x, weights.inputs)
+    out = torch.empty(len(rows), weights.columns)
+    _library().maxsimd_avx2_linear(
+        rows.data_ptr(),
+        rows.stride(0),
+        len(rows),
+        weights.inputs,
+        weights.packed.data_ptr(),
+        weights.packed.shape[1],
+        weights.scales.data_ptr(),
+        weights.sums.data_ptr(),
+        weights.bias.data_ptr(),
+        weights.columns,
+        gelu,
+        *norm_args,
+        out.data_ptr(),
+    )
+    return out.view(*x.shape[:-1], weights.columns)
+
+
+def _library() -> ctypes.CDLL:
+    loaded = avx2_library()
+    if loaded is None:
+        raise RuntimeError("the compiled kernel for AVX2 is not available on this machine")
+    return loaded
+
+
+def _as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """x as [rows, columns], each row contiguous."""
+    if x.dtype is not torch.float32:
+        raise TypeError(f"a layer that reads float32 was given {x.dtype}")
+    rows = x.reshape(-1, columns)
+    return rows if rows.stride(1) == 1 else rows.contiguous()

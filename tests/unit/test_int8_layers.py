@@ -1,0 +1,189 @@
+"""Layers in int8 without AVX-512: each way of multiplying against the plain one, and which way is taken."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution.int8.choose import PLAIN, Path, candidates, choose, is_right
+from maxsimd.engine.execution.int8.layers import round_layers
+from maxsimd.engine.execution.int8.rounding import (
+    ZERO,
+    PlainProduct,
+    RoundedWeights,
+    TorchProduct,
+    round_weights,
+)
+from maxsimd.engine.execution.prepare import _refuse_quantization
+from maxsimd.engine.ops.cpu import avx2, instruction_sets, library
+from maxsimd.engine.ops.cpu.linear import Norm
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+RIGHT = [path for path in candidates(True) if is_right(path)]
+each_path = pytest.mark.parametrize("path", RIGHT, ids=lambda path: f"{path.name}, {path.most}")
+needs_avx2 = pytest.mark.skipif(not avx2.is_available(), reason="this processor cannot run the kernel")
+# rows, inputs, columns: of one tile, of several, with edges, with few rows and with many columns
+SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 140), st.integers(1, 70))
+
+
+def layer(inputs: int, columns: int, most: int, bias: bool = True) -> RoundedWeights:
+    return round_weights(torch.randn(columns, inputs), torch.randn(columns) if bias else None, most)
+
+
+@pytest.mark.parametrize("most", [63, 127])
+def test_the_plain_product_is_the_layer_but_for_rounding(most: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(50, 200), torch.randn(30, 200), torch.randn(30)
+    found = PlainProduct(round_weights(weight, bias, most)).linear(x, False)
+    exact = x.double() @ weight.double().T + bias.double()
+    # Of each factor at most half a step is rounded away.
+    steps = x.abs().amax(1, keepdim=True) / 254, weight.abs().amax(1) / (2 * most)
+    bound = (
+        steps[0] * weight.abs().sum(1) + steps[1] * x.abs().sum(1, keepdim=True) + 200 * steps[0] * steps[1]
+    )
+    assert ((found - exact).abs() <= bound * 1.001).all()
+    assert ((found - exact).abs().mean() / exact.abs().mean()) < 0.03
+
+
+@each_path
+@given(SHAPES, st.booleans(), st.booleans())
+@settings(deadline=None, max_examples=30)
+def test_a_path_gives_what_the_plain_one_gives(
+    path: Path, shape: tuple[int, int, int], bias: bool, gelu: bool
+) -> None:
+    rows, inputs, columns = shape
+    weights, x = layer(inputs, columns, path.most, bias), torch.randn(rows, inputs + 3)[:, :inputs]
+    found, plain = (make(weights).linear(x, gelu) for make in (path.make, PlainProduct))
+    torch.testing.assert_close(found, plain, atol=2e-5, rtol=2e-5)
+
+
+@each_path
+@given(SHAPES)
+@settings(deadline=None, max_examples=30)
+def test_a_path_adds_and_normalises_as_the_plain_one_does(path: Path, shape: tuple[int, int, int]) -> None:
+    rows, inputs, columns = shape
+    weights, x, residual = (
+        layer(inputs, columns, path.most),
+        torch.randn(rows, inputs),
+        torch.randn(rows, columns),
+    )
+    norm = Norm(torch.randn(columns), torch.randn(columns), 1e-5)
+    found, plain = (make(weights).linear_norm(x, residual, norm) for make in (path.make, PlainProduct))
+    torch.testing.assert_close(found, plain, atol=2e-4, rtol=2e-4)
+
+
+@each_path
+def test_a_row_has_the_same_bits_whatever_is_beside_it(path: Path) -> None:
+    torch.manual_seed(0)
+    product, x = path.make(layer(96, 80, path.most)), torch.randn(300, 96)
+    together = product.linear(x, True)
+    for first, last in ((0, 1), (17, 24), (100, 300)):
+        assert torch.equal(product.linear(x[first:last], True), together[first:last])
+
+
+@pytest.mark.parametrize("path", [PLAIN, *RIGHT], ids=lambda path: f"{path.name}, {path.most}")
+def test_strange_rows_stay_strange_and_harm_no_others(path: Path) -> None:
+    torch.manual_seed(0)
+    weights, x = layer(70, 20, path.most), torch.randn(6, 70)
+    x[1, 69], x[2, 3], x[3], x[4] = float("nan"), float("inf"), 0, 1e-40
+    found = path.make(weights).linear(x, False)
+    assert found[1].isnan().all()
+    assert not found[2].isfinite().any()
+    assert weights.bias is not None
+    assert torch.equal(found[3:5], weights.bias.expand(2, -1))
+    torch.testing.assert_close(found[::5], PlainProduct(weights).linear(x[::5], False))
+
+
+@needs_avx2
+def test_the_gelu_of_the_kernel_is_the_exact_form_on_every_scale() -> None:
+    x = torch.cat([torch.linspace(-14, 14, 5601), torch.tensor([-3e38, -100.0, 0.0, 1e-20, 100.0, 1e38])])
+    out = avx2.linear(
+        x[:, None], avx2.pack(torch.tensor([[1]], dtype=torch.int8), torch.tensor([1.0]), None), True
+    )
+    # A row of one number is 127 times its scale.
+    torch.testing.assert_close(out[:, 0].double(), torch.nn.functional.gelu(x.double()), atol=4e-7, rtol=4e-7)
+
+
+@needs_avx2
+def test_weights_whose_products_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="beyond 63"):
+        avx2.pack(torch.full((1, 4), 64, dtype=torch.int8), torch.ones(1), None)
+
+
+class Saturating(TorchProduct):
+    """Adds two products at a time in 16 bits, as processors without VNNI do."""
+
+    def __init__(self, weights: RoundedWeights) -> None:
+        super().__init__(weights)
+        self._weights = weights
+
+    def scaled_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        weight = self._weights.weight.int()
+        products = rows.int()[:, None, :] * weight
+        pairs = products.unfold(2, 2, 2).sum(3).clamp(-(2**15), 2**15 - 1).sum(2)
+        return (pairs - ZERO * weight.sum(1)).float() * self._weights.scales
+
+
+def test_a_path_that_loses_the_largest_sums_is_not_taken() -> None:
+    assert not is_right(Path("saturating", 127, Saturating))
+    assert is_right(Path("saturating", 63, Saturating))
+    assert choose([Path("saturating", 127, Saturating)]) == PLAIN
+
+
+def test_finer_weights_are_taken_before_speed() -> None:
+    fine, coarse = Path("fine", 127, PlainProduct), Path("coarse", 63, PlainProduct)
+    assert choose([fine, coarse]).most == 127
+
+
+def test_a_path_that_does_not_run_is_not_taken() -> None:
+    def fail(weights: RoundedWeights) -> PlainProduct:
+        raise RuntimeError("no such operator")
+
+    assert choose([Path("lacking", 127, fail)]) == PLAIN
+
+
+def test_layers_keep_the_shape_and_precision_of_their_input() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(40, 24)).bfloat16()
+    assert round_layers(module, PLAIN) == 40 * 24
+    with torch.inference_mode():
+        out = module(torch.randn(2, 3, 40, dtype=torch.bfloat16))
+    assert out.shape == (2, 3, 24)
+    assert out.dtype is torch.bfloat16
+
+
+def test_int8_is_refused_on_what_is_not_a_cpu() -> None:
+    with pytest.raises(ModelLoadError, match="on a CPU alone, not on cuda"):
+        _refuse_quantization(EngineConfig(quantization="int8"), torch.device("cuda"))
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    caches = (instruction_sets.cap, library.library, library.avx2_library)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(("level", "ours"), [("default", False), ("avx2", True), ("avx512_vnni", True)])
+def test_nothing_above_the_cap_is_used(monkeypatch: pytest.MonkeyPatch, level: str, ours: bool) -> None:
+    built = avx2.is_available()
+    for cache in (instruction_sets.cap, library.avx2_library):
+        cache.cache_clear()
+    monkeypatch.setenv("MAXSIMD_MAX_CPU_ISA", level)
+    assert library.library() is None
+    assert avx2.is_available() is (ours and built)
+    assert not instruction_sets.multiplies_bfloat16()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_cap_that_is_no_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAXSIMD_MAX_CPU_ISA", "avx9")
+    with pytest.raises(ValueError, match="must be one of default, avx2, avx512"):
+        instruction_sets.cap()
