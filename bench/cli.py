@@ -117,7 +117,7 @@ def bench_serve(url: str, api_key: str | None, **values: Any) -> None:
 @click.option("--sequences", type=int, default=256, show_default=True)
 @click.option("--tokens", type=int, default=8, show_default=True, help="Mean tokens a sequence.")
 @click.option("--hidden", type=int, default=384, show_default=True)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N, mps, ...")
 @click.option("--rounds", type=int, default=50, show_default=True)
 def bench_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> None:
     """All-token pooling with one slice and one split a step, against slicing sequence by sequence."""

@@ -52,7 +52,11 @@ class EngineConfig:
         "Weights of dense, sparse and multi-vector scores in hybrid ones; by default 0.4,0.2,0.4. Their sum "
         "is made 1.",
     )
-    device: str = option("auto", "auto, cpu, cuda or cuda:N; auto is CUDA where there is one.")
+    device: str = option(
+        "auto",
+        "auto, cpu, cuda or cuda:N, or another type of device that torch has, such as mps, xpu, or hip for "
+        "AMD's GPUs; auto is CUDA where there is one.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "Precision of the model; auto is bfloat16 where the hardware multiplies it natively, else float32.",

@@ -9,10 +9,12 @@ from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.budget import default_budget
+from maxsimd.engine.device.facts import kernels_in_words
 from maxsimd.engine.execution import PreparedModel, choose_device, prepare
 from maxsimd.engine.media import Picture
 from maxsimd.engine.preprocess import check_room
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.scoring.maxsim import choose_maxsim
 
 # A small picture, and an A4 page at 150 dots an inch.
 _PAGES = ((448, 448), (1240, 1754))
@@ -58,6 +60,8 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
         "execution": _execution(prepared),
         "precision": _precision(prepared, model),
         "weights": f"{weights / 1e6:.1f} million, {_bytes(prepared, weights) / 1e6:.1f} MB",
+        "device": str(device),
+        "kernels": _kernels(config, device, prepared),
     }
     if check:
         rows["checked"] = [str(finding) for finding in prepared.findings]
@@ -174,6 +178,11 @@ def _role(rules: RoleRules, tokenizer: Any) -> str:
 
 def _attention(model: LoadedModel) -> str:
     return "causal, whole sequences" if model.causal else "bidirectional, whole sequences"
+
+
+def _kernels(config: EngineConfig, device: torch.device, prepared: PreparedModel) -> str:
+    maxsim, _ = choose_maxsim(config.maxsim, device, config.kernels == "auto")
+    return kernels_in_words(device, prepared.attention, maxsim)
 
 
 def _execution(prepared: PreparedModel) -> str:

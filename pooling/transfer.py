@@ -13,7 +13,8 @@ _PIECE_BYTES = 32 * 1024 * 1024
 def to_device(numbers: NDArray[np.generic] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of host numbers on the device; on the CPU the numbers themselves.
 
-    A GPU copies from pinned memory, on its stream, while the caller goes on."""
+    A CUDA device copies from pinned memory, on its stream, while the caller goes on; for copies to other
+    devices the caller waits."""
     tensor = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
     if device.type != "cuda":
         return tensor.to(device)
@@ -21,10 +22,10 @@ def to_device(numbers: NDArray[np.generic] | torch.Tensor, device: torch.device)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of device numbers in pinned host memory, there once the work launched so far is done; on the CPU
-    the numbers themselves."""
+    """A copy of device numbers in pinned host memory, there once the work launched so far is done; from other
+    devices than CUDA's a copy for which the caller waits; on the CPU the numbers themselves."""
     if tensor.device.type != "cuda":
-        return tensor
+        return tensor.cpu()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 

@@ -79,6 +79,8 @@ def card(state: ServerState, name: str) -> dict[str, Any]:
         "score_scale": _scale(facts, normalize=state.config.normalize_scores),
         "normalized_score_scale": _scale(facts, normalize=True),
         "execution": facts.execution,
+        "device": facts.device,
+        "kernels": facts.kernels,
         "checked": list(facts.findings),
     }
 

@@ -228,7 +228,7 @@ class RunnerActor(Actor[RunnerMessage]):
     async def _recover(self, step: Step, error: Exception, described: str) -> None:
         out_of_memory = is_out_of_memory(error)
         if out_of_memory:
-            torch.cuda.empty_cache()
+            _give_back_memory()
             self._scheduler.post(StepReport(step.step_id, 0, out_of_memory=True))
         self._scoring.tell(ForgetAttempt(frozenset(chunk.sequence.sequence_id for chunk in step.chunks)))
         if step.num_parts > 1:
@@ -270,8 +270,15 @@ class _Attempt:
     outcome: StepOutcome
 
 
+def _give_back_memory() -> None:
+    """Gives back what torch holds of the accelerator's memory without using it, where it can."""
+    empty = getattr(torch.get_device_module(), "empty_cache", None)
+    if empty is not None:
+        empty()
+
+
 # How the device, its libraries and Triton begin the messages of their errors.
-_DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
+_DEVICE_ERRORS = ("CUDA error", "HIP error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 

@@ -68,7 +68,8 @@ class ScoringActor(Actor[ScoringMessage]):
 
 
 def record_arrival(device: torch.device) -> Arrival | None:
-    """The moment at which all work launched on the device so far is done; None on a CPU, where it is."""
+    """The moment at which all work launched on a CUDA device so far is done; None for a CPU, where it is, and
+    for other devices, for which `to_host` has waited."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

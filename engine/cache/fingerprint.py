@@ -208,6 +208,9 @@ def _device(device: torch.device) -> tuple[object, ...]:
     """The kind of device, as far as another would compute other bits."""
     if device.type == "cuda":
         return "cuda", torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        name = getattr(getattr(torch, device.type, None), "get_device_name", None)
+        return device.type, "" if name is None else str(name(device))
     return (
         device.type,
         torch.backends.cpu.get_cpu_capability(),

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.load import DeviceModel
+from maxsimd.engine.ops.cpu.library import why_unavailable
+from maxsimd.engine.ops.nvidia import runs_plain_torch
 from maxsimd.engine.scoring.scale import ScoreScale, has_bounds, score_scale
 
 
@@ -35,9 +39,8 @@ class Scales:
 class ModelFacts:
     """A model that is served. `max_tokens` is the longest sequence that can be run, and
     `step_tokens` the budget of one step. `normalizes` says whether
-    its scores have bounds, between which they can be normalised. `precision`, `execution`, `kernels` (on a
-    GPU, where there is a choice) and `findings` say how it is run, and what was found out when that was
-    proven."""
+    its scores have bounds, between which they can be normalised. `precision`, `execution`, `kernels` and
+    `findings` say how it is run, and what was found out when that was proven."""
 
     name: str
     score_type: ScoreType
@@ -63,8 +66,8 @@ class ModelFacts:
     @property
     def how_it_runs(self) -> str:
         """In one line, for logs."""
-        kernels = f", {self.kernels}" if self.kernels else ""
-        return f"{self.score_type.value}, {self.precision}, {self.execution} on {self.device}{kernels}"
+        how = f"{self.precision}, {self.execution} on {self.device}"
+        return f"{self.score_type.value}, {how}, {self.kernels}"
 
 
 def facts_of(loaded: DeviceModel, max_tokens: int, step_tokens: int) -> ModelFacts:
@@ -90,14 +93,18 @@ def facts_of(loaded: DeviceModel, max_tokens: int, step_tokens: int) -> ModelFac
         ),
         normalizes=has_bounds(model),
         device=str(loaded.device),
-        kernels=_kernels(loaded),
+        kernels=kernels_in_words(loaded.device, loaded.prepared.attention, loaded.maxsim_name),
         precision=f"{precision} with int8 weights" if prepared.quantized else precision,
         execution=prepared.execution,
         findings=tuple(map(str, prepared.findings)),
     )
 
 
-def _kernels(loaded: DeviceModel) -> str:
-    if loaded.device.type != "cuda":
-        return ""
-    return f"attention by {loaded.prepared.attention}, MaxSim by {loaded.maxsim_name}"
+def kernels_in_words(device: torch.device, attention: str | None, maxsim: str) -> str:
+    """What computes attention and MaxSim, by the names of the backends, or why it is plain torch."""
+    if runs_plain_torch(device):
+        return f"plain torch: there are no kernels for {'AMD GPUs' if device.type == 'cuda' else device.type}"
+    reason = why_unavailable() if device.type == "cpu" and maxsim in ("tiled", "reference") else None
+    if reason is not None:
+        return f"plain torch: {reason}"
+    return f"attention by {attention or 'the model itself'}, MaxSim by {maxsim}"

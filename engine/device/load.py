@@ -16,10 +16,12 @@ from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.open_cache import open_cache
 from maxsimd.engine.device.open_calibration import open_calibration
 from maxsimd.engine.device.open_slab import open_slab
+from maxsimd.engine.device.scoring_check import refuse_wrong_scores
 from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.device.warmup import checked_maxsim, warm_up
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
+from maxsimd.engine.ops.nvidia import runs_plain_torch
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
@@ -78,10 +80,13 @@ def load_device_model(
         maxsim_name, maxsim = checked_maxsim(
             maxsim_name, maxsim, _compared_dim(model), device, scored_in(model, prepared), int8=as_int8
         )
+    if runs_plain_torch(device):
+        dim = _compared_dim(model)
+        refuse_wrong_scores(model, maxsim, dim, device, scored_in(model, prepared))
     # Embeddings leave a fused head as they are cached and scored; int8 is rounded from float32.
     results = torch.float32 if as_int8 else prepared.dtype
     pooler = _pooler(model, prepared, results if maxsim_name == "triton" else None)
-    if device.type == "cuda":
+    if device.type != "cpu":
         warm_up(model, prepared.runner, pooler)
     if cache is not None:
         cache.slab = open_slab(

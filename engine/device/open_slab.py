@@ -28,9 +28,14 @@ def open_slab(
     dtype: torch.dtype,
     takes_int8: bool,
 ) -> EmbeddingSlab | None:
-    """The slab that a configuration asks for; None on a CPU, and where it is off or there is no room for it.
-    It holds embeddings as they are scored: in `dtype`, or as int8 if they are cached so and MaxSim
-    `takes_int8`. Raises ModelLoadError where the device has less memory than it was told to set aside."""
+    """The slab that a configuration asks for; None where it is off, where there is no room for it, and on
+    devices other than CUDA's. It holds embeddings as they are scored: in `dtype`, or as int8 if they are
+    cached so and MaxSim `takes_int8`. Raises ModelLoadError where the device has less memory than it was told
+    to set aside, and where an accelerator that is not CUDA's is told to set some aside."""
+    if device.type not in ("cpu", "cuda") and config.device_cache_mb:
+        raise ModelLoadError(
+            f"device_cache_mb is for memory of CUDA devices, not of {device.type} devices: leave it out"
+        )
     if device.type != "cuda" or config.device_cache_mb == 0:
         return None
     dtype = torch.int8 if takes_int8 and cache.precision == "int8" else dtype

@@ -8,7 +8,7 @@ import torch
 from maxsimd.engine.cache.entry import rounded
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.execution import ModelRunner
-from maxsimd.engine.execution.selfcheck.proof import step_of
+from maxsimd.engine.execution.selfcheck.proof import encode_images, free_images, step_of
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim, maxsim_reference
 from maxsimd.pooling.dispatch import DispatchPooler
@@ -75,10 +75,13 @@ def _on(items: Ragged, device: torch.device) -> Ragged:
 
 @torch.inference_mode()
 def warm_up(model: LoadedModel, runner: ModelRunner, pooler: DispatchPooler) -> None:
-    """Runs random sequences through model and pooling, so that kernels are compiled and libraries loaded."""
+    """Runs random sequences and their pictures through model and pooling, so that kernels are compiled and
+    libraries loaded."""
     sequences = random_sequences(model, model.score_task)
+    encode_images(runner, sequences)
     for step in (step_of(sequences), step_of(sequences[:1])):
         pooler.pool(*runner.forward(step))
+    free_images(runner, sequences)
 
 
 def _unit_rows(random: np.random.Generator, count: int, dim: int) -> torch.Tensor:

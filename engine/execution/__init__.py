@@ -5,8 +5,9 @@ attention backend wants rows in another order, the `PoolingCursor` says which ro
 needs to know.
 """
 
+from maxsimd.engine.execution.devices import choose_device
 from maxsimd.engine.execution.packed_runner import ModelRunner
-from maxsimd.engine.execution.precision import choose_device, choose_dtype
+from maxsimd.engine.execution.precision import choose_dtype
 from maxsimd.engine.execution.prepare import PreparedModel, prepare
 
 __all__ = ["ModelRunner", "PreparedModel", "choose_device", "choose_dtype", "prepare"]

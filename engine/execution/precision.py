@@ -1,14 +1,8 @@
-"""Devices and precisions: which ones a configuration means, and how weights are converted."""
+"""Precisions: which one a configuration means, and how weights are converted."""
 
 import torch
 
 from maxsimd.engine.ops.cpu.instruction_sets import multiplies_bfloat16
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -17,7 +11,18 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    if device.type != "cpu":
+        return torch.bfloat16 if _says_bfloat16_is_native(device) else torch.float32
     return torch.bfloat16 if multiplies_bfloat16() else torch.float32
+
+
+def _says_bfloat16_is_native(device: torch.device) -> bool:
+    """Whether what torch has for a kind of device knows the question, and says yes."""
+    ask = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
+    try:
+        return ask is not None and bool(ask(including_emulation=False))
+    except TypeError:
+        return False
 
 
 def dtype_name(dtype: torch.dtype) -> str:

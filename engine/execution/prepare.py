@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from maxsimd.engine.checkpoint import LoadedModel, Task
+from maxsimd.engine.checkpoint import LoadedModel, Task, load_model
 from maxsimd.engine.checkpoint.load import LOADING
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
@@ -30,6 +30,7 @@ from maxsimd.engine.execution.modes import (
 )
 from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name
+from maxsimd.engine.execution.selfcheck.beside_cpu import refuse_unlike_cpu
 from maxsimd.engine.execution.selfcheck.findings import Finding, findings_of
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
 from maxsimd.engine.execution.selfcheck.rules import why_not_float16
@@ -38,6 +39,7 @@ from maxsimd.engine.execution.selfcheck.samples import Sample, make_samples
 from maxsimd.engine.execution.selfcheck.threads import one_thread
 from maxsimd.engine.execution.weights import lay_out_weights, why_not_fused, why_not_replaced
 from maxsimd.engine.ops import triton as triton_ops
+from maxsimd.engine.ops.nvidia import runs_plain_torch
 from maxsimd.scheduler import Sequence as TokenSequence
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,9 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     backend = choose_attention(config.attention, model, device, dtype, compiled)
     started = time.perf_counter()
     with one_thread(), _samples(model) as (samples, layers):
+        if runs_plain_torch(device):
+            with _samples(load_model(config, torch.device("cpu"))) as (on_cpu, _):
+                refuse_unlike_cpu(model.name, device, samples, on_cpu)
         in_proof = _in_float32(backend)
         execution = choose_execution(model, device, in_proof, samples, config.packing == "auto")
         fused = isinstance(execution, Packed) and _may_fuse(config, device)

@@ -338,7 +338,7 @@ class Running:
 
     def _obstacle(self, cause: BaseException) -> str | None:
         """What stands against another start in this process after a death of this cause."""
-        if self.device_model.device.type == "cuda" and is_device_error(cause):
+        if self.device_model.device.type != "cpu" and is_device_error(cause):
             return "after an error of the GPU itself nothing runs on it in this process any more"
         if self._is_stuck and num_left_behind():
             return "the device is stuck again, and the thread that was stuck before still holds its model"

@@ -164,7 +164,7 @@ It loads a model and prints what would be done with it. Of the default model, in
 def page(checkpoints: SharedCheckpoints) -> str:
     """The whole page."""
     rows = "\n".join(_row(family) for family in [*FAMILIES, LISTWISE])
-    default = show(inspect_model(EngineConfig(dtype="float32", device="cpu")))
+    default = show(_inspected(EngineConfig(dtype="float32", device="cpu")))
     forms = _INTRODUCTION[_INTRODUCTION.index("| family") :] + "\n".join(
         _row(form, "test_stored_forms.py") for form in FORMS
     )
@@ -180,9 +180,15 @@ def page(checkpoints: SharedCheckpoints) -> str:
     return "\n".join(parts)
 
 
+def _inspected(config: EngineConfig) -> dict[str, str | list[str]]:
+    """What is said of a model, without what is said of the machine."""
+    rows = inspect_model(config)
+    return {name: value for name, value in rows.items() if name not in ("device", "kernels")}
+
+
 def _section(name: str, path: str, **settings: object) -> str:
     config = EngineConfig(model=path, dtype="float32", device="cpu", **settings)  # type: ignore[arg-type]
-    rows = inspect_model(config)
+    rows = _inspected(config)
     del rows["model"]
     return f"### {name}\n\n```\n{show(rows)}\n```\n"
 

@@ -37,7 +37,10 @@ def test_what_is_said_of_a_second_reader_fits_in_a_table() -> None:
 def test_the_command_prints_what_the_page_shows() -> None:
     shown = CliRunner().invoke(main, ["inspect", "--dtype", "float32"])
     assert shown.exit_code == 0
-    assert shown.stdout.strip() in PAGE.read_text(encoding="utf-8")
+    *of_model, device, kernels = shown.stdout.strip().split("\n")
+    assert "\n".join(of_model) in PAGE.read_text(encoding="utf-8")
+    assert re.fullmatch(r"device +(cpu|cuda)", device)
+    assert re.fullmatch(r"kernels +(plain torch: .+|attention by \w+, MaxSim by \w+)", kernels)
     as_json = CliRunner().invoke(main, ["inspect", embedded_model_path(), "--json"])
     assert '"architecture": "BertModel"' in as_json.stdout
 

@@ -337,6 +337,8 @@ async def test_the_model_card_says_what_runs(caller: Caller) -> None:
         "score_scale": {"transform": "maxsim", "min": None, "max": None},
         "normalized_score_scale": {"transform": "clipped meanmaxsim", "min": 0.0, "max": 1.0},
         "execution": "packed",
+        "device": "cpu",
+        "kernels": caller.engine.facts.kernels,
     }
 
 

@@ -22,6 +22,7 @@ from maxsimd.engine.execution.attention.base import CaptureSize
 from maxsimd.engine.execution.attention.triton_kernel import StaticBlocks, TritonAttention, TritonMetadata
 from maxsimd.engine.execution.layout import Arrangement, Group, Layout
 from maxsimd.engine.ops import triton as triton_ops
+from maxsimd.engine.ops.nvidia import is_nvidia
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.pooling.transfer import to_device
 
@@ -33,7 +34,7 @@ _QUERIES_OF_A_BLOCK, _MOST_BLOCKS = 128, 1024
 
 def is_varlen_available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has variable-length attention for this device and precision."""
-    if device.type != "cuda" or dtype not in _PRECISIONS:
+    if not is_nvidia(device) or dtype not in _PRECISIONS:
         return False
     try:
         return bool({"window_size", "is_causal"} & _parameters(_varlen_attn()))
@@ -43,7 +44,7 @@ def is_varlen_available(device: torch.device, dtype: torch.dtype) -> bool:
 
 def is_flash_available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether flash-attn is installed and runs on this device in this precision."""
-    if device.type != "cuda" or dtype not in _PRECISIONS or importlib.util.find_spec("flash_attn") is None:
+    if not is_nvidia(device) or dtype not in _PRECISIONS or importlib.util.find_spec("flash_attn") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 

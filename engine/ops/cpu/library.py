@@ -2,13 +2,17 @@
 
 import ctypes
 import functools
+import platform
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 # Imported for its OpenMP runtime, whose threads the kernels share.
 import torch  # noqa: F401
 
-from maxsimd.engine.ops.cpu.instruction_sets import may_use
+from maxsimd.engine.ops.cpu.instruction_sets import VARIABLE, may_use
+
+# What platforms call processors that the kernels may be compiled for.
+_MACHINES = ("x86_64", "amd64")
 
 _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -45,14 +49,30 @@ _AVX2_LINEAR = [
 FLOAT32, BFLOAT16, INT8, FLOAT16 = range(4)
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
     """The library with its argument types declared, or None if it was not built or cannot run here.
 
     Its functions release Python's lock and compute on as many threads as torch does."""
+    found = _found()
+    return None if isinstance(found, str) else found
+
+
+def why_unavailable() -> str | None:
+    """Why the kernels cannot run here; None where they can."""
+    found = _found()
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _found() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
     loaded = _load("_cpu")
-    if loaded is None or not may_use("avx512_bf16") or not loaded.maxsimd_is_supported():
-        return None
+    if isinstance(loaded, str):
+        return loaded
+    if not may_use("avx512_bf16"):
+        return f"{VARIABLE} allows no AVX-512 with BF16"
+    if not loaded.maxsimd_is_supported():
+        return "this processor lacks AVX-512 with VNNI and BF16"
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, f"maxsimd_{name}")
         function.argtypes, function.restype = arguments, None
@@ -69,7 +89,7 @@ def library() -> ctypes.CDLL | None:
 def avx2_library() -> ctypes.CDLL | None:
     """The same for processors with AVX2 alone."""
     loaded = _load("_cpu_avx2")
-    if loaded is None or not may_use("avx2") or not loaded.maxsimd_avx2_is_supported():
+    if isinstance(loaded, str) or not may_use("avx2") or not loaded.maxsimd_avx2_is_supported():
         return None
     function = loaded.maxsimd_avx2_linear
     function.argtypes = [*_AVX2_LINEAR]
@@ -90,11 +110,15 @@ def kernels() -> ctypes.CDLL:
     return loaded
 
 
-def _load(name: str) -> ctypes.CDLL | None:
-    """The library of that name beside this file, if it was built and can be read."""
+def _load(name: str) -> ctypes.CDLL | str:
+    """The library of that name beside this file, or why it cannot be had."""
     paths = (Path(__file__).with_name(name + suffix) for suffix in EXTENSION_SUFFIXES)
     path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        if platform.machine().lower() not in _MACHINES:
+            return f"the kernels are for x86-64, and this is {platform.machine()}"
+        return "the kernels were not compiled when maxsimd was installed"
     try:
-        return None if path is None else ctypes.CDLL(str(path))
-    except OSError:
-        return None
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"the kernels cannot be loaded: {error}"

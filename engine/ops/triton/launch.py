@@ -7,15 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from maxsimd.engine.ops.nvidia import is_nvidia
+
 # Triton reads this variable when a kernel is defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton is installed and runs on a device: on CUDA always, on a CPU only as an interpreter."""
+    """Whether Triton is installed and runs our kernels on a device: on NVIDIA's GPUs always, elsewhere only
+    as an interpreter."""
     if importlib.util.find_spec("triton") is None:
         return False
-    return device.type == "cuda" or INTERPRETED
+    return is_nvidia(device) or INTERPRETED
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Models on an accelerator that does not exist. It needs a process of its own."""

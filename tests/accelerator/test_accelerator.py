@@ -1,0 +1,131 @@
+"""Every kind of score on an accelerator that does not exist: the real engine gives the scores there that it
+gives on the CPU, no step mixes devices, and a device that computes something else is refused at load."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.cache.fingerprint import _device
+from maxsimd.engine.device.budget import ON_A_CPU, ON_A_GPU, default_budget, free_bytes
+from maxsimd.engine.device.open_slab import open_slab
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution.attention.select import candidates
+from maxsimd.engine.execution.devices import choose_device, device_names
+from maxsimd.engine.execution.precision import choose_dtype
+from tests.accelerator.cases import BROKEN, CASES, OTHERS, Case
+from tests.checkpoints.shared import SharedCheckpoints
+
+Outcomes = dict[str, dict[str, Any]]
+
+
+def run(cases: Sequence[Case], checkpoints: SharedCheckpoints) -> Outcomes:
+    """In a process of its own, whose torch has the device."""
+    lines = [json.dumps([case.name, checkpoints(case.build)]) for case in cases]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.accelerator"],
+        input="\n".join(lines),
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+def check(case: Case, outcome: dict[str, Any]) -> None:
+    there, here = (np.array(outcome[name]) for name in ("there", "here"))
+    assert np.isfinite(here).all()
+    assert np.ptp(here) > 0
+    np.testing.assert_allclose(there, here, rtol=0, atol=case.tolerance * max(1.0, np.abs(here).max()))
+
+
+@pytest.fixture(scope="module")
+def outcomes(checkpoints: SharedCheckpoints) -> Outcomes:
+    return run([*CASES, *BROKEN], checkpoints)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_scores_are_those_of_the_cpu(case: Case, outcomes: Outcomes) -> None:
+    outcome = outcomes[case.name]
+    assert "error" not in outcome, outcome
+    check(case, outcome)
+    assert outcome["device"] == "imaginary"
+    assert outcome["execution"] == ("padded" if case.name == "SGPT" else "packed")
+    assert outcome["kernels"] == "plain torch: there are no kernels for imaginary"
+
+
+@pytest.mark.exhaustive
+def test_so_are_those_of_all_other_families(checkpoints: SharedCheckpoints) -> None:
+    found = run(OTHERS, checkpoints)
+    for case in OTHERS:
+        assert "error" not in found[case.name], (case.name, found[case.name])
+        check(case, found[case.name])
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+def test_a_device_that_computes_something_else_is_refused_at_load(case: Case, outcomes: Outcomes) -> None:
+    error = outcomes[case.name]["error"]
+    assert error.startswith("ModelLoadError: ")
+    assert "imaginary" in error
+    assert "the CPU" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("abacus", "torch knows no device of that name"),
+        ("cuda:one", "torch knows no device of that name"),
+        ("meta", "Cannot copy out of meta tensor"),
+        *((kind, None) for kind in ("xpu", "mps", "hpu", "vulkan") if kind not in device_names()),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_and_those_that_are_are_named(
+    name: str, reason: str | None
+) -> None:
+    with pytest.raises(ModelLoadError, match=reason) as refusal:
+        choose_device(name)
+    assert f"the device {name!r} cannot be used: " in str(refusal.value)
+    assert str(refusal.value).endswith(f"; this machine has {', '.join(device_names())}")
+
+
+def test_hip_is_what_torch_calls_cuda_in_its_builds_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.version.hip is None:
+        with pytest.raises(ModelLoadError, match="not for ROCm"):
+            choose_device("hip")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr("maxsimd.engine.execution.devices._why_unusable", lambda device: None)
+    assert choose_device("hip:1") == torch.device("cuda", 1)
+    assert not candidates(torch.device("cuda", 1), torch.bfloat16)
+
+
+def test_nothing_is_assumed_of_a_device_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vulkan's devices stand for those of which this build of torch knows no more than the name."""
+    device = torch.device("vulkan")
+    assert choose_dtype("auto", device) is torch.float32
+    assert free_bytes(device) is None
+    assert _device(device) == ("vulkan", "")
+    model: Any = None
+    assert default_budget(model, device, torch.float32, chunked=True) == ON_A_CPU
+    with pytest.raises(ModelLoadError, match="leave it out"):
+        open_slab(EngineConfig(device_cache_mb=8), model, model, device, torch.float32, takes_int8=False)
+
+
+def test_what_a_device_says_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("xpu")
+    monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda including_emulation: not including_emulation)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"one as {device}")
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (64 << 30, 80 << 30))
+    assert choose_dtype("auto", device) is torch.bfloat16
+    assert _device(device) == ("xpu", "one as xpu")
+    assert free_bytes(device) == 64 << 30
+    config = type("Config", (), {"hidden_size": 1024, "get_text_config": lambda self: self})
+    model: Any = type("Model", (), {"backbone": type("Backbone", (), {"config": config()})})
+    assert default_budget(model, device, torch.bfloat16, chunked=True) == ON_A_GPU
