@@ -12,7 +12,8 @@ from maxsimd.pooling.ragged import Ragged
 
 # A share of the largest score, or of 1: rows have length 1, and their products are of rounded numbers.
 _TOLERANCE = 1e-2
-_QUERIES, _DOCUMENTS = (5, 1, 40), (1, 180, 33, 7)
+# Of two tokens at least: in hybrid scores the first of a text is no match for others.
+_QUERIES, _DOCUMENTS = (5, 2, 40), (2, 180, 33, 7)
 # As many words as ids that bfloat16 represents exactly.
 _WORDS = 256
 
