@@ -1,6 +1,8 @@
-"""Builds the wheel, looks into it, installs it into an environment of its own and serves from it.
+"""Builds the wheel as it is published, looks into it, installs it into an environment of its own and serves
+from it, without a compiler. Then it builds another one of the sdist where there is no compiler, and looks at
+what that says of itself.
 
-Run by the Python of `.venv`. The new environment borrows the libraries of `.venv`, so that nothing is
+Run by the Python of `.venv`. The new environments borrow the libraries of `.venv`, so that nothing is
 downloaded, but `maxsimd` itself must come from the wheel: it runs in a temporary folder, not in the checkout.
 """
 
@@ -23,9 +25,13 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+from repair_wheel import repair
+
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-READY_SECONDS = 60
+READY_SECONDS = 300
+# Of the machines that published wheels are for: manylinux_2_28, as AlmaLinux 8 and Debian 10 have it.
+NEWEST_GLIBC = 28
 REQUEST = {
     "query": "What is the capital of France?",
     "documents": [
@@ -50,22 +56,43 @@ def tracked_files() -> list[str]:
     return [name for name in names if name and (ROOT / name).is_file()]
 
 
-def build(folder: Path) -> Path:
+def build_sdist(folder: Path) -> Path:
     """Builds from a copy, so that neither an old `build/` nor a library compiled in place gets in."""
     copy = folder / "checkout"
     for name in tracked_files():
         if not name.startswith(("tests/", "bench/results/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(folder / "sdist")]
+    (folder / "sdist").mkdir()
+    subprocess.run(command, cwd=copy, check=True, capture_output=True)
+    [sdist] = (folder / "sdist").iterdir()
+    return sdist
+
+
+def build(sdist: Path, folder: Path, environment: dict[str, str]) -> Path:
+    """The wheel that pip builds of the sdist."""
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     if int(version("setuptools").split(".")[0]) >= 77:  # what [build-system] requires
         pip.append("--no-build-isolation")
-    subprocess.run([*pip, "--wheel-dir", str(folder / "wheels"), str(copy)], cwd=folder, check=True)
-    [wheel] = (folder / "wheels").iterdir()
+    subprocess.run([*pip, "--wheel-dir", str(folder), str(sdist)], env=environment, check=True)
+    [wheel] = folder.iterdir()
     return wheel
 
 
-def check_contents(wheel: Path) -> None:
+def without_compiler(environment: dict[str, str], folder: Path) -> dict[str, str]:
+    """The environment as it is where no compiler is installed: this Python is the only command."""
+    folder.mkdir()
+    (folder / "python").symlink_to(sys.executable)
+    kept = {name: value for name, value in environment.items() if name not in ("CC", "CXX", "LDSHARED")}
+    kept["PATH"] = str(folder)
+    for compiler in ("cc", "c++", "gcc", "g++", "clang", "clang++"):
+        require(shutil.which(compiler, path=kept["PATH"]) is None, f"{compiler} is still there")
+    return kept
+
+
+def check_contents(wheel: Path, *, compiled: bool) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
     tables = SETTINGS["tool"]["setuptools"]
     inside = {tables["package-dir"][package]: package.replace(".", "/") for package in tables["packages"]}
@@ -75,7 +102,8 @@ def check_contents(wheel: Path) -> None:
     require("maxsimd/py.typed" in held, "py.typed is missing")
     for extension in tables["ext-modules"]:
         library = extension["name"].replace(".", "/") + sysconfig.get_config_var("EXT_SUFFIX")
-        require(library in held, f"{library} is missing: was there a compiler?")
+        wrong = f"{library} is missing: was there a compiler?" if compiled else f"{library} is there"
+        require((library in held) == compiled, wrong)
     foreign = [name for name in held if not re.match(r"maxsimd(-[^/]+\.dist-info)?/", name)]
     tests = [name for name in held if re.search(r"(^|/)(tests?/|test_|conftest)", name)]
     require(not foreign and not tests, f"these do not belong into it: {sorted({*foreign, *tests})}")
@@ -88,7 +116,7 @@ def install(wheel: Path, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], check=True)
     # Python reads no .pth files in a folder that a .pth file names: the editable install's finder stays out.
-    borrowed = sysconfig.get_path("purelib")
+    borrowed = "\n".join(path for path in sys.path if Path(path).name == "site-packages")
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "borrowed.pth").write_text(borrowed + "\n", encoding="utf-8")
     return folder / "bin"
@@ -153,24 +181,50 @@ def check_page(address: str) -> None:
     require("/*{{" not in page, "the playground lacks its style or script")
 
 
+def check_tag(wheel: Path) -> None:
+    """Requires a tag by which pip takes the wheel on machines with older systems than this one."""
+    if sys.platform != "linux":
+        return
+    found = re.search(r"manylinux_2_(\d+)_", wheel.name)
+    is_old = found is not None and int(found[1]) <= NEWEST_GLIBC
+    require(is_old, f"{wheel.name} has no manylinux tag to publish")
+
+
+def check_words(binaries: Path, outside: Path, environment: dict[str, str]) -> str:
+    """What `maxsimd inspect` says of the kernels, where none were compiled."""
+    command = [str(binaries / "maxsimd"), "inspect"]
+    told = subprocess.run(command, cwd=outside, env=environment, check=True, capture_output=True, text=True)
+    [kernels] = re.findall(r"^kernels +(.*)$", told.stdout, re.MULTILINE)
+    require(kernels.startswith("plain torch: the kernels"), f"kernels: {kernels}")
+    return str(kernels)
+
+
 def main() -> None:
     begun = time.monotonic()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory(prefix="maxsimd-wheel-") as name:
         folder = Path(name)
-        wheel = build(folder)
-        check_contents(wheel)
-        built = time.monotonic()
-        binaries = install(wheel, folder / "environment")
         outside = folder / "outside"
         outside.mkdir()
-        check_import(binaries, outside, environment)
-        with server(binaries, outside, environment) as address:
+        sdist = build_sdist(folder)
+        bare = without_compiler(environment, folder / "commands")
+        wheel = repair(build(sdist, folder / "built", environment), folder / "published")
+        check_contents(wheel, compiled=True)
+        check_tag(wheel)
+        plain = repair(build(sdist, folder / "built-plain", bare), folder / "published-plain")
+        check_contents(plain, compiled=False)
+        check_tag(plain)
+        built = time.monotonic()
+        binaries = install(wheel, folder / "environment")
+        check_import(binaries, outside, bare)
+        with server(binaries, outside, bare) as address:
             check_ranking(address)
             check_page(address)
+        kernels = check_words(install(plain, folder / "environment-plain"), outside, bare)
         print(
-            f"{wheel.name} works: built in {built - begun:.0f} s, tried in {time.monotonic() - built:.0f} s"
+            f"{wheel.name} works: built in {built - begun:.0f} s, tried in {time.monotonic() - built:.0f} s;"
+            f" without a compiler {plain.name} says: {kernels}"
         )
 
 
