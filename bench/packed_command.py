@@ -50,8 +50,10 @@ def bench_packed(
 
 
 def _dtypes(dtype: str) -> list[str]:
-    from maxsimd.engine.execution.precision import choose_device, choose_dtype, dtype_name
+    import torch
+
+    from maxsimd.engine.execution.precision import choose_dtype, dtype_name
 
     if dtype != "auto":
         return [dtype]
-    return list(dict.fromkeys(["float32", dtype_name(choose_dtype("auto", choose_device("cpu")))]))
+    return list(dict.fromkeys(["float32", dtype_name(choose_dtype("auto", torch.device("cpu")))]))

@@ -5,6 +5,7 @@ import functools
 import platform
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 # Imported for its OpenMP runtime, whose threads the kernels share.
 import torch  # noqa: F401
@@ -16,18 +17,20 @@ _MACHINES = ("x86_64", "amd64")
 
 _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
-_ARGUMENTS = {
+_LINEAR: list[Any] = [
+    _POINTER, *[_NUMBER] * 3,  # x with its stride, rows and inputs
+    _POINTER, _NUMBER, *[_POINTER] * 3, _NUMBER,  # weights with units, scales and sums, bias, columns
+    ctypes.c_int, _POINTER, _NUMBER,  # GELU, residual with its stride
+    *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
+]  # fmt: skip
+
+_ARGUMENTS: dict[str, list[Any]] = {
     "maxsim_float32": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
     "maxsim_bfloat16": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
     "maxsim_apart_float32": [_POINTER] * 7 + [_NUMBER] * 2 + [_POINTER],
     "maxsim_apart_bfloat16": [_POINTER] * 7 + [_NUMBER] * 2 + [_POINTER],
     "pack": [_POINTER, _NUMBER, _NUMBER, _POINTER],
-    "linear": [
-        ctypes.c_int, _POINTER, *[_NUMBER] * 3,  # kind of number, x with its stride, rows and inputs
-        _POINTER, _NUMBER, *[_POINTER] * 3, _NUMBER,  # weights with units, scales and sums, bias, columns
-        ctypes.c_int, _POINTER, _NUMBER,  # GELU, residual with its stride
-        *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
-    ],
+    "linear": [ctypes.c_int, *_LINEAR],  # kind of number
     "attention": [
         ctypes.c_int, *[_POINTER] * 4, *[_NUMBER] * 3, *[_POINTER, _NUMBER] * 2,
         _POINTER, ctypes.c_int, _NUMBER, ctypes.c_float, _POINTER,
@@ -37,13 +40,6 @@ _ARGUMENTS = {
         *[_POINTER, _NUMBER] * 2, *[_POINTER] * 2,  # hidden states, sequences, workspace, first rows
     ],
 }  # fmt: skip
-
-_AVX2_LINEAR = [
-    _POINTER, *[_NUMBER] * 3,  # x with its stride, rows and inputs
-    _POINTER, _NUMBER, *[_POINTER] * 3, _NUMBER,  # weights with units, scales, sums, bias, columns
-    ctypes.c_int, _POINTER, _NUMBER,  # GELU, residual with its stride
-    *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
-]  # fmt: skip
 
 # Kinds of numbers, as the library counts them.
 FLOAT32, BFLOAT16, INT8, FLOAT16 = range(4)
@@ -92,8 +88,7 @@ def avx2_library() -> ctypes.CDLL | None:
     if isinstance(loaded, str) or not may_use("avx2") or not loaded.maxsimd_avx2_is_supported():
         return None
     function = loaded.maxsimd_avx2_linear
-    function.argtypes = [*_AVX2_LINEAR]
-    function.restype = None
+    function.argtypes, function.restype = _LINEAR, None
     return loaded
 
 
