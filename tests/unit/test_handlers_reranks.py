@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 
 from maxsimd.engine import EngineConfig, RerankResult
+from tests.nearly import nearly
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -35,16 +36,18 @@ async def ranked(engine: RecordingEngine) -> RerankResult:
 async def test_voyages_shape(caller: Caller, ranked: RerankResult) -> None:
     body = {"query": QUERY, "documents": DOCUMENTS, "model": None, "top_k": 2, "truncation": True}
     answer = await caller.json("/v1/rerank", body)
-    assert answer == {
-        "object": "list",
-        "data": [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]],
-        "model": caller.state.model_name,
-        "usage": {
-            "prompt_tokens": ranked.usage.prompt_tokens,
-            "total_tokens": ranked.usage.prompt_tokens,
+    assert answer == nearly(
+        {
+            "object": "list",
+            "data": [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]],
+            "model": caller.state.model_name,
+            "usage": {
+                "prompt_tokens": ranked.usage.prompt_tokens,
+                "total_tokens": ranked.usage.prompt_tokens,
+            }
+            | _cached(answer),
         }
-        | _cached(answer),
-    }
+    )
     answer = await caller.json("/v1/rerank", body | {"return_documents": True})
     assert [item["document"] for item in answer["data"]] == [one.document for one in ranked.results[:2]]
 
@@ -52,32 +55,36 @@ async def test_voyages_shape(caller: Caller, ranked: RerankResult) -> None:
 async def test_mixedbreads_shape(caller: Caller, ranked: RerankResult) -> None:
     body = {"query": QUERY, "input": DOCUMENTS, "top_k": 2, "return_input": True}
     answer = await caller.json("/v1/reranking", body)
-    assert answer["data"] == [
-        {"index": one.index, "score": one.score, "input": one.document, "object": "rank_result"}
-        for one in ranked.results[:2]
-    ]
+    assert answer["data"] == nearly(
+        [
+            {"index": one.index, "score": one.score, "input": one.document, "object": "rank_result"}
+            for one in ranked.results[:2]
+        ]
+    )
     assert (answer["object"], answer["top_k"], answer["return_input"]) == ("list", 2, True)
     del body["return_input"]
     assert [item["input"] for item in (await caller.json("/v1/reranking", body))["data"]] == [None, None]
     record = {"query": QUERY, "input": [{"title": DOCUMENTS[1], "x": "y"}], "rank_fields": ["title"]}
     expected = await caller.engine.score(QUERY, f"title: {DOCUMENTS[1]}")
-    assert (await caller.json("/v1/reranking", record))["data"][0]["score"] == expected.scores[0]
+    assert (await caller.json("/v1/reranking", record))["data"][0]["score"] == nearly(expected.scores[0])
 
 
 async def test_nvidias_shape(caller: Caller, ranked: RerankResult) -> None:
     passages = [{"text": document} for document in DOCUMENTS]
     answer = await caller.json("/v1/ranking", {"query": {"text": QUERY}, "passages": passages})
-    assert answer["rankings"] == [{"index": one.index, "logit": one.score} for one in ranked.results]
+    assert answer["rankings"] == nearly([{"index": one.index, "logit": one.score} for one in ranked.results])
     assert answer["usage"]["prompt_tokens"] == ranked.usage.prompt_tokens
 
 
 async def test_infinitys_shape(caller: Caller, ranked: RerankResult) -> None:
     body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
     answer = await caller.json("/infinity/rerank", body)
-    assert answer["results"] == [
-        {"relevance_score": one.score, "index": one.index, "document": one.document}
-        for one in ranked.results[:2]
-    ]
+    assert answer["results"] == nearly(
+        [
+            {"relevance_score": one.score, "index": one.index, "document": one.document}
+            for one in ranked.results[:2]
+        ]
+    )
     assert answer["object"] == "rerank"
     assert answer["usage"]["total_tokens"] == ranked.usage.prompt_tokens
     del body["return_documents"]
@@ -158,9 +165,9 @@ async def test_normalized_scores_by_request_and_by_the_servers_option(
         (caller, {}, ranked),
     ):
         answer = await one.json("/rerank", body | change)
-        assert [each["relevance_score"] for each in answer["results"]] == [
-            each.score for each in found.results
-        ]
+        assert [each["relevance_score"] for each in answer["results"]] == nearly(
+            [each.score for each in found.results]
+        )
     status, error = await caller.error("/rerank", body | {"normalize": True, "raw_scores": True})
     assert (status, error["param"]) == (400, "normalize")
 

@@ -162,7 +162,7 @@ def test_int8_is_refused_on_what_is_not_a_cpu() -> None:
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    caches = (instruction_sets.cap, library.library, library.avx2_library)
+    caches = (instruction_sets.cap, library._found, library.avx2_library)
     for cache in caches:
         cache.cache_clear()
     yield
