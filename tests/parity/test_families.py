@@ -12,6 +12,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, EngineConfig
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.native_bfloat16 import needs_native_bfloat16
 from tests.parity import references
 from tests.parity.families import FAMILIES, Family
 
@@ -80,6 +81,7 @@ def _embeddings(family: Family, path: str, texts: list[str], role: str) -> list[
     return references.embeddings(model, texts, role, family.settings.get(f"{role}_prompt"))
 
 
+@needs_native_bfloat16
 async def test_bfloat16_ranks_as_float32_does(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:

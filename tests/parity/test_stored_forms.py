@@ -11,6 +11,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.native_bfloat16 import needs_native_bfloat16
 from tests.parity.families import Family
 from tests.parity.stored_forms import FORMS
 
@@ -43,6 +44,7 @@ async def test_scores_equal_the_reference(
     np.testing.assert_allclose(ours, reference, atol=tolerance, rtol=0)
 
 
+@needs_native_bfloat16
 async def test_bfloat16_ranks_as_float32_does(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
