@@ -1,5 +1,5 @@
-"""Tests of bfloat16 for every family run where the processor multiplies it. Elsewhere it is emulated, slowly, and
-one checkpoint of each kind is tried in `test_cross_encoder.py` and its neighbours."""
+"""Tests of bfloat16 for every family run where the processor multiplies it. Elsewhere it is emulated, slowly,
+and one checkpoint of each kind is tried in `test_cross_encoder.py` and its neighbours."""
 
 import pytest
 
