@@ -163,8 +163,8 @@ def install(hooks: Hooks) -> None:
         await start(engine)
         hooks.watch(engine)
 
-    def init_failing(actor: RunnerActor, mailbox: Any, runner: Any, *others: Any) -> None:
-        init(actor, mailbox, Failing(runner, hooks), *others)
+    def init_failing(actor: RunnerActor, mailbox: Any, runner: Any, *others: Any, **options: Any) -> None:
+        init(actor, mailbox, Failing(runner, hooks), *others, **options)
 
     changed: Any = (Engine, RunnerActor)
     changed[0].start, changed[1].__init__ = start_and_watch, init_failing
