@@ -30,7 +30,9 @@ ALIKE = {
     "ELECTRA", "Llama", "mxbai-rerank-v2", "bge-reranker-v2-gemma", "LogitScore", "MiniLM", "E5", "GTE",
     "prompt left out", "Qwen3-Embedding", "colqwen2_5", "qwen3_vl_embedding", "jina-colbert-v1",
     "jina-reranker-v1", "jina-embeddings-v2", "JinaBERT with ReLU", "gte-base-en-v1.5",
-    "snowflake-arctic-embed-m-v2.0", "mT5", "NV-EmbedQA", "T5 1.1",
+    "snowflake-arctic-embed-m-v2.0", "mT5", "NV-EmbedQA", "T5 1.1", "GTE-ModernColBERT", "XLM-RoBERTa",
+    "DistilBERT", "Qwen2", "Qwen3", "Gemma", "Llama Nemotron Embed", "voyage-4-nano", "gte-Qwen2",
+    "LFM2.5-ColBERT", "jina-embeddings-v5-text-small", "gte-large-en-v1.5", "BGE", "any encoder",
 }  # fmt: skip
 
 

@@ -268,6 +268,9 @@ def _assert_right(found: list[Any], expected: list[Any], where: str) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    "delivery", ["cpu", pytest.param("gpu", marks=pytest.mark.exhaustive)], indirect=True
+)
 @pytest.mark.parametrize("function", [*ATTEMPT, *CACHE_WRITE], ids=_name)
 async def test_a_step_that_fails_before_delivery_is_tried_again(
     function: Any,
