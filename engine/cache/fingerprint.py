@@ -81,7 +81,7 @@ def ingredients(
         "precision": str(dtype),
         "stored precision": stored,
         "quantization": config.quantization,
-        "kernels": config.kernels == "auto" and (kernels.is_available(), avx2.is_available()),
+        "kernels": [config.kernels == "auto" and each.is_available() for each in (kernels, avx2)],
         "attention": config.attention,
         "packing": config.packing,
         "fused head": _fused_head(config, device),

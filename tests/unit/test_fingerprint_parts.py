@@ -316,10 +316,13 @@ def test_the_order_of_buffers_does_not_matter(plain: Given) -> None:
 
 
 def test_a_machine_without_kernels_is_told_from_others(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_kernels = plain.ingredients()
-    monkeypatch.setattr("maxsimd.engine.ops.cpu.is_available", lambda: False)
-    without = plain.ingredients()
-    assert [name for name in without if without[name] != with_kernels[name]] == ["kernels"]
+    for library in ("cpu", "cpu.avx2"):
+        found = []
+        for available in (True, False):
+            monkeypatch.setattr(f"maxsimd.engine.ops.{library}.is_available", lambda there=available: there)
+            found.append(plain.ingredients())
+        with_kernels, without = found
+        assert [name for name in without if without[name] != with_kernels[name]] == ["kernels"]
     assert plain.changed(_option(kernels="torch")(plain)) == [], "which it does without anyway"
 
 
