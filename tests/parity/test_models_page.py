@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from click.testing import CliRunner
 
 from maxsimd.api.cli import main
@@ -12,6 +13,7 @@ from tests.parity.models_page import PAGE, PAGE_FAMILIES, page
 from tests.parity.second_readers import READERS, Equal, InParts, as_words
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_what_inspecting_every_checkpoint_says(checkpoints: SharedCheckpoints) -> None:
     written = PAGE.read_text(encoding="utf-8")
     assert page(checkpoints) == written, "run: python -m tests.parity.models_page"
