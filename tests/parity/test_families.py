@@ -37,8 +37,10 @@ def _config(family: Family, path: str, **settings: Any) -> EngineConfig:
 async def test_scores_equal_the_reference(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
-    ours = await engines.scores(_config(family, path), pairs[:100])
-    texts = [pair.query for pair in pairs[:100]], [pair.document for pair in pairs[:100]]
+    # SparseEncoder takes its time.
+    pairs = pairs[: 30 if family.kind == "sparse" else 100]
+    ours = await engines.scores(_config(family, path), pairs)
+    texts = [pair.query for pair in pairs], [pair.document for pair in pairs]
     reference = family.reference(family.weights(path), *texts)
     assert reference.std() > 0.005, "the checkpoint must tell pairs apart, or this test shows nothing"
     tolerance = 1e-5 if family.kind == "bi-encoder" else 1e-4

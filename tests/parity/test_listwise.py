@@ -24,7 +24,7 @@ async def _score(checkpoint: str, query: str, documents: list[str], **settings: 
         return np.array((await engine.score(query, documents, truncation=CUT_LONG)).scores)
 
 
-@pytest.mark.parametrize("count", [1, 10, 200])
+@pytest.mark.parametrize("count", [1, 10, pytest.param(200, marks=pytest.mark.exhaustive)])
 async def test_scores_equal_a_plain_reading_of_the_paper(
     checkpoint: str, pairs: list[Pair], count: int
 ) -> None:

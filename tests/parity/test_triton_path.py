@@ -81,12 +81,17 @@ def test_embeddings_that_stay_on_the_device(stanford_colbert: str, precision: st
 
 @pytest.mark.parametrize(
     ("cache_mb", "precision"),
-    [("0", "auto"), pytest.param("8", "float32", marks=pytest.mark.exhaustive), ("8", "int8")],
+    [
+        ("0", "auto"),
+        pytest.param("8", "float32", marks=pytest.mark.exhaustive),
+        pytest.param("8", "int8", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_late_interaction(stanford_colbert: str, cache_mb: str, precision: str) -> None:
     """Without a cache, with one, and with one in int8, whose rows are scored as they are."""
     run_interpreted(compare_late_interaction, stanford_colbert, cache_mb, precision)
 
 
+@pytest.mark.exhaustive
 def test_a_causal_cross_encoder(checkpoints: SharedCheckpoints) -> None:
     run_interpreted(compare_cross_encoder, checkpoints(cross_encoders.qwen3))

@@ -53,7 +53,7 @@ def test_a_wrong_word_for_the_cache_is_refused(server: Server) -> None:
     assert response.json()["error"]["param"] == "cache"
 
 
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_folder_outlives_the_server(
     start_server: StartServer, tmp_path: Path, pairs: list[Pair], kill: bool
 ) -> None:
@@ -74,6 +74,7 @@ def test_a_folder_outlives_the_server(
     assert again.metric("maxsimd_cache_disk_bytes") > 100_000
 
 
+@pytest.mark.exhaustive
 def test_two_servers_share_a_folder(start_server: StartServer, tmp_path: Path, pairs: list[Pair]) -> None:
     folder = str(tmp_path / "cache")
     documents = [pair.document for pair in pairs[:20]]

@@ -71,7 +71,7 @@ def test_a_stuck_device_is_red_at_once_and_right_again_after_a_restart(start_ser
     assert server.terminate() == 0, "the stuck thread keeps no process from ending"
 
 
-@pytest.mark.parametrize("word", ["spin", "die"])
+@pytest.mark.parametrize("word", [pytest.param("spin", marks=pytest.mark.exhaustive), "die"])
 def test_without_the_option_the_server_ends_with_status_1(start_server: StartServer, word: str) -> None:
     server = start_server(*OPTIONS, program=FAILING)
     _warm_up(server)
@@ -105,6 +105,7 @@ def test_a_signal_ends_a_server_that_is_restarting(start_server: StartServer) ->
     assert "drained" in server.log
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_dies_again_and_again_gives_up(start_server: StartServer) -> None:
     server = start_server(*RESTARTING, program=FAILING, environment={"MAXSIMD_TEST_LOADS": "1"})
     assert _ask(server, "die").status_code == 503
@@ -115,6 +116,7 @@ def test_a_server_that_dies_again_and_again_gives_up(start_server: StartServer) 
     assert "the engine is not started again: it died 5 times in 10 minutes" in server.log
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_was_stopped_is_not_taken_for_stuck(start_server: StartServer) -> None:
     options: Any = (*OPTIONS, "--step-timeout-seconds", "1")
     server = start_server(*options, program=FAILING)

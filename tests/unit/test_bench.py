@@ -159,6 +159,7 @@ def test_a_quantile_of_a_histogram_is_linear_within_its_bucket() -> None:
     assert _quantile(counts, 0.99) == pytest.approx(0.0095)
 
 
+@pytest.mark.exhaustive
 async def test_systems_take_turns_with_one_checkpoint(bert_cross_encoder: str) -> None:
     """Real processes: our server, and sentence-transformers beside it, which take the same requests."""
     systems: list[System] = [maxsimd("maxsimd"), SentenceTransformers("peer", "float32")]

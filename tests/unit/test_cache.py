@@ -22,6 +22,7 @@ from maxsimd.engine.cache.entry import CachedEmbedding, Precision, rounded
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.store import EmbeddingCache
 from maxsimd.pooling.ragged import Ragged
+from tests.native_bfloat16 import needs_native_bfloat16
 
 MIB = 1024 * 1024
 
@@ -140,7 +141,7 @@ def documents(pairs: list[Pair]) -> list[str]:
 
 
 @pytest.mark.parametrize("score_type", ["late-interaction", "bi-encoder"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_native_bfloat16)])
 async def test_a_kept_document_scores_as_one_that_is_encoded(
     documents: list[str], score_type: str, dtype: str
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_replayed_step_gives_what_it_gives_without_a_graph(
     check_replays(model, backend, SIZES, lengths, [1, 1, 1, 4])
 
 
+@pytest.mark.exhaustive
 def test_steps_by_our_own_kernel_are_replayed(path: Path) -> None:
     pytest.importorskip("triton")
     run_interpreted(check_triton_replays, str(path))

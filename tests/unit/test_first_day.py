@@ -147,7 +147,12 @@ FEW = {
 @pytest.mark.parametrize(
     ("stage", "only"),
     [
-        *FEW.items(),
+        ("1", FEW["1"]),
+        *(
+            pytest.param(stage, only, marks=pytest.mark.exhaustive)
+            for stage, only in FEW.items()
+            if stage != "1"
+        ),
         *(pytest.param(stage, [], marks=pytest.mark.exhaustive) for stage in STAGES),
     ],
 )
@@ -180,6 +185,7 @@ def test_without_a_stage_the_script_says_what_there_is() -> None:
     assert "bench/gpu/first_day.sh STAGE" in ran.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_default_model_travels_without_its_weights(tmp_path: Path) -> None:
     pack_model(tmp_path / "packed")
     sizes = [path.stat().st_size for path in (tmp_path / "packed").rglob("*")]

@@ -76,6 +76,7 @@ def test_a_simulation_is_the_same_each_time() -> None:
     assert simulate(shape, 50) == simulate(shape, 50)
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_writes_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_command, "_LEAST_REQUESTS", 20)
     written, drawn = tmp_path / "fleet.json", tmp_path / "fleet.svg"

@@ -24,6 +24,7 @@ def documents(pairs: list[Pair]) -> list[str]:
     return [f"{i} {pair.document}" for i, pair in enumerate((pairs * 2)[:300])]
 
 
+@pytest.mark.exhaustive
 def test_results_usage_and_bar_are_those_of_one_call(
     documents: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
