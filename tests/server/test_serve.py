@@ -97,12 +97,12 @@ async def test_the_server_listens_where_it_should_until_a_signal(
         async with httpx.AsyncClient() as other:
             with pytest.raises(httpx.ConnectError):
                 await other.get(server.url.replace("127.0.0.2", "127.0.0.1") + "/health")
+        kernels = server.engine.facts.kernels
         os.kill(os.getpid(), number)
         assert await asyncio.wait_for(server.status, 10) == 0
         assert not server.engine.is_healthy
     messages = [record.getMessage() for record in caplog.records]
     assert messages[0].startswith(f"all-MiniLM-L6-v2 is ready on {server.url} after ")
-    kernels = server.engine.facts.kernels
     assert messages[0].endswith(f" s: late-interaction, float32, packed on cpu, {kernels}")
     assert messages[-1] == "drained"
 
