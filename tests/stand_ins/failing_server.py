@@ -18,6 +18,7 @@ from typing import Any
 from maxsimd.api.cli import main
 from maxsimd.engine import ModelLoadError
 from maxsimd.engine.actors import runner as runner_module
+from maxsimd.engine.device import shared as shared_module
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.runtime import launching as launch_module
 from maxsimd.scheduler import Step
@@ -44,17 +45,17 @@ ACTIONS: dict[str, Callable[[], None]] = {"loop": _stay, "spin": _work, "lose": 
 FATAL = "die"
 
 
-def _patched(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _patched(load: Callable[..., Any]) -> Callable[..., Any]:
     loads = 0
 
-    def load_and_patch(config: Any) -> Any:
+    def load_and_patch(config: Any, *others: Any) -> Any:
         nonlocal loads
         loads += 1
         if loads > int(os.environ.get("MAXSIMD_TEST_LOADS", "1000")):
             raise ModelLoadError("the model is gone")
         if loads > int(os.environ.get("MAXSIMD_TEST_SLOW_LOADS", "1000")):
             _stay()
-        device_model = load(config)
+        device_model = load(config, *others)
         tokenizer = TextTokenizer(device_model.model.tokenizer)
         words = {word: int(tokenizer.encode([word], "texts")[0][0]) for word in (*ACTIONS, FATAL)}
         runner = device_model.prepared.runner
@@ -84,5 +85,6 @@ def _fail(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    launch_module.load_device_model = _patched(launch_module.load_device_model)
+    for module in (launch_module, shared_module):
+        module.load_device_model = _patched(module.load_device_model)
     main()
