@@ -5,7 +5,7 @@ import gc
 import weakref
 
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.load import load_device_model
+from maxsimd.engine.device.load import DeviceModel, load_device_model
 from maxsimd.engine.device.shared import Seat
 from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.metrics import EngineMetrics
@@ -23,12 +23,7 @@ async def launch(config: EngineConfig, metrics: EngineMetrics, died: Died, tenan
     device = DeviceThread()
     try:
         device_model = await device.call(lambda: load_device_model(config))
-        try:
-            return Running(config, metrics, device, device_model, died, tenants)
-        except BaseException:
-            if device_model.cache is not None:
-                device_model.cache.close()
-            raise
+        return _running(config, metrics, device, device_model, died, tenants)
     except asyncio.CancelledError:
         device.close(0)  # it ends when it has loaded
         raise
@@ -44,17 +39,29 @@ async def launch_beside(
     ModelLoadError."""
     try:
         device_model = await seat.load(config)
-        try:
-            return Running(config, metrics, seat, device_model, died, tenants)
-        except BaseException:
-            if device_model.cache is not None:
-                device_model.cache.close()
-            raise
+        return _running(config, metrics, seat, device_model, died, tenants)
     except asyncio.CancelledError:
         seat.leave()
         raise
     except BaseException:
         await asyncio.to_thread(seat.close)
+        raise
+
+
+def _running(
+    config: EngineConfig,
+    metrics: EngineMetrics,
+    device: DeviceThread | Seat,
+    device_model: DeviceModel,
+    died: Died,
+    tenants: TenantLimits,
+) -> Running:
+    """Starts the actors; the model's cache is closed where that fails."""
+    try:
+        return Running(config, metrics, device, device_model, died, tenants)
+    except BaseException:
+        if device_model.cache is not None:
+            device_model.cache.close()
         raise
 
 
