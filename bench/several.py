@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from maxsimd.engine.device.allocators import give_back_memory
 _MIB = 1 << 20
 _NAMES = ("first", "second")
 _SHAPES, _LAYERS = ("mpnet-base", "deberta-v3-base"), 12
-# Enough requests at a time, of enough documents, that each model always has a step waiting.
-_CLIENTS, _DOCUMENTS = 4, 20
+# Enough requests at a time, and steps that are small beside them, that each model always has one waiting.
+_CLIENTS, _DOCUMENTS, _STEP_TOKENS = 8, 20, 1024
+_WARM_UP_SECONDS = 2.0
 
 
 @contextmanager
@@ -85,7 +87,7 @@ async def measure_shares(
 ) -> dict[str, float]:
     """What each has of the time on the device while both always have work."""
     configs = {
-        name: EngineConfig(model=model, dtype=dtype, threads=threads)
+        name: EngineConfig(model=model, dtype=dtype, threads=threads, max_batch_tokens=_STEP_TOKENS)
         for name, model in zip(_NAMES, models, strict=True)
     }
     query, documents = _workload()
@@ -96,8 +98,12 @@ async def measure_shares(
                 await engines[name].score(query, documents[i % len(documents)], cache="bypass")
 
         clients = [asyncio.create_task(ask(name)) for name in _NAMES for _ in range(_CLIENTS)]
+        await asyncio.sleep(_WARM_UP_SECONDS)
+        before = [engines.device_seconds(name) for name in _NAMES]
+        started = time.perf_counter()
         await asyncio.sleep(seconds)
-        used = [engines.device_seconds(name) for name in _NAMES]
+        passed = time.perf_counter() - started
+        used = [engines.device_seconds(name) - before[i] for i, name in enumerate(_NAMES)]
         for client in clients:
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
@@ -105,6 +111,7 @@ async def measure_shares(
     return {
         "first_device_s": round(used[0], 2),
         "second_device_s": round(used[1], 2),
+        "device_used": round(sum(used) / passed, 3),
         "first_share": round(used[0] / sum(used), 3),
         "first_share_due": round(due, 3),
         "first_share_over_due": round(used[0] / sum(used) / due, 3),

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
+
 from maxsimd.bench.datasets import Request, random_requests
 from maxsimd.bench.text_models import minilm_l6
 from maxsimd.engine import Engine, EngineConfig
@@ -17,42 +19,47 @@ _PAIR = 100
 _MANY = 40
 # One of these is measured for as many requests of one document.
 _SHARE_OF_MANY = 10
-# Requests before measuring.
-_WARM_UP = {1: 5, _MANY: 1}
+# Requests in a row to one engine: after the first few its weights are in the processor's caches, as in a server
+# with one model.
+_TURN = 10
 
 
 async def measure_single(model: str | None, settings: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Medians of `rounds` requests of one document and a tenth of that of 40, with random words, and how
     often both ways gave the same scores. Without a model, one as MiniLM-L6 cross-encoders are, with random
-    weights."""
+    weights. Raises ClickException where the engine runs all steps layer by layer: there is nothing to compare."""
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(model=model or minilm_l6(Path(folder) / "model"), device="cpu", **settings)
         async with contextlib.AsyncExitStack() as stack:
             one_call = await stack.enter_async_context(Engine(config))
+            if not _runs_in_one_call(one_call):
+                raise click.ClickException(
+                    "this processor, or this model, runs all steps layer by layer; the log says why"
+                )
             with _layer_by_layer():
                 plain = await stack.enter_async_context(Engine(config))
             engines = {"one_call": one_call, "layer_by_layer": plain}
-            figures: dict[str, Any] = {"runs_in_one_call": _runs_in_one_call(one_call)}
+            figures: dict[str, Any] = {}
             for documents, count in ((1, rounds), (_MANY, max(1, rounds // _SHARE_OF_MANY))):
-                requests = random_requests(count + _WARM_UP[documents], documents, _PAIR, 0.0, False, seed=0)
+                requests = random_requests(count, documents, _PAIR, 0.0, False, seed=0)
                 figures |= await _in_turns(engines, requests, documents)
             return figures
 
 
 async def _in_turns(engines: dict[str, Engine], requests: list[Request], documents: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    same = tokens = 0
-    for number, request in enumerate(requests):
-        scores = {}
-        # Each comes first as often as the other, and so finds the caches as the other left them.
-        for name in sorted(engines, reverse=number % 2 == 1):
-            started = time.perf_counter()
-            result = await engines[name].score(request.query, request.documents)
-            taken = time.perf_counter() - started
-            scores[name], tokens = result.scores, result.usage.prompt_tokens
-            if number >= _WARM_UP[documents]:
-                seconds[name].append(taken)
-        same += len({tuple(each) for each in scores.values()}) == 1
+    tokens = 0
+    found: dict[str, list[list[float]]] = {name: [] for name in engines}
+    for begin in range(0, len(requests), _TURN):
+        # Each comes first as often as the other.
+        for name in sorted(engines, reverse=begin // _TURN % 2 == 1):
+            for request in requests[begin : begin + _TURN]:
+                started = time.perf_counter()
+                result = await engines[name].score(request.query, request.documents)
+                seconds[name].append(time.perf_counter() - started)
+                found[name].append(result.scores)
+                tokens = result.usage.prompt_tokens
+    same = sum(len(set(map(tuple, each))) == 1 for each in zip(*found.values(), strict=True))
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     figures: dict[str, Any] = {"tokens": tokens, "same_scores": f"{same} of {len(requests)}"}
     figures |= {f"{name}_ms": round(1e3 * median, 2) for name, median in medians.items()}

@@ -141,7 +141,7 @@ def test_a_stream_gives_each_document_once(late: str) -> None:
         lines = [httpx.Response(200, content=line).json() for line in answer.iter_lines()]
     given = {line["index"]: line["relevance_score"] for line in lines[:-1]}
     assert len(lines) == len(DOCUMENTS) + 1
-    assert given == pytest.approx({i: right[text] for i, text in enumerate(DOCUMENTS)}, abs=1e-5)
+    assert given == pytest.approx({i: right[text] for i, text in enumerate(DOCUMENTS)}, rel=1e-6, abs=1e-5)
 
 
 def test_metrics_and_the_cache_are_those_of_all_scorers(late: str) -> None:

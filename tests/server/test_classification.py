@@ -50,14 +50,14 @@ def test_predict_answers_as_text_embeddings_inference_does(
     one = post(classifier, "/predict", {"inputs": "some text"})
     assert [item["score"] for item in one] == sorted((item["score"] for item in one), reverse=True)
     expected = _probabilities(three_label_classifier, ["some text"])[0]
-    assert {item["label"]: pytest.approx(item["score"], abs=1e-5) for item in one} == {
+    assert {item["label"]: pytest.approx(item["score"], rel=1e-6, abs=1e-5) for item in one} == {
         f"LABEL_{i}": value for i, value in enumerate(expected.tolist())
     }
     many = post(classifier, "/predict", {"inputs": [["some text"], ["another"]]})
     assert many[0][0]["score"] == pytest.approx(one[0]["score"], abs=1e-6)
     pair = post(classifier, "/predict", {"inputs": ["a premise", "a hypothesis"]})
     expected = _probabilities(three_label_classifier, ["a premise"], ["a hypothesis"])[0]
-    assert max(item["score"] for item in pair) == pytest.approx(expected.max(), abs=1e-5)
+    assert max(item["score"] for item in pair) == pytest.approx(expected.max(), rel=1e-6, abs=1e-5)
     assert len(post(classifier, "/predict", {"inputs": [["a premise", "a hypothesis"]]})) == 1
 
 

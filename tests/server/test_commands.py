@@ -54,7 +54,7 @@ def test_the_best_documents_of_a_file(tmp_path: Path, scores: list[float]) -> No
     found = _lines(ran.stdout)
     best = sorted(range(len(TEXTS)), key=lambda i: -scores[i])[:3]
     assert [each["index"] for each in found] == best
-    assert [each["score"] for each in found] == pytest.approx([scores[i] for i in best], abs=1e-5)
+    assert [each["score"] for each in found] == pytest.approx([scores[i] for i in best], rel=1e-6, abs=1e-5)
     assert [each["text"] for each in found] == [TEXTS[i] for i in best]
     assert [each["id"] for each in found] == [f"d{i}" for i in best]
     assert "4 of 4 documents" in ran.stderr

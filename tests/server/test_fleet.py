@@ -80,7 +80,7 @@ def test_a_spread_request_is_answered_as_one_process_answers_it(fleet: Server, s
             httpx.post(each.url + path, json=body, timeout=60).json() for each in (fleet, server)
         )
         assert spread["usage"] == whole["usage"], path
-        assert _numbers(spread) == pytest.approx(_numbers(whole), abs=1e-5), path
+        assert _numbers(spread) == pytest.approx(_numbers(whole), rel=1e-6, abs=1e-5), path
         assert _order(spread) == _order(whole), path
     steps = _steps(fleet)
     assert len(steps) == 2
@@ -141,7 +141,7 @@ def test_a_stream_gives_each_document_once(fleet: Server, server: Server) -> Non
         lines = [httpx.Response(200, content=line).json() for line in answer.iter_lines()]
     given = {line["index"]: line["relevance_score"] for line in lines[:-1]}
     assert len(lines) == len(DOCUMENTS) + 1
-    assert given == pytest.approx({i: right[text] for i, text in enumerate(DOCUMENTS)}, abs=1e-5)
+    assert given == pytest.approx({i: right[text] for i, text in enumerate(DOCUMENTS)}, rel=1e-6, abs=1e-5)
 
 
 def test_clearing_the_cache_reaches_all_engines(fleet: Server) -> None:

@@ -141,7 +141,7 @@ def test_vllms_documented_request_scores_each_picture(pages: Server, media_host:
         },
     )
     alone = [score_of(pages, {"image": data_url(file)}, "slm markdown") for file in (FIRST, SECOND)]
-    assert [one["score"] for one in answer["data"]] == pytest.approx(alone, abs=1e-5)
+    assert [one["score"] for one in answer["data"]] == pytest.approx(alone, rel=1e-6, abs=1e-5)
     assert answer["usage"]["total_tokens"] > 0
 
 
@@ -155,7 +155,7 @@ def test_vllms_rerank_takes_texts_and_pictures_together(pages: Server, media_hos
     assert sorted(one["index"] for one in answer["results"]) == [0, 1, 2]
     for one in answer["results"]:
         alone = score_of(pages, documents[one["index"]], "slm markdown")
-        assert one["relevance_score"] == pytest.approx(alone, abs=1e-5)
+        assert one["relevance_score"] == pytest.approx(alone, rel=1e-6, abs=1e-5)
     texts = {one["index"]: one.get("document") for one in answer["results"]}
     assert texts[0] == {"text": "a plain text"}
     assert "base64" not in str(answer)
@@ -176,7 +176,7 @@ def test_jinas_documented_request_is_answered(pages: Server, media_host: str) ->
         return_documents=False,
     )
     scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
-    assert scores[1] == pytest.approx(scores[2], abs=1e-5)
+    assert scores[1] == pytest.approx(scores[2], rel=1e-6, abs=1e-5)
     assert len(scores) == 4
 
 

@@ -59,7 +59,7 @@ def _ranked(server: Server, model: str | None, documents: list[str] = DOCUMENTS,
 
 
 def _scores(results: Any) -> dict[int, Any]:
-    return {one["index"]: pytest.approx(one["relevance_score"], abs=1e-5) for one in results}
+    return {one["index"]: pytest.approx(one["relevance_score"], rel=1e-6, abs=1e-5) for one in results}
 
 
 def _plain(results: Any) -> dict[int, float]:
@@ -79,7 +79,7 @@ def test_each_scores_as_in_a_server_alone(
         _post(each, "/v1/embeddings", {"input": DOCUMENTS}).json()["data"] for each in (several, server)
     )
     for ours, theirs in zip(together, alone, strict=True):
-        assert ours["embedding"] == pytest.approx(theirs["embedding"], abs=1e-5)
+        assert ours["embedding"] == pytest.approx(theirs["embedding"], rel=1e-6, abs=1e-5)
 
 
 def test_a_cascade_is_the_two_calls_by_hand(several: Server) -> None:
@@ -111,7 +111,7 @@ def _beside_load(several: Server, happens: Callable[[], None]) -> None:
         asked = 0
         while not over.is_set() or asked < 3:
             found = _plain(_ranked(several, model, cache="bypass"))
-            assert found == {i: pytest.approx(score, abs=1e-5) for i, score in expected[model].items()}
+            assert found == {i: pytest.approx(score, rel=1e-6, abs=1e-5) for i, score in expected[model].items()}
             asked += 1
         return asked
 
