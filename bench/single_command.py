@@ -5,7 +5,6 @@ from typing import Any
 import click
 
 from maxsimd.bench.report import publish
-from maxsimd.bench.running import run_and_clean_up
 
 
 @click.command("single")
@@ -19,5 +18,5 @@ def bench_single(model: str | None, rounds: int, json_file: str | None, **settin
     """Requests of one document, with all layers in one call of our library and layer by layer."""
     from maxsimd.bench.single import measure_single
 
-    found = run_and_clean_up(measure_single(model, settings, rounds))
+    found = measure_single(model, settings, rounds)
     publish({"model": model, "rounds": rounds, **settings}, found, json_file)

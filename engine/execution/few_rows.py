@@ -13,6 +13,7 @@ import torch
 
 from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend, CompiledMetadata
 from maxsimd.engine.execution.cuda_graphs import is_replayable
+from maxsimd.engine.execution.fused_layers.embeddings import Embeddings, short_embeddings
 from maxsimd.engine.execution.fused_layers.few_rows import packed_layers
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.ops.cpu.layers import Layers
@@ -33,10 +34,12 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 class FewRowsRunner:
-    """A `PackedRunner` whose steps of few rows run all layers in one call. `embeddings` are the backbone's;
+    """A `PackedRunner` whose steps of few rows run all layers in one call. `embeddings` gives the backbone's;
     with `firsts_only` the last layer gives the first row of each sequence alone."""
 
-    def __init__(self, inner: PackedRunner, embeddings: Any, layers: Layers, *, firsts_only: bool) -> None:
+    def __init__(
+        self, inner: PackedRunner, embeddings: Embeddings, layers: Layers, *, firsts_only: bool
+    ) -> None:
         self.chunked = inner.chunked
         self.inner = inner
         self._embeddings = embeddings
@@ -51,8 +54,7 @@ class FewRowsRunner:
         batch = self.inner.lay_out(step)
         metadata = self.inner.prepare(batch)
         assert isinstance(metadata, CompiledMetadata)
-        inputs = {name: ids[None] for name, ids in self.inner.inputs_of(batch).items()}
-        hidden = self._embeddings(**inputs)[0]
+        hidden = self._embeddings(self.inner.inputs_of(batch))
         hidden = self._layers.run(hidden, metadata.sequences, firsts_only=self._firsts_only)
         cursor = batch.cursor
         if self._firsts_only:
@@ -98,7 +100,8 @@ def with_few_rows(
         layers = packed_layers(backbone, MOST_ROWS)
         if isinstance(layers, Layers):
             firsts_only = runner.cls_only is not None
-            fast = FewRowsRunner(runner, backbone.embeddings, layers, firsts_only=firsts_only)
+            embeddings = short_embeddings(backbone.embeddings, runner.input_names)
+            fast = FewRowsRunner(runner, embeddings, layers, firsts_only=firsts_only)
             reason = _why_not(fast, sequences, timer or seconds_of)
             if reason is None:
                 return fast

@@ -76,7 +76,13 @@ class PackedRunner:
         # Without this a causal model would build a second cache of keys and values in every pass.
         self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
         # Attention knows from the layout which tokens it leaves out.
-        self._names_attended = any(each.leaves_out_padding for each in short_convolutions_of(self._backbone))
+        names_attended = any(each.leaves_out_padding for each in short_convolutions_of(self._backbone))
+        # What the backbone is called with.
+        self.input_names: tuple[str, ...] = ("input_ids", "position_ids")
+        if model.takes_type_ids:
+            self.input_names += ("token_type_ids",)
+        if names_attended:
+            self.input_names += ("attended_rows",)
         self._prefill_kv: dict[int, PrefillKV] = {}
         self._features = None if model.vision is None else FeatureStore(model.vision, device)
 
@@ -140,12 +146,13 @@ class PackedRunner:
 
     def inputs_of(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """The backbone's inputs by name: int64 [rows] each, and positions perhaps [3, rows]."""
-        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-        if self._model.takes_type_ids:
-            inputs["token_type_ids"] = batch.type_ids
-        if self._names_attended:
-            inputs["attended_rows"] = batch.attended_rows
-        return inputs
+        made = {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            "token_type_ids": batch.type_ids,
+            "attended_rows": batch.attended_rows,
+        }
+        return {name: made[name] for name in self.input_names}
 
     def run(
         self,

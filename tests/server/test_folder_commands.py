@@ -64,7 +64,9 @@ def test_each_picture_page_and_text_of_a_folder_is_a_document(
     assert {each["id"]: each["score"] for each in found} == pytest.approx(
         dict(zip(NAMES, expected, strict=True)), abs=1e-5
     )
-    assert [each["score"] for each in found] == pytest.approx(sorted(expected, reverse=True), rel=1e-6, abs=1e-5)
+    assert [each["score"] for each in found] == pytest.approx(
+        sorted(expected, reverse=True), rel=1e-6, abs=1e-5
+    )
     assert "6 of 6 documents" in ran.stderr
     out = folder.parent / "scores.jsonl"
     run(

@@ -111,7 +111,9 @@ def _beside_load(several: Server, happens: Callable[[], None]) -> None:
         asked = 0
         while not over.is_set() or asked < 3:
             found = _plain(_ranked(several, model, cache="bypass"))
-            assert found == {i: pytest.approx(score, rel=1e-6, abs=1e-5) for i, score in expected[model].items()}
+            assert found == {
+                i: pytest.approx(score, rel=1e-6, abs=1e-5) for i, score in expected[model].items()
+            }
             asked += 1
         return asked
 
