@@ -25,6 +25,8 @@ class CascadeOptions(TypedDict, total=False):
     """Those options of `Engine.score` that hold for all stages of a cascade."""
 
     truncation: LongInputPolicy
+    use_activation: bool
+    normalize: bool
     cache: CacheMode
     priority: Priority
     tenant: str
