@@ -339,7 +339,7 @@ def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
 @click.option("--rounds", type=int, default=5, show_default=True, help="Starts of each; medians count.")
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
 def bench_startup(other: str | None, rounds: int, json_file: str | None) -> None:
-    """Start and peak memory of a server of the default model; run it in a checkout."""
+    """Start, peak memory and lone requests of a server of the default model; run it in a checkout."""
     from maxsimd.bench.startup import measure_startup
 
     figures = measure_startup(Path.cwd(), None if other is None else Path(other), rounds)
