@@ -9,6 +9,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 from maxsimd.pooling.methods import Head
 
+# The number of random rows for which a shorter way must give the same.
+_TRIED_ROWS = 5
+
 
 class ModuleHead:
     """sentence-transformers' own modules (Dense, Normalize, ...) applied one after the other.
@@ -49,10 +52,14 @@ class ClassifierHead:
                 module.float()
         pad = getattr(model.config, "pad_token_id", None) or 0
         self._token_id = pad + 1
+        self._short = self._found_short()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if len(rows) == 0:
             return rows.new_empty(0, self.model.config.num_labels)
+        return self._short(rows) if self._short is not None else self._by_model(rows)
+
+    def _by_model(self, rows: torch.Tensor) -> torch.Tensor:
         self._rows.rows = rows[:, None, :]  # [n, 1, hidden]
         input_ids = torch.full((len(rows), 1), self._token_id, device=rows.device)
         try:
@@ -60,6 +67,28 @@ class ClassifierHead:
         finally:
             self._rows.rows = None
         return logits.float()  # [n, labels]
+
+    def _found_short(self) -> Head | None:
+        """The family's pooler and classifier one after the other, without the rest of the model's code, which
+        for one row takes longer than these; None where that gives other bits for random rows."""
+        classifier: Any = getattr(self.model, "classifier", None)
+        pooler = self._rows.pooler
+        weights = [] if classifier is None else list(classifier.parameters())
+        if not weights or weights[0].device.type != "cpu" or self.model.training:
+            return None
+
+        def short(rows: torch.Tensor) -> torch.Tensor:
+            states = rows[:, None, :]  # [n, 1, hidden]
+            logits: torch.Tensor = classifier(states if pooler is None else pooler(states))
+            return logits
+
+        hidden = self.model.config.get_text_config().hidden_size
+        rows = torch.randn(_TRIED_ROWS, hidden, generator=torch.Generator().manual_seed(0))
+        try:
+            with torch.inference_mode():
+                return short if torch.equal(short(rows), self._by_model(rows)) else None
+        except Exception:  # the family's classifier takes something else
+            return None
 
     def __str__(self) -> str:
         return f"the head of {type(self.model).__name__}"
@@ -152,11 +181,11 @@ class GivenRows(torch.nn.Module):
 
     def __init__(self, pooler: torch.nn.Module | None) -> None:
         super().__init__()
-        self._pooler = pooler
+        self.pooler = pooler
         self.rows: torch.Tensor | None = None
 
     def forward(self, *args: object, **kwargs: object) -> ModelOutput:
-        pooled = self._pooler(self.rows) if self._pooler is not None else None
+        pooled = self.pooler(self.rows) if self.pooler is not None else None
         return ModelOutput(last_hidden_state=self.rows, pooler_output=pooled)
 
 

@@ -41,6 +41,8 @@ T = TypeVar("T")
 
 # With the work of this many full steps waiting, the device is not idle soon if the next requests come slowly.
 _ENOUGH_STEPS = 2
+# About as many characters as are tokenised in half a millisecond.
+_AT_ONCE = 2048
 # Told of the values of a request that have come, None for the others, whenever some have.
 ValuesArrived: TypeAlias = Callable[[Prepared, list[Value | None]], None]
 # Told of an engine's death: the reason, and what stands against another start in this process, if anything.
@@ -99,6 +101,7 @@ class Running:
         self._died = died
         self._reason = "the engine was stopped"
         self._awaited: set[asyncio.Future[Values]] = set()
+        self._cache_dir = config.cache_dir
         self._process, loop = os.getpid(), asyncio.get_running_loop()
         self._loop = loop
         mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
@@ -198,6 +201,13 @@ class Running:
         finally:
             del work  # it holds the error, which holds this frame
 
+    async def _soon(self, function: Callable[[], T], size: int) -> T:
+        """As `in_pool`, but a small request that is alone is prepared on this loop: to hand it to a thread
+        and its result back takes as long as the work. Not where that may read from a disk."""
+        if size <= _AT_ONCE and self._num_inside == 1 and self._cache_dir is None:
+            return function()
+        return await self.in_pool(function, size)
+
     async def _free(self) -> None:
         """Ends actors and threads, and closes the cache once nothing reads it any more."""
         self._supervisor.cancel()
@@ -264,7 +274,7 @@ class Running:
                 timings = Timings(queue=begun - came, tokenise=time.perf_counter() - begun)
                 return prepared, waiting, timings
 
-            prepared, waiting, timings = await self.in_pool(check_and_prepare, request.reading)
+            prepared, waiting, timings = await self._soon(check_and_prepare, request.reading)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             self._metrics.truncated.inc(prepared.truncated - prepared.encoded_before.truncated)
             permit.confirm(waiting.work)
