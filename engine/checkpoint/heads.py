@@ -52,12 +52,12 @@ class ClassifierHead:
                 module.float()
         pad = getattr(model.config, "pad_token_id", None) or 0
         self._token_id = pad + 1
-        self._short = self._found_short()
+        self._is_short = self._gives_the_same_in_short()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if len(rows) == 0:
             return rows.new_empty(0, self.model.config.num_labels)
-        return self._short(rows) if self._short is not None else self._by_model(rows)
+        return self._in_short(rows) if self._is_short else self._by_model(rows)
 
     def _by_model(self, rows: torch.Tensor) -> torch.Tensor:
         self._rows.rows = rows[:, None, :]  # [n, 1, hidden]
@@ -68,27 +68,27 @@ class ClassifierHead:
             self._rows.rows = None
         return logits.float()  # [n, labels]
 
-    def _found_short(self) -> Head | None:
+    def _in_short(self, rows: torch.Tensor) -> torch.Tensor:
         """The family's pooler and classifier one after the other, without the rest of the model's code, which
-        for one row takes longer than these; None where that gives other bits for random rows."""
-        classifier: Any = getattr(self.model, "classifier", None)
+        for one row takes longer than these."""
+        states = rows[:, None, :]  # [n, 1, hidden]
         pooler = self._rows.pooler
+        logits: torch.Tensor = self.model.classifier(states if pooler is None else pooler(states))
+        return logits
+
+    def _gives_the_same_in_short(self) -> bool:
+        """Whether the short way has the bits of the model's code for random rows."""
+        classifier: Any = getattr(self.model, "classifier", None)
         weights = [] if classifier is None else list(classifier.parameters())
         if not weights or weights[0].device.type != "cpu" or self.model.training:
-            return None
-
-        def short(rows: torch.Tensor) -> torch.Tensor:
-            states = rows[:, None, :]  # [n, 1, hidden]
-            logits: torch.Tensor = classifier(states if pooler is None else pooler(states))
-            return logits
-
+            return False
         hidden = self.model.config.get_text_config().hidden_size
         rows = torch.randn(_TRIED_ROWS, hidden, generator=torch.Generator().manual_seed(0))
         try:
             with torch.inference_mode():
-                return short if torch.equal(short(rows), self._by_model(rows)) else None
+                return torch.equal(self._in_short(rows), self._by_model(rows))
         except Exception:  # the family's classifier takes something else
-            return None
+            return False
 
     def __str__(self) -> str:
         return f"the head of {type(self.model).__name__}"

@@ -43,6 +43,8 @@ T = TypeVar("T")
 _ENOUGH_STEPS = 2
 # About as many characters as are tokenised in half a millisecond.
 _AT_ONCE = 2048
+# Seconds within which they are for certain.
+_MOMENT = 0.1
 # Told of the values of a request that have come, None for the others, whenever some have.
 ValuesArrived: TypeAlias = Callable[[Prepared, list[Value | None]], None]
 # Told of an engine's death: the reason, and what stands against another start in this process, if anything.
@@ -201,10 +203,12 @@ class Running:
         finally:
             del work  # it holds the error, which holds this frame
 
-    async def _soon(self, function: Callable[[], T], size: int) -> T:
+    async def _soon(self, function: Callable[[], T], size: int, timeout: float | None) -> T:
         """As `in_pool`, but a small request that is alone is prepared on this loop: to hand it to a thread
-        and its result back takes as long as the work. Not where that may read from a disk."""
-        if size <= _AT_ONCE and self._num_inside == 1 and self._cache_dir is None:
+        and its result back takes as long as the work. Not where that may read from a disk, nor where the
+        time may be up before it is done."""
+        has_time = timeout is None or timeout > _MOMENT
+        if size <= _AT_ONCE and has_time and self._num_inside == 1 and self._cache_dir is None:
             return function()
         return await self.in_pool(function, size)
 
@@ -274,7 +278,7 @@ class Running:
                 timings = Timings(queue=begun - came, tokenise=time.perf_counter() - begun)
                 return prepared, waiting, timings
 
-            prepared, waiting, timings = await self._soon(check_and_prepare, request.reading)
+            prepared, waiting, timings = await self._soon(check_and_prepare, request.reading, options.timeout)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             self._metrics.truncated.inc(prepared.truncated - prepared.encoded_before.truncated)
             permit.confirm(waiting.work)

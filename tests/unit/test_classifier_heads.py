@@ -52,7 +52,15 @@ def test_a_head_gives_the_bits_of_the_models_own_code(family: str) -> None:
     ("family", "is_short"), [("bert", True), ("xlm-roberta", True), ("modernbert", False)]
 )
 def test_the_short_way_is_taken_where_pooler_and_classifier_are_all(family: str, is_short: bool) -> None:
-    assert (ClassifierHead(MODELS[family]().eval())._short is not None) is is_short
+    assert (ClassifierHead(MODELS[family]().eval())._is_short) is is_short
+
+
+@torch.inference_mode()
+def test_a_classifier_that_is_replaced_later_is_the_one_that_is_asked() -> None:
+    head = ClassifierHead(MODELS["bert"]().eval())
+    head.model.classifier = torch.nn.Linear(32, 3)
+    rows = torch.randn(4, 32)
+    assert torch.equal(head(rows), head._by_model(rows))
 
 
 class Doubled(BertForSequenceClassification):
@@ -64,4 +72,4 @@ class Doubled(BertForSequenceClassification):
 
 def test_a_model_that_does_more_with_its_classifiers_logits_is_called() -> None:
     head = ClassifierHead(Doubled(BertConfig(**SIZES, intermediate_size=48, num_labels=1)).eval())
-    assert head._short is None
+    assert not head._is_short
