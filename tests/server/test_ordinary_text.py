@@ -38,7 +38,7 @@ def _warned_of(answer: Any) -> int:
     return int(answer["warnings"][0].split()[0]) if "warnings" in answer else 0
 
 
-@pytest.mark.parametrize("characters", [1000, 4000])
+@pytest.mark.parametrize("characters", [pytest.param(1000, marks=pytest.mark.exhaustive), 4000])
 def test_all_chunks_are_answered_and_those_that_were_cut_are_counted(server: Server, characters: int) -> None:
     chunks = _chunks(characters)
     assert len(chunks) > ARTICLES
