@@ -64,8 +64,10 @@ def ms_marco_minilm(folder: Path) -> str:
     return _with_settings(Path(bert(folder)), sbert_ce_default_activation_function=_IDENTITY)
 
 
-def electra(folder: Path) -> str:
-    config = ElectraConfig(vocab_size=30522, embedding_size=64, num_labels=1, **SIZES)
+def electra(folder: Path, embedding: int = 64) -> str:
+    """With embeddings of other dimensions than its states, which a layer projects, as the small one has it;
+    the base one, and so cross-encoder/ms-marco-electra-base, has them alike."""
+    config = ElectraConfig(vocab_size=30522, embedding_size=embedding, num_labels=1, **SIZES)
     spread(ElectraForSequenceClassification(config)).save_pretrained(folder)
     wordpiece().save_pretrained(folder)
     return _with_settings(folder, sbert_ce_default_activation_function=_IDENTITY)

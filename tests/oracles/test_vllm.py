@@ -21,7 +21,7 @@ from maxsimd.engine.preprocess import Preprocessor, RequestIds
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import EmbedRequest, InputType, ScoreRequest
 from maxsimd.pooling.sparse import WordsHead
-from tests.checkpoints import language_models, late_interaction, sparse_encoders
+from tests.checkpoints import cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.oracles.vllm_process import Input, Numbers, Vllm, VllmError
@@ -38,6 +38,7 @@ BOUND = 1e-4
 # Folders of their own, where vLLM takes for granted what is so of the published one: the ids of its markers,
 # heads of 32 dimensions or more, and an output matrix in the file.
 BUILDS: dict[str, Callable[[Path], str]] = {
+    "ELECTRA": partial(cross_encoders.electra, embedding=128),
     "jina-reranker-v3": language_models.jina_reranker_v3_with_published_ids,
     "ColBERT": partial(late_interaction.stanford, heads=2),
     "ColBERT, attended expansion": partial(late_interaction.stanford, attend=True, heads=2),

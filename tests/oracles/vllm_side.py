@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
-from transformers import AutoConfig, GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    EuroBertConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 from vllm import LLM, PoolingParams
 from vllm.config import PoolerConfig
 from vllm.model_executor.models import registry
@@ -60,9 +67,29 @@ class LlamaBidirectionalConfig(LlamaConfig):
     model_type = "llama_bidirec"
 
 
+class JinaSmallConfig(Qwen3Config):
+    """Jina's, of the small one of its fifth embedders."""
+
+    model_type = "jina_embeddings_v5"
+
+
+class JinaNanoConfig(EuroBertConfig):
+    """Jina's, of the nano one."""
+
+    model_type = "jina_embeddings_v5"
+
+
 _STAND_INS = {
     kind.__name__: kind
-    for kind in (NewConfig, GteConfig, NomicBertConfig, XLMRobertaFlashConfig, LlamaBidirectionalConfig)
+    for kind in (
+        NewConfig,
+        GteConfig,
+        NomicBertConfig,
+        XLMRobertaFlashConfig,
+        LlamaBidirectionalConfig,
+        JinaSmallConfig,
+        JinaNanoConfig,
+    )
 }
 
 
