@@ -117,7 +117,7 @@ READERS: dict[str, Reader] = {
     "jina-colbert-v2": Equal("tokens", _architecture("ColBERTJinaRobertaModel", "XLMRobertaFlashConfig")),
     "jina-colbert-v1": Refused("tokens", "Only 'absolute' position_embedding_type is supported"),
     "LFM2-ColBERT": NotYet(),
-    "LFM2.5-ColBERT": NotYet(),
+    "LFM2.5-ColBERT": Refused("tokens", _UNKNOWN.format("Lfm2BidirectionalModel")),
     "native multi-vector": Equal("tokens"),
     "native multi-vector, token pooling": Differs(
         "tokens", "it does not merge documents' tokens, as sentence-transformers and we do"
@@ -126,7 +126,9 @@ READERS: dict[str, Reader] = {
     "BERT": Equal("logits"),
     "RoBERTa": Equal("logits"),
     "XLM-RoBERTa": Equal("logits"),
-    "ELECTRA": NotYet(),
+    "ELECTRA": Equal(
+        "logits", note="where embeddings are as wide as states; the layer between them it leaves out"
+    ),
     "DistilBERT": Refused("logits", _NOT_DISPATCHED),
     "ModernBERT": Equal("logits"),
     "gte-multilingual-reranker": Equal(
@@ -177,8 +179,8 @@ READERS: dict[str, Reader] = {
     "Llama Nemotron Embed": Equal("embeddings", Told(stand_in="LlamaBidirectionalConfig")),
     "NV-EmbedQA": Equal("embeddings", Told(stand_in="LlamaBidirectionalConfig")),
     "LFM2.5-Embedding": Refused("embeddings", _UNKNOWN.format("Lfm2BidirectionalModel")),
-    "jina-embeddings-v5-text-small": NotYet(),
-    "jina-embeddings-v5-text-nano": NotYet(),
+    "jina-embeddings-v5-text-small": Equal("embeddings", Told(stand_in="JinaSmallConfig")),
+    "jina-embeddings-v5-text-nano": Equal("embeddings", Told(stand_in="JinaNanoConfig")),
     "Jina v3": Refused("embeddings", _NOT_DISPATCHED),
     "MPNet": Refused("embeddings", _UNKNOWN.format("MPNetModel")),
     "Sentence-T5": Refused("embeddings", _T5.format("t5.modeling_t5.T5Stack")),
@@ -212,7 +214,7 @@ READERS: dict[str, Reader] = {
         " give the weights of words",
     ),
     "OpenSearch, queries looked up": Refused("words", "Invalid repository ID or local directory specified"),
-    "gte-multilingual, sparse": NotYet(),
+    "gte-multilingual, sparse": Refused("own words", "Unsupported task: 'token_classify'", _NEW),
     "bge-m3, dense": Equal("embeddings", Told({"position_embedding_type": "absolute"})),
     "bge-m3, sparse": Equal("own words", _architecture("BgeM3EmbeddingModel")),
     "bge-m3, multi-vector": Equal("tokens", _architecture("BgeM3EmbeddingModel")),
