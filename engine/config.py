@@ -23,6 +23,10 @@ class ScoreType(Enum):
     HYBRID = "hybrid"
 
 
+# How many rows of a document may become one, as FlagEmbedding has it.
+COMPRESS_RATIOS = (1, 2, 4, 8)
+
+
 def option(default: Any, help: str) -> Any:
     """A configuration field with the sentence that explains it."""
     return field(default=default, metadata={"help": help})
@@ -142,6 +146,16 @@ class EngineConfig:
         "Layer to stop behind, for rerankers with a score behind each (BGE's MiniCPM and Gemma2); by default "
         "the last.",
     )
+    compress_ratio: int = option(
+        1,
+        "How many rows of a document become one (their mean) where layers compress: 1 (none), 2, 4 or 8; for "
+        "bge-reranker-v2.5-gemma2-lightweight.",
+    )
+    compress_layers: str | None = option(
+        None,
+        "Layers behind which documents are compressed, such as 24,40; by default 8, if compress_ratio is not "
+        "1.",
+    )
     window_overlap: int = option(
         64, "Tokens that neighbouring windows of a long document share; at most half of each are."
     )
@@ -196,6 +210,11 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.steps_in_flight not in (1, 2):
             raise ValueError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
+        if self.compress_ratio not in COMPRESS_RATIOS:
+            ratios = ", ".join(map(str, COMPRESS_RATIOS))
+            raise ValueError(f"compress_ratio must be one of {ratios}, not {self.compress_ratio}")
+        if self.compress_layers is not None:
+            compress_layers_of(self.compress_layers)
         for name in ("max_queued_tokens", "window_overlap", "cache_mb", "device_cache_mb"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -207,6 +226,20 @@ class EngineConfig:
             hybrid_weights_of(self.hybrid_weights)
         if self.doc_token_pooling is not None and self.doc_token_pooling < 1:
             raise ValueError(f"doc_token_pooling must be at least 1, not {self.doc_token_pooling}")
+
+
+def compress_layers_of(given: str) -> tuple[int, ...]:
+    """The layers to compress behind, as they are written: numbers with commas; each once, ascending. Raises
+    ValueError for anything else."""
+    try:
+        layers = sorted({int(layer) for layer in given.split(",")})
+    except ValueError:
+        layers = [0]
+    if layers[0] < 1:
+        raise ValueError(
+            f"compress_layers must be numbers from 1 on with commas between, such as 24,40; not {given!r}"
+        )
+    return tuple(layers)
 
 
 def hybrid_weights_of(given: str) -> tuple[float, float, float]:

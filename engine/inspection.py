@@ -131,6 +131,8 @@ def _inputs(model: LoadedModel) -> dict[str, str]:
     if model.score_type is ScoreType.CROSS_ENCODER:
         rows["pair"] = "joined by the tokeniser" if model.pairs.template is None else "joined by a template"
         rows["pair"] += f", cut by {model.pairs.truncation}"
+        if model.compression is not None:
+            rows["compression"] = str(model.compression)
         if model.pairs.template is not None:
             rows["instruction"] = repr(model.instruction or model.pairs.template.instruction or "")
             rows["instruction"] = rows["instruction"] if model.takes_instruction else "not taken"

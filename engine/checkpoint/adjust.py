@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maxsimd.engine.checkpoint.heads import FirstColumns
 from maxsimd.engine.checkpoint.model import LoadedModel, Task
-from maxsimd.engine.checkpoint.retrained import LAYERWISE
+from maxsimd.engine.checkpoint.retrained import COST_WISE, LAYERWISE
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.config import EngineConfig, hybrid_weights_of
 from maxsimd.engine.errors import ModelLoadError
@@ -32,6 +32,12 @@ def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
         raise ModelLoadError("score_template is for models that read query and document together")
     if config.cutoff_layer is not None and model.architecture not in LAYERWISE:
         raise ModelLoadError("cutoff_layer is for models with a score behind each layer")
+    asks = config.compress_ratio != 1 or config.compress_layers is not None
+    if asks and model.architecture != COST_WISE:
+        raise ModelLoadError(
+            "compress_ratio and compress_layers are for models that were trained with token compression "
+            "(bge-reranker-v2.5-gemma2-lightweight)"
+        )
     if config.query_prompt is not None:
         model = replace(model, query=replace(model.query, prompt=config.query_prompt))
     if config.document_prompt is not None:

@@ -3,7 +3,8 @@
 Source: the cards of BAAI/bge-reranker-v2-minicpm-layerwise and bge-reranker-v2.5-gemma2-lightweight, and
 FlagEmbedding, whose classes `LayerWiseMiniCPMForCausalLM` and `CostWiseGemmaForCausalLM` they are."""
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +19,16 @@ from maxsimd.engine.checkpoint.reference import LastStateReference
 from maxsimd.engine.checkpoint.retrained import COST_WISE
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.weights import read_tensors
+from maxsimd.engine.config import EngineConfig, compress_layers_of
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.models.compressing_gemma2 import CompressingGemma2, Compression
+
+log = logging.getLogger(__name__)
 
 _SEGMENTS = ("{{ bos_token }}", "A: {{ query }}", NEWLINE, "B: {{ document }}", NEWLINE, "{{ instruction }}")
 _PREDICT = "Predict whether passage B contains an answer to query A."
+# FlagEmbedding's, for a ratio without layers.
+_COMPRESS_LAYERS = (8,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +56,33 @@ def load_layerwise(
     path: str,
     files: CheckpointFiles,
     template: ScoreTemplate | None,
-    cutoff_layer: int | None,
+    config: EngineConfig,
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Reads the checkpoint, whose config is in transformers' terms at `path` and as published in `files`, up
-    to a layer.
+    to the layer, and with the compression, that the configuration asks for.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
-    config, revision = files.config, options["revision"]
+    published, revision = files.config, options["revision"]
     default = 28 if files.architecture == COST_WISE else 8
     layers = _Layers(
-        int(config.get("start_layer", default)), int(config["num_hidden_layers"]), _step(files, default)
+        int(published.get("start_layer", default)), int(published["num_hidden_layers"]), _step(files, default)
     )
-    layer = layers.number_of(cutoff_layer)
+    layer = layers.number_of(config.cutoff_layer)
+    compression = None
+    if files.architecture == COST_WISE:
+        compression = _compression(config, layers.last, layer)
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-    backbone = AutoModel.from_pretrained(
+    kind = AutoModel if compression is None else CompressingGemma2
+    backbone = kind.from_pretrained(
         path, revision=revision, trust_remote_code=False, **options["model_kwargs"]
     )
     backbone.layers = backbone.layers[:layer]
     backbone.config.num_hidden_layers = layer
+    if compression is not None:
+        log.info("token compression: %s", compression)
+        backbone.config.compress_ratio = compression.ratio
+        backbone.config.compress_layers = list(compression.layers)
     kinds = getattr(backbone.config, "layer_types", None)
     if kinds:
         backbone.config.layer_types = list(kinds[:layer])
@@ -77,6 +92,7 @@ def load_layerwise(
     if files.architecture == COST_WISE:
         instruction = _PREDICT
     template = template or ScoreTemplate(_SEGMENTS, instruction, special_tokens(tokenizer))
+    template = replace(template, marks_document=compression is not None)
     reference = LastStateReference(backbone, tokenizer, head)
     return {
         "backbone": backbone,
@@ -88,7 +104,44 @@ def load_layerwise(
         "activation": torch.nn.Identity(),
         "labels": ("LABEL_0",),
         "pairs": PairRules("only_second", template),
+        "compression": compression,
     }
+
+
+def _compression(config: EngineConfig, last: int, cutoff: int) -> Compression | None:
+    """The compression that is asked for, of a model with `last` layers that is cut off behind one. Raises
+    ModelLoadError for one that cannot be, or that would have no effect."""
+    given = None if config.compress_layers is None else compress_layers_of(config.compress_layers)
+    if config.compress_ratio == 1:
+        if given is not None:
+            raise ModelLoadError(
+                "compress_layers has no effect with compress_ratio=1; set that to 2, 4 or 8, or leave "
+                "compress_layers out"
+            )
+        return None
+    if config.score_template is not None:
+        raise ModelLoadError(
+            "compress_ratio needs the model's own template, which says what the passage is; leave out "
+            "score_template, or compress_ratio"
+        )
+    layers = given or _COMPRESS_LAYERS
+    wrong = [layer for layer in layers if layer >= last]
+    if wrong:
+        raise ModelLoadError(
+            f"compress_layers: no layer follows the layer {wrong[0]} of this model; it compresses behind the "
+            f"layers 1 to {last - 1}"
+        )
+    effective = tuple(layer for layer in layers if layer < cutoff)
+    if not effective:
+        named = ", ".join(map(str, layers))
+        raise ModelLoadError(
+            f"compress_layers: of the layers {named} none is before the layer {cutoff}, behind which the "
+            "model stops; name an earlier one"
+        )
+    if len(effective) < len(layers):
+        ignored = ", ".join(map(str, layers[len(effective) :]))
+        log.info("not compressed behind layers that are not run, as in FlagEmbedding: %s", ignored)
+    return Compression(config.compress_ratio, effective)
 
 
 def _step(files: CheckpointFiles, default: int) -> int:

@@ -192,7 +192,7 @@ def _load_parts(
         if files.architecture == LLAMA_RERANKER:
             return load_bidirectional_reranker(path, files, template, options)
         if files.architecture in LAYERWISE:
-            return load_layerwise(path, files, template, config.cutoff_layer, options)
+            return load_layerwise(path, files, template, config, options)
         if files.architecture == JINA_M0:
             with by_pillow(path, files, options) as with_pillow:
                 return load_jina_m0(path, template, with_pillow)

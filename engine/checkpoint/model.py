@@ -14,6 +14,7 @@ from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.visual.chat import ChatRole
 from maxsimd.engine.checkpoint.visual.vision import Vision
 from maxsimd.engine.config import ScoreType
+from maxsimd.engine.models.compressing_gemma2 import Compression
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.token_pooling import TokenPooling
 from maxsimd.scheduler.payload import TokenIds
@@ -136,7 +137,8 @@ class LoadedModel:
     its authors meant. With `vision` it reads pictures. `stored_as` says how weights are stored that are not
     in `file_dtype`. The `fingerprint` tells embeddings of queries and documents that it makes from those of
     other models. Hybrid scores are dense, sparse and multi-vector ones by their `hybrid_weights`. The
-    checkpoint's files `unread` would give more, if they may be read.
+    checkpoint's files `unread` would give more, if they may be read. With `compression` documents have fewer
+    rows behind some layers.
     """
 
     name: str
@@ -168,6 +170,7 @@ class LoadedModel:
     fingerprint: str = ""
     hybrid_weights: tuple[float, float, float] = (0.4, 0.2, 0.4)
     unread: tuple[str, ...] = ()
+    compression: Compression | None = None
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:

@@ -194,6 +194,6 @@ def declares(model: Any, name: str) -> bool:
 
 def takes_type_ids(model: Any, tokenizer: Any) -> bool:
     """Whether the model distinguishes the texts of a pair by token types: it takes them, and its tokeniser
-    makes them."""
+    makes them, or it needs those that a template gives."""
     made = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
-    return made and declares(model, "token_type_ids")
+    return (made or getattr(model, "needs_type_ids", False)) and declares(model, "token_type_ids")

@@ -42,7 +42,8 @@ class ScoreTemplate:
     system (the instruction), query and document, as sentence-transformers' chat templates for rerankers do.
     `variables` are handed to it as well. The document occurs once in all segments. With `in_parts` the
     content of a message is a list of parts, and a picture is one; else `picture` stands for one in a text.
-    Behind all that is written stand the `trailing_ids`, tokens that no text has.
+    Behind all that is written stand the `trailing_ids`, tokens that no text has. With `marks_document` the
+    tokens of the segment with the document have type 1, all others 0.
     """
 
     segments: tuple[str, ...]
@@ -51,6 +52,7 @@ class ScoreTemplate:
     in_parts: bool = False
     picture: str = ""
     trailing_ids: tuple[int, ...] = ()
+    marks_document: bool = False
 
     def pair(
         self,

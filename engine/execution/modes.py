@@ -95,6 +95,8 @@ def try_packed(
     """Packed execution where it is exact, else a description of the mismatch.
 
     Leaves the backbone with packed attention if it is, and with its own attention if it is not."""
+    if model.compression is not None:
+        return "documents have fewer rows behind some of its layers than before them"
     backbone: Any = model.backbone
     own = getattr(backbone.config, "_attn_implementation", None)
     recorded = RecordedBackend(backend)

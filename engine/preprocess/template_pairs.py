@@ -23,13 +23,15 @@ _NONE = np.empty(0, np.int32)
 class _Surroundings:
     """What stands around the documents of a query: the token ids `before` and `after` a text of which the
     document is a part, because it may merge with what is `left` and `right` of it there. `prefix` is what
-    pairs of the query begin with, whatever the document."""
+    pairs of the query begin with, whatever the document. `types` are the type ids of what is before, of the
+    text, and of what is after."""
 
     before: TokenIds
     left: str
     right: str
     after: TokenIds
     prefix: TokenIds
+    types: tuple[TokenIds | int, int, TokenIds | int]
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +105,7 @@ class TemplateJoiner:
                 pairs.append(_Pair(InputName("documents", i), around, document))
             for pair, (parts, truncated) in zip(pairs, self._fitted(pairs, long_inputs), strict=True):
                 before, after = pair.around.before, pair.around.after
-                windows = [JoinedTokens.of((before, part, after), (0, 0, 0)) for part in parts]
+                windows = [JoinedTokens.of((before, part, after), pair.around.types) for part in parts]
                 yield JoinedPair(windows, pair.around.prefix, truncated)
 
     def shortest_pair(self) -> int:
@@ -134,14 +136,31 @@ class TemplateJoiner:
         )
         ids = [part for (_, begun), rest in zip(others, encoded, strict=True) for part in (begun, rest)]
         ids += [head_ids, middle]
-        after = [right[beside:], *(frame.before for frame in frames[position + 1 :])]
+        texts = [right[beside:], *(frame.before for frame in frames[position + 1 :])]
+        after = [*self._tokenizer.encode(texts, "queries"), self._trailing]
         # The last token may merge with a document's first characters: it is no part of the prefix.
         return _Surroundings(
             np.concatenate(ids),
             left[apart:],
             right[:beside],
-            np.concatenate([*self._tokenizer.encode(after, "queries"), self._trailing]),
+            np.concatenate(after),
             np.concatenate([*ids, last[:-1]]),
+            self._types(ids, after),
+        )
+
+    def _types(
+        self, before: list[TokenIds], after: list[TokenIds]
+    ) -> tuple[TokenIds | int, int, TokenIds | int]:
+        """The type ids around a document: the last two parts before it, and the first after it, are of its
+        segment."""
+        if not self._template.marks_document:
+            return 0, 0, 0
+        of_segment = [0] * (len(before) - 2) + [1, 1]
+        lengths = [len(part) for part in before], [len(part) for part in after]
+        return (
+            np.repeat(np.array(of_segment, np.int32), lengths[0]),
+            1,
+            np.repeat(np.array([1] + [0] * (len(after) - 1), np.int32), lengths[1]),
         )
 
     def _fitted(self, pairs: list[_Pair], long_inputs: LongInputs) -> Iterator[tuple[list[TokenIds], bool]]:

@@ -140,9 +140,16 @@ which an adapter is merged already (`...-small-retrieval`) are saves of sentence
 ## Scores behind earlier layers
 
 bge-reranker-v2-minicpm-layerwise and bge-reranker-v2.5-gemma2-lightweight stop behind the layer that
-`--cutoff-layer` names. The compression of a passage's tokens in the latter (FlagEmbedding's
-`compress_ratio` of 2, 4 or 8, off by default) is not carried out: each token stays one row through all
-layers.
+`--cutoff-layer` names.
+
+The latter also compresses passages: with `--compress-ratio` 2, 4 or 8, that many neighbouring rows of the
+passage (perhaps fewer in its last group) become their mean behind each of the layers that
+`--compress-layers` names, positions are counted anew, and the layers that follow run the shorter sequence.
+It is off by default (`--compress-ratio 1`), and with a ratio alone the layer is the 8th, both as in
+FlagEmbedding. There a layer at or behind the one that the model stops behind has no effect; here neither,
+and the log says so, but layers of which none has an effect are refused, and so are layers that no other
+follows. Such a model runs in padded batches, each sequence whole, without prefix sharing, and takes no
+`--score-template`.
 
 ## Sparse encoders
 

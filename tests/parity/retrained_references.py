@@ -30,10 +30,14 @@ from transformers import (
 )
 from transformers.models.lfm2 import modeling_lfm2
 
+from maxsimd.bench.datasets import Pair
 from tests.checkpoints.retrained import INSTRUCTION, VOYAGE, tensors_of
 from tests.parity.references import Scores
 
 Tensors = dict[str, torch.Tensor]
+
+# What the Gemma2 reranker is asked.
+_PREDICT = "Predict whether passage B contains an answer to query A."
 
 
 def _config(path: str) -> dict[str, Any]:
@@ -159,8 +163,14 @@ def gte_qwen2(path: str) -> PlainEmbedder:
 def _ids(tokenizer: Any, query: str, document: str, task: str) -> torch.Tensor:
     """How FlagEmbedding puts the inputs of its language models together."""
     parts = [f"A: {query}", "\n", f"B: {document}", "\n", task]
-    ids = [token for part in parts for token in tokenizer(part, add_special_tokens=False)["input_ids"]]
+    ids = [token for part in parts for token in _text_ids(tokenizer, part)]
     return torch.tensor([tokenizer.bos_token_id, *ids])
+
+
+def _text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text, without special ones."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def bge_minicpm(path: str, queries: Sequence[str], documents: Sequence[str], layer: int = 4) -> Scores:
@@ -239,9 +249,44 @@ def bge_gemma2(path: str, queries: Sequence[str], documents: Sequence[str], laye
     cap = published["final_logit_softcapping"]
     found = []
     for query, document in zip(queries, documents, strict=True):
-        ids = _ids(tokenizer, query, document, "Predict whether passage B contains an answer to query A.")
+        ids = _ids(tokenizer, query, document, _PREDICT)
         state = model(input_ids=ids[None]).last_hidden_state[0, -1]
         found.append(float(cap * torch.tanh(tensors["lm_head.0.linear_head.weight"][0] @ state / cap)))
+    return np.array(found, dtype=np.float32)
+
+
+@torch.inference_mode()
+def bge_gemma2_compressed(
+    path: str, pairs: Sequence[Pair], ratio: int, layers: Sequence[int], cutoff: int
+) -> Scores:
+    """The same with token compression: behind each of the layers the rows of the passage become means of
+    `ratio` rows each, the last perhaps of fewer, and the next layer counts positions from 0."""
+    published = _config(path) | {"model_type": "gemma2", "attn_logit_softcapping": None}
+    tensors, tokenizer = tensors_of(path), PreTrainedTokenizerFast.from_pretrained(path)
+    config = Gemma2Config(**published | {"layer_types": None})
+    model = Gemma2Model(config).eval()
+    model.load_state_dict({name[6:]: each for name, each in tensors.items() if name.startswith("model.")})
+    each_layer, kinds = list(model.layers), list(config.layer_types)
+    norm, model.norm = model.norm, torch.nn.Identity()
+    cap, found = published["final_logit_softcapping"], []
+    for pair in pairs:
+        parts = [
+            [tokenizer.bos_token_id, *_text_ids(tokenizer, f"A: {pair.query}"), *_text_ids(tokenizer, "\n")],
+            _text_ids(tokenizer, f"B: {pair.document}"),
+            [*_text_ids(tokenizer, "\n"), *_text_ids(tokenizer, _PREDICT)],
+        ]
+        states = model.embed_tokens(torch.tensor([token for part in parts for token in part]))
+        before, after = len(parts[0]), len(parts[2])
+        for number in range(cutoff):
+            if number in layers:
+                passage = states[before:-after].split(ratio)
+                means = [rows.mean(0, keepdim=True) for rows in passage]
+                states = torch.cat([states[:before], *means, states[-after:]])
+            model.layers, config.layer_types = torch.nn.ModuleList([each_layer[number]]), [kinds[number]]
+            config.num_hidden_layers = 1
+            states = model(inputs_embeds=states[None], use_cache=False).last_hidden_state[0]
+        logit = tensors["lm_head.0.linear_head.weight"][0] @ norm(states[-1])
+        found.append(float(cap * torch.tanh(logit / cap)))
     return np.array(found, dtype=np.float32)
 
 

@@ -274,5 +274,5 @@ OF_NO_CONCERN: dict[str, Any] = {
 # Options whose effect shows in the loaded model, and those that only models without cached documents take.
 SEEN_IN_THE_MODEL = {
     *("model", "revision", "score_type", "device", "instruction", "score_template", "cutoff_layer"),
-    "hybrid_weights",
+    *("hybrid_weights", "compress_ratio", "compress_layers"),
 }

@@ -281,6 +281,7 @@ def test_settings_that_change_scores_are_in_the_fingerprint_and_others_are_not()
 
     scored = {
         "model": "a/b", "revision": "r", "dtype": "bfloat16", "cutoff_layer": 2, "query_prompt": "q: ",
+        "compress_ratio": 2, "compress_layers": "3",
         "document_prompt": "d: ", "instruction": "i", "score_template": "{{ query }}", "calibration": "c",
         "doc_token_pooling": 2.0, "hybrid_weights": "1,0,0", "cache_precision": "int8", "dimensions": 8,
     }  # fmt: skip

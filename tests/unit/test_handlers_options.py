@@ -49,6 +49,8 @@ def _sample(config: type, field: "dataclasses.Field[Any]") -> Any:
         return not field.default
     if field.name == "steps_in_flight":
         return 1
+    if field.name == "compress_ratio":
+        return 4
     if int in kinds:
         return 7 if field.name in ("fronts", "replicas") else 77
     if float in kinds:
@@ -57,7 +59,7 @@ def _sample(config: type, field: "dataclasses.Field[Any]") -> Any:
         return ("https://one.example", "*")
     if typing.get_origin(kind) is tuple:
         return ("one", "two")
-    return "1,2,3" if field.name == "hybrid_weights" else "something"
+    return "1,2,3" if field.name in ("hybrid_weights", "compress_layers") else "something"
 
 
 OPTIONS = [

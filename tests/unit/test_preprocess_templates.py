@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,19 @@ def test_each_pair_is_what_the_template_makes_of_it() -> None:
     types = two.sequences[0].tokens.type_ids
     assert types is not None
     assert types.tolist() == [0] * 12
+
+
+def test_a_template_may_mark_the_segment_with_the_document() -> None:
+    """Cut or not: with the text before and behind it, and nothing of other segments."""
+    marking = replace(THREE_SEGMENTS, marks_document=True)
+    for prepared in (
+        score([words(2)], [document(3)], template=marking),
+        score([words(2)], [document(90)], CUT_LONG, template=marking),
+    ):
+        (sequence,) = prepared.sequences
+        assert sequence.tokens.type_ids is not None
+        length = len(sequence) - 5 - 2  # before the segment and behind it
+        assert sequence.tokens.type_ids.tolist() == [0] * 5 + [1] * length + [0] * 2
 
 
 def test_of_many_queries_each_has_the_tokens_that_it_has_alone() -> None:

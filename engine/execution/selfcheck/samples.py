@@ -68,7 +68,7 @@ def random_sequences(model: LoadedModel, task: str) -> list[Sequence]:
     for first, second in lengths:
         if plain:
             ids = _random_ids(model, first + second, random)
-            sequences.append(_sequence(model, task, ids, np.zeros_like(ids)))
+            sequences.append(_sequence(model, task, ids, _plain_types(model, ids, first)))
         elif model.score_task == "classify":
             sequences.append(_encoded(model, task, _text(model, first, random), _text(model, second, random)))
         else:
@@ -76,6 +76,16 @@ def random_sequences(model: LoadedModel, task: str) -> list[Sequence]:
     if task == "classify" and not plain:
         sequences.append(_encoded(model, task, _text(model, 6, random)))
     return [*sequences, *_special_readings(model, task, sequences), *random_pages(model, task)]
+
+
+def _plain_types(model: LoadedModel, ids: NDArray[np.int32], first: int) -> NDArray[np.int32]:
+    """The type ids of a pair that a template joins: those of a document, where the template marks it, stand
+    behind the first tokens and before the last."""
+    types = np.zeros_like(ids)
+    template = model.pairs.template
+    if template is not None and template.marks_document:
+        types[first:-1] = 1
+    return types
 
 
 def _special_readings(model: LoadedModel, task: str, sequences: list[Sequence]) -> Iterator[Sequence]:
