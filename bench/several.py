@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from maxsimd.api.garbage import resident_bytes
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.bench.text_models import SHAPES
@@ -21,8 +24,10 @@ from maxsimd.engine.device.allocators import give_back_memory
 _MIB = 1 << 20
 _NAMES = ("first", "second")
 _SHAPES, _LAYERS = ("mpnet-base", "deberta-v3-base"), 12
-# Enough requests at a time, and steps that are small beside them, that each model always has one waiting.
-_CLIENTS, _DOCUMENTS, _STEP_TOKENS = 8, 20, 1024
+# Enough requests at a time that each model always has a step waiting, and steps so small that there are many
+# in the time that is measured.
+_CLIENTS, _DOCUMENTS, _STEP_TOKENS = 8, 20, 256
+_CHARACTERS = 600  # so that each document fits into a step
 _WARM_UP_SECONDS = 2.0
 
 
@@ -39,7 +44,8 @@ def at_hand(models: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def measure_memory(models: tuple[str, str], dtype: Any, threads: int | None) -> dict[str, float]:
-    """In MiB, each in a process of its own: of each model alone and of both, above a process without any."""
+    """In MiB, each in a process of its own: of each model alone and of both, above a process without any that
+    has the libraries."""
     first, second = (EngineConfig(model=model, dtype=dtype, threads=threads) for model in models)
     found = {}
     for name, configs in (
@@ -50,11 +56,10 @@ def measure_memory(models: tuple[str, str], dtype: Any, threads: int | None) -> 
     ):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             found[name] = process.submit(_resident, configs).result()
-    base = found["nothing"][0]
-    above = {name: resident - base for name, (resident, _) in found.items()}
-    weights = found["both"][1]
+    above = {name: resident - found["nothing"] for name, resident in found.items()}
+    weights = sum(_weights(Path(model), 2 if dtype == "bfloat16" else 4) for model in models)
     return {
-        "process_without_models_mib": round(base / _MIB, 1),
+        "process_without_models_mib": round(found["nothing"] / _MIB, 1),
         "first_alone_mib": round(above["first"] / _MIB, 1),
         "second_alone_mib": round(above["second"] / _MIB, 1),
         "both_mib": round(above["both"] / _MIB, 1),
@@ -64,20 +69,29 @@ def measure_memory(models: tuple[str, str], dtype: Any, threads: int | None) -> 
     }
 
 
-def _resident(configs: dict[str, EngineConfig]) -> tuple[int, int]:
-    """The bytes of this process once all models have scored, and those of their weights."""
+def _weights(folder: Path, bytes_each: int) -> int:
+    """The bytes of the weights in a folder's safetensors files."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total * bytes_each
 
-    async def run() -> tuple[int, int]:
+
+def _resident(configs: dict[str, EngineConfig]) -> int:
+    """The bytes of this process once all models have scored. It has loaded and dropped the default model
+    before, and so has the libraries that models need."""
+
+    async def run() -> int:
         query, documents = _workload()
+        async with Engines({"default": EngineConfig()}) as engines:
+            await engines["default"].score(query, documents[0], cache="bypass")
         async with Engines(configs) as engines:
-            weights = 0
             for name in engines.names:
                 await engines[name].score(query, documents[0], cache="bypass")
-                parameters = engines[name].model.backbone.parameters()
-                weights += sum(parameter.nbytes for parameter in parameters)
             gc.collect()
             give_back_memory()
-            return resident_bytes(), weights
+            return resident_bytes()
 
     return asyncio.run(run())
 
@@ -120,5 +134,5 @@ async def measure_shares(
 
 def _workload() -> tuple[str, list[list[str]]]:
     pairs = docstring_pairs()
-    documents = [pair.document for pair in pairs]
+    documents = [pair.document[:_CHARACTERS] for pair in pairs]
     return pairs[0].query, [documents[i : i + _DOCUMENTS] for i in range(0, 400, _DOCUMENTS)]

@@ -10,7 +10,7 @@ from maxsimd.bench.report import publish
 @click.command("several")
 @click.argument("models", nargs=-1)
 @click.option("--weights", default="3,1", show_default=True, help="Shares of the device of two models.")
-@click.option("--seconds", type=float, default=10.0, show_default=True, help="Seconds of mixed load.")
+@click.option("--seconds", type=float, default=30.0, show_default=True, help="Seconds of mixed load.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="float32", show_default=True)
 @click.option("--threads", type=int, help="Threads for computing.")
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")

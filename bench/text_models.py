@@ -12,6 +12,9 @@ def deberta_v3_base(folder: Path, layers: int) -> str:
 
     config = DebertaV2Config(
         vocab_size=30522,
+        hidden_size=768,
+        num_attention_heads=12,
+        intermediate_size=3072,
         num_hidden_layers=layers,
         max_position_embeddings=512,
         type_vocab_size=0,

@@ -76,6 +76,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         small = scheduler.limits.beside_small
         # While small requests come, steps that have half of what is allowed beside them tell the speed too.
         self.rate = ServiceRate(scheduler.limits.tokens if small is None else small)
+        # That of steps that have begun, without what they waited for other models.
+        self.pace = ServiceRate(scheduler.limits.tokens if small is None else small)
         self.step_times = StepTimes()
         self.num_signs = 0
 
@@ -206,7 +208,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         once: a step takes no longer there than an alarm may be late."""
         now = time.perf_counter()
         step = self._in_flight[step_id]
-        expected = self.rate.seconds(step.work - step.reported)
+        expected = self.pace.seconds(step.work - step.reported)
         if self._scheduler.limits.beside_small is None or expected is None:
             return now
         return now + expected - min(max(_SHARE_LEFT * expected, _LEAST_LEFT), _MOST_LEFT)
@@ -253,10 +255,11 @@ class SchedulerActor(Actor[SchedulerMessage]):
         """Notes how fast a step was. Of one that was begun before another ended, only the time since then
         counts in the rate; the time for which it waited for other models does, since the next will too."""
         now = time.perf_counter()
-        alone, self._last_report = min(seconds + waited, now - self._last_report), now
+        since, self._last_report = now - self._last_report, now
         if work and seconds > 0:
             self._metrics.step_seconds.observe(seconds)
-            self.rate.observe(work, alone)
+            self.rate.observe(work, min(seconds + waited, since))
+            self.pace.observe(work, min(seconds, since))
             self.step_times.observe(work, seconds)
 
     def _store(self, result: Result) -> None:

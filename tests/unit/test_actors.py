@@ -56,7 +56,7 @@ class Device:
         )
         return values
 
-    async def report(self, step: Step, first: int, last: int, seconds: float) -> None:
+    async def report(self, step: Step, first: int, last: int, seconds: float, waited: float = 0.0) -> None:
         """Reports the chunks `first` to `last` of a step, with a value each."""
         chunks = step.chunks[first:last]
         results = tuple(
@@ -64,7 +64,8 @@ class Device:
             for chunk in chunks
         )
         num_tokens = sum(map(len, chunks))
-        await self.actor.receive(StepReport(step.step_id, len(chunks), num_tokens, 0, seconds, results))
+        report = StepReport(step.step_id, len(chunks), num_tokens, 0, seconds, results, waited=waited)
+        await self.actor.receive(report)
 
 
 async def test_the_next_step_is_chosen_when_the_one_on_the_device_is_in_its_last_stage() -> None:
@@ -87,7 +88,7 @@ async def test_where_steps_are_long_the_next_is_chosen_when_the_one_on_the_devic
     device = Device(steps_in_flight=2, beside_small=8)
     await device.admit(1, [8, 8, 8, 8])
     await device.report(device.steps[0], 0, 1, 0.5)
-    device.actor.rate.observe(8_000_000, 1_000_000.0)  # a second for each step from now on
+    device.actor.pace.observe(8_000_000, 1_000_000.0)  # a second for each step from now on
     before = time.perf_counter()
     await device.actor.receive(StepEnding(device.steps[1].step_id))
     assert len(device.steps) == 2
@@ -104,11 +105,23 @@ async def test_a_step_that_ends_before_it_was_expected_to_is_followed_at_once() 
     device = Device(steps_in_flight=2, beside_small=8)
     await device.admit(1, [8, 8, 8, 8])
     await device.report(device.steps[0], 0, 1, 0.5)
-    device.actor.rate.observe(8_000_000, 1_000_000_000.0)
+    device.actor.pace.observe(8_000_000, 1_000_000_000.0)
     await device.actor.receive(StepEnding(device.steps[1].step_id))
     assert len(device.steps) == 2
     await device.report(device.steps[1], 0, 1, 0.5)
     assert len(device.steps) == 3
+
+
+async def test_what_a_step_waited_for_other_models_does_not_delay_the_choice_of_the_next() -> None:
+    """Or this model would have no step at hand when its turn comes, and lose what it is due."""
+    device = Device(steps_in_flight=2, beside_small=8)
+    await device.admit(1, [8, 8, 8, 8])
+    for step in range(2):
+        await device.report(device.steps[step], 0, 1, 0.01, waited=1_000_000.0)
+    await device.actor.receive(StepEnding(device.steps[2].step_id))
+    message = (await asyncio.wait_for(device.actor.mailbox.next(), 60)).message
+    await device.actor.receive(message)
+    assert len(device.steps) == 4
 
 
 async def test_with_one_step_in_flight_the_next_waits_for_the_report() -> None:
