@@ -135,6 +135,10 @@ def _saved(folder: Path, kind: Any, config: Any) -> str:
     from maxsimd.engine.checkpoint.embedded import embedded_model_path
 
     torch.manual_seed(0)
-    kind(config).save_pretrained(folder)
+    model = kind(config)
+    for name, weight in model.named_parameters():
+        if ".experts." in name:  # which no class of transformers fills
+            torch.nn.init.normal_(weight, std=0.02)
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(embedded_model_path(), model_max_length=512).save_pretrained(folder)
     return str(folder)
