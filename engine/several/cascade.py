@@ -1,5 +1,6 @@
 """A cascade: one model ranks all documents, the next those that ranked best, within one deadline."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import TypedDict, cast
 from maxsimd.engine.engine import Engine
 from maxsimd.engine.errors import InvalidRequestError, RequestTimeoutError
 from maxsimd.engine.requests import CacheMode, Item, LongInputPolicy, Priority, RerankResult, ScoreOptions
-from maxsimd.engine.validation import Scorable
+from maxsimd.engine.validation import Scorable, as_scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,17 @@ class Stage:
     instruction: str | None = None
 
 
-class CascadeOptions(TypedDict, total=False):
-    """Those options of `Engine.score` that hold for all stages of a cascade."""
+_OF_LAST = "use_activation", "normalize"
+_DOCUMENT = re.compile(r"\bdocuments\[(\d+)\]")
 
+
+class CascadeOptions(TypedDict, total=False):
+    """Those options of `Engine.score` that a cascade takes: for all stages, but `use_activation` and
+    `normalize` for the last alone. They say what its scores are; in others, what they make alike would go on
+    by its index."""
+
+    use_activation: bool
+    normalize: bool
     truncation: LongInputPolicy
     use_activation: bool
     normalize: bool
@@ -71,6 +80,12 @@ def check_stages(stages: Sequence[Stage]) -> None:
             raise InvalidRequestError(f"keep must be at least 1, not {stage.keep}", f"stages[{i}].keep")
 
 
+def _of_stage(error: InvalidRequestError, stage: Stage, indexes: Sequence[int]) -> InvalidRequestError:
+    """The error of a stage with the documents' indexes among those that came in, and the model's name."""
+    message = _DOCUMENT.sub(lambda found: f"documents[{indexes[int(found[1])]}]", str(error))
+    return InvalidRequestError(f"{message} (the model {stage.model!r} of the cascade)", error.param)
+
+
 async def run_cascade(
     engine_of: Callable[[str], Engine],
     query: Scorable,
@@ -84,25 +99,29 @@ async def run_cascade(
     check_stages(stages)
     begun = time.perf_counter()
     engines = [engine_of(stage.model) for stage in stages]  # a model that is missing is found out at once
-    indexes: Sequence[int] = range(len(documents))
-    given: Sequence[Scorable] = documents
+    given: Sequence[Scorable] = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
+    indexes: Sequence[int] = range(len(given))
     done: list[StageResult] = []
-    for stage, engine in zip(stages, engines, strict=True):
+    for i, (stage, engine) in enumerate(zip(stages, engines, strict=True), start=1):
         started = time.perf_counter()
         left = None if deadline is None else deadline - (started - begun)
         if deadline is not None and left is not None and left <= 0:
             raise RequestTimeoutError.after(deadline)
-        own = cast("ScoreOptions", {**options, "instruction": stage.instruction, "timeout": left})
+        own = {**options, "instruction": stage.instruction, "timeout": left}
+        if i < len(stages):
+            own = {option: value for option, value in own.items() if option not in _OF_LAST}
         try:
-            ranking = await engine.rerank(query, given, top_n=stage.keep, **own)
+            ranking = await engine.rerank(query, given, top_n=stage.keep, **cast("ScoreOptions", own))
         except RequestTimeoutError:
             assert deadline is not None
             raise RequestTimeoutError.after(deadline) from None
+        except InvalidRequestError as error:
+            raise _of_stage(error, stage, indexes) from error
         milliseconds = 1000 * (time.perf_counter() - started)
         done.append(StageResult(stage.model, len(given), milliseconds, ranking))
-        best = [one.index for one in ranking.results]
-        if stage is not stages[-1]:
-            indexes, given = [indexes[i] for i in best], [given[i] for i in best]
+        if i < len(stages):
+            best = [one.index for one in ranking.results]
+            indexes, given = [indexes[each] for each in best], [given[each] for each in best]
     last = done[-1]
     results = [
         CascadeDocument(indexes[one.index], one.score, one.document, last.model)

@@ -75,6 +75,42 @@ async def test_a_cascade_is_the_two_calls_by_hand(both: Engines, pairs: list[Pai
     assert all(stage.milliseconds > 0 for stage in found.stages)
 
 
+async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pairs: list[Pair]) -> None:
+    """The first would have most documents at 0, and let those with the least indexes go on."""
+    documents = [pair.document for pair in pairs][::-1]
+    query = pairs[0].query
+    plain = await both.rerank(query, documents, [Stage("embed", keep=3), Stage("rerank")])
+    found = await both.rerank(
+        query, documents, [Stage("embed", keep=3), Stage("rerank")], normalize=True, use_activation=True
+    )
+    assert {one.index for one in found.results} == {one.index for one in plain.results}
+    first = found.stages[0].ranking.results
+    assert first == (await both["embed"].rerank(query, documents, top_n=3)).results
+    raw = await both.rerank(query, documents, [Stage("embed", keep=3), Stage("rerank")], use_activation=False)
+    assert [one.score for one in raw.results] != [one.score for one in plain.results]
+
+
+async def test_one_stage_may_be_there_twice_and_one_document_alone(both: Engines, pairs: list[Pair]) -> None:
+    documents, stage = [pair.document for pair in pairs[:10]], Stage("embed", keep=3)
+    found = await both.rerank(pairs[4].query, documents, [stage, stage])
+    assert [one.documents for one in found.stages] == [10, 3]
+    assert all(one.document == documents[one.index] for one in found.results)
+    alone = await both.rerank("a", "one text", [Stage("embed", keep=1), Stage("rerank")])
+    assert [(one.index, one.document) for one in alone.results] == [(0, "one text")]
+
+
+async def test_what_a_later_stage_refuses_has_its_index_among_all_and_the_models_name(both: Engines) -> None:
+    documents = ["a cat", "a dog", "word " * 300, "rain"]
+    stages = [Stage("rerank", keep=4), Stage("embed")]
+    order = [one.index for one in (await both["rerank"].rerank("cat", documents)).results]
+    assert order.index(2) != 2, "its index in the stage must be another"
+    with pytest.raises(InvalidRequestError) as refused:
+        await both.rerank("cat", documents, stages, truncation="error")
+    assert str(refused.value).startswith("documents[2] has 302 tokens, but at most 256 can be run")
+    assert str(refused.value).endswith("(the model 'embed' of the cascade)")
+    assert refused.value.param == "documents"
+
+
 async def test_one_deadline_is_for_all_stages(both: Engines, pairs: list[Pair]) -> None:
     documents = [pair.document for pair in pairs]
     with pytest.raises(RequestTimeoutError, match=r"within 0\.0001 seconds"):
