@@ -109,6 +109,12 @@ def no_such_model(name: str, served: Sequence[str]) -> ApiError:
     return ApiError(404, "NotFoundError", message, "model")
 
 
+def model_is_ambiguous(name: str, called: Sequence[str]) -> ApiError:
+    shown = ", ".join(f"`{each}`" for each in called)
+    message = f"several models are `{printable(name, 100)}`; say which you mean by its name: {shown}"
+    return ApiError(404, "NotFoundError", message, "model")
+
+
 def model_is_loading(name: str) -> ApiError:
     message = f"the model `{in_printable_name(name)}` is being loaded; send the request again shortly"
     return ApiError(503, "ServiceUnavailableError", message, "model", retry_after=5)
@@ -240,7 +246,9 @@ def _describe(message: str) -> tuple[str, str | None]:
     """msgspec's message and the field it is about: `Expected ... - at `$.top_n``."""
     missing = re.search(r"missing required field `(\w+)`", message)
     if missing:
-        return f"{missing[1]} is missing", missing[1]
+        within = re.search(r" - at `\$\.(.+)`$", message)
+        field = f"{within[1]}.{missing[1]}" if within else missing[1]
+        return f"{field} is missing", re.split(r"[.\[]", field)[0]
     # The last one, because the text may repeat what the client has sent.
     text, found, location = message.rpartition(" - at ")
     if not found:

@@ -48,8 +48,8 @@ async def handle(
     """Answers a request, whatever happens; cancelling it cancels the request's work. An answer that is sent
     while it is made goes to the `sink`, if there is one: then what is returned has been sent already.
 
-    `path` is without the query string and percent-decoded, but for %2F. `headers` are looked up by names in
-    lower case. `body` is read only by those who need it, and no further than the limit on bodies."""
+    `path` is without the query string and percent-decoded, but for %2F and %25. `headers` are looked up by
+    names in lower case. `body` is read only by those who need it, and no further than the limit on bodies."""
     started = time.perf_counter()
     given = headers.get("x-request-id", "")
     request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
@@ -163,8 +163,11 @@ def _changes_models(state: ServerState, method: str, route: str) -> bool:
 
 
 def _model_in(path: str) -> str:
-    """The name of the model that the path of its card has, whose slashes clients may write as %2F."""
-    return re.sub("%2f", "/", path[len(_MODELS) :], flags=re.IGNORECASE)
+    """The name of the model that the path of its card has, with what is not decoded in paths: clients may
+    write slashes as %2F, and must write % as %25."""
+    return re.sub(
+        "%(2f|25)", lambda found: "%" if found[1] == "25" else "/", path[len(_MODELS) :], flags=re.IGNORECASE
+    )
 
 
 def _work_of(state: ServerState, method: str, path: str, headers: Mapping[str, str]) -> Work:

@@ -9,6 +9,7 @@ from maxsimd.api.answer import Answer, json_page, now
 from maxsimd.api.flags import in_flags
 from maxsimd.api.handlers.route import Work, delete, get
 from maxsimd.api.models.routing import named, served
+from maxsimd.api.models.several import DROPPED
 from maxsimd.api.state import ServerState
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -31,7 +32,8 @@ async def ready(state: ServerState) -> Answer:
 
 def _status(state: ServerState) -> dict[str, Any]:
     if state.models is not None:
-        counts = {"ready": len(served(state.models)), "of": len(state.models.names)}
+        meant_to_be = [name for name in state.models.names if state.models.state(name) != DROPPED]
+        counts = {"ready": len(served(state.models)), "of": len(meant_to_be)}
         return {"status": state.phase, "models": counts}
     if state.fleet is None:
         return {"status": state.phase}

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from maxsimd.api.failures import (
     ApiError,
     model_has_failed,
+    model_is_ambiguous,
     model_is_dropped,
     model_is_loading,
     model_is_undecided,
@@ -28,12 +29,16 @@ def chosen(models: SeveralModels, name: str | None, wanted: Wanted) -> str:
 
 
 def named(models: SeveralModels, name: str) -> str:
-    """The model of this name, or the only one that is so called itself. Raises ApiError."""
+    """The model of this name, or the only one that is so called itself: of those that are not dropped, if
+    there are such. Raises ApiError."""
     if name in models.names:
         return name
     called = [each for each in models.names if name in _own_names(models, each)]
-    if len(called) != 1:
+    called = [each for each in called if models.state(each) != DROPPED] or called
+    if not called:
         raise no_such_model(name, served(models))
+    if len(called) > 1:
+        raise model_is_ambiguous(name, called)
     return called[0]
 
 

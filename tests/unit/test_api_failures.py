@@ -95,7 +95,7 @@ class Outer(msgspec.Struct, kw_only=True):
     ("body", "message", "param"),
     [
         (b"{}", "count is missing", "count"),
-        (b'{"count": 1, "inner": {}}', "size is missing", "size"),
+        (b'{"count": 1, "inner": {}}', "inner.size is missing", "inner"),
         (b'{"count": "x"}', "count: expected `int`, got `str`", "count"),
         (b'{"count": 1, "inner": {"size": "x"}}', "inner.size: expected `int`, got `str`", "inner"),
         (b'{"count": 1, "rows": [[1], [2, "x"]]}', "rows[1][1]: expected `int`, got `str`", "rows"),

@@ -168,6 +168,41 @@ async def test_what_is_no_cascade_is_refused(
     assert message in answer[1]
 
 
+async def test_a_stages_errors_say_which_it_is(asking: Asking) -> None:
+    first, second = CASCADE
+    for stages, message in (
+        ([first, {}], "cascade[1].model is missing"),
+        (
+            [first, {**second, "instruction": "a"}],
+            "this model takes no instruction; leave it out (the model 'rerank' of the cascade)",
+        ),
+    ):
+        assert await asking.error("/rerank", {**BODY, "cascade": stages}) == (400, message)
+
+
+async def test_what_two_models_are_called_names_none_unless_one_is_dropped(
+    checkpoints: SharedCheckpoints, keys: Path
+) -> None:
+    path = checkpoints(cross_encoders.bert)
+    names = ("a", "100% %2F b")
+    asking = Asking(_models({name: EngineConfig(model=path, **OPTIONS) for name in names}), keys)
+    await asking.models.start()
+    try:
+        assert await asking.error("/rerank", {**BODY, "model": path}) == (
+            404,
+            f"several models are `{path}`; say which you mean by its name: `a`, `100% %2F b`",
+        )
+        encoded = "100%25 %252F b"  # as paths are decoded
+        card = json.loads((await asking("GET", f"/v1/models/{encoded}")).body)
+        assert card["id"] == "100% %2F b"
+        assert (await asking("DELETE", f"/v1/models/{encoded}")).status == 204
+        assert (await asking.json("/rerank", {**BODY, "model": path}))["model"] == "a"
+        health = json.loads((await asking("GET", "/health")).body)
+        assert health == {"status": "ok", "models": {"ready": 1, "of": 1}}
+    finally:
+        await asking.models.stop(0)
+
+
 async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) -> None:
     async def page(path: str) -> Any:
         return json.loads((await asking("GET", path)).body)
