@@ -210,7 +210,10 @@ class Seat:
         self._shared.forget(self)
         self._turn.leave()
         if self._was_used and not self._shared.is_lost:
-            self.loop.call_soon_threadsafe(self._end_all)
+            try:
+                self.loop.call_soon_threadsafe(self._end_all)
+            except RuntimeError:  # the thread has ended, and all that ran there
+                self._ended.set()
 
     def close(self, seconds: float | None = None) -> bool:
         """Cancels what was started through this seat and waits for its end, for at most that many seconds in

@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -21,6 +23,8 @@ from maxsimd.engine.several.metrics import registry_by_model
 from maxsimd.engine.several.shared_engine import SharedEngine
 from maxsimd.engine.several.states import Dropped, Failed, Loading, Serving, State, engine_of
 from maxsimd.engine.validation import Scorable
+
+log = logging.getLogger(__name__)
 
 # How long those that are dropped may go on with the requests that they have.
 GRACE_SECONDS = 30.0
@@ -53,6 +57,11 @@ class Engines:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._devices = SharedDevices()
         self._one_load = asyncio.Lock()
+        # Those that are being loaded, or wait for that.
+        self._coming: set[str] = set()
+        # Of those that are dropped and not gone yet, some more than once: done when they are.
+        self._going: list[tuple[str, asyncio.Future[None]]] = []
+        self._num_stops = 0
         self._caches = CacheBudget()
         self._sharers: set[str] = {name for name, config in configs.items() if shares(config)}
         # What the engines count, each sample with the label `model`.
@@ -63,6 +72,8 @@ class Engines:
     async def __aenter__(self) -> Self:
         try:
             await self.start()
+        except EngineRunningError:  # whoever has entered it will leave it
+            raise
         except BaseException:  # cancelled: nobody will leave what was never entered
             await self.stop(grace=0)
             raise
@@ -75,24 +86,35 @@ class Engines:
 
     async def start(self) -> None:
         """Loads the models one after the other; each serves as soon as it is loaded, and one that fails is in
-        the state "failed: reason"."""
-        waiting = [name for name in self._asked if not isinstance(self._states[name], Serving)]
-        self._states |= {name: Loading() for name in waiting}
-        for name in waiting:
-            config = self._asked[name]
-            try:
-                await self._start(name, config, self._weights.get(name, 1.0))
-            except Exception:  # its state says so
-                continue
+        the state "failed: reason". Raises EngineRunningError while models are loaded or stopped."""
+        self._check_may_load()
+        if self._coming:
+            raise EngineRunningError("models are being loaded already; wait for that")
+        loadings = {name: Loading() for name in self._asked if not isinstance(self._states[name], Serving)}
+        self._states |= loadings
+        self._coming |= loadings.keys()
+        try:
+            for name, loading in loadings.items():
+                with suppress(Exception):  # its state says so
+                    await self._start(name, loading, self._asked[name], self._weights.get(name, 1.0))
+        finally:
+            self._coming -= loadings.keys()
 
     async def stop(self, grace: float | None = None) -> None:
-        """Drops all models, each with `grace` seconds for the requests that it has (None: for as long as they
-        take)."""
-        for name, state in list(self._states.items()):
-            if not isinstance(state, Dropped):
-                await self._end(name, state, grace)
-        async with self._one_load:  # what is being loaded goes before its device does
-            await asyncio.to_thread(self._devices.close)
+        """Drops all models at once, each with `grace` seconds for the requests that it has (None: for as long
+        as they take). One that is being dropped already keeps the grace that it was given."""
+        self._num_stops += 1
+        try:
+            ends = [self._end(name, grace) for name in self._states]
+            ended = await asyncio.gather(*ends, return_exceptions=True)
+            await self._until_gone()
+            async with self._one_load:  # what is being loaded goes before its device does
+                await asyncio.to_thread(self._devices.close)
+        finally:
+            self._num_stops -= 1
+        for error in ended:
+            if error is not None:
+                raise error
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,23 +141,32 @@ class Engines:
 
     async def load(self, name: str, config: EngineConfig, weight: float = 1.0) -> None:
         """Loads a model beside the others, which serve meanwhile; also in place of one that has failed or was
-        dropped. Raises ModelLoadError, EngineRunningError where there is one of this name, and ValueError
-        for a weight that means nothing."""
+        dropped. Raises ModelLoadError, EngineRunningError where there is one of this name or all are being
+        stopped, ModelDroppedError where they are before it is loaded, and ValueError for a weight that means
+        nothing."""
         check_weight(weight)
-        if isinstance(self._states.get(name), Loading | Serving):
-            raise EngineRunningError(f"there is a model {name!r} already; drop it first")
+        self._check_may_load()
+        match self._states.get(name):
+            case Serving():
+                raise EngineRunningError(f"there is a model {name!r} already; drop it first")
+            case Loading():
+                raise EngineRunningError(f"the model {name!r} is being loaded already, or will be by start()")
         self._states.pop(name, None)
-        self._states[name] = Loading()
-        await self._start(name, config, weight)
+        loading = self._states[name] = Loading()
+        self._coming.add(name)
+        try:
+            await self._start(name, loading, config, weight)
+        finally:
+            self._coming.discard(name)
 
     async def drop(self, name: str, grace: float | None = GRACE_SECONDS) -> None:
         """Takes no more requests for a model, waits `grace` seconds for those that it has, and frees its
-        memory. Who still waits then gets EngineDeadError. Raises UnknownModelError."""
-        state = self._state(name)
-        if isinstance(state, Loading):
+        memory. Who still waits then gets EngineDeadError. One that is being dropped already is waited for.
+        Raises UnknownModelError, and EngineRunningError while it is loaded."""
+        if isinstance(self._state(name), Loading):
             raise EngineRunningError(f"the model {name!r} is being loaded; drop it when it is")
-        if not isinstance(state, Dropped):
-            await self._end(name, state, grace)
+        await self._end(name, grace)
+        await self._until_gone(name)
 
     async def rerank(
         self,
@@ -157,31 +188,35 @@ class Engines:
             raise UnknownModelError(f"there is no model {name!r}; there are: {served}", "model")
         return state
 
-    async def _start(self, name: str, config: EngineConfig, weight: float) -> None:
-        loading = self._states[name]
+    def _check_may_load(self) -> None:
+        if self._num_stops:
+            raise EngineRunningError("the models are being stopped; wait for that")
+
+    async def _start(self, name: str, loading: Loading, config: EngineConfig, weight: float) -> None:
+        """Raises ModelDroppedError where the model, whose state is `loading`, is dropped meanwhile."""
         async with self._one_load:
             if self._states[name] is loading:
-                await self._start_alone(name, config, weight)
-            if isinstance(self._states[name], Dropped):
-                raise ModelDroppedError(f"all models were dropped while {name!r} was being loaded")
+                await self._start_alone(name, loading, config, weight)
+            else:
+                raise _dropped_while_loading(name)
 
-    async def _start_alone(self, name: str, config: EngineConfig, weight: float) -> None:
+    async def _start_alone(self, name: str, loading: Loading, config: EngineConfig, weight: float) -> None:
         """While no other is being loaded."""
         if shares(config):
             self._sharers.add(name)
         own = self._caches.applied(config, len(self._sharers))
         engine = SharedEngine(own, lambda: self._devices.seat(own, weight))
-        loading = self._states[name]
+        log.info("the model %s is being loaded", name)
         try:
             await engine.start()
         except BaseException as error:
             if self._states[name] is loading:
-                self._states[name] = Failed(str(error) if isinstance(error, MaxsimdError) else repr(error))
+                self._states[name] = Failed(_reason(error))
                 self._leave_budget(name)
             raise
         if self._states[name] is not loading:
             await engine.stop(grace=0)
-            return
+            raise _dropped_while_loading(name)
         self._states[name] = Serving(engine)
         self._divide_caches()
         self._watches[name] = asyncio.create_task(self._watch(name, engine), name="maxsimd-watch-model")
@@ -195,16 +230,33 @@ class Engines:
         await engine.stop(grace=0)
         await asyncio.to_thread(_free_memory)
 
-    async def _end(self, name: str, state: State, grace: float | None) -> None:
+    async def _end(self, name: str, grace: float | None) -> None:
+        """Frees a model that is not dropped yet, at once where this is cancelled."""
+        state = self._states[name]
+        if isinstance(state, Dropped):
+            return
         self._states[name] = Dropped()
         self._leave_budget(name)
         watch = self._watches.pop(name, None)
-        if watch is not None:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-        if isinstance(state, Serving):
-            await state.engine.stop(grace)
-            await asyncio.to_thread(_free_memory)
+        going = name, asyncio.get_running_loop().create_future()
+        self._going.append(going)
+        try:
+            if isinstance(state, Serving):
+                if watch is not None:
+                    watch.cancel()
+                await state.engine.stop(grace)
+                await asyncio.to_thread(_free_memory)
+            elif watch is not None:  # it is freeing what one that has died has left
+                await asyncio.wait({watch})
+        finally:
+            self._going.remove(going)
+            going[1].set_result(None)
+
+    async def _until_gone(self, name: str | None = None) -> None:
+        """Waits for those that others drop: of this name, or all."""
+        going = {done for each, done in self._going if name in (None, each)}
+        if going:
+            await asyncio.wait(going)
 
     def _leave_budget(self, name: str) -> None:
         """Gives a model's part of the memory for caches to the others."""
@@ -225,6 +277,17 @@ class Engines:
             for name, state in list(self._states.items())
             if isinstance(state, Serving)
         }
+
+
+def _dropped_while_loading(name: str) -> ModelDroppedError:
+    return ModelDroppedError(f"the model {name!r} was dropped while it was being loaded")
+
+
+def _reason(error: BaseException) -> str:
+    """Of what a model has failed that could not be loaded."""
+    if isinstance(error, asyncio.CancelledError):
+        return "loading it was cancelled"
+    return str(error) if isinstance(error, MaxsimdError) else repr(error)
 
 
 def _free_memory() -> None:

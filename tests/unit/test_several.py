@@ -232,3 +232,95 @@ async def test_what_is_loading_when_all_are_stopped_does_not_stay_behind(
     await start
     assert engines.state("slow") == "dropped"
     await until(lambda: "maxsimd-device" not in {each.name for each in set(threading.enumerate()) - before})
+
+
+async def test_what_waits_to_be_loaded_when_all_are_stopped_is_not_loaded_afterwards(reranker: str) -> None:
+    engines = Engines({"first": config(reranker), "second": config(reranker)})
+    start = asyncio.create_task(engines.start())
+    await asyncio.sleep(0.05)
+    await engines.stop(grace=0)
+    await start
+    assert [engines.state(name) for name in ("first", "second")] == ["dropped", "dropped"]
+    assert not engines._devices._shared
+
+
+async def test_it_is_started_once_at_a_time(reranker: str) -> None:
+    engines = Engines({"a": config(reranker)})
+    try:
+        with pytest.raises(EngineRunningError, match="or will be by start"):
+            await engines.load("a", config(reranker))
+        start = asyncio.create_task(engines.start())
+        await asyncio.sleep(0)
+        for again in (engines.start, engines.__aenter__):
+            with pytest.raises(EngineRunningError, match="being loaded already"):
+                await again()
+        await start
+        assert (await engines["a"].score("a", ["b"])).scores
+        await engines.start()  # there is nothing left to start
+    finally:
+        await engines.stop()
+
+
+@pytest.mark.parametrize("first", ["drop", "stop"])
+async def test_a_stop_waits_for_what_is_being_dropped(reranker: str, first: str, pairs: list[Pair]) -> None:
+    engines = Engines({"a": config(reranker), "b": config()})
+    await engines.start()
+    documents = [pair.document for pair in pairs]
+    own = asyncio.create_task(engines["a"].score("a", documents))
+    await asyncio.sleep(0)
+    leaving = asyncio.create_task(engines.drop("a", None) if first == "drop" else engines.stop())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (engines.state("a"), engines.state("b")) == ("dropped", "ok" if first == "drop" else "dropped")
+    stop = asyncio.create_task(engines.stop(grace=0))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineRunningError, match="are being stopped"):
+        await engines.load("c", config())
+    await stop
+    assert len((await own).scores) == len(documents)
+    await leaving
+    assert not engines._devices._shared
+
+
+async def test_one_whose_drop_is_cancelled_is_freed_before_its_device_is(
+    reranker: str, pairs: list[Pair]
+) -> None:
+    before = set(threading.enumerate())
+    engines = Engines({"a": config(reranker)})
+    await engines.start()
+    own = asyncio.create_task(engines["a"].score("a", [pair.document for pair in pairs]))
+    await asyncio.sleep(0)
+    drop = asyncio.create_task(engines.drop("a", None))
+    await asyncio.sleep(0)
+    drop.cancel()
+    await engines.stop(grace=0)
+    answers = await asyncio.gather(own, drop, return_exceptions=True)
+    assert [type(one) for one in answers] == [EngineDeadError, asyncio.CancelledError]
+    await until(lambda: not _of_maxsimd(set(threading.enumerate()) - before))
+
+
+def _of_maxsimd(threads: set[threading.Thread]) -> list[str]:
+    return [each.name for each in threads if each.name.startswith("maxsimd-")]
+
+
+async def test_who_drops_one_that_is_being_dropped_waits_for_its_end(
+    both: Engines, reranker: str, pairs: list[Pair]
+) -> None:
+    await both.load("going", config(reranker))
+    own = asyncio.create_task(both["going"].score("a", [pair.document for pair in pairs]))
+    await asyncio.sleep(0)
+    first = asyncio.create_task(both.drop("going", None))
+    await asyncio.sleep(0)
+    await both.drop("going")
+    assert first.done()
+    await own
+
+
+async def test_whose_load_is_cancelled_is_told_and_can_be_loaded(both: Engines, reranker: str) -> None:
+    load = asyncio.create_task(both.load("late", config(reranker)))
+    await asyncio.sleep(0.05)
+    load.cancel()
+    await asyncio.gather(load, return_exceptions=True)
+    assert both.state("late") == "failed: loading it was cancelled"
+    await both.load("late", config(reranker))
+    await both.drop("late")

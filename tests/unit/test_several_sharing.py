@@ -16,6 +16,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig, EngineDeadError, Engines, ModelFailedError, ModelLoadError
 from maxsimd.engine.device import load
 from maxsimd.engine.device.allocators import give_back_memory
+from maxsimd.engine.device.shared import SharedDevices
 from maxsimd.engine.device.thread import num_left_behind
 from tests.waiting import until, wait_for
 
@@ -119,6 +120,14 @@ async def test_another_number_of_threads_is_refused_and_said() -> None:
         await engines.drop("a")
         await engines.load("b", EngineConfig(dtype="float32", threads=2))
         assert (await engines["b"].score("a", ["b"])).scores
+
+
+async def test_an_engine_outlives_its_devices_thread_without_harm() -> None:
+    devices = SharedDevices()
+    seat = devices.seat(config(), weight=1.0)
+    await asyncio.wrap_future(seat.run(asyncio.sleep(0)))
+    await asyncio.to_thread(devices.close)
+    assert await asyncio.wait_for(asyncio.to_thread(seat.close), 10)
 
 
 def _breaking(engines: Engines, name: str, act: Callable[[], Any]) -> None:
