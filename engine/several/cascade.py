@@ -34,8 +34,6 @@ class CascadeOptions(TypedDict, total=False):
     use_activation: bool
     normalize: bool
     truncation: LongInputPolicy
-    use_activation: bool
-    normalize: bool
     cache: CacheMode
     priority: Priority
     tenant: str
