@@ -105,7 +105,7 @@ _QWEN3_RERANKER = _architecture(
 _UNKNOWN = "Model architectures ['{}'] are not supported for now"
 _NOT_DISPATCHED = "Layer 0 does not dispatch through the Transformers attention interface"
 _T5 = "Argument position_ids not found in the forward method of <class 'transformers.models.{}'>"
-_CODE = "has model type `{}` but Transformers does not recognize this architecture"
+_CODE = "but Transformers does not recognize this architecture"
 _GGUF = "model.gguf' is not a valid JSON file"
 
 READERS: dict[str, Reader] = {
@@ -165,8 +165,8 @@ READERS: dict[str, Reader] = {
     "Llama Nemotron Rerank": Equal(
         "logits", Told(stand_in="LlamaBidirectionalConfig", pooler={"logit_sigma": 0.8})
     ),
-    "bge-reranker-v2-minicpm-layerwise": Refused("logits", _CODE.format("minicpm")),
-    "bge-reranker-v2.5-gemma2-lightweight": Refused("logits", _CODE.format("cost_wise_gemma")),
+    "bge-reranker-v2-minicpm-layerwise": Refused("logits", _CODE),
+    "bge-reranker-v2.5-gemma2-lightweight": Refused("logits", _CODE),
     "MiniLM": Equal("embeddings"),
     "BGE": Equal("embeddings"),
     "E5": Equal("embeddings"),
