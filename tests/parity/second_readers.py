@@ -116,7 +116,12 @@ READERS: dict[str, Reader] = {
     "LateOn": Equal("tokens", _MODERNBERT),
     "jina-colbert-v2": Equal("tokens", _architecture("ColBERTJinaRobertaModel", "XLMRobertaFlashConfig")),
     "jina-colbert-v1": Refused("tokens", "Only 'absolute' position_embedding_type is supported"),
-    "LFM2-ColBERT": NotYet(),
+    "LFM2-ColBERT": Differs(
+        "tokens",
+        "its rotary kernel for CPUs takes heads for tokens, and turns the first of them alone; ours are those"
+        " of transformers, which with this mistake gives vLLM's",
+        _architecture("ColBERTLfm2Model", conv_dim=128, block_dim=128),
+    ),
     "LFM2.5-ColBERT": Refused("tokens", _UNKNOWN.format("Lfm2BidirectionalModel")),
     "native multi-vector": Equal("tokens"),
     "native multi-vector, token pooling": Differs(
