@@ -16,7 +16,7 @@ _TORCH_INDEX = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
 # The one where maxsimd runs too: in the process of a framework.
 _IN_PROCESS = "frameworks"
 # Those with torch's build for CPUs, and with what is locked and nothing else.
-_WITH_TORCH = (_IN_PROCESS, "flagembedding")
+_WITH_TORCH = (_IN_PROCESS, "flagembedding", "flagembedding-gemma2")
 
 
 def command(name: str, script: Path) -> list[str]:
