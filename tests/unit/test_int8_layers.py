@@ -11,6 +11,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.int8.choose import PLAIN, Path, candidates, choose, is_right
 from maxsimd.engine.execution.int8.layers import round_layers
+from maxsimd.engine.execution.int8.products import Avx2Product
 from maxsimd.engine.execution.int8.rounding import (
     ZERO,
     PlainProduct,
@@ -112,6 +113,17 @@ def test_the_gelu_of_the_kernel_is_the_exact_form_on_every_scale() -> None:
 def test_weights_whose_products_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="beyond 63"):
         avx2.pack(torch.full((1, 4), 64, dtype=torch.int8), torch.ones(1), None)
+
+
+@needs_avx2
+@pytest.mark.parametrize("inputs", [1, 4, 7, 8, 12, 1024])
+def test_the_largest_sums_of_every_sign_fit(inputs: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.where(torch.randn(40, inputs) > 0, avx2.MOST, -avx2.MOST).to(torch.int8)
+    rows = torch.cat([weight.sign(), -weight.sign(), torch.where(weight > 0, 1, -0.02)]).float()
+    rounded = RoundedWeights(weight, torch.ones(40), None)
+    found, plain = (make(rounded).linear(rows, False) for make in (Avx2Product, PlainProduct))
+    torch.testing.assert_close(found, plain, atol=0.0, rtol=1e-6)
 
 
 class Saturating(TorchProduct):

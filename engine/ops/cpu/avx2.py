@@ -12,18 +12,19 @@ import torch
 from maxsimd.engine.ops.cpu.library import avx2_library
 from maxsimd.engine.ops.cpu.linear import Norm
 
-_PANEL, _LANES, _PER_UNIT = 16, 8, 4
-MOST = 63  # of a weight, so that two products fit 16 bits
+_BLOCK, _OCTET = 8, 8  # columns that are multiplied together, and inputs whose products are added in 16 bits
+_ZERO = 128  # the byte of a row's zero
+MOST = 63  # of a weight, so that four products fit 16 bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Avx2Weights:
-    """The packed weights [columns, inputs] of a layer with a scale and a bias for each column, and the sum of
-    its weights; all padded with zeros to whole panels."""
+    """The packed weights [columns, inputs] of a layer with a scale and a bias for each column; all padded
+    with zeros to whole blocks. Beside each 8 weights are two numbers that undo the shift of the rows' bytes;
+    avx2_linear.cpp says how."""
 
-    packed: torch.Tensor  # int32 [columns / 8, units, 8]
+    packed: torch.Tensor  # int32 [columns / 8, octets, 3, 8]
     scales: torch.Tensor  # float32 [columns]
-    sums: torch.Tensor  # int32 [columns]
     bias: torch.Tensor  # float32 [columns]
     inputs: int
     columns: int
@@ -41,13 +42,16 @@ def pack(weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) 
     if weight.numel() and int(weight.abs().max()) > MOST:
         raise ValueError(f"weights are beyond {MOST}, which the kernel cannot add up")
     columns, inputs = weight.shape
-    more = -columns % _PANEL
-    filled = torch.nn.functional.pad(weight, (0, -inputs % _PER_UNIT, 0, more)).contiguous()
-    units = filled.view(torch.int32)  # [columns, units]
-    packed = units.view(len(units) // _LANES, _LANES, -1).transpose(1, 2).contiguous()
+    more = -columns % _BLOCK
+    filled = torch.nn.functional.pad(weight, (0, -inputs % _OCTET, 0, more)).contiguous()
+    halves = filled.view(torch.int32).unflatten(1, (-1, 2))  # [columns, octets, 2]
+    # Of each half, its first two products are added to those of the other, and so are its last two.
+    added = filled.view(len(filled), -1, 2, 2, 2).sum((2, 4), dtype=torch.int16)  # [columns, octets, 2]
+    excess = added.mul_(-_ZERO).view(torch.int32)  # [columns, octets, 1]
+    blocks = torch.cat([halves, excess], dim=2).unflatten(0, (-1, _BLOCK))
     bias = torch.zeros(columns) if bias is None else bias.float()
-    padded = (torch.nn.functional.pad(each, (0, more)) for each in (scales.float(), bias))
-    return Avx2Weights(packed, next(padded), filled.sum(1, dtype=torch.int32), next(padded), inputs, columns)
+    scales, bias = (torch.nn.functional.pad(each, (0, more)) for each in (scales.float(), bias))
+    return Avx2Weights(blocks.permute(0, 2, 3, 1).contiguous(), scales, bias, inputs, columns)
 
 
 def linear(x: torch.Tensor, weights: Avx2Weights, gelu: bool = False) -> torch.Tensor:
@@ -79,7 +83,6 @@ def _linear(
         weights.packed.data_ptr(),
         weights.packed.shape[1],
         weights.scales.data_ptr(),
-        weights.sums.data_ptr(),
         weights.bias.data_ptr(),
         weights.columns,
         gelu,

@@ -24,6 +24,9 @@ _LINEAR: list[Any] = [
     *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
 ]  # fmt: skip
 
+# The same without sums, and for one kind of number.
+_AVX2_LINEAR = [*_LINEAR[:7], *_LINEAR[8:]]
+
 _ARGUMENTS: dict[str, list[Any]] = {
     "maxsim_float32": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
     "maxsim_bfloat16": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
@@ -88,7 +91,7 @@ def avx2_library() -> ctypes.CDLL | None:
     if isinstance(loaded, str) or not may_use("avx2") or not loaded.maxsimd_avx2_is_supported():
         return None
     function = loaded.maxsimd_avx2_linear
-    function.argtypes, function.restype = _LINEAR, None
+    function.argtypes, function.restype = _AVX2_LINEAR, None
     return loaded
 
 
