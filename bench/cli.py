@@ -14,6 +14,7 @@ from maxsimd.bench.cluster_command import bench_cluster_hits, bench_cluster_over
 from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.fleet_command import bench_fleet, bench_fleet_overhead
 from maxsimd.bench.gpu.command import bench_gpu, bench_kernels
+from maxsimd.bench.instruction_sets_command import bench_instruction_sets
 from maxsimd.bench.muvera_command import bench_muvera
 from maxsimd.bench.packed_command import bench_packed
 from maxsimd.bench.page_commands import (
@@ -371,6 +372,7 @@ for command in (
         bench_cluster_overhead,
         bench_muvera,
         bench_several,
+        bench_instruction_sets,
     ),
 ):
     bench.add_command(command)

@@ -1,0 +1,1 @@
+"""The tests that a processor's instructions matter to, under caps on those that are used."""

@@ -1,0 +1,71 @@
+"""Runs the tests that a processor's instructions matter to under each cap of `bench instruction-sets`.
+
+Each cap has processes of its own. Prints how many tests passed, and fails where one did not. With a number it
+takes that cap alone, from 0 on."""
+
+import os
+import re
+import subprocess
+import sys
+
+from maxsimd.bench.instruction_sets import WHOLE, caps
+
+# Kernels and linear layers in each precision, MaxSim, steps of few rows, scores with int8, and a server.
+_FILES = (
+    "tests/unit/test_int8_layers.py",
+    "tests/unit/test_linear_layers.py",
+    "tests/unit/test_kernels.py",
+    "tests/unit/test_kernels_attention.py",
+    "tests/unit/test_kernels_bits.py",
+    "tests/unit/test_maxsim.py",
+    "tests/unit/test_finite.py",
+    "tests/unit/test_few_rows.py",
+    "tests/parity/test_batch_invariance.py",
+    "tests/server/test_smoke.py",
+)
+# A few of each kind of score: absolute and relative positions, windows, a decoder, all that bge-m3 gives.
+_FAMILIES = (
+    "answerai-colbert-small",
+    "GTE-ModernColBERT",
+    "ELECTRA",
+    "DeBERTa-v2",
+    "Qwen3-Reranker",
+    "E5",
+    "MPNet",
+    "SPLADE",
+    "bge-m3",
+    "jina-reranker-v3",
+)
+_RUNS = (
+    ["-m", "not exhaustive", *_FILES],
+    ["-m", "not exhaustive", "-k", " or ".join(_FAMILIES), "tests/parity/test_families.py"],
+)
+
+
+def _count(environment: dict[str, str]) -> tuple[int, bool]:
+    """How many tests passed in a process with these variables, and whether all did."""
+    passed, succeeded = 0, True
+    for arguments in _RUNS:
+        command = [sys.executable, "-m", "pytest", "-q", *arguments]
+        done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+        found = re.search(r"(\d+) passed", done.stdout)
+        passed += int(found[1]) if found else 0
+        if done.returncode != 0:
+            print(done.stdout)
+            succeeded = False
+    return passed, succeeded
+
+
+def main() -> int:
+    chosen = caps() if len(sys.argv) == 1 else [caps()[int(sys.argv[1])]]
+    failed = False
+    for cap in chosen:
+        title = WHOLE if cap is None else cap.title
+        passed, succeeded = _count({} if cap is None else cap.environment)
+        print(f"{title}: {passed} passed" + ("" if succeeded else ", and some failed"), flush=True)
+        failed |= not succeeded
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
