@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from maxsimd.api.cli import main
 from maxsimd.bench.candidates import Bm25
 from maxsimd.bench.datasets import docstring_pairs, docstring_requests, mixed_counts, random_requests
+from maxsimd.bench.instruction_sets import caps, table
 from maxsimd.bench.load import _rank, p99
 from maxsimd.bench.overload import _Answer, _within
 from maxsimd.bench.packed import texts_of
@@ -226,3 +227,27 @@ def test_several_models_are_measured_by_two_or_none() -> None:
     refused = CliRunner().invoke(main, ["bench", "several", "one"])
     assert refused.exit_code == 2
     assert "name two models or none, not 1" in refused.output
+
+
+def test_caps_take_ever_more_instructions_and_set_what_maxsimd_torch_and_onednn_read() -> None:
+    whole, *less = caps()
+    assert whole is None
+    assert len({cap.level for cap in less if cap is not None}) == len(less)
+    for cap in less:
+        assert cap is not None
+        variables = {"MAXSIMD_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"}
+        assert cap.environment.keys() == variables
+
+
+def test_a_table_of_instruction_sets_says_what_is_emulated_and_what_did_not_run() -> None:
+    paths = {"float32": "torch", "bfloat16": "does not run", "int8": "oneDNN"}
+    both = {"float32": 1.5, "int8": 3.0}
+    found = {
+        **{"emulated": True, "paths": paths, "int8_over_float32": 2.0},
+        "over_sentence_transformers": both,
+        "over_sentence_transformers_in_processor_time": both,
+        "int8_over_float32_in_processor_time": 1.9,
+    }
+    assert table({"AVX2": found}).splitlines()[2] == (
+        "| AVX2 (emulated) | 1.50 (1.50), torch | -, does not run | 3.00 (3.00), oneDNN | 2.00 (1.90) |"
+    )
