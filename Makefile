@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-fleet test-ray test-gpu test-clients test-oracles screenshots docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
+.PHONY: serve test test-fast test-all test-fleet test-ray test-gpu test-instructions test-clients test-oracles screenshots docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -33,6 +33,10 @@ test-fleet: $(VENV)/.dev
 # The server's tests with servers that are a front and two scorers on Ray, each on a cluster of its own.
 test-ray: $(VENV)/.dev
 	MAXSIMD_FLEET=ray $(BIN)/python -m pytest -m "not exhaustive and not one_process and not not_on_ray" tests/server
+
+# The tests that a processor's instructions matter to, on the processor as it is and with less and less of it.
+test-instructions: $(VENV)/.dev
+	$(BIN)/python -m tests.instructions
 
 # Every architecture that transformers has, every damage to every family, every precision: up to an hour.
 test-all: $(VENV)/.dev

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from maxsimd.engine.ops.cpu.instruction_sets import VARIABLE
 
 _LAYERS = 12
 # Wide models of 12 layers take about eight times as long as MiniLM-L6.
-SHAPES = {"minilm-l6": minilm_l6, "mpnet-base": lambda folder: mpnet_base(folder, _LAYERS)}
+SHAPES: dict[str, Callable[[Path], str]] = {
+    "minilm-l6": minilm_l6,
+    "mpnet-base": lambda folder: mpnet_base(folder, _LAYERS),
+}
 PRECISIONS = ("float32", "bfloat16", "int8")
 
 _SECONDS_TO_LOAD = 600

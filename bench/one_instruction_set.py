@@ -48,7 +48,8 @@ async def measure(
     torch.set_num_threads(threads)
     async with contextlib.AsyncExitStack() as stack:
         runs: dict[str, _Run] = {_PEER: _by_sentence_transformers(model)}
-        paths, refused = {}, {}
+        paths: dict[str, str] = {}
+        refused: dict[str, str] = {}
         for name, settings in _SETTINGS.items():
             try:
                 engine = Engine(EngineConfig(model=model, device="cpu", threads=threads, **settings))
@@ -57,7 +58,7 @@ async def measure(
             except Exception as error:  # a precision that this processor lacks
                 log.warning("%s does not run: %s", name, error)
                 paths[name], refused[name] = "does not run", str(error)
-        versions = {}
+        versions: dict[str, str] = {}
         if onnx is not None:
             runs[_ONNX], versions = stack.enter_context(_by_onnx(onnx, model, threads))
         figures = await _in_turns(runs, pairs, rounds, seconds)
