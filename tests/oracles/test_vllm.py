@@ -36,7 +36,7 @@ pytestmark = [
 
 BOUND = 1e-4
 # Folders of their own, where vLLM takes for granted what is so of the published one: the ids of its markers,
-# heads of 32 dimensions or more, and an output matrix in the file.
+# heads of 32 dimensions or more, embeddings as wide as states, and an output matrix in the file.
 BUILDS: dict[str, Callable[[Path], str]] = {
     "ELECTRA": partial(cross_encoders.electra, embedding=128),
     "jina-reranker-v3": language_models.jina_reranker_v3_with_published_ids,

@@ -30,7 +30,7 @@ token ids. Equal means that token embeddings, embeddings, weights of words or lo
 of the largest at most, on ten ragged texts or pairs (of queries filled up with tokens that are not attended
 to, without these); `make test-oracles` compares, and holds the other lines to vLLM, too. Where vLLM needs
 what the small folder lacks (heads of 32 dimensions, jina-reranker-v3's ids of markers, an output matrix in
-the file for SPLADE), it reads one that is made so.
+the file for SPLADE, ELECTRA's embeddings as wide as its states), it reads one that is made so.
 
 | family | scored by | published as | format | run | proven by | vLLM {VERSION} |
 | --- | --- | --- | --- | --- | --- | --- |
