@@ -153,14 +153,19 @@ class Seat:
     def _turn_held(self) -> Iterator[None]:
         """Keeps the device from running steps meanwhile: transformers sets torch's default precision, which
         is the whole process's, to the checkpoint's while it makes a model. For another thread than the
-        device's."""
+        device's. Whoever gives up the load has to wait no longer, but the turn ends with the reading."""
         granted: Future[None] = Future()
         is_over = asyncio.Event()
 
         async def hold() -> None:
             async with self._turn:
                 granted.set_result(None)
-                await is_over.wait()
+                while not is_over.is_set():
+                    try:
+                        await is_over.wait()
+                    except asyncio.CancelledError:
+                        if self._shared.thread.is_closing:  # no steps are left to run
+                            raise
 
         held = self.run(hold())
         held.add_done_callback(lambda _: granted.cancel())

@@ -88,6 +88,29 @@ async def test_no_step_runs_while_a_checkpoint_is_read_and_all_do_afterwards(
         await asyncio.gather(traffic, return_exceptions=True)
 
 
+async def test_no_step_runs_while_a_checkpoint_is_read_whose_load_was_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load_model, is_read, go_on = load.load_model, threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        is_read.set()
+        go_on.wait()
+        return load_model(*arguments)
+
+    async with Engines({"a": config()}) as engines:
+        monkeypatch.setattr(load, "load_model", slowly)
+        loading = asyncio.create_task(engines.load("b", config()))
+        await asyncio.to_thread(is_read.wait)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        score = asyncio.create_task(engines["a"].score("a", ["b"], cache="bypass"))
+        await asyncio.wait({score}, timeout=0.2)
+        assert not score.done()
+        go_on.set()
+        assert (await score).scores
+
+
 async def test_caches_share_what_one_would_take(tmp_path: Path) -> None:
     def limits(engines: Engines) -> list[int]:
         return [engines[name].metrics.cache._memory.limit >> 20 for name in engines.names]  # type: ignore[union-attr]
