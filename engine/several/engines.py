@@ -16,7 +16,13 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.allocators import give_back_memory
 from maxsimd.engine.device.shared import SharedDevices
 from maxsimd.engine.engine import Engine
-from maxsimd.engine.errors import EngineRunningError, MaxsimdError, ModelDroppedError, UnknownModelError
+from maxsimd.engine.errors import (
+    EngineNotReadyError,
+    EngineRunningError,
+    MaxsimdError,
+    ModelDroppedError,
+    UnknownModelError,
+)
 from maxsimd.engine.several.cache_budget import CacheBudget, shares
 from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage, run_cascade
 from maxsimd.engine.several.metrics import registry_by_model
@@ -56,6 +62,8 @@ class Engines:
         self._states: dict[str, State] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._devices = SharedDevices()
+        # Where they run; None while there is nothing that does.
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._one_load = asyncio.Lock()
         # Those that are being loaded, or wait for that.
         self._coming: set[str] = set()
@@ -86,7 +94,8 @@ class Engines:
 
     async def start(self) -> None:
         """Loads the models one after the other; each serves as soon as it is loaded, and one that fails is in
-        the state "failed: reason". Raises EngineRunningError while models are loaded or stopped."""
+        the state "failed: reason". Raises EngineRunningError while models are loaded or stopped. This,
+        `load`, `drop` and `stop` raise EngineNotReadyError where the models run on another event loop."""
         self._check_may_load()
         if self._coming:
             raise EngineRunningError("models are being loaded already; wait for that")
@@ -103,6 +112,7 @@ class Engines:
     async def stop(self, grace: float | None = None) -> None:
         """Drops all models at once, each with `grace` seconds for the requests that it has (None: for as long
         as they take). One that is being dropped already keeps the grace that it was given."""
+        self._check_loop()
         self._num_stops += 1
         try:
             ends = [self._end(name, grace) for name in self._states]
@@ -110,6 +120,7 @@ class Engines:
             await self._until_gone()
             async with self._one_load:  # what is being loaded goes before its device does
                 await asyncio.to_thread(self._devices.close)
+            self._loop = None
         finally:
             self._num_stops -= 1
         for error in ended:
@@ -163,6 +174,7 @@ class Engines:
         """Takes no more requests for a model, waits `grace` seconds for those that it has, and frees its
         memory. Who still waits then gets EngineDeadError. One that is being dropped already is waited for.
         Raises UnknownModelError, and EngineRunningError while it is loaded."""
+        self._check_loop()
         if isinstance(self._state(name), Loading):
             raise EngineRunningError(f"the model {name!r} is being loaded; drop it when it is")
         await self._end(name, grace)
@@ -188,7 +200,16 @@ class Engines:
             raise UnknownModelError(f"there is no model {name!r}; there are: {served}", "model")
         return state
 
+    def _check_loop(self) -> None:
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise EngineNotReadyError(
+                "the models run on another event loop: start, use and stop them within one asyncio.run"
+            )
+
     def _check_may_load(self) -> None:
+        self._check_loop()
+        if self._loop is None:
+            self._loop, self._one_load = asyncio.get_running_loop(), asyncio.Lock()
         if self._num_stops:
             raise EngineRunningError("the models are being stopped; wait for that")
 

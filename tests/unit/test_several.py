@@ -316,6 +316,22 @@ async def test_who_drops_one_that_is_being_dropped_waits_for_its_end(
     await own
 
 
+async def test_from_another_event_loop_they_are_refused_until_they_are_stopped(reranker: str) -> None:
+    engines = Engines({"a": config(reranker)})
+    await engines.start()
+    for act in (engines.start, engines.stop, lambda: engines.drop("a"), lambda: engines.load("b", config())):
+        with pytest.raises(EngineNotReadyError, match="within one asyncio.run"):
+            await asyncio.to_thread(asyncio.run, act())
+    assert (await engines["a"].score("a", ["b"])).scores
+    await engines.stop()
+
+    async def elsewhere() -> int:
+        async with engines:
+            return len((await engines["a"].score("a", ["b"])).scores)
+
+    assert await asyncio.to_thread(asyncio.run, elsewhere()) == 1
+
+
 async def test_whose_load_is_cancelled_is_told_and_can_be_loaded(both: Engines, reranker: str) -> None:
     load = asyncio.create_task(both.load("late", config(reranker)))
     await asyncio.sleep(0.05)
