@@ -320,7 +320,7 @@ async def test_from_another_event_loop_they_are_refused_until_they_are_stopped(r
     engines = Engines({"a": config(reranker)})
     await engines.start()
     for act in (engines.start, engines.stop, lambda: engines.drop("a"), lambda: engines.load("b", config())):
-        with pytest.raises(EngineNotReadyError, match="within one asyncio.run"):
+        with pytest.raises(EngineNotReadyError, match=r"within one asyncio\.run"):
             await asyncio.to_thread(asyncio.run, act())
     assert (await engines["a"].score("a", ["b"])).scores
     await engines.stop()
