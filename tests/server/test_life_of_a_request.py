@@ -48,7 +48,9 @@ async def main():
         listener = Listener(runner.server, table, None)
         listener.start(open_sockets("127.0.0.1", 0))
         async with ClientSession(f"http://127.0.0.1:{listener.port}") as client:
-            for documents in (["warm up"], ["Berlin", "Paris is a capital", "Paris is a capital"]):
+            # So many that the request goes to the pool, as those do that are not alone.
+            many = [f"city {i}" for i in range(40)]
+            for documents in (["warm up"], ["Berlin", "Paris is a capital", "Paris is a capital", *many]):
                 following = documents[0] == "Berlin"
                 body = {"query": "capital", "documents": documents}
                 async with client.post("/rerank", json=body) as response:

@@ -91,7 +91,7 @@ async def test_content_parts_are_text(engine: RecordingEngine) -> None:
             "neither a text nor",
             "messages",
         ),
-        ({"messages": [{"role": "user"}]}, "content", "content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing", "messages"),
         ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "cannot be chosen", "chat_template"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "cannot be", "chat_template_kwargs"),
         ({}, "input is missing", "input"),
