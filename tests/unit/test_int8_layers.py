@@ -11,7 +11,6 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.int8.choose import PLAIN, Path, candidates, choose, is_right
 from maxsimd.engine.execution.int8.layers import round_layers
-from maxsimd.engine.execution.int8.products import Avx2Product
 from maxsimd.engine.execution.int8.rounding import (
     ZERO,
     PlainProduct,
@@ -115,14 +114,14 @@ def test_weights_whose_products_do_not_fit_are_refused() -> None:
         avx2.pack(torch.full((1, 4), 64, dtype=torch.int8), torch.ones(1), None)
 
 
-@needs_avx2
+@each_path
 @pytest.mark.parametrize("inputs", [1, 4, 7, 8, 12, 1024])
-def test_the_largest_sums_of_every_sign_fit(inputs: int) -> None:
+def test_the_largest_sums_of_every_sign_fit(path: Path, inputs: int) -> None:
     torch.manual_seed(0)
-    weight = torch.where(torch.randn(40, inputs) > 0, avx2.MOST, -avx2.MOST).to(torch.int8)
+    weight = torch.where(torch.randn(40, inputs) > 0, path.most, -path.most).to(torch.int8)
     rows = torch.cat([weight.sign(), -weight.sign(), torch.where(weight > 0, 1, -0.02)]).float()
     rounded = RoundedWeights(weight, torch.ones(40), None)
-    found, plain = (make(rounded).linear(rows, False) for make in (Avx2Product, PlainProduct))
+    found, plain = (make(rounded).linear(rows, False) for make in (path.make, PlainProduct))
     torch.testing.assert_close(found, plain, atol=0.0, rtol=1e-6)
 
 
@@ -185,12 +184,13 @@ def forgotten() -> Iterator[None]:
 @pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize(("level", "ours"), [("default", False), ("avx2", True), ("avx512_vnni", True)])
 def test_nothing_above_the_cap_is_used(monkeypatch: pytest.MonkeyPatch, level: str, ours: bool) -> None:
-    built = avx2.is_available()
+    built, has_vnni = avx2.is_available(), avx2.has_vnni()
     for cache in (instruction_sets.cap, library.avx2_library):
         cache.cache_clear()
     monkeypatch.setenv("MAXSIMD_MAX_CPU_ISA", level)
     assert library.library() is None
     assert avx2.is_available() is (ours and built)
+    assert avx2.has_vnni() is (level == "avx512_vnni" and has_vnni)
     assert not instruction_sets.multiplies_bfloat16()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from maxsimd.engine.execution.int8.products import Avx2Product, OneDnnProduct
+from maxsimd.engine.execution.int8.products import Avx2Product, OneDnnProduct, VnniProduct
 from maxsimd.engine.execution.int8.rounding import (
     ROW_MAX,
     Make,
@@ -55,6 +55,8 @@ def candidates(compiled: bool) -> list[Path]:
     found = [Path("oneDNN", ROW_MAX, OneDnnProduct), Path("oneDNN", avx2.MOST, OneDnnProduct)]
     if compiled and avx2.is_available():
         found.append(Path("our kernel for AVX2", avx2.MOST, Avx2Product))
+    if compiled and avx2.has_vnni():
+        found.append(Path("our kernel for VNNI", ROW_MAX, VnniProduct))
     return found
 
 

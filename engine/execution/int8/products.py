@@ -41,11 +41,19 @@ class OneDnnProduct(TorchProduct):
 class Avx2Product:
     """By our own kernel for AVX2, which rounds, multiplies and finishes in one go."""
 
+    pack = staticmethod(avx2.pack)
+
     def __init__(self, weights: RoundedWeights) -> None:
-        self._weights = avx2.pack(weights.weight, weights.scales, weights.bias)
+        self._weights = self.pack(weights.weight, weights.scales, weights.bias)
 
     def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
         return avx2.linear(rows, self._weights, gelu)
 
     def linear_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         return avx2.linear_norm(rows, residual, self._weights, norm)
+
+
+class VnniProduct(Avx2Product):
+    """The same with VNNI, for weights of 8 bits."""
+
+    pack = staticmethod(avx2.pack_for_vnni)

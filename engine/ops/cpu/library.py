@@ -24,8 +24,8 @@ _LINEAR: list[Any] = [
     *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
 ]  # fmt: skip
 
-# The same without sums, and for one kind of number.
-_AVX2_LINEAR = [*_LINEAR[:7], *_LINEAR[8:]]
+# The same without sums, and first whether weights are packed for VNNI.
+_AVX2_LINEAR = [ctypes.c_int, *_LINEAR[:7], *_LINEAR[8:]]
 
 _ARGUMENTS: dict[str, list[Any]] = {
     "maxsim_float32": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],

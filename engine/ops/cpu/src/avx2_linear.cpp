@@ -1,11 +1,14 @@
-// Linear layers for processors with AVX2 alone: weights in int8, rows and results in float32; bias, then GELU or
-// residual and layer norm. A library of its own, because it is compiled for fewer instructions than the other.
+// Linear layers for processors with AVX2, and VNNI where they have it: weights in int8, rows and results in float32;
+// bias, then GELU or residual and layer norm. A library of its own, because it is compiled for fewer instructions than
+// the other.
 //
 // Rows are rounded to bytes between -127 and 127, each row with a scale of its own, and stored with 128 added, since
 // AVX2 multiplies unsigned bytes by signed ones. It adds two products in 16 bits, which hold them if weights have 7
 // bits: 2 * 255 * 63 < 2^15. Two such sums would not fit, but what they are without the 128 does: 4 * 128 * 63 < 2^15.
 // So they are added modulo 2^16 to what takes the 128 off, which is stored with the weights, and only then widened.
-// Sums are exact integers, so that a row's results are the same to the last bit whatever other rows there are.
+//
+// VNNI adds four products in 32 bits, so that weights may have 8 bits. Sums are exact integers in both, so that a row's
+// results are the same to the last bit whatever other rows there are.
 
 #include <algorithm>
 #include <cmath>
@@ -21,20 +24,20 @@
 
 namespace maxsimd_avx2 {
 
-constexpr int BLOCK = 8;               // columns that are packed and multiplied together
-constexpr int QUARTET = 4, OCTET = 8;  // inputs in 32 bits, and those whose products are added in 16 bits
+constexpr int BLOCK = 8;  // columns that are packed and multiplied together
+constexpr int OCTET = 8;  // inputs whose weights are side by side
 constexpr int TILE_ROWS = 8;
 constexpr int64_t MOST_ROWS = 8 * TILE_ROWS;  // of a task, so that they stay in the second-level cache
 
 struct Layer {
     const float* x;  // [rows], x_stride apart
     int64_t x_stride, rows, inputs;
-    // [blocks][octets][3][8]: for each column twice four weights, then two 16-bit numbers, -128 times the sums of the
-    // weights whose products are added; padded with zeros to whole blocks and octets.
+    // [blocks][octets][3][8]: for each column twice four weights, then -128 times the sums of the weights whose
+    // products are added: two 16-bit numbers, or one of 32 bits for VNNI. Padded with zeros.
     const int32_t* weights;
     int64_t octets;
     const float* scales;  // [columns], padded to whole blocks, as is the next
-    const float* bias;    // zeros where there is none
+    const float* bias;  // zeros where there is none
     int64_t columns;
     bool gelu;
     float* out;  // [rows][columns]
@@ -49,7 +52,8 @@ struct Norm {
 
 // The rows of a task in bytes, each a whole number of octets, and their scales.
 struct Rows {
-    int64_t stride;  // in quartets; rows that are a multiple of 1024 bytes apart would share few places of the cache
+    int64_t
+        stride;  // in halves of octets; rows that are a multiple of 1024 bytes apart would share few places of the cache
     std::unique_ptr<int32_t[]> bytes;
     float scales[MOST_ROWS];
 
@@ -106,11 +110,31 @@ inline float quantise(const float* row, int64_t inputs, int64_t octets, uint8_t*
 // Keeps the compiler from moving or spilling a register: it would put sums into memory to multiply earlier.
 inline __attribute__((always_inline)) void pin(__m256i& x) { asm volatile("" : "+x"(x)); }
 
+// The products of an octet of a row with those of 8 columns, in 32 bits.
+struct Avx2 {
+    static inline __attribute__((always_inline)) __m256i products(const int32_t* row, __m256i first, __m256i second,
+                                                                  __m256i excess) {
+        __m256i sum = _mm256_add_epi16(excess, _mm256_maddubs_epi16(_mm256_set1_epi32(row[0]), first));
+        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(_mm256_set1_epi32(row[1]), second));
+        return _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+    }
+};
+
+// In assembly, because all else is compiled for processors that lack the instruction.
+struct Vnni {
+    static inline __attribute__((always_inline)) __m256i products(const int32_t* row, __m256i first, __m256i second,
+                                                                  __m256i excess) {
+        __m256i sum = excess;
+        asm("vpdpbusd %1, %2, %0" : "+x"(sum) : "x"(first), "x"(_mm256_set1_epi32(row[0])));
+        asm("vpdpbusd %1, %2, %0" : "+x"(sum) : "x"(second), "x"(_mm256_set1_epi32(row[1])));
+        return sum;
+    }
+};
+
 // A tile of rows times a block of columns.
-template <int ROWS>
+template <class Kind, int ROWS>
 inline __attribute__((always_inline)) void multiply(const int32_t* rows, int64_t stride, const int32_t* weights,
                                                     int64_t octets, __m256i (&sums)[ROWS]) {
-    const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
     for (int row = 0; row < ROWS; row++) sums[row] = _mm256_setzero_si256();
     for (int64_t octet = 0; octet < octets; octet++) {
@@ -120,9 +144,7 @@ inline __attribute__((always_inline)) void multiply(const int32_t* rows, int64_t
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++) {
             const int32_t* values = rows + row * stride + 2 * octet;
-            __m256i sum = _mm256_add_epi16(excess, _mm256_maddubs_epi16(_mm256_set1_epi32(values[0]), first));
-            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(_mm256_set1_epi32(values[1]), second));
-            sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(sum, ones));
+            sums[row] = _mm256_add_epi32(sums[row], Kind::products(values, first, second, excess));
             pin(sums[row]);
         }
     }
@@ -140,16 +162,17 @@ inline void finish(const Layer& layer, __m256i sum, float row_scale, int64_t row
         _mm256_maskstore_ps(to, first_lanes(present), y);
 }
 
-template <int ROWS>
+template <class Kind, int ROWS>
 void tile(const Layer& layer, Rows& rows, int present, int64_t at, int64_t first, int64_t column) {
     if constexpr (ROWS > 1)
-        if (present < ROWS) return tile<ROWS - 1>(layer, rows, present, at, first, column);
+        if (present < ROWS) return tile<Kind, ROWS - 1>(layer, rows, present, at, first, column);
     __m256i sums[ROWS];
-    multiply<ROWS>(rows.at(at), rows.stride, layer.weights + 3 * layer.octets * column, layer.octets, sums);
+    multiply<Kind, ROWS>(rows.at(at), rows.stride, layer.weights + 3 * layer.octets * column, layer.octets, sums);
 #pragma GCC unroll 8
     for (int row = 0; row < ROWS; row++) finish(layer, sums[row], rows.scales[at + row], first + at + row, column);
 }
 
+template <class Kind>
 void run(const Layer& layer, const Norm& norm) {
     if (layer.rows == 0) return;
     const int64_t threads = omp_get_max_threads(), panels = (layer.columns + BLOCK - 1) / BLOCK;
@@ -171,8 +194,8 @@ void run(const Layer& layer, const Norm& norm) {
                                             (uint8_t*)rows.at(row));
             for (int64_t panel = panels * split / splits; panel < panels * (split + 1) / splits; panel++)
                 for (int64_t row = 0; row < count; row += TILE_ROWS)
-                    tile<TILE_ROWS>(layer, rows, (int)std::min<int64_t>(TILE_ROWS, count - row), row, first,
-                                    panel * BLOCK);
+                    tile<Kind, TILE_ROWS>(layer, rows, (int)std::min<int64_t>(TILE_ROWS, count - row), row, first,
+                                          panel * BLOCK);
         }
         if (norm.residual) {
 #pragma omp for schedule(static)
@@ -188,22 +211,28 @@ void run(const Layer& layer, const Norm& norm) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Whether this processor has every instruction that the kernels use.
+// Whether this processor has every instruction that the kernels use, but for VNNI; and whether it has that in 256 bits.
 int maxsimd_avx2_is_supported() {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
+int maxsimd_avx2_has_vnni() {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl");
+}
 
-// x [rows][inputs] -> out [rows][columns], in float32; x_stride is in elements. Weights of 7 bits are packed as
-// [columns / 8][octets][3][8], which `Layer` explains; scales and bias are padded to whole blocks of 8 columns. With a
+// x [rows][inputs] -> out [rows][columns], in float32; x_stride is in elements. Weights are packed as
+// [columns / 8][octets][3][8], which `Layer` explains, and have 7 bits unless they are for VNNI; scales and bias are padded to whole blocks of 8 columns. With a
 // residual [rows][columns], whose rows are residual_stride apart, out is the layer norm of the sum of the layer's
 // output and the residual.
-void maxsimd_avx2_linear(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const int32_t* weights,
-                         int64_t octets, const float* scales, const float* bias, int64_t columns, int gelu,
-                         const float* residual, int64_t residual_stride, const float* norm_weight,
-                         const float* norm_bias, float epsilon, float* out) {
-    maxsimd_avx2::run({x, x_stride, rows, inputs, weights, octets, scales, bias, columns, gelu != 0, out},
-                      {residual, residual_stride, norm_weight, norm_bias, epsilon});
+void maxsimd_avx2_linear(int vnni, const float* x, int64_t x_stride, int64_t rows, int64_t inputs,
+                         const int32_t* weights, int64_t octets, const float* scales, const float* bias,
+                         int64_t columns, int gelu, const float* residual, int64_t residual_stride,
+                         const float* norm_weight, const float* norm_bias, float epsilon, float* out) {
+    using namespace maxsimd_avx2;
+    const Layer layer{x, x_stride, rows, inputs, weights, octets, scales, bias, columns, gelu != 0, out};
+    const Norm norm{residual, residual_stride, norm_weight, norm_bias, epsilon};
+    vnni ? run<Vnni>(layer, norm) : run<Avx2>(layer, norm);
 }
 }
 #pragma GCC visibility pop
