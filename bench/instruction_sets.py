@@ -51,7 +51,7 @@ _CAPS = (
     (Cap("AVX-512 with VNNI", "avx512_vnni", "avx512", "AVX512_CORE_VNNI"), "avx512_bf16"),
     (Cap("AVX-512", "avx512", "avx512", "AVX512_CORE"), "avx512_vnni"),
     (Cap("AVX2", "avx2", "avx2", "AVX2"), "avx512"),
-    (Cap("neither", "default", "default", "SSE41"), "avx2"),
+    (Cap("without AVX2", "default", "default", "SSE41"), "avx2"),
 )
 
 

@@ -52,8 +52,8 @@ struct Norm {
 
 // The rows of a task in bytes, each a whole number of octets, and their scales.
 struct Rows {
-    int64_t
-        stride;  // in halves of octets; rows that are a multiple of 1024 bytes apart would share few places of the cache
+    // In halves of octets. Rows that are a multiple of 1024 bytes apart would share few places of the cache.
+    int64_t stride;
     std::unique_ptr<int32_t[]> bytes;
     float scales[MOST_ROWS];
 
@@ -222,9 +222,9 @@ int maxsimd_avx2_has_vnni() {
 }
 
 // x [rows][inputs] -> out [rows][columns], in float32; x_stride is in elements. Weights are packed as
-// [columns / 8][octets][3][8], which `Layer` explains, and have 7 bits unless they are for VNNI; scales and bias are padded to whole blocks of 8 columns. With a
-// residual [rows][columns], whose rows are residual_stride apart, out is the layer norm of the sum of the layer's
-// output and the residual.
+// [columns / 8][octets][3][8], which `Layer` explains, and have 7 bits unless they are for VNNI; scales and bias are
+// padded to whole blocks of 8 columns. With a residual [rows][columns], whose rows are residual_stride apart, out is the
+// layer norm of the sum of the layer's output and the residual.
 void maxsimd_avx2_linear(int vnni, const float* x, int64_t x_stride, int64_t rows, int64_t inputs,
                          const int32_t* weights, int64_t octets, const float* scales, const float* bias,
                          int64_t columns, int gelu, const float* residual, int64_t residual_stride,
