@@ -20,7 +20,7 @@ from maxsimd.bench.datasets import Pair, docstring_pairs
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
 from maxsimd.engine.execution.int8 import choose_path
-from maxsimd.engine.execution.linear import is_prepacked_supported
+from maxsimd.engine.execution.torch_linear import choose_way
 from maxsimd.engine.ops.cpu.instruction_sets import in_words
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def _path(engine: Engine, name: str) -> str:
         return _OURS
     if name == "int8":
         return choose_path(True).name
-    return "oneDNN" if is_prepacked_supported(_CPU, dtype) else "torch"
+    return choose_way(dtype).name
 
 
 async def _in_turns(runs: dict[str, _Run], pairs: list[Pair], rounds: int, seconds: float) -> dict[str, Any]:

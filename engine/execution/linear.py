@@ -60,33 +60,6 @@ class CompiledOutput(nn.Module):
         return linear_norm(hidden_states, input_tensor, self.product.weights, self.product.bias, self.norm)
 
 
-class PrepackedLinear(nn.Module):
-    """Replaces an `nn.Linear` by oneDNN's kernels with bfloat16 weights."""
-
-    def __init__(self, layer: nn.Linear, gelu: bool) -> None:
-        super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
-        self._bias = layer.bias.detach() if layer.bias is not None else None
-        self._activation = "gelu" if gelu else "none"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight, self._bias, self._activation, [], "none"
-        )
-        return out
-
-
-def is_prepacked_supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN's layers can be used: its bfloat16 products on a CPU that has them."""
-    return (
-        device.type == "cpu"
-        and dtype is torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
-
-
 def compile_float32(module: nn.Module) -> int:
     """Replaces every float32 layer that our kernels can compute, within a backbone or a head; returns the
     number of weights."""
@@ -103,11 +76,6 @@ def compile_int8(backbone: nn.Module) -> int:
     """Replaces the layers of a backbone that runs in bfloat16, with weights in int8; returns the number of
     weights."""
     return _compile(backbone, pack_int8)
-
-
-def prepack(backbone: nn.Module) -> int:
-    """Replaces every `nn.Linear` by one whose weight oneDNN has packed; returns the number of weights."""
-    return _replace(backbone, PrepackedLinear)
 
 
 def hide(module: nn.Module) -> int:
@@ -168,14 +136,16 @@ def replace_layers(
             if _is_output(child) and fits(child.dense):
                 replaced += child.dense.weight.numel()
                 setattr(parent, name, stand_in_output(child))
-    return replaced + _replace(backbone, stand_in, fits)
+    return replaced + replace_linears(backbone, stand_in, fits)
 
 
-def _replace(
+def replace_linears(
     backbone: nn.Module,
     stand_in: Callable[[nn.Linear, bool], nn.Module],
     fits: Callable[[nn.Linear], bool] = lambda layer: True,
 ) -> int:
+    """Replaces every `nn.Linear`, told whether it takes the GELU behind it along; returns the number of
+    weights."""
     replaced = 0
     for parent in list(backbone.modules()):
         for name, child in list(parent.named_children()):

@@ -12,7 +12,7 @@ from torch import nn
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.execution import int8, linear, towers
+from maxsimd.engine.execution import int8, linear, torch_linear, towers
 from maxsimd.engine.execution.fused_layers import fuse
 from maxsimd.engine.execution.packed_runner import ModelRunner
 from maxsimd.engine.execution.selfcheck.proof import compare, compare_in_parts, pooler_for
@@ -66,9 +66,9 @@ def lay_out_weights(
     rounded = config.quantization == "int8"
     exact = [*_towers(model), *([] if rounded else [model.backbone])]
     if not compiled:
-        if linear.is_prepacked_supported(device, dtype):
+        if device.type == "cpu":
             for module in exact:
-                linear.prepack(module)
+                torch_linear.lay_out(module, torch_linear.choose_way(dtype))
     else:
         for module in _head_modules(model):
             linear.compile_float32(module)

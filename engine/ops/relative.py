@@ -65,8 +65,11 @@ class PositionContent:
         """As of a bias, but with the leading dimensions of queries and keys: [..., heads, n, m]."""
         n, m = query.shape[-2], key.shape[-2]
         width = n + m - 1
-        near_keys = _entries(self.keys, self.reach, query, key, before)  # [heads, width, head_dim]
-        near_queries = _entries(self.queries, self.reach, query, key, before).flip(1)
+        near_keys, near_queries = (  # [heads, width, head_dim]
+            _entries(table, self.reach, query, key, before).to(query.dtype)
+            for table in (self.keys, self.queries)
+        )
+        near_queries = near_queries.flip(1)
         # Of the products with all distances, those of a query and a key stand where rows are shifted by one.
         of_queries = (query @ near_keys.transpose(1, 2)).contiguous()  # [..., heads, n, width]
         of_keys = (key @ near_queries.transpose(1, 2)).contiguous()  # [..., heads, m, width]

@@ -68,7 +68,7 @@ def _post(server: Server, key: str, **options: Any) -> httpx.Response:
 async def _shares_while_busy(
     server: Server, senders: tuple[tuple[str, dict[str, Any]], ...], measured: Callable[[], Awaitable[float]]
 ) -> float:
-    """What is measured while each sender, a key with options, always has some requests waiting at the server."""
+    """What is measured while each sender, a key with options, always has requests waiting there."""
     documents = [f"{i} " + "word " * 60 for i in range(100)]
 
     async with httpx.AsyncClient(timeout=120) as client:

@@ -1,26 +1,104 @@
-"""Linear layers and tables of a backbone: replaced by oneDNN's, and converted for a proof."""
+"""Linear layers and tables of a backbone: replaced by faster ones of torch, and converted for a proof."""
+
+import time
 
 import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from maxsimd.engine.execution import linear
+from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.execution import linear, torch_linear
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
 
+_BIT16 = (torch.bfloat16, torch.float16)
+_WAYS = [
+    pytest.param(way, dtype, id=f"{way.name}-{dtype}")
+    for dtype in (torch.float32, *_BIT16)
+    for way in torch_linear.candidates(dtype)
+    if torch_linear.is_right(way, dtype)
+]
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 products here")
+
+def test_there_are_other_ways_than_torch_for_each_precision() -> None:
+    assert {param.values[1] for param in _WAYS} == {torch.float32, *_BIT16}
+
+
+@pytest.mark.parametrize(("way", "dtype"), _WAYS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gelu", [True, False])
-def test_a_prepacked_linear_equals_the_plain_one(bias: bool, gelu: bool) -> None:
+def test_each_way_equals_the_plain_layer(
+    way: torch_linear.Way, dtype: torch.dtype, bias: bool, gelu: bool
+) -> None:
     torch.manual_seed(0)
-    plain = torch.nn.Linear(96, 64, bias=bias).bfloat16()
-    packed = linear.PrepackedLinear(plain, gelu)
-    for rows in (1, 7, 130):
-        x = torch.randn(1, rows, 96).bfloat16()
+    plain = torch.nn.Linear(96, 64, bias=bias).to(dtype)
+    assert way.make is not None
+    layer = way.make(plain, gelu)
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    for shape in ((0,), (1,), (7,), (1, 130), (2, 67)):
+        x = torch.randn(*shape, 96).to(dtype)
         with torch.inference_mode():
-            expected = plain(x).float()
+            expected = plain.float()(x.float())
             expected = torch.nn.functional.gelu(expected) if gelu else expected
-            torch.testing.assert_close(packed(x).float(), expected, atol=2e-2, rtol=2e-2)
+            plain.to(dtype)
+            found = layer(x)
+        assert found.dtype is dtype
+        torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_rows_are_rounded_up_a_little_to_few_numbers() -> None:
+    for rows in range(1, 40_000):
+        assert rows <= torch_linear.rounded(rows) < max(rows + 8, rows * 9 / 8 + 1)
+    assert len({torch_linear.rounded(rows) for rows in range(1, 40_000)}) < 90
+
+
+class _Wrong(torch_linear.Float32Linear):
+    """A product that is a little too large."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.05
+
+
+class _Slow(torch_linear.Float32Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+class _Missing(torch_linear.Float32Linear):
+    def __init__(self, layer: torch.nn.Linear, gelu: bool) -> None:
+        raise RuntimeError("not built in")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *_BIT16])
+def test_ways_that_are_wrong_or_slow_or_missing_are_not_taken(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ways = [torch_linear.Way(make.__name__, make) for make in (_Wrong, _Slow, _Missing)]
+    monkeypatch.setattr(torch_linear, "candidates", lambda dtype: ways)
+    caplog.set_level("INFO", "maxsimd.engine.execution.torch_linear")
+    assert torch_linear.choose_way.__wrapped__(dtype) is torch_linear.TORCH
+    assert "torch, by a short timing" in caplog.text
+    assert "_Slow" in caplog.text
+    assert "_Wrong" not in caplog.text
+    assert "_Missing" not in caplog.text
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    assert torch_linear.lay_out(module, torch_linear.TORCH) == 0
+    assert torch_linear.lay_out(module, ways[1]) == 16
+    assert isinstance(module[0], _Slow)
+
+
+async def test_an_engine_without_our_kernels_says_which_way_it_takes(
+    bert_cross_encoder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch_linear.choose_way.cache_clear()
+    caplog.set_level("INFO", "maxsimd.engine.execution.torch_linear")
+    scores = {}
+    for dtype in ("float32", "bfloat16"):
+        async with Engine(EngineConfig(model=bert_cross_encoder, dtype=dtype, kernels="torch")) as engine:
+            scores[dtype] = (await engine.score("cats", ["cats are animals", "dogs"])).scores
+    assert "float32: " in caplog.text
+    assert "bfloat16: " in caplog.text
+    assert scores["bfloat16"] == pytest.approx(scores["float32"], abs=0.02)
 
 
 @pytest.mark.parametrize(("name", "exact"), [("gelu", True), ("gelu_new", False), ("relu", False)])

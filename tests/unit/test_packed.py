@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution import cls_only_last_layer
-from maxsimd.engine.execution.attention import interface
+from maxsimd.engine.execution.attention import interface, torch_grouped
 from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
 from maxsimd.engine.execution.attention.varlen import VarlenBackend
 from maxsimd.engine.execution.lay_out import lay_out
-from maxsimd.engine.execution.layout import Layout
+from maxsimd.engine.execution.layout import Layout, PrefillChunk, SharedGroup
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops.qkv import KV, QKV
+from maxsimd.engine.ops.relative import PositionContent
 from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
 
 GROUPED = GroupedBackend()
@@ -152,16 +153,49 @@ def test_grouped_attention_equals_attention_one_by_one(
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
 
 
-def test_bfloat16_attention_equals_float32() -> None:
+@pytest.mark.parametrize(("native", "tolerance"), [(True, 2e-2), (False, 2**-8)])
+def test_bfloat16_attention_equals_float32(
+    native: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor has no products of bfloat16, only what comes out is rounded."""
+    monkeypatch.setattr(torch_grouped, "multiplies_bfloat16", lambda: native)
     torch.manual_seed(0)
     step = make_step([40, 37, 12, 40, 5], [40, 30, 12, 33, 5])
     batch = lay_out(step, {}, causal=False, arrangement=GROUPED.arrangement, position_offset=0)
     q, k, v = (torch.randn(2, len(batch.input_ids), 16).bfloat16() for _ in range(3))
-    rounded = full(GROUPED, QKV(q, k, v, 0.25), batch.layout)
-    exact = full(OneByOneBackend(), QKV(q.float(), k.float(), v.float(), 0.25), batch.layout)
-    for chunk, start in zip(batch.cursor.chunks, batch.cursor.starts, strict=True):
-        rows = slice(start, start + len(chunk))
-        torch.testing.assert_close(rounded[rows].float(), exact[rows], atol=2e-2, rtol=2e-2)
+    tables = (torch.randn(2, 2 * 40 + 1, 16).bfloat16() for _ in range(2))
+    for relative in (None, PositionContent(*tables)):
+        rounded = full(GROUPED, QKV(q, k, v, 0.25, relative=relative), batch.layout)
+        assert rounded.dtype is torch.bfloat16
+        exact_relative = relative and PositionContent(relative.keys.float(), relative.queries.float())
+        exact = full(
+            OneByOneBackend(), QKV(q.float(), k.float(), v.float(), 0.25, None, exact_relative), batch.layout
+        )
+        for chunk, start in zip(batch.cursor.chunks, batch.cursor.starts, strict=True):
+            rows = slice(start, start + len(chunk))
+            torch.testing.assert_close(rounded[rows].float(), exact[rows], atol=tolerance, rtol=tolerance)
+
+
+def test_what_comes_behind_earlier_tokens_is_multiplied_in_float32_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_grouped, "multiplies_bfloat16", lambda: False)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 10, 16).bfloat16() for _ in range(3))
+    before = KV(*(torch.randn(2, 9, 16).bfloat16() for _ in range(2)))
+    chunk = Layout(True, prefill_chunks=(PrefillChunk(0, 0, 9, PrefillKV(), is_stored=False),))
+    shared = Layout(True, shared_groups=(SharedGroup(0, 2, 5, PrefillKV()),))
+
+    def attended(backend: AttentionBackend[Any], cast: torch.dtype) -> torch.Tensor:
+        qkv, context = QKV(q.to(cast), k.to(cast), v.to(cast), 0.25), KV(*(x.to(cast) for x in before))
+        outputs = [qkv.new_output().zero_() for _ in range(2)]
+        backend.with_prefill_kv(qkv, [context], backend.prepare(chunk, CPU), outputs[0])
+        backend.shared_prefix(qkv, [context], backend.prepare(shared, CPU), outputs[1])
+        assert outputs[0].dtype is cast
+        return torch.cat(outputs).float()
+
+    rounded, exact = attended(GROUPED, torch.bfloat16), attended(OneByOneBackend(), torch.float32)
+    torch.testing.assert_close(rounded, exact, atol=2**-8, rtol=2**-8)
 
 
 def test_steps_of_many_sizes_have_few_shapes() -> None:

@@ -1,5 +1,5 @@
 """Packed attention in plain torch, on any device: sequences of similar length at a time, as batched
-products."""
+products; in float32 on a CPU that has no products in 16 bits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from maxsimd.engine.execution.attention.base import AttentionMetadata
 from maxsimd.engine.execution.attention.one_by_one import OneByOneAttention, repeat_heads, visible
 from maxsimd.engine.execution.layout import Arrangement, Group, Layout, SharedGroup
+from maxsimd.engine.ops.cpu.instruction_sets import multiplies_bfloat16
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.pooling.transfer import to_device
 
@@ -47,6 +48,7 @@ class GroupedAttention(OneByOneAttention[G]):
 
     def full(self, qkv: QKV, metadata: G) -> torch.Tensor:
         out = qkv.new_output()
+        qkv = _for_products(qkv)
         layout = metadata.layout
         for group in layout.groups:
             of_group = _of_group(qkv, group)
@@ -58,15 +60,20 @@ class GroupedAttention(OneByOneAttention[G]):
 
     def first_rows(self, qkv: QKV, metadata: G) -> torch.Tensor:
         out = qkv.new_output()
+        qkv = _for_products(qkv)
         for group in metadata.layout.groups:
             whole = _of_group(qkv, group)
             first = replace(whole, query=whole.query[:, :, :1])
             _rows_of(out, group)[:, 0] = _bidirectional(first, group, metadata)[:, :, 0]
         return out
 
+    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: G, out: torch.Tensor) -> None:
+        super().with_prefill_kv(_for_products(qkv), [_kv_for_products(kv) for kv in contexts], metadata, out)
+
     def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: G, out: torch.Tensor) -> None:
+        qkv = _for_products(qkv)
         for group, prefix in zip(metadata.layout.shared_groups, prefixes, strict=True):
-            attended = _attend_behind_prefix(_of_group(qkv, group), prefix)
+            attended = _attend_behind_prefix(_of_group(qkv, group), _kv_for_products(prefix))
             _rows_of(out, group).copy_(attended.transpose(1, 2))
 
 
@@ -90,6 +97,22 @@ class GroupedBackend(GroupedAttention[GroupedMetadata]):
 
     def prepare(self, layout: Layout, device: torch.device) -> GroupedMetadata:
         return GroupedMetadata(layout, device)
+
+
+def _for_products(qkv: QKV) -> QKV:
+    key, value = _kv_for_products(KV(qkv.key, qkv.value))
+    return replace(qkv, query=_float32_on_slow_cpu(qkv.query), key=key, value=value)
+
+
+def _kv_for_products(kv: KV) -> KV:
+    return KV(_float32_on_slow_cpu(kv.key), _float32_on_slow_cpu(kv.value))
+
+
+def _float32_on_slow_cpu(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of 16 bits in float32 on a CPU that does not multiply such natively, where torch's products of
+    them take many times as long."""
+    native = x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and multiplies_bfloat16())
+    return x if x.device.type != "cpu" or native else x.float()
 
 
 def _rows_of(out: torch.Tensor, group: Group | SharedGroup) -> torch.Tensor:

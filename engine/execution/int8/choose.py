@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,13 +16,14 @@ from maxsimd.engine.execution.int8.rounding import (
     RoundedWeights,
     round_weights,
 )
+from maxsimd.engine.execution.short_timing import milliseconds_in_turns
 from maxsimd.engine.ops.cpu import avx2
 from maxsimd.engine.ops.cpu.instruction_sets import in_words
 
 log = logging.getLogger(__name__)
 
-# Rows and sides of the layer that is timed, and how often: together about 50 ms.
-_TIMED_ROWS, _TIMED_SIDE, _TIMES = 128, 768, 3
+# Rows and sides of the layer that is timed.
+_TIMED_ROWS, _TIMED_SIDE = 128, 768
 _TOLERANCE = 1e-5
 
 
@@ -107,17 +107,10 @@ def _agree(product: Product, rounded: RoundedWeights, values: torch.Tensor) -> b
 
 @torch.inference_mode()
 def _milliseconds(paths: Mapping[str, Path]) -> dict[str, float]:
-    """The shortest of a few runs of each, in turns."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_TIMED_ROWS, _TIMED_SIDE, generator=generator)
     weight = torch.randn(_TIMED_SIDE, _TIMED_SIDE, generator=generator)
     products = {name: path.make(round_weights(weight, None, path.most)) for name, path in paths.items()}
-    best = dict.fromkeys(paths, float("inf"))
-    for product in products.values():
-        product.linear(x, False)
-    for _ in range(_TIMES):
-        for name, product in products.items():
-            started = time.perf_counter()
-            product.linear(x, False)
-            best[name] = min(best[name], (time.perf_counter() - started) * 1e3)
-    return best
+    return milliseconds_in_turns(
+        {name: functools.partial(product.linear, x, False) for name, product in products.items()}
+    )

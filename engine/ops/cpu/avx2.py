@@ -61,7 +61,8 @@ def pack_for_vnni(weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor
 def _sums_of_four(octets: torch.Tensor) -> torch.Tensor:
     """[columns, octets, 8] -> int16 [columns, octets, 2]: of each half of an octet, the first two are added
     to those of the other, and so are the last two."""
-    return octets.unflatten(2, (2, 2, 2)).sum((2, 4), dtype=torch.int16)
+    added: torch.Tensor = octets.unflatten(2, (2, 2, 2)).sum((2, 4), dtype=torch.int16)
+    return added
 
 
 def _sums_of_eight(octets: torch.Tensor) -> torch.Tensor:
