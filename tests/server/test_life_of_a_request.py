@@ -18,6 +18,7 @@ from maxsimd.api.connection_table import ConnectionTable
 from maxsimd.api.listener import Listener
 from maxsimd.api.sockets import open_sockets
 from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.execution import torch_linear
 from maxsimd.engine.stats import EngineStats
 
 root = pathlib.Path(sys.argv[1])
@@ -34,6 +35,9 @@ def note(frame, event, _):
             return
         if path.parts[0] in rooms and threading.current_thread().name != "maxsimd-cache-writer":
             passed.setdefault(str(path))
+
+# Which way is fastest depends on the processor.
+torch_linear.choose_way = lambda dtype: torch_linear.TORCH
 
 async def main():
     global following
