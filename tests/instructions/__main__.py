@@ -10,7 +10,7 @@ import sys
 
 from maxsimd.bench.instruction_sets import WHOLE, caps
 
-# Kernels and linear layers in each precision, MaxSim, steps of few rows, scores with int8, and a server.
+# Kernels, linear layers and attention in each precision, MaxSim, steps of few rows, scores with int8, a server.
 _FILES = (
     "tests/unit/test_int8_layers.py",
     "tests/unit/test_linear_layers.py",
@@ -19,8 +19,11 @@ _FILES = (
     "tests/unit/test_kernels_bits.py",
     "tests/unit/test_maxsim.py",
     "tests/unit/test_finite.py",
+    "tests/unit/test_packed.py",
+    "tests/unit/test_relative_positions.py",
     "tests/unit/test_few_rows.py",
     "tests/parity/test_batch_invariance.py",
+    "tests/parity/test_execution.py",
     "tests/server/test_smoke.py",
 )
 # A few of each kind of score: absolute and relative positions, windows, a decoder, all that bge-m3 gives.

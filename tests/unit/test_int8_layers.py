@@ -173,21 +173,24 @@ def test_int8_is_refused_on_what_is_not_a_cpu() -> None:
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    caches = (instruction_sets.cap, library._found, library.avx2_library)
-    for cache in caches:
-        cache.cache_clear()
+    _forget()
     yield
-    for cache in caches:
+    _forget()
+
+
+def _forget() -> None:
+    """Has libraries and the cap of instructions be looked for anew."""
+    for cache in (instruction_sets.cap, library._found, library.avx2_library):
         cache.cache_clear()
 
 
 @pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize(("level", "ours"), [("default", False), ("avx2", True), ("avx512_vnni", True)])
 def test_nothing_above_the_cap_is_used(monkeypatch: pytest.MonkeyPatch, level: str, ours: bool) -> None:
+    monkeypatch.delenv(instruction_sets.VARIABLE, raising=False)
     built, has_vnni = avx2.is_available(), avx2.has_vnni()
-    for cache in (instruction_sets.cap, library.avx2_library):
-        cache.cache_clear()
-    monkeypatch.setenv("MAXSIMD_MAX_CPU_ISA", level)
+    _forget()
+    monkeypatch.setenv(instruction_sets.VARIABLE, level)
     assert library.library() is None
     assert avx2.is_available() is (ours and built)
     assert avx2.has_vnni() is (level == "avx512_vnni" and has_vnni)
