@@ -10,7 +10,7 @@ import sys
 
 from maxsimd.bench.instruction_sets import WHOLE, caps
 
-# Kernels, linear layers and attention in each precision, MaxSim, steps of few rows, scores with int8, a server.
+# Kernels, linear layers and attention in each precision, MaxSim, steps of few rows, and a server.
 _FILES = (
     "tests/unit/test_int8_layers.py",
     "tests/unit/test_linear_layers.py",
