@@ -20,7 +20,7 @@ from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tensors, modules_of
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.ops import cpu as kernels
-from maxsimd.engine.ops.cpu import avx2
+from maxsimd.engine.ops.cpu import int8_linear
 from maxsimd.engine.ops.cpu.instruction_sets import in_words
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.sparse import WordsHead
@@ -81,7 +81,7 @@ def ingredients(
         "precision": str(dtype),
         "stored precision": stored,
         "quantization": config.quantization,
-        "kernels": [config.kernels == "auto" and each.is_available() for each in (kernels, avx2)],
+        "kernels": [config.kernels == "auto" and each.is_available() for each in (kernels, int8_linear)],
         "attention": config.attention,
         "packing": config.packing,
         "fused head": _fused_head(config, device),

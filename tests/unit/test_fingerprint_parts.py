@@ -316,7 +316,7 @@ def test_the_order_of_buffers_does_not_matter(plain: Given) -> None:
 
 
 def test_a_machine_without_kernels_is_told_from_others(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in ("cpu", "cpu.avx2"):
+    for library in ("cpu", "cpu.int8_linear"):
         found = []
         for available in (True, False):
             monkeypatch.setattr(f"maxsimd.engine.ops.{library}.is_available", lambda there=available: there)

@@ -1,6 +1,6 @@
-"""Layers in int8 without AVX-512: each way of multiplying against the plain one, and which way is taken."""
+"""Layers in int8 without AVX-512 BF16: each way of multiplying against the plain one, and which is taken."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.int8.choose import PLAIN, Path, candidates, choose, is_right
 from maxsimd.engine.execution.int8.layers import round_layers
+from maxsimd.engine.execution.int8.products import KernelProduct
 from maxsimd.engine.execution.int8.rounding import (
     ZERO,
     PlainProduct,
@@ -19,13 +20,15 @@ from maxsimd.engine.execution.int8.rounding import (
     round_weights,
 )
 from maxsimd.engine.execution.prepare import _refuse_quantization
-from maxsimd.engine.ops.cpu import avx2, instruction_sets, library
+from maxsimd.engine.ops.cpu import instruction_sets, int8_linear, library
+from maxsimd.engine.ops.cpu.int8_linear import Kernel
 from maxsimd.engine.ops.cpu.linear import Norm
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 RIGHT = [path for path in candidates(True) if is_right(path)]
 each_path = pytest.mark.parametrize("path", RIGHT, ids=lambda path: f"{path.name}, {path.most}")
-needs_avx2 = pytest.mark.skipif(not avx2.is_available(), reason="this processor cannot run the kernel")
+KERNELS = [kernel for kernel in int8_linear.KERNELS if kernel.is_available()]
+each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.level)
 # rows, inputs, columns: of one tile, of several, with edges, with few rows and with many columns
 SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 140), st.integers(1, 70))
 
@@ -98,20 +101,38 @@ def test_strange_rows_stay_strange_and_harm_no_others(path: Path) -> None:
     torch.testing.assert_close(found[::5], PlainProduct(weights).linear(x[::5], False))
 
 
-@needs_avx2
-def test_the_gelu_of_the_kernel_is_the_exact_form_on_every_scale() -> None:
+@pytest.mark.parametrize("most", sorted({kernel.most for kernel in KERNELS}))
+@given(SHAPES, st.booleans())
+@settings(deadline=None, max_examples=30)
+def test_kernels_that_hold_the_same_weights_give_the_same_bits(
+    most: int, shape: tuple[int, int, int], gelu: bool
+) -> None:
+    rows, inputs, columns = shape
+    weights = layer(inputs, columns, most)
+    x, residual = torch.randn(rows, inputs + 3)[:, :inputs], torch.randn(rows, columns)
+    norm = Norm(torch.randn(columns), torch.randn(columns), 1e-5)
+    products = [KernelProduct(kernel, weights) for kernel in KERNELS if kernel.most >= most]
+    outputs = [(one.linear(x, gelu), one.linear_norm(x, residual, norm)) for one in products]
+    for plain, normalised in outputs[1:]:
+        assert torch.equal(plain, outputs[0][0])
+        assert torch.equal(normalised, outputs[0][1])
+
+
+@each_kernel
+def test_the_gelu_of_a_kernel_is_the_exact_form_on_every_scale(kernel: Kernel) -> None:
     x = torch.cat([torch.linspace(-14, 14, 5601), torch.tensor([-3e38, -100.0, 0.0, 1e-20, 100.0, 1e38])])
-    out = avx2.linear(
-        x[:, None], avx2.pack(torch.tensor([[1]], dtype=torch.int8), torch.tensor([1.0]), None), True
-    )
+    one = int8_linear.pack(kernel, torch.tensor([[1]], dtype=torch.int8), torch.tensor([1.0]), None)
+    out = int8_linear.linear(x[:, None], one, True)
     # A row of one number is 127 times its scale.
     torch.testing.assert_close(out[:, 0].double(), torch.nn.functional.gelu(x.double()), atol=4e-7, rtol=4e-7)
 
 
-@needs_avx2
-def test_weights_whose_products_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="beyond 63"):
-        avx2.pack(torch.full((1, 4), 64, dtype=torch.int8), torch.ones(1), None)
+@each_kernel
+def test_weights_whose_products_do_not_fit_are_refused(kernel: Kernel) -> None:
+    most = torch.full((1, 4), -kernel.most, dtype=torch.int8)
+    int8_linear.pack(kernel, most, torch.ones(1), None)
+    with pytest.raises(ValueError, match=f"beyond {kernel.most}"):
+        int8_linear.pack(kernel, most - 1, torch.ones(1), None)
 
 
 @each_path
@@ -172,33 +193,33 @@ def test_int8_is_refused_on_what_is_not_a_cpu() -> None:
 
 
 @pytest.fixture
-def forgotten() -> Iterator[None]:
-    _forget()
-    yield
-    _forget()
+def capped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets the cap, and forgets what was found under the last one."""
+
+    def forget() -> None:
+        for cache in (instruction_sets.cap, library._found, library.int8_function):
+            cache.cache_clear()
+
+    def set_cap(level: str) -> None:
+        monkeypatch.setenv("MAXSIMD_MAX_CPU_ISA", level)
+        forget()
+
+    yield set_cap
+    forget()
 
 
-def _forget() -> None:
-    """Has libraries and the cap of instructions be looked for anew."""
-    for cache in (instruction_sets.cap, library._found, library.avx2_library):
-        cache.cache_clear()
-
-
-@pytest.mark.usefixtures("forgotten")
-@pytest.mark.parametrize(("level", "ours"), [("default", False), ("avx2", True), ("avx512_vnni", True)])
-def test_nothing_above_the_cap_is_used(monkeypatch: pytest.MonkeyPatch, level: str, ours: bool) -> None:
-    monkeypatch.delenv(instruction_sets.VARIABLE, raising=False)
-    built, has_vnni = avx2.is_available(), avx2.has_vnni()
-    _forget()
-    monkeypatch.setenv(instruction_sets.VARIABLE, level)
+@pytest.mark.parametrize(("level", "count"), [("default", 0), ("avx2", 1), ("avx512", 2), ("avx512_vnni", 3)])
+def test_nothing_above_the_cap_is_used(capped: Callable[[str], None], level: str, count: int) -> None:
+    capped("all")
+    runnable = [kernel for kernel in int8_linear.KERNELS if kernel.is_available()]
+    capped(level)
     assert library.library() is None
-    assert avx2.is_available() is (ours and built)
-    assert avx2.has_vnni() is (level == "avx512_vnni" and has_vnni)
+    allowed = [kernel for kernel in int8_linear.KERNELS if kernel.is_available()]
+    assert allowed == [kernel for kernel in runnable if kernel in int8_linear.KERNELS[:count]]
     assert not instruction_sets.multiplies_bfloat16()
 
 
-@pytest.mark.usefixtures("forgotten")
-def test_a_cap_that_is_no_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAXSIMD_MAX_CPU_ISA", "avx9")
+def test_a_cap_that_is_no_level_is_refused(capped: Callable[[str], None]) -> None:
+    capped("avx9")
     with pytest.raises(ValueError, match="must be one of default, avx2, avx512"):
         instruction_sets.cap()

@@ -1,4 +1,4 @@
-"""Linear layers with weights in int8 for CPUs that our AVX-512 kernels do not run on.
+"""Linear layers with weights in int8 for CPUs without AVX-512 BF16, which the other kernels need.
 
 Rows are rounded to bytes, each with a scale of its own, and multiplied by whichever of several ways is right
 and fastest on this processor.

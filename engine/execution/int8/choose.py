@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from maxsimd.engine.execution.int8.products import Avx2Product, OneDnnProduct, VnniProduct
+from maxsimd.engine.execution.int8.products import KernelProduct, OneDnnProduct
 from maxsimd.engine.execution.int8.rounding import (
     ROW_MAX,
     Make,
@@ -17,7 +17,7 @@ from maxsimd.engine.execution.int8.rounding import (
     round_weights,
 )
 from maxsimd.engine.execution.short_timing import milliseconds_in_turns
-from maxsimd.engine.ops.cpu import avx2
+from maxsimd.engine.ops.cpu import int8_linear
 from maxsimd.engine.ops.cpu.instruction_sets import in_words
 
 log = logging.getLogger(__name__)
@@ -51,13 +51,13 @@ def choose_path(compiled: bool) -> Path:
 
 def candidates(compiled: bool) -> list[Path]:
     """What may run here, beside the plain products."""
-    # Without VNNI, oneDNN adds two products in 16 bits, as our kernel does; those hold weights of 7 bits.
-    found = [Path("oneDNN", ROW_MAX, OneDnnProduct), Path("oneDNN", avx2.MOST, OneDnnProduct)]
-    if compiled and avx2.is_available():
-        found.append(Path("our kernel for AVX2", avx2.MOST, Avx2Product))
-    if compiled and avx2.has_vnni():
-        found.append(Path("our kernel for VNNI", ROW_MAX, VnniProduct))
-    return found
+    # Without VNNI, oneDNN adds two products in 16 bits, as our kernels do; those hold weights of 7 bits.
+    found = [Path("oneDNN", most, OneDnnProduct) for most in (ROW_MAX, int8_linear.AVX2.most)]
+    kernels = [kernel for kernel in int8_linear.KERNELS if compiled and kernel.is_available()]
+    return found + [
+        Path(f"our kernel for {kernel.title}", kernel.most, functools.partial(KernelProduct, kernel))
+        for kernel in kernels
+    ]
 
 
 def choose(paths: Iterable[Path]) -> Path:

@@ -3,7 +3,7 @@
 import torch
 
 from maxsimd.engine.execution.int8.rounding import ZERO, RoundedWeights, TorchProduct
-from maxsimd.engine.ops.cpu import avx2
+from maxsimd.engine.ops.cpu import int8_linear
 from maxsimd.engine.ops.cpu.linear import Norm
 
 # Rows of one call: what is made of them stays in the cache, and oneDNN generates code for few sizes.
@@ -38,22 +38,14 @@ class OneDnnProduct(TorchProduct):
         return out
 
 
-class Avx2Product:
-    """By our own kernel for AVX2, which rounds, multiplies and finishes in one go."""
+class KernelProduct:
+    """By a kernel of our own, which rounds, multiplies and finishes in one go."""
 
-    pack = staticmethod(avx2.pack)
-
-    def __init__(self, weights: RoundedWeights) -> None:
-        self._weights = self.pack(weights.weight, weights.scales, weights.bias)
+    def __init__(self, kernel: int8_linear.Kernel, weights: RoundedWeights) -> None:
+        self._weights = int8_linear.pack(kernel, weights.weight, weights.scales, weights.bias)
 
     def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
-        return avx2.linear(rows, self._weights, gelu)
+        return int8_linear.linear(rows, self._weights, gelu)
 
     def linear_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return avx2.linear_norm(rows, residual, self._weights, norm)
-
-
-class VnniProduct(Avx2Product):
-    """The same with VNNI, for weights of 8 bits."""
-
-    pack = staticmethod(avx2.pack_for_vnni)
+        return int8_linear.linear_norm(rows, residual, self._weights, norm)

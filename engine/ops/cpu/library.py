@@ -24,9 +24,6 @@ _LINEAR: list[Any] = [
     *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
 ]  # fmt: skip
 
-# The same without sums, and first whether weights are packed for VNNI.
-_AVX2_LINEAR = [ctypes.c_int, *_LINEAR[:7], *_LINEAR[8:]]
-
 _ARGUMENTS: dict[str, list[Any]] = {
     "maxsim_float32": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
     "maxsim_bfloat16": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
@@ -85,14 +82,17 @@ def _found() -> ctypes.CDLL | str:
 
 
 @functools.cache
-def avx2_library() -> ctypes.CDLL | None:
-    """The same for processors with AVX2 alone."""
-    loaded = _load("_cpu_avx2")
-    if isinstance(loaded, str) or not may_use("avx2") or not loaded.maxsimd_avx2_is_supported():
+def int8_function(name: str, level: str) -> Any:
+    """The function for int8 layers that needs the instructions of a level, in the library of that name; None
+    if it was not built or cannot run here."""
+    loaded = _load(name)
+    if isinstance(loaded, str) or not may_use(level):
         return None
-    function = loaded.maxsimd_avx2_linear
-    function.argtypes, function.restype = _AVX2_LINEAR, None
-    return loaded
+    if not getattr(loaded, f"maxsimd_{level}_is_supported")():
+        return None
+    function = getattr(loaded, f"maxsimd_{level}_linear")
+    function.argtypes, function.restype = [_POINTER] * 2, None
+    return function
 
 
 def is_available() -> bool:

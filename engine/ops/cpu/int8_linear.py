@@ -1,0 +1,159 @@
+"""Linear layers with weights in int8 for processors without AVX-512 BF16, compiled: float32 in and out.
+
+A row's result is the same to the last bit whatever other rows are in the call, however many threads there
+are, and whichever kernel multiplies the weights.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from maxsimd.engine.ops.cpu.library import int8_function
+from maxsimd.engine.ops.cpu.linear import Norm
+
+_OCTET = 8  # inputs that weights are padded to a multiple of
+_ZERO = 128  # the byte of a row's zero
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A compiled kernel, in a library that is compiled for its instructions alone."""
+
+    title: str
+    level: str  # what it needs, as MAXSIMD_MAX_CPU_ISA names it
+    library: str
+    most: int  # of a weight, so that sums of products fit
+    lanes: int  # columns that are packed together
+    panel: int  # columns that are multiplied together
+    words: Callable[[torch.Tensor], torch.Tensor]  # of weights [columns, octets, 8]: [columns, words], int32
+
+    def is_available(self) -> bool:
+        """Whether it was built and this processor can run it."""
+        return self.function is not None
+
+    @property
+    def function(self) -> Any:
+        """The compiled function, or None."""
+        return int8_function(self.library, self.level)
+
+
+def _with_excess(octets: torch.Tensor) -> torch.Tensor:
+    """Twice four weights, then -128 times the sums of those whose products are added in 16 bits: of each half
+    of an octet, the first two are added to those of the other half, and so are the last two."""
+    sums = octets.unflatten(2, (2, 2, 2)).sum((2, 4), dtype=torch.int16)  # [columns, octets, 2]
+    return torch.cat([octets.view(torch.int32), sums.mul_(-_ZERO).view(torch.int32)], dim=2).flatten(1)
+
+
+def _with_start(octets: torch.Tensor) -> torch.Tensor:
+    """-128 times the sum of all weights, then all of them, four at a time."""
+    start = octets.sum((1, 2), dtype=torch.int32).mul_(-_ZERO)
+    return torch.cat([start[:, None], octets.flatten(1).view(torch.int32)], dim=1)
+
+
+AVX2 = Kernel("AVX2", "avx2", "_cpu_avx2", 63, 8, 8, _with_excess)
+AVX512 = Kernel("AVX-512", "avx512", "_cpu_avx512", 63, 16, 32, _with_excess)
+AVX512_VNNI = Kernel("AVX-512 with VNNI", "avx512_vnni", "_cpu_avx512", 127, 16, 32, _with_start)
+KERNELS = (AVX2, AVX512, AVX512_VNNI)
+
+
+def is_available() -> bool:
+    """Whether this processor can run any of the kernels."""
+    return any(kernel.is_available() for kernel in KERNELS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Weights:
+    """The packed weights [columns, inputs] of a layer with a scale and a bias for each column; all padded
+    with zeros to whole panels."""
+
+    kernel: Kernel
+    packed: torch.Tensor  # int32 [columns / lanes, words, lanes]
+    scales: torch.Tensor  # float32 [columns]
+    bias: torch.Tensor  # float32 [columns]
+    inputs: int
+    columns: int
+
+
+def pack(
+    kernel: Kernel, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> Int8Weights:
+    """Packs int8 weights [columns, inputs] with their scales [columns].
+
+    Raises ValueError for weights that are larger than the kernel can add up."""
+    if weight.numel() and int(weight.int().abs().max()) > kernel.most:
+        raise ValueError(f"weights are beyond {kernel.most}, which the kernel cannot add up")
+    columns, inputs = weight.shape
+    more = -columns % kernel.panel
+    filled = torch.nn.functional.pad(weight, (0, -inputs % _OCTET, 0, more))
+    words = kernel.words(filled.unflatten(1, (-1, _OCTET)).contiguous())
+    packed = words.unflatten(0, (-1, kernel.lanes)).transpose(1, 2).contiguous()
+    bias = torch.zeros(columns) if bias is None else bias.float()
+    scales, bias = (torch.nn.functional.pad(each, (0, more)) for each in (scales.float(), bias))
+    return Int8Weights(kernel, packed, scales, bias, inputs, columns)
+
+
+def linear(x: torch.Tensor, weights: Int8Weights, gelu: bool = False) -> torch.Tensor:
+    """`x @ weight.T + bias`, float32 [..., inputs] to [..., columns], then GELU (exact form) if `gelu`.
+    Each row of x is rounded to int8 with a scale of its own."""
+    return _linear(x, weights, gelu, None)
+
+
+def linear_norm(x: torch.Tensor, residual: torch.Tensor, weights: Int8Weights, norm: Norm) -> torch.Tensor:
+    """`norm(linear(x) + residual)`, where residual is float32 [..., columns] with the rows of x."""
+    rows = _as_rows(residual, weights.columns)
+    return _linear(
+        x,
+        weights,
+        False,
+        _Norm(rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of int8_linear.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("x_stride", "rows", "inputs")),
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "bias")),
+        ("columns", ctypes.c_int64),
+        ("gelu", ctypes.c_bool),
+        ("out", ctypes.c_void_p),
+    )
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` of int8_linear.h."""
+
+    _fields_ = (
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+def _linear(x: torch.Tensor, weights: Int8Weights, gelu: bool, norm: _Norm | None) -> torch.Tensor:
+    function = weights.kernel.function
+    if function is None:
+        raise RuntimeError(f"the compiled kernel for {weights.kernel.title} is not available on this machine")
+    rows = _as_rows(x, weights.inputs)
+    out = torch.empty(len(rows), weights.columns)
+    layer = _Layer(
+        rows.data_ptr(), rows.stride(0), len(rows), weights.inputs,
+        weights.packed.data_ptr(), weights.scales.data_ptr(), weights.bias.data_ptr(),
+        weights.columns, gelu, out.data_ptr(),
+    )  # fmt: skip
+    function(ctypes.byref(layer), None if norm is None else ctypes.byref(norm))
+    return out.view(*x.shape[:-1], weights.columns)
+
+
+def _as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """x as [rows, columns], each row contiguous."""
+    if x.dtype is not torch.float32:
+        raise TypeError(f"a layer that reads float32 was given {x.dtype}")
+    rows = x.reshape(-1, columns)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
