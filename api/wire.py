@@ -167,6 +167,7 @@ class PredictRequest(msgspec.Struct, kw_only=True):
     """text-embeddings-inference's: a text, a pair of texts, or a list of lists of either. Hugging Face's has
     `parameters`, which its client always sends, and is answered by a list for each text even if it is one."""
 
+    model: str | None = None
     parameters: PredictParameters | None = None
     inputs: Sequences
     raw_scores: bool | None = None

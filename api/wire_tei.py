@@ -15,16 +15,17 @@ class TeiTruncating(msgspec.Struct, kw_only=True):
     prompt_name: str | None = None
 
 
-class TeiEmbedRequest(TeiTruncating, kw_only=True):
-    """Texts, or token ids."""
+class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
+    """Texts, or token ids. Of several models `model` says which answers; text-embeddings-inference, which
+    serves one, has no such field."""
 
+    model: str | None = None
     inputs: Texts
+
+
+class TeiEmbedRequest(TeiEmbedAllRequest, kw_only=True):
     normalize: bool | None = None
     dimensions: Positive | None = None
-
-
-class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
-    inputs: Texts
 
 
 class TeiEmbedSparseRequest(TeiEmbedAllRequest, kw_only=True):
@@ -56,6 +57,7 @@ class Sentences(msgspec.Struct, kw_only=True):
 
 
 class TeiSimilarityRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
     inputs: Sentences
     parameters: TeiTruncating | None = None
 
@@ -67,6 +69,7 @@ class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):
 
 
 class TeiDecodeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
     ids: list[NotNegative | list[NotNegative]]
     skip_special_tokens: bool | None = None
 

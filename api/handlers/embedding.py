@@ -206,7 +206,7 @@ def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
 _ANSWERS = (wire.VectorsResponse, _SAFETENSORS)
 
 
-def wanted_vectors(body: wire.EmbeddingsRequest) -> Wanted:
+def wanted_vectors(state: ServerState, body: wire.EmbeddingsRequest) -> Wanted:
     """Encodings are made of token vectors."""
     return Wanted.VECTORS if body.encoding is None else Wanted.TOKEN_VECTORS
 
@@ -214,7 +214,7 @@ def wanted_vectors(body: wire.EmbeddingsRequest) -> Wanted:
 _WANTED_OF_TASK = {"token_embed": Wanted.TOKEN_VECTORS, "classify": Wanted.CLASSES}
 
 
-def wanted_pooling(body: wire.PoolingRequest) -> Wanted:
+def wanted_pooling(state: ServerState, body: wire.PoolingRequest) -> Wanted:
     return _WANTED_OF_TASK.get(body.task or "", Wanted.VECTORS)
 
 

@@ -7,7 +7,7 @@ import codecs
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -33,7 +33,7 @@ R = TypeVar("R")
 # A request's body as it arrives.
 Body: TypeAlias = AsyncIterable[bytes]
 # What a request asks for, or how that is found in it.
-WantedOf: TypeAlias = Wanted | Callable[[Any], Wanted]
+WantedOf: TypeAlias = Wanted | Callable[[ServerState, Any], Wanted]
 # Does a request's work, for the tenant that is named last.
 Work: TypeAlias = Callable[[ServerState, Body, str], Awaitable[Answer]]
 
@@ -118,8 +118,8 @@ def _with_body(
             whole = await _read(state, body, held)
             request, found = await _parse(state, whole, held, kind, read)
             del whole
-            asked = wanted if isinstance(wanted, Wanted) else wanted(request)
-            serving = state.serving(_model_of(request), asked)
+            asked = wanted if isinstance(wanted, Wanted) else wanted(state, request)
+            serving = state.serving(model_of(request), asked)
             with told_of(state.models, serving.called):
                 if serving.reads_pictures:
                     found = await state.media.filled(found, held)
@@ -132,10 +132,10 @@ def _with_body(
     return work
 
 
-def _model_of(request: Any) -> str | None:
+def model_of(request: Any) -> str | None:
     """The model that a request names."""
     if not isinstance(request, dict):
-        return getattr(request, "model", None)
+        return cast("str | None", request.model)
     # What is not a text is refused later, by the type that is then known.
     named = request.get("model")
     return named if isinstance(named, str) else None

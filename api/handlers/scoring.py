@@ -66,7 +66,7 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
     return _surrounded(answer, scale, result)
 
 
-def wanted_ranking(body: wire.RerankRequest) -> Wanted:
+def wanted_ranking(state: ServerState, body: wire.RerankRequest) -> Wanted:
     return Wanted.RANKING if body.cascade is None else Wanted.CASCADE
 
 

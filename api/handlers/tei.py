@@ -10,7 +10,8 @@ from maxsimd.api import wire, wire_tei
 from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers import classification, scoring
 from maxsimd.api.handlers.embedding import most_vectors
-from maxsimd.api.handlers.route import Body, Route, post, post_texts
+from maxsimd.api.handlers.forms import Fields, Form, answered_as
+from maxsimd.api.handlers.route import model_of, post, post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
 from maxsimd.api.models.choice import Wanted
@@ -27,6 +28,7 @@ from maxsimd.api.reading import (
 from maxsimd.api.state import ServerState
 from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.config import ScoreType
+from maxsimd.engine.device.facts import ModelFacts
 
 _SHORTEST = 1e-12
 # What a word of a sparse answer takes on its way, in bytes: an object and two numbers.
@@ -200,23 +202,31 @@ async def embed_or_compare(
     return await embed(state, body, inputs, tenant)
 
 
-# What `/` does, by what the model is for.
-_RERANK = post_texts("/", wire.RerankRequest, texts_to_rank, scoring.rerank, wanted=scoring.wanted_ranking)
-_VECTORS = post_texts(
-    "/", wire_tei.TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare, wanted=Wanted.VECTORS
-)
-_PREDICT = post_texts("/", wire.PredictRequest, sequences_of, classification.predict, wanted=Wanted.CLASSES)
+RANK = Form(wire.RerankRequest, texts_to_rank, scoring.rerank)
+PREDICT = Form(wire.PredictRequest, sequences_of, classification.predict)
+VECTORS = Form(wire_tei.TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare)
 
 
-async def _by_kind(state: ServerState, body: Body, tenant: str) -> Answer:
-    """What text-embeddings-inference does on `/`: embed, rerank or predict, whichever the model is for; of
-    several models, the first."""
-    state.check_ready()
-    model = state.serving(None, Wanted.ANYTHING).engine.facts
+def _form_for(model: ModelFacts) -> Form:
+    """What a request to `/` is for this model."""
     if model.score_type is ScoreType.LISTWISE or (model.score_task == "classify" and len(model.labels) == 1):
-        return await _RERANK.work(state, body, tenant)
-    chosen = _PREDICT if model.score_task == "classify" else _VECTORS
-    return await chosen.work(state, body, tenant)
+        return RANK
+    return PREDICT if model.score_task == "classify" else VECTORS
+
+
+def _wanted(state: ServerState, fields: Fields) -> Wanted:
+    """The model that a request names says what it means; where it names none, the first of several."""
+    form = _form_for(state.serving(model_of(fields), Wanted.ANYTHING).engine.facts)
+    if form is RANK:
+        return Wanted.RANKING if fields.get("cascade") is None else Wanted.CASCADE
+    return Wanted.CLASSES if form is PREDICT else Wanted.VECTORS
+
+
+async def _by_kind(state: ServerState, fields: Fields, nothing: None, tenant: str) -> Answer:
+    """What text-embeddings-inference does on `/`: embed, rerank or predict, whichever the model is for."""
+    # Several models answer a cascade alone.
+    form = RANK if state.models is not None else _form_for(state.engine.facts)
+    return await answered_as(form, state, fields, tenant)
 
 
 _VECTORS_OF_TEXTS = list[list[float]]
@@ -252,5 +262,5 @@ ROUTES = (
         wanted=Wanted.VECTORS,
     ),
     post("/decode", wire_tei.TeiDecodeRequest, decode, list[str]),
-    Route("/", ("POST",), _by_kind, dict[str, Any], _BY_KIND),
+    post_texts("/", Fields, lambda fields, most: None, _by_kind, *_BY_KIND, wanted=_wanted),
 )

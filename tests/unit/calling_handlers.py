@@ -59,8 +59,6 @@ GOOD: dict[tuple[str, str], Any] = {
 POSTED = sorted(path for method, path in GOOD if method == "POST")
 # The default model is no classifier, and gives no sparse vectors.
 REFUSING = {"/classify", "/predict", "/embed_sparse"}
-# Routes whose requests name no model.
-NAMELESS = {"/predict", "/embed", "/embed_all", "/embed_sparse", "/similarity", "/", "/decode"}
 RERANK = GOOD["POST", "/rerank"]
 HEAVY = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(200)]}
 

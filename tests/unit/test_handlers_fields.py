@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from maxsimd.api import wire, wire_cohere, wire_reranks, wire_tei, wire_voyage
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, EngineConfig, Truncation
-from tests.unit.calling_handlers import NAMELESS, POSTED, Caller, RecordingEngine
+from tests.unit.calling_handlers import GOOD, POSTED, Caller, RecordingEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -560,13 +560,14 @@ async def test_the_servers_long_documents_hold_where_the_request_says_nothing(
     assert engine.calls[0][2]["truncation"] == truncation
 
 
-@pytest.mark.parametrize("path", sorted(set(POSTED) - NAMELESS))
+@pytest.mark.parametrize("path", POSTED)
 async def test_a_model_may_be_named_by_either_name_and_no_other(engine: RecordingEngine, path: str) -> None:
     caller = Caller(engine, served_model_name=("mine",))
-    usual = (await caller.post(path, BODIES[path])).status
+    body = GOOD["POST", path]
+    usual = (await caller.post(path, body)).status
     for name in ("mine", "all-MiniLM-L6-v2", "default/not-specified", "", None):
-        assert (await caller.post(path, BODIES[path] | {"model": name})).status == usual
-    assert await caller.error(path, BODIES[path] | {"model": "nope"}) == (
+        assert (await caller.post(path, body | {"model": name})).status == usual
+    assert await caller.error(path, body | {"model": "nope"}) == (
         404,
         {
             "message": "The model `nope` does not exist; served here: `mine`.",

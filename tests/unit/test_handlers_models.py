@@ -18,7 +18,7 @@ from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineConfig, EngineDeadError, Engines
 from tests.checkpoints import cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.unit.calling_handlers import Pieces
+from tests.unit.calling_handlers import GOOD, Pieces
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -98,6 +98,37 @@ async def test_requests_go_by_the_model_that_they_name_or_by_what_they_ask(askin
     assert await asking.json("/", {"inputs": "cat"}) == [vectors["data"][0]["embedding"]]
     assert (await asking.json("/tokenize", {"text": "cat"}))["max_model_len"] == 256
     assert (await asking.json("/tokenize", {"text": "cat", "model": "rerank"}))["max_model_len"] == 512
+
+
+@pytest.mark.parametrize(
+    "path", ["/embed", "/embed_all", "/embed_sparse", "/similarity", "/predict", "/decode", "/rerank", "/"]
+)
+async def test_routes_of_text_embeddings_inference_go_by_the_model_that_they_name(
+    asking: Asking, path: str
+) -> None:
+    body = {"query": "q", "texts": ["d"]} if path in ("/rerank", "/") else GOOD["POST", path]
+    assert await asking.error(path, {**body, "model": "nope"}) == (
+        404,
+        "The model `nope` does not exist; served here: `embed`, `rerank`.",
+    )
+    assert (await asking.error(path, {**body, "model": "broken"}))[0] == 503
+    assert (await asking.error(path, {**body, "model": 3}))[0] == 400
+    of_embed, of_rerank = [
+        (await asking("POST", path, {**body, "model": name})).status for name in ("embed", "rerank")
+    ]
+    assert of_embed == (400 if path in ("/embed_sparse", "/predict", "/") else 200)
+    assert of_rerank == (200 if path in ("/predict", "/decode", "/rerank", "/") else 400)
+
+
+async def test_the_root_is_what_the_model_is_for_that_a_request_names(asking: Asking) -> None:
+    ranking = {"query": "cat", "texts": DOCUMENTS}
+    vectors = {"inputs": "cat"}
+    assert await asking.json("/", vectors) == await asking.json("/embed", {**vectors, "model": "embed"})
+    assert await asking.json("/", {**ranking, "model": "rerank"}) == await asking.json("/rerank", ranking)
+    assert await asking.error("/", ranking) == (400, "inputs is missing")
+    assert await asking.error("/", {**vectors, "model": "rerank"}) == (400, "query is missing")
+    staged = {"query": "cat", "documents": DOCUMENTS, "model": "rerank", "cascade": CASCADE}
+    assert len((await asking.json("/", staged))["stages"]) == 2
 
 
 async def test_a_model_that_could_not_be_loaded_fails_its_own_requests_only(asking: Asking) -> None:

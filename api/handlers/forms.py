@@ -1,0 +1,39 @@
+"""Requests whose wire type is known only once their fields are: what a route does where one path is for
+several kinds of them."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from maxsimd.api.answer import Answer
+from maxsimd.api.state import ServerState
+
+# A request as JSON has it.
+Fields = dict[str, Any]
+
+
+class Form(NamedTuple):
+    """A kind of request: its wire type, what is read of it, and what answers it."""
+
+    kind: type[Any]
+    read: Callable[[Any, int], Any]
+    handler: Callable[[ServerState, Any, Any, str], Awaitable[Answer]]
+
+
+async def answered_as(form: Form, state: ServerState, fields: Fields, tenant: str) -> Answer:
+    """The answer to these fields as a request of this kind."""
+    most = state.config.max_documents
+
+    def read() -> tuple[Any, Any]:
+        request = msgspec.convert(fields, type=form.kind, strict=False)
+        return request, form.read(request, most)
+
+    size = sum(len(value) for value in fields.values() if isinstance(value, str | list))
+    request, found = await state.engine.in_thread(read, size)
+    state.check_model(request.model)
+    if state.reads_pictures:
+        with state.bodies.hold() as held:
+            found = await state.media.filled(found, held)
+            return await form.handler(state, request, found, tenant)
+    return await form.handler(state, request, found, tenant)
