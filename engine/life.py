@@ -166,6 +166,10 @@ class EngineLife:
         if cache is not None:
             await self.in_thread(cache.clear, 0)
 
+    async def check_readable(self, request: ScoreRequest) -> None:
+        """Raises what a request that cannot be prepared is refused with. Nothing of it is run."""
+        await self._require().check_readable(request)
+
     async def in_thread(self, function: Callable[[], T], size: int) -> T:
         """Runs something that blocks in the engine's thread pool, where small work goes before large; `size`
         is about how many characters it reads or writes."""

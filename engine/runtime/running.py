@@ -144,6 +144,11 @@ class Running:
                 self._abandon(ids.request_id)
                 raise
 
+    async def check_readable(self, request: ScoreRequest) -> None:
+        """Prepares a request and leaves it at that. Raises InvalidRequestError and RequestTooLargeError."""
+        ids = RequestIds(next(self._request_ids), self._sequence_ids, self._most_tokens)
+        await self.in_pool(lambda: self.preprocessor.score(request, ids), request.reading)
+
     def _check_caller(self) -> None:
         """Raises EngineNotReadyError where no answer would ever come: in a forked process, which has none of
         the engine's threads, and on another event loop."""

@@ -1,14 +1,17 @@
 """A cascade: one model ranks all documents, the next those that ranked best, within one deadline."""
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, cast
+from itertools import pairwise
+from typing import NamedTuple, TypedDict, cast
 
 from maxsimd.engine.engine import Engine
 from maxsimd.engine.errors import InvalidRequestError, RequestTimeoutError
 from maxsimd.engine.requests import CacheMode, Item, LongInputPolicy, Priority, RerankResult, ScoreOptions
+from maxsimd.engine.several.foresight import check_stage
 from maxsimd.engine.validation import Scorable, as_scored
 
 
@@ -84,6 +87,37 @@ def _of_stage(error: InvalidRequestError, stage: Stage, indexes: Sequence[int]) 
     return InvalidRequestError(f"{message} (the model {stage.model!r} of the cascade)", error.param)
 
 
+class _Planned(NamedTuple):
+    """A stage with the engine that runs it, and the options that hold for it."""
+
+    stage: Stage
+    engine: Engine
+    options: ScoreOptions
+
+
+def _planned(
+    engine_of: Callable[[str], Engine], stages: Sequence[Stage], options: CascadeOptions
+) -> list[_Planned]:
+    """Raises UnknownModelError and its like for a model that is missing, whichever stage it is of."""
+    for_all = {name: value for name, value in options.items() if name not in _OF_LAST}
+    plan = []
+    for i, stage in enumerate(stages, start=1):
+        own = {**(options if i == len(stages) else for_all), "instruction": stage.instruction}
+        plan.append(_Planned(stage, engine_of(stage.model), cast("ScoreOptions", own)))
+    return plan
+
+
+async def _check_later_stages(plan: Sequence[_Planned], query: Scorable, documents: Sequence[Item]) -> None:
+    """Raises InvalidRequestError for what a stage after the first would refuse for certain."""
+    num_coming = len(documents)
+    for before, (stage, engine, options) in pairwise(plan):
+        num_coming = min(num_coming, before.stage.keep or num_coming)
+        try:
+            await check_stage(engine, query, documents, num_coming, options)
+        except InvalidRequestError as error:
+            raise _of_stage(error, stage, range(len(documents))) from error
+
+
 async def run_cascade(
     engine_of: Callable[[str], Engine],
     query: Scorable,
@@ -93,23 +127,29 @@ async def run_cascade(
     options: CascadeOptions,
 ) -> CascadeResult:
     """Runs the stages one after the other, all within `deadline` seconds from now. Raises what
-    `Engine.rerank` does, and RequestTimeoutError when the time is up between two stages."""
+    `Engine.rerank` does, before any stage runs where it is certain by then, and RequestTimeoutError when the
+    time is up between two stages."""
     check_stages(stages)
     begun = time.perf_counter()
-    engines = [engine_of(stage.model) for stage in stages]  # a model that is missing is found out at once
-    given: Sequence[Scorable] = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
+    plan = _planned(engine_of, stages, options)
+    items = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
+    try:
+        async with asyncio.timeout(deadline):
+            await _check_later_stages(plan, query, items)
+    except TimeoutError:
+        assert deadline is not None
+        raise RequestTimeoutError.after(deadline) from None
+    given: Sequence[Scorable] = items
     indexes: Sequence[int] = range(len(given))
     done: list[StageResult] = []
-    for i, (stage, engine) in enumerate(zip(stages, engines, strict=True), start=1):
+    for stage, engine, own in plan:
         started = time.perf_counter()
         left = None if deadline is None else deadline - (started - begun)
         if deadline is not None and left is not None and left <= 0:
             raise RequestTimeoutError.after(deadline)
-        own = {**options, "instruction": stage.instruction, "timeout": left}
-        if i < len(stages):
-            own = {option: value for option, value in own.items() if option not in _OF_LAST}
         try:
-            ranking = await engine.rerank(query, given, top_n=stage.keep, **cast("ScoreOptions", own))
+            in_time: ScoreOptions = {**own, "timeout": left}
+            ranking = await engine.rerank(query, given, top_n=stage.keep, **in_time)
         except RequestTimeoutError:
             assert deadline is not None
             raise RequestTimeoutError.after(deadline) from None
@@ -117,7 +157,7 @@ async def run_cascade(
             raise _of_stage(error, stage, indexes) from error
         milliseconds = 1000 * (time.perf_counter() - started)
         done.append(StageResult(stage.model, len(given), milliseconds, ranking))
-        if i < len(stages):
+        if len(done) < len(plan):
             best = [one.index for one in ranking.results]
             indexes, given = [indexes[each] for each in best], [given[each] for each in best]
     last = done[-1]
