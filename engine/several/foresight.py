@@ -23,9 +23,11 @@ async def check_stage(
     Texts are tried from the longest down to the first that can be read, which usually is the longest. How
     many tokens all documents have together is left to the stage, because cached ones have none to run."""
     found: dict[int, InvalidRequestError] = {}
+    # Of embeddings, and of pictures, the model takes all or none.
+    one_of_each = {type(document): document for document in documents if not isinstance(document, str)}
+    kinds = {kind: await _refusal(engine, query, one, options) for kind, one in one_of_each.items()}
     for i, document in enumerate(documents):
-        if not isinstance(document, str):
-            _note(found, i, await _refusal(engine, query, document, options))
+        _note(found, i, kinds.get(type(document)))
     texts = [(i, document) for i, document in enumerate(documents) if isinstance(document, str)]
     if not texts:
         await _refusal(engine, query, _SHORTEST_TEXT, options)
