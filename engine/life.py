@@ -40,6 +40,8 @@ class EngineLife:
         self._running: Running | None = None
         # Whether a start or a stop is under way.
         self._changing = False
+        # What is being stopped.
+        self._stopping: Running | None = None
         self._dead = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -70,15 +72,19 @@ class EngineLife:
             self._changing = False
 
     async def stop(self, grace: float | None = None) -> None:
-        """Takes no more requests, finishes those it has within `grace` seconds and frees everything."""
+        """Takes no more requests, finishes those it has within `grace` seconds and frees everything. While it
+        is being stopped already, this returns at once, and those requests have no longer than `grace` either.
+        """
+        if self._stopping is not None:
+            self._stopping.hasten(grace)
         running = self._let_go()
         if running is None:
             return
-        self._changing = True
+        self._changing, self._stopping = True, running
         try:
             await running.close(grace)
         finally:
-            self._changing = False
+            self._changing, self._stopping = False, None
             # An event belongs to the event loop on which it was awaited; the next start may be on another.
             if self.death is None:
                 self._dead = asyncio.Event()

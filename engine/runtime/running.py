@@ -56,6 +56,9 @@ class Running:
 
     Raises ModelLoadError where not even the shortest sequence of some kind can be run."""
 
+    # While this is being closed and requests are waited for: until when.
+    _grace: asyncio.Timeout | None = None
+
     def __init__(
         self,
         config: EngineConfig,
@@ -182,12 +185,22 @@ class Running:
     async def close(self, grace: float | None) -> None:
         """Waits until all requests are done, for at most `grace` seconds, and frees everything."""
         try:
-            async with asyncio.timeout(grace):
+            async with asyncio.timeout(grace) as self._grace:
                 await self._empty.wait()
         except TimeoutError:
-            log.warning("stopping with %d requests unfinished after %s seconds", self._num_inside, grace)
+            log.warning("stopping with %d requests unfinished when the grace is over", self._num_inside)
         finally:
+            self._grace = None
             await asyncio.shield(self._free())
+
+    def hasten(self, grace: float | None) -> None:
+        """While this is being closed: gives the requests that are not done `grace` seconds from now, unless
+        they have less."""
+        if grace is None or self._grace is None or self._grace.expired():
+            return
+        end, until_now = self._loop.time() + grace, self._grace.when()
+        if until_now is None or end < until_now:
+            self._grace.reschedule(end)
 
     async def in_pool(self, function: Callable[[], T], size: int) -> T:
         """Runs something that blocks, and reads or writes about `size` characters, in the thread pool. When

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self, Unpack
+from typing import NamedTuple, Self, Unpack
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -34,6 +34,14 @@ log = logging.getLogger(__name__)
 
 # How long those that are dropped may go on with the requests that they have.
 GRACE_SECONDS = 30.0
+
+
+class _Going(NamedTuple):
+    """A model that is being dropped, with the state that it was in, and what is `done` when it is gone."""
+
+    name: str
+    state: State
+    done: asyncio.Future[None]
 
 
 class Engines:
@@ -68,7 +76,7 @@ class Engines:
         # Those that are being loaded, or wait for that.
         self._coming: set[str] = set()
         # Of those that are dropped and not gone yet, some more than once: done when they are.
-        self._going: list[tuple[str, asyncio.Future[None]]] = []
+        self._going: list[_Going] = []
         self._num_stops = 0
         self._caches = CacheBudget()
         self._sharers: set[str] = {name for name, config in configs.items() if shares(config)}
@@ -111,10 +119,13 @@ class Engines:
 
     async def stop(self, grace: float | None = None) -> None:
         """Drops all models at once, each with `grace` seconds for the requests that it has (None: for as long
-        as they take). One that is being dropped already keeps the grace that it was given."""
+        as they take). One that is being dropped already has no longer than that either."""
         self._check_loop()
         self._num_stops += 1
         try:
+            for going in list(self._going):
+                if isinstance(going.state, Serving):
+                    await going.state.engine.stop(grace)
             ends = [self._end(name, grace) for name in self._states]
             ended = await asyncio.gather(*ends, return_exceptions=True)
             await self._until_gone()
@@ -259,7 +270,7 @@ class Engines:
         self._states[name] = Dropped()
         self._leave_budget(name)
         watch = self._watches.pop(name, None)
-        going = name, asyncio.get_running_loop().create_future()
+        going = _Going(name, state, asyncio.get_running_loop().create_future())
         self._going.append(going)
         try:
             if isinstance(state, Serving):
@@ -271,11 +282,11 @@ class Engines:
                 await asyncio.wait({watch})
         finally:
             self._going.remove(going)
-            going[1].set_result(None)
+            going.done.set_result(None)
 
     async def _until_gone(self, name: str | None = None) -> None:
         """Waits for those that others drop: of this name, or all."""
-        going = {done for each, done in self._going if name in (None, each)}
+        going = {each.done for each in self._going if name in (None, each.name)}
         if going:
             await asyncio.wait(going)
 

@@ -27,7 +27,8 @@ async def check_stage(
     one_of_each = {type(document): document for document in documents if not isinstance(document, str)}
     kinds = {kind: await _refusal(engine, query, one, options) for kind, one in one_of_each.items()}
     for i, document in enumerate(documents):
-        _note(found, i, kinds.get(type(document)))
+        if not isinstance(document, str):
+            _note(found, i, kinds[type(document)])
     texts = [(i, document) for i, document in enumerate(documents) if isinstance(document, str)]
     if not texts:
         await _refusal(engine, query, _SHORTEST_TEXT, options)

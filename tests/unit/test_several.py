@@ -22,6 +22,7 @@ from maxsimd.engine import (
     ModelFailedError,
     ModelLoadError,
     RequestTimeoutError,
+    ScoreResult,
     Stage,
     UnknownModelError,
 )
@@ -261,8 +262,11 @@ async def test_it_is_started_once_at_a_time(reranker: str) -> None:
         await engines.stop()
 
 
+@pytest.mark.parametrize("grace", [None, 600, 0])
 @pytest.mark.parametrize("first", ["drop", "stop"])
-async def test_a_stop_waits_for_what_is_being_dropped(reranker: str, first: str, pairs: list[Pair]) -> None:
+async def test_a_stop_waits_for_what_is_being_dropped_no_longer_than_its_own_grace(
+    reranker: str, first: str, grace: float | None, pairs: list[Pair]
+) -> None:
     engines = Engines({"a": config(reranker), "b": config()})
     await engines.start()
     documents = [pair.document for pair in pairs]
@@ -272,12 +276,13 @@ async def test_a_stop_waits_for_what_is_being_dropped(reranker: str, first: str,
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert (engines.state("a"), engines.state("b")) == ("dropped", "ok" if first == "drop" else "dropped")
-    stop = asyncio.create_task(engines.stop(grace=0))
+    stop = asyncio.create_task(engines.stop(grace))
     await asyncio.sleep(0)
     with pytest.raises(EngineRunningError, match="are being stopped"):
         await engines.load("c", config())
     await stop
-    assert len((await own).scores) == len(documents)
+    (answer,) = await asyncio.gather(own, return_exceptions=True)
+    assert isinstance(answer, EngineDeadError if grace == 0 else ScoreResult)
     await leaving
     assert not engines._devices._shared
 
