@@ -37,6 +37,14 @@ class ApiError(Exception):
         self.status, self.kind, self.param, self.retry_after = status, kind, param, retry_after
 
 
+class WrongMethodError(ApiError):
+    """A path that there is, asked with a method that it does not take; `allowed` has those that it does."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self.allowed = ", ".join(sorted(allowed))
+        super().__init__(405, "MethodNotAllowedError", f"this route takes {self.allowed}")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """How any exception looks on the wire. Unexpected ones reveal nothing of the inside."""
     match error:
@@ -72,6 +80,8 @@ def error_answer(error: ApiError) -> Answer:
     headers = {"Content-Type": "application/json"}
     if error.retry_after is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after))
+    if isinstance(error, WrongMethodError):
+        headers["Allow"] = error.allowed
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 415:
@@ -89,10 +99,6 @@ def restarting() -> ApiError:
 
 def no_such_route() -> ApiError:
     return ApiError(404, "NotFoundError", "there is no such route; GET /docs has those there are")
-
-
-def wrong_method(allowed: Iterable[str]) -> ApiError:
-    return ApiError(405, "MethodNotAllowedError", f"this route takes {', '.join(sorted(allowed))}")
 
 
 def no_valid_key() -> ApiError:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from maxsimd.api.answer import Answer
 from maxsimd.api.body_headers import refusal
 from maxsimd.api.failures import (
+    WrongMethodError,
     as_api_error,
     error_answer,
     no_such_route,
     no_valid_key,
     restarting,
-    wrong_method,
 )
 from maxsimd.api.handlers import infinity, models, operating
 from maxsimd.api.handlers.route import Body, Work
@@ -162,6 +162,12 @@ def _changes_models(state: ServerState, method: str, route: str) -> bool:
     return state.models is not None and route == operating.MODEL_PATH and method in models.METHODS
 
 
+def _more_methods(state: ServerState, route: str) -> tuple[str, ...]:
+    """The methods of a route that loads and drops models, where whoever has a key for that may."""
+    is_changed = state.models is not None and route == operating.MODEL_PATH and state.keys.has_admins
+    return models.METHODS if is_changed else ()
+
+
 def _model_in(path: str) -> str:
     """The name of the model that the path of its card has, with what is not decoded in paths: clients may
     write slashes as %2F, and must write % as %25."""
@@ -179,5 +185,5 @@ def _work_of(state: ServerState, method: str, path: str, headers: Mapping[str, s
         models.check_allowed(state, headers)
         return models.changing(method, _model_in(path))
     if method not in methods:
-        raise wrong_method(methods)
+        raise WrongMethodError({*methods, *_more_methods(state, route)})
     return operating.model(_model_in(path)) if route == operating.MODEL_PATH else methods[method]

@@ -119,7 +119,7 @@ def test_what_is_refused_before_a_handler_says_what_to_do() -> None:
             "there is no such route; GET /docs has those there are",
         ),
         (
-            failures.wrong_method(["POST", "GET"]),
+            failures.WrongMethodError(["POST", "GET"]),
             405,
             "MethodNotAllowedError",
             "this route takes GET, POST",

@@ -85,7 +85,7 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_ones(
 ) -> None:
     for method in {"GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"} - set(allowed.split(", ")):
         answer = await caller.ask(method, path)
-        assert answer.status == 405
+        assert (answer.status, answer.headers["Allow"]) == (405, allowed)
         assert error_of(answer) == {
             "message": f"this route takes {allowed}",
             "type": "MethodNotAllowedError",

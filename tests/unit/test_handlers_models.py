@@ -261,6 +261,8 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
         assert f"maxsimd_{line}" in metrics
     described = (await page("/openapi.json"))["paths"]["/v1/models/{name}"]
     assert set(described) == {"get", "post", "delete"}
+    refused = await asking("PUT", "/v1/models/rerank")
+    assert (refused.status, refused.headers["Allow"]) == (405, "DELETE, GET, HEAD, POST")
 
 
 async def test_only_an_admin_loads_and_drops_and_only_what_belongs_to_the_server(
@@ -291,6 +293,7 @@ async def test_without_admins_the_routes_are_off_and_not_listed(tmp_path: Path) 
     for method in ("POST", "DELETE"):
         status, message = await without.error("/v1/models/rerank", None, method)
         assert (status, "--api-key-file" in message) == (403, True)
+    assert (await without("PUT", "/v1/models/rerank")).headers["Allow"] == "GET, HEAD"
     paths = json.loads((await without("GET", "/openapi.json")).body)["paths"]
     assert set(paths["/v1/models/{name}"]) == {"get"}
 
