@@ -18,7 +18,7 @@ from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
 from maxsimd.api.listener import Listener
 from maxsimd.api.loading import Deaths, Loading
-from maxsimd.api.models.setup import Loadable, ModelSetup
+from maxsimd.api.models.setup import Loadable, ModelSetup, by_itself
 from maxsimd.api.models.several import SeveralModels
 from maxsimd.api.served import FleetView, Serving
 from maxsimd.api.signals import Stop, leave_at_once
@@ -45,8 +45,12 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, started: flo
     if server_config.models_dir is None:
         return _run(Engine(engine_config), server_config, started)
     # More may join it while the server runs.
-    name = next(iter(server_config.served_model_name), engine_config.model or NAME)
-    return serve_several([ModelSetup(name=name, engine=engine_config)], engine_config, server_config, started)
+    try:
+        model = by_itself(engine_config, server_config, NAME)
+    except ValueError as error:
+        log.error("%s", error)
+        return 1
+    return serve_several([model], engine_config, server_config, started)
 
 
 def serve_several(

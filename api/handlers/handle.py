@@ -170,10 +170,11 @@ def _more_methods(state: ServerState, route: str) -> tuple[str, ...]:
 
 def _model_in(path: str) -> str:
     """The name of the model that the path of its card has, with what is not decoded in paths: clients may
-    write slashes as %2F, and must write % as %25."""
+    write slashes as %2F, and must write % as %25. No name ends in a slash, but a path may."""
+    name = path[len(_MODELS) :]
     return re.sub(
-        "%(2f|25)", lambda found: "%" if found[1] == "25" else "/", path[len(_MODELS) :], flags=re.IGNORECASE
-    )
+        "%(2f|25)", lambda found: "%" if found[1] == "25" else "/", name, flags=re.IGNORECASE
+    ).rstrip("/")
 
 
 def _work_of(state: ServerState, method: str, path: str, headers: Mapping[str, str]) -> Work:

@@ -64,15 +64,29 @@ def check_together(models: Sequence[ModelSetup], server: ServerConfig) -> None:
             "POST /v1/models/NAME"
         )
     for setup in models:
-        if not _is_name(setup.name):
-            raise ValueError(
-                f"{setup.name!r} is no name for a model: it must have 1 to {_LONGEST_NAME} visible "
-                "characters, and no slash at its end"
-            )
+        _check_name(setup.name, "give it one in a file's `models`")
+
+
+def by_itself(engine: EngineConfig, server: ServerConfig, unnamed: str) -> ModelSetup:
+    """The one model of a command, beside which others may be loaded later; `unnamed` is what one is called
+    where the command gives none. Raises ValueError where it needs another name."""
+    called = unnamed if engine.model is None else engine.model.rstrip("/")
+    name = next(iter(server.served_model_name), called)
+    _check_name(name, "give it one as served_model_name")
+    return ModelSetup(name=name, engine=engine)
+
+
+def _check_name(name: str, advice: str) -> None:
+    if not _is_name(name):
+        raise ValueError(
+            f"{name!r} is no name for a model: it must have 1 to {_LONGEST_NAME} visible characters and no "
+            f"slash at its end, and be neither . nor ..; {advice}"
+        )
 
 
 def _is_name(name: str) -> bool:
-    is_plain = name.isprintable() and name == name.strip() and name[-1:] != "/"
+    """Whether paths can have it: of `.` and `..` clients make another path."""
+    is_plain = name.isprintable() and name == name.strip() and name[-1:] != "/" and name not in (".", "..")
     return is_plain and 0 < len(name) <= _LONGEST_NAME
 
 
@@ -83,10 +97,21 @@ def shown(models: Sequence[ModelSetup], server: ServerConfig) -> str:
     return str(yaml.safe_dump(page, sort_keys=False, allow_unicode=True))
 
 
+def _resolved(path: Path) -> Path | None:
+    """Where a path leads; None for one that leads nowhere, such as to a link to itself."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):  # Python 3.11 and 3.12 raise RuntimeError for such a link
+        return None
+
+
 def _is_model(path: Path) -> bool:
-    if path.is_dir():
-        return any((path / mark).is_file() for mark in _MARKS)
-    return path.suffix == ".gguf" and path.is_file()
+    try:
+        if path.is_dir():
+            return any((path / mark).is_file() for mark in _MARKS)
+        return path.suffix == ".gguf" and path.is_file()
+    except OSError:  # it may not be looked into
+        return False
 
 
 class Loadable:
@@ -99,8 +124,8 @@ class Loadable:
         """Raises SetupError where there is no such folder."""
         self._configured = {setup.name: setup for setup in configured}
         self._options = options or EngineConfig()
-        self._folder = None if folder is None else Path(folder).resolve()
-        if self._folder is not None and not self._folder.is_dir():
+        self._folder = None if folder is None else _resolved(Path(folder))
+        if folder is not None and (self._folder is None or not self._folder.is_dir()):
             raise SetupError(f"there is no folder {folder!r}; give one that holds models, or leave it out")
 
     def setup_of(self, name: str) -> ModelSetup | None:
@@ -118,9 +143,7 @@ class Loadable:
         is_within = not plain.is_absolute() and ".." not in plain.parts and str(plain) == name
         if self._folder is None or not _is_name(name) or not is_within:
             return None
-        try:
-            path = (self._folder / name).resolve()
-            is_there = _is_model(path)
-        except (OSError, ValueError):
+        path = _resolved(self._folder / name)
+        if path is None or path == self._folder or not path.is_relative_to(self._folder):
             return None
-        return path if is_there and path != self._folder and path.is_relative_to(self._folder) else None
+        return path if _is_model(path) else None

@@ -10,10 +10,10 @@ from click.testing import CliRunner, Result
 from prometheus_client import Counter, generate_latest
 
 from maxsimd.api.cli import main
-from maxsimd.api.config import SetupError
+from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.models.choice import UndecidedError, Wanted, first_for
 from maxsimd.api.models.metrics import SeveralMetrics
-from maxsimd.api.models.setup import Loadable, ModelSetup
+from maxsimd.api.models.setup import Loadable, ModelSetup, by_itself
 from maxsimd.engine.config import EngineConfig, ScoreType
 
 TWO = """
@@ -101,6 +101,7 @@ def test_one_model_is_configured_as_before(tmp_path: Path) -> None:
         ([], "models: {b: {threads: 0}}", "models: b: threads must be at least 1, not 0"),
         ([], "models: {b: {weight: 0}}", "models: b: weight must be a number above 0"),
         ([], "models: {'a/': x, c: y}", "'a/' is no name for a model"),
+        ([".", "..", "c"], "", "'.' is no name for a model"),
     ],
 )
 def test_what_is_wrong_is_told(tmp_path: Path, arguments: list[str], text: str, message: str) -> None:
@@ -131,22 +132,45 @@ def test_only_what_is_configured_or_in_the_folder_may_be_loaded(tmp_path: Path) 
     for each in (folder / "org" / "model", outside):
         (each / "config.json").write_text("{}")
     (folder / "one.gguf").write_bytes(b"GGUF")
-    (folder / "link").symlink_to(outside)
+    for link, target in (
+        *(("link", outside), ("nowhere", tmp_path / "nowhere"), ("loop", "loop"), ("there", "back")),
+        *(("back", "there"), ("itself", "."), ("empty/config.json", "config.json")),
+    ):
+        (folder / link).symlink_to(target)
+    (folder / "alias").symlink_to("org/model")
     configured = ModelSetup(name="mine", engine=EngineConfig(model="x"))
     loadable = Loadable([configured], str(folder), EngineConfig(dtype="float32"))
     assert loadable.setup_of("mine") == configured
-    for name in ("org/model", "one.gguf"):
+    for name, path in (("org/model", "org/model"), ("one.gguf", "one.gguf"), ("alias", "org/model")):
         setup = loadable.setup_of(name)
         assert setup is not None
-        assert setup.engine == EngineConfig(model=str(folder / name), dtype="float32")
+        assert setup.engine == EngineConfig(model=str(folder / path), dtype="float32")
     for name in (
-        *("nope", "", ".", "org", "empty", "link", "org/../org/model", "org//model", "./org/model"),
+        *("nope", "", ".", "..", "org", "empty", "org/../org/model", "org//model", "./org/model"),
+        *("link", "nowhere", "loop", "loop/model", "there", "itself", "itself/org/model/", "~", "/", "//"),
         *("../outside", str(outside), str(folder / "org" / "model"), "org/model/", "org\0model", "a" * 5000),
     ):
         assert loadable.setup_of(name) is None, name
     assert Loadable([configured]).setup_of("org/model") is None
-    with pytest.raises(SetupError, match="there is no folder"):
-        Loadable([], str(tmp_path / "nowhere"))
+    for nowhere in ("nowhere", "models/loop", "models/nowhere", "models/one.gguf", "a\0b"):
+        with pytest.raises(SetupError, match="there is no folder"):
+            Loadable([], str(tmp_path / nowhere))
+
+
+def test_one_model_beside_which_others_are_loaded_has_a_name_that_paths_can_have() -> None:
+    def name(model: str | None, *served: str) -> str:
+        return by_itself(EngineConfig(model=model), ServerConfig(served_model_name=served), "embedded").name
+
+    assert (name(None), name("org/model"), name("a/b//"), name("/a/b/")) == (
+        "embedded",
+        "org/model",
+        "a/b",
+        "/a/b",
+    )
+    assert name("..", "mine") == "mine"
+    for model, served in (("/", ()), ("..", ()), (".", ()), ("./", ()), ("a" * 201, ()), ("a", ("b/",))):
+        with pytest.raises(ValueError, match=r"is no name for a model: .*; give it one as served_model_name"):
+            name(model, *served)
 
 
 class _Facts:

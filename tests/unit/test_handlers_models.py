@@ -246,7 +246,11 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
     ]
     assert cards["embed"]["score_type"] == "bi-encoder"
     assert cards["rerank"]["score_scale"] == {"transform": "sigmoid", "min": 0.0, "max": 1.0}
-    assert (await page("/v1/models/rerank"))["score_type"] == "cross-encoder"
+    for path in ("rerank", "rerank/", "rerank%2F", "rerank//"):
+        assert (await page(f"/v1/models/{path}"))["id"] == "rerank"
+    for path in ("..", ".", "%2F", "/", "..%2Frerank", "%00", "rerank%25"):
+        assert (await asking("GET", f"/v1/models/{path}")).status == (200 if path == "/" else 404)
+        assert (await asking("POST", f"/v1/models/{path}")).status == (405 if path == "/" else 404)
     assert (await asking("GET", "/v1/models/nope")).status == 404
     assert "`a/b`" in (await asking.error("/v1/models/a%2Fb", None, "GET"))[1]
     assert (await page("/health")) == {"status": "ok", "models": {"ready": 2, "of": 3}}
