@@ -1,7 +1,7 @@
 """Options from a YAML file, and as one: the same as the command line's flags and MAXSIMD_ variables."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SECRET = {"api_key"}
 # Where a context keeps what the file says of several models.
 _MODELS = "maxsimd.models"
+# What YAML calls the name << of an entry.
+_FROM_ANOTHER = "tag:yaml.org,2002:merge"
+
+
+class TwiceError(ValueError):
+    """Something is in a file twice, and it is not said which counts."""
 
 
 def config_file_option(command: F) -> F:
@@ -48,6 +54,16 @@ def values_of(config: Any) -> dict[str, Any]:
     return values
 
 
+def options_of(said: Mapping[Any, Any]) -> dict[str, Any]:
+    """Options by their names in Python, of names as flags have them or as Python has. Raises TwiceError."""
+    options = {str(name).replace("-", "_"): value for name, value in said.items()}
+    if len(options) < len(said):
+        names = [str(name).replace("-", "_") for name in said]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise TwiceError(f"{', '.join(twice)} is there twice, with - and with _; leave out one")
+    return options
+
+
 def models_in_file(context: click.Context) -> Any:
     """What `models` of the file holds; None where there is no file, or no models in it."""
     return context.meta.get(_MODELS)
@@ -72,17 +88,64 @@ def _use(context: click.Context, parameter: click.Parameter, path: str | None) -
     context.default_map = {**(context.default_map or {}), **given}
 
 
+def _read_yaml(text: str) -> Any:
+    """What YAML holds. Raises ValueError and yaml.YAMLError, and TwiceError for two entries whose names are
+    the same text, 1 and "1" for instance: of two with one name YAML's loaders take the last."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_no_entry_twice(loader, node)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_no_entry_twice(loader: yaml.SafeLoader, whole: yaml.Node) -> None:
+    """Before anything is made of the nodes: then what one has from another by << would be there, too."""
+    seen, left = {id(whole)}, [whole]
+    while left:
+        node = left.pop()
+        parts = []
+        if isinstance(node, yaml.MappingNode):
+            _check_names(loader, [name for name, _ in node.value])
+            parts = [part for entry in node.value for part in entry]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        left += [part for part in parts if id(part) not in seen]
+        seen.update(map(id, parts))
+
+
+def _check_names(loader: yaml.SafeLoader, nodes: Sequence[yaml.Node]) -> None:
+    """The names of one mapping's entries."""
+    names = set()
+    for node in nodes:
+        if not isinstance(node, yaml.ScalarNode) or node.tag == _FROM_ANOTHER:
+            continue
+        name = str(loader.construct_object(node))
+        if name in names:
+            line = node.start_mark.line + 1
+            raise TwiceError(f"there are two entries named {name}, the second in line {line}; leave out one")
+        names.add(name)
+
+
 def _read(path: str, names: set[str]) -> dict[str, Any]:
     """The options in a file by their names in Python, those of a command or of others that serve. Raises
     click.BadParameter for what is none."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = _read_yaml(Path(path).read_text(encoding="utf-8"))
+    except TwiceError as error:
+        raise click.BadParameter(f"{path}: {error}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise click.BadParameter(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise click.BadParameter(f"{path} holds no options but {type(values).__name__}; write name: value")
-    options = {str(name).replace("-", "_"): value for name, value in values.items()}
+    try:
+        options = options_of(values)
+    except TwiceError as error:
+        raise click.BadParameter(f"{path}: {error}") from error
     there = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
     unknown = sorted(options.keys() - there - names - {"models"})
     if unknown:

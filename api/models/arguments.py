@@ -6,6 +6,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from maxsimd.api.config_file import TwiceError, options_of
 from maxsimd.api.models.setup import WEIGHT, ModelSetup, named_by_themselves
 from maxsimd.api.options import engine_options
 from maxsimd.engine.config import EngineConfig
@@ -42,7 +43,10 @@ def _setup(context: click.Context, name: str, own: Any, options: Mapping[str, An
         own = {"model": own}
     if not isinstance(own, dict):
         raise ValueError(f"models: {name} must hold options, or say which model it is; write model: ...")
-    said = {str(key).replace("-", "_"): value for key, value in own.items() if value is not None}
+    try:
+        said = {option: value for option, value in options_of(own).items() if value is not None}
+    except TwiceError as error:
+        raise ValueError(f"models: {name}: {error}") from error
     unknown = sorted(said.keys() - set(engine_options()) - {"model", WEIGHT})
     if unknown:
         raise ValueError(f"models: {name} has no option {', '.join(unknown)}; the server's are for all")

@@ -102,6 +102,15 @@ def test_one_model_is_configured_as_before(tmp_path: Path) -> None:
         ([], "models: {b: {weight: 0}}", "models: b: weight must be a number above 0"),
         ([], "models: {'a/': x, c: y}", "'a/' is no name for a model"),
         ([".", "..", "c"], "", "'.' is no name for a model"),
+        ([], "models: {1: a, '1': b}", "there are two entries named 1"),
+        ([], "models: {yes: a, 'True': b}", "there are two entries named True"),
+        ([], "models: {a: b, c: d, a: e}", "there are two entries named a"),
+        ([], "models: {a: {threads: 1, threads: 2}}", "there are two entries named threads"),
+        (
+            [],
+            "models: {a: {cache-mb: 1, cache_mb: 2}}",
+            "models: a: cache_mb is there twice, with - and with",
+        ),
     ],
 )
 def test_what_is_wrong_is_told(tmp_path: Path, arguments: list[str], text: str, message: str) -> None:

@@ -83,6 +83,10 @@ def test_what_is_printed_gives_the_same_again(tmp_path: Path) -> None:
         ("port: many", "'many' is not a valid integer"),
         ("port: 70000", "port must be from 0 to 65535"),
         ("dtype: float8", "'float8' is not one of"),
+        ("port: 1\nhost: a\nport: 2", "maxsimd.yaml: there are two entries named port, the second in line 3"),
+        ("max-documents: 1\nmax_documents: 2", "max_documents is there twice, with - and with _"),
+        ("port: 2024-13-45", "is no YAML: month must be in 1..12"),
+        ("? [a]\n: b", "is no YAML"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_told_in_one_line(text: str, message: str, tmp_path: Path) -> None:
@@ -90,6 +94,14 @@ def test_what_is_wrong_in_a_file_is_told_in_one_line(text: str, message: str, tm
     assert found.exit_code == 2
     assert message in found.output
     assert len([line for line in found.output.splitlines() if line.startswith("Error")]) == 1
+
+
+def test_what_an_entry_has_from_another_may_be_said_anew(tmp_path: Path) -> None:
+    """YAML's own <<, in any order of what is read first; and a file that holds itself."""
+    text = "models: {a: &a {dtype: float32, weight: 2}, b: &b {<<: *a, weight: 3}, c: {<<: *b, weight: 4}}"
+    models = _config("--config", _file(tmp_path, text))["models"]
+    assert [(one["dtype"], one["weight"]) for one in models.values()] == [("float32", n) for n in (2, 3, 4)]
+    assert "models must hold names" in _asked("--config", _file(tmp_path, "models: &a [*a]")).output
 
 
 def test_what_serve_prints_suits_the_other_commands(tmp_path: Path) -> None:
