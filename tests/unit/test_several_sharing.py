@@ -70,14 +70,13 @@ async def test_time_on_the_device_is_shared_by_weight(
         for client in clients:
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
+
+        def counts_them(name: str) -> bool:
+            counted = engines.registry.get_sample_value("maxsimd_device_seconds_total", {"model": name})
+            return bool(counted == pytest.approx(engines.device_seconds(name)))
+
         for name in "ab":
-            labels = {"model": name}
-            await until(
-                lambda labels=labels: (  # type: ignore[misc]
-                    engines.registry.get_sample_value("maxsimd_device_seconds_total", labels)
-                    == pytest.approx(engines.device_seconds(labels["model"]))
-                )
-            )
+            await until(partial(counts_them, name))
 
 
 async def test_no_step_runs_while_a_checkpoint_is_read_and_all_do_afterwards(
