@@ -92,18 +92,16 @@ class Roster:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def set_listed(self, listed: Sequence[Listed]) -> None:
-        """These engines are meant to be there from now on. Others get nothing more to do; what they were
-        asked before they may still answer."""
-        before, self._listed = self._listed, {each.address: each.slot for each in listed}
-        for address in before.keys() - self._listed.keys():
-            if address in self._unlisted:
-                self._unlisted[address].set()
+        """These engines are meant to be there from now on. Others get nothing more to do once one of these
+        is there; what they were asked before they may still answer."""
+        self._listed = {each.address: each.slot for each in listed}
         for address, slot in self._listed.items():
             connected = self._connected.get(address)
             if connected is not None:
                 connected.member = replace(connected.member, slot=slot)
             elif self._is_started and address not in self._tasks:
                 self._begin(address)
+        self._let_unlisted_go()
         self._change()
 
     @property
@@ -208,6 +206,7 @@ class Roster:
         slot = self._listed[address]
         self._connected[address] = Connected(Member(slot, f"{slot}.{self._joined}", fingerprint), link)
         log.info("engine %d is there", slot)
+        self._let_unlisted_go()
         self._change()
         if self.served is not None and self.served.fingerprint != fingerprint:
             log.warning("engine %d serves something else than the others and is not used", slot)
@@ -216,11 +215,17 @@ class Roster:
         try:
             await asyncio.wait({lost, unlisted}, return_when=asyncio.FIRST_COMPLETED)
             if unlisted.done():
-                self._remove(address)
                 await link.until_quiet()
         finally:
             for task in (lost, unlisted):
                 task.cancel()
+
+    def _let_unlisted_go(self) -> None:
+        """An engine that is not listed any more serves until one that is listed is there in its place."""
+        if self._connected.keys() & self._listed.keys():
+            for address in self._unlisted.keys() - self._listed.keys():
+                self._unlisted[address].set()
+                self._remove(address)
 
     def _remove(self, address: Address) -> None:
         connected = self._connected.pop(address, None)

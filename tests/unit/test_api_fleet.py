@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from maxsimd.api.config import SetupError
 from maxsimd.api.fleet import messages
+from maxsimd.api.fleet.address import UnixAddress
 from maxsimd.api.fleet.door import Door, Send
 from maxsimd.api.fleet.engine_answers import fingerprint_of
 from maxsimd.api.fleet.failures import as_error, as_failed, renumbered
@@ -363,6 +364,29 @@ async def test_without_engines_a_request_fails_by_its_timeout(tmp_path: Path) ->
             await asyncio.sleep(0.01)
         with pytest.raises(RequestTimeoutError, match=r"not done within 0\.2 seconds"):
             await front.score("q", ["a"], timeout=0.2)
+
+
+async def test_an_engine_that_leaves_serves_until_one_in_its_place_is_there(tmp_path: Path) -> None:
+    engines = [StandIn(str(tmp_path / str(i))) for i in range(2)]
+    await engines[0].door.open(engines[0].path)
+    listed = [Listed(slot, UnixAddress(engine.path)) for slot, engine in enumerate(engines)]
+    roster = Roster(listed[:1])
+    front = FleetEngine(roster)
+    await front.start()
+    roster.set_listed(listed[1:])
+    await asyncio.sleep(0.05)
+    assert front.is_healthy
+    assert (await front.score("q", ["abc"], timeout=5)).scores == [3.0]
+    await engines[1].door.open(engines[1].path)
+    while [member.slot for member in roster.members] != [1]:
+        assert front.is_healthy
+        await asyncio.sleep(0)
+    assert (await front.score("q", ["ab"], timeout=5)).scores == [2.0]
+    assert [len(engine.asked) for engine in engines] == [1, 1]
+    await asyncio.wait_for(engines[0].door.until_left(), 5)
+    await front.stop()
+    await engines[1].die()
+    await engines[0].die()
 
 
 async def test_an_engine_that_leaves_answers_what_it_was_asked(tmp_path: Path) -> None:
