@@ -71,13 +71,9 @@ def attention_variants(capability: int) -> Iterator[Variant]:
 
 
 def layer_variants(capability: int) -> Iterator[Variant]:
-    """The product with GELU only where it is used."""
-    from maxsimd.engine.ops.triton.gelu_product import GENERATIONS
-
-    products = {each.name for each in layer_kernels.gelu_products()}
+    """The same on every GPU."""
     for each in layer_kernels.variants():
-        if each.name not in products or capability // 10 in GENERATIONS:
-            yield Variant(each.name, each.source)
+        yield Variant(each.name, each.source)
 
 
 # By kernel: its variants on a GPU of a compute capability.

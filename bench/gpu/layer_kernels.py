@@ -21,7 +21,7 @@ class Variant:
 
 
 def variants(dtype: str = "bf16") -> Iterator[Variant]:
-    """All variants in a precision; the product with GELU in 16 bits alone."""
+    """All variants in a precision."""
     for width in (384, 1024, 4096, 8192):
         yield _add_layer_norm(width, dtype)
         yield from (_rms_norm(width, dtype, added=added) for added in (False, True))
@@ -29,23 +29,6 @@ def variants(dtype: str = "bf16") -> Iterator[Variant]:
     for heads, head_dim, normed in ((24, 128, True), (40, 128, True), (40, 64, False), (24, 256, True)):
         yield _norm_rotary(heads, head_dim, dtype, normed=normed)
     yield _swiglu(3072, dtype)
-    if ITEMSIZE[dtype] == 2:
-        yield from gelu_products(dtype)
-
-
-def gelu_products(dtype: str = "bf16") -> Iterator[Variant]:
-    """The product with GELU for every tile, with the shape of XLM-R-large."""
-    from maxsimd.engine.ops.triton import gelu_product
-
-    width, columns = 1024, 4096
-    for tiles in gelu_product.TILES:
-        constants = {"BIASED": True, "BLOCK_ROWS": tiles.rows, "BLOCK_COLUMNS": tiles.columns}
-        constants |= {"BLOCK_DEPTH": tiles.depth, "GROUP": gelu_product.GROUP}
-        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        types = dict.fromkeys(("x", "weight", "bias", "out"), POINTERS[dtype])
-        source = Source(gelu_product.gelu_product_kernel, types, constants, options)
-        name = f"gelu product {tiles.rows}x{tiles.columns}"
-        yield Variant(name, source, ITEMSIZE[dtype] * (width + columns))
 
 
 def _add_layer_norm(width: int, dtype: str) -> Variant:

@@ -89,6 +89,7 @@ def replace_short_convolutions(model: nn.Module, centred: bool, leaves_out_paddi
     for layer in backbone.layers:
         if isinstance(getattr(layer, "conv", None), Lfm2ShortConv):
             layer.conv = ShortConvolution(layer.conv, centred, leaves_out_padding)
+    backbone.config.use_cache = False  # older sentence-transformers do not say so in each call
     backbone.register_forward_pre_hook(_with_row_positions, with_kwargs=True)
 
 

@@ -21,6 +21,7 @@ from maxsimd.engine.execution.attention.base import AttentionBackend, Capturable
 from maxsimd.engine.execution.graph_recorder import CudaRecorder, Recorder
 from maxsimd.engine.execution.graph_sizes import is_worth_capturing, least_tokens, sizes_for
 from maxsimd.engine.execution.graph_steps import filling_steps
+from maxsimd.engine.execution.host_waits import waits_in
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.static_graph import StaticGraph
 from maxsimd.pooling.cursor import PoolingCursor
@@ -94,7 +95,11 @@ class GraphedRunner:
     ) -> Mapping[CaptureSize, str]:
         """Captures a graph for each of the sizes, the largest first, with steps of the samples' tokens, and
         drops those that give something else than the steps give without them. Returns why, by
-        size."""
+        size. Captures none for a model that waits for the device within a step."""
+        smallest = filling_steps(sizes[-1], samples)[0]
+        if waits := waits_in(lambda: self._inner.forward(smallest)):
+            log.info("no CUDA graphs: the model waits for the device (%s)", ", ".join(waits))
+            return {}
         mismatches = {}
         for size in sizes:
             try:

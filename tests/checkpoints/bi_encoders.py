@@ -83,7 +83,7 @@ def bge_m3(folder: Path) -> str:
     random = torch.Generator().manual_seed(3)
     for name, rows in (("sparse_linear", 1), ("colbert_linear", 128)):
         weight = torch.randn(rows, 128, generator=random) * 0.03
-        bias = torch.full((rows,), 0.2) if rows == 1 else torch.randn(rows, generator=random) * 0.05
+        bias = torch.full((rows,), 1.0) if rows == 1 else torch.randn(rows, generator=random) * 0.05
         torch.save({"weight": weight, "bias": bias}, Path(saved) / f"{name}.pt")
     return saved
 

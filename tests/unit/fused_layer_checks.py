@@ -17,7 +17,7 @@ from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.attention import interface
 from maxsimd.engine.execution.fused_layers import bert, decoder, replace, trial
 from maxsimd.engine.execution.prepare import PreparedModel, prepare
-from maxsimd.engine.ops.triton import gelu_product, layer_norm, rms_norm, rotary, swiglu
+from maxsimd.engine.ops.triton import layer_norm, rms_norm, rotary, swiglu
 from tests.checkpoints import cross_encoders, vision_language
 
 CPU = torch.device("cpu")
@@ -25,14 +25,13 @@ QUERIES = ["what is a fox", "how far is the moon"]
 DOCUMENTS = ["the quick brown fox jumps over the lazy dog " * 3, "the moon"]
 FUSED = (
     bert.FusedSelfAttention,
-    bert.FusedIntermediate,
     bert.FusedOutput,
     decoder.FusedDecoderLayer,
 )
 # Of a model of three layers.
 EXPECTED = {
-    "bert": {"FusedSelfAttention": 3, "FusedIntermediate": 3, "FusedOutput": 6},
-    "xlm_roberta": {"FusedSelfAttention": 3, "FusedIntermediate": 3, "FusedOutput": 6},
+    "bert": {"FusedSelfAttention": 3, "FusedOutput": 6},
+    "xlm_roberta": {"FusedSelfAttention": 3, "FusedOutput": 6},
     "qwen2": {"FusedDecoderLayer": 3},
     "qwen3": {"FusedDecoderLayer": 3},
     "llama": {"FusedDecoderLayer": 3},
@@ -71,14 +70,10 @@ def check_modules(name: str) -> None:
 
 
 def check_bfloat16(name: str) -> None:
-    """In the precision of GPUs, with GELU in the product."""
+    """In the precision of GPUs."""
     path = _checkpoint(name)
-    with (
-        plain_kernels(),
-        patch.object(gelu_product, "gelu_product", wraps=gelu_product.gelu_product_reference) as used,
-    ):
+    with plain_kernels():
         plain, fused = (_scores(path, kernels=kernels, dtype="bfloat16") for kernels in ("torch", "auto"))
-    assert used.called == (name == "bert")
     np.testing.assert_allclose(fused, plain, atol=4e-2, rtol=4e-2)
 
 
@@ -90,7 +85,7 @@ def check_wrong_kernel() -> None:
 
     with plain_kernels(), patch.object(layer_norm, "add_layer_norm", wrong):
         found = _fused_modules(_checkpoint("bert"), kernels="auto")
-    assert found == {"FusedSelfAttention": 3, "FusedIntermediate": 3}
+    assert found == {"FusedSelfAttention": 3}
 
 
 def check_failing_kernel() -> None:
@@ -101,7 +96,7 @@ def check_failing_kernel() -> None:
 
     with plain_kernels(), patch.object(layer_norm, "add_layer_norm", failing), warnings() as warned:
         found = _fused_modules(_checkpoint("bert"), kernels="auto")
-    assert found == {"FusedSelfAttention": 3, "FusedIntermediate": 3}
+    assert found == {"FusedSelfAttention": 3}
     expected = "layers are left as they are, which is slower: BertOutput: RuntimeError: no kernel image"
     assert expected in warned
 
@@ -129,20 +124,18 @@ def check_pictures() -> None:
 
 
 def check_others_stay() -> None:
-    """Layers with an adapter, a hook, or another activation stay as they are."""
+    """Layers with an adapter or a hook stay as they are."""
     path = _checkpoint("bert")
     model = load_model(EngineConfig(model=path), CPU)
     backbone: Any = model.backbone.float()
     layers = backbone.encoder.layer
     layers[0].output.dense = torch.nn.Sequential(layers[0].output.dense)
-    layers[1].intermediate.register_forward_hook(lambda *given: None)
     layers[1].output.dense.register_forward_hook(lambda *given: None)
-    layers[2].intermediate.intermediate_act_fn = torch.nn.GELU("tanh")
     backbone.set_attn_implementation(interface.NAME)
     interface.register()
     with plain_kernels():
         replace.fuse(backbone)
-    assert _count(backbone) == {"FusedSelfAttention": 3, "FusedIntermediate": 1, "FusedOutput": 4}
+    assert _count(backbone) == {"FusedSelfAttention": 3, "FusedOutput": 4}
 
 
 @contextmanager
@@ -160,7 +153,6 @@ def plain_kernels() -> Iterator[None]:
             (rms_norm, "rms_norm"),
             (rms_norm, "add_rms_norm"),
             (swiglu, "swiglu"),
-            (gelu_product, "gelu_product"),
         ):
             patches.enter_context(patch.object(module, name, getattr(module, f"{name}_reference")))
         yield

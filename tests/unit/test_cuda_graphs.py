@@ -18,13 +18,14 @@ from maxsimd.engine.execution.attention.varlen import VarlenBackend, VarlenMetad
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner
 from maxsimd.engine.execution.graph_sizes import is_worth_capturing, least_tokens, sizes_for
 from maxsimd.engine.execution.graph_steps import filling_steps
+from maxsimd.engine.execution.host_waits import waits_in
 from maxsimd.engine.execution.lay_out import lay_out
 from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.static_inputs import Field, StaticInputs
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.scheduler import ResultSlot, Sequence, Step, Tokens
-from tests.checkpoints import cross_encoders
+from tests.checkpoints import cross_encoders, nomic
 from tests.unit.graph_checks import (
     CPU,
     SIZES,
@@ -82,6 +83,36 @@ def test_hidden_states_of_a_replayed_step_are_not_those_of_the_next(
     before = hidden.clone()
     graphed.forward(second)
     assert torch.equal(hidden, before)
+
+
+def test_a_model_that_waits_for_the_device_has_no_graphs(
+    tmp_path: Path, backend: VarlenBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each expert is given the tokens that chose it, however many these are."""
+    experts = packed_model(Path(nomic.v2_moe(tmp_path / "model")))
+    graphed = GraphedRunner(PackedRunner(experts, CPU, backend), CPU)
+    recorder = CallRecorder()
+    with caplog.at_level(logging.INFO, logger="maxsimd"):
+        assert graphed.capture_all(backend, SIZES, texts_of(experts), recorder) == {}
+    assert graphed.sizes == ()
+    assert recorder.replays == []
+    assert "no CUDA graphs: the model waits for the device (aten.nonzero" in caplog.text
+
+
+def test_what_waits_for_the_device_is_found() -> None:
+    numbers, positions = torch.randn(4, 4), torch.tensor([1, 2])
+    waiting = {
+        "aten._local_scalar_dense.default": lambda: numbers.sum().item(),
+        "aten.index.Tensor": lambda: numbers[numbers > 0],
+        "aten.nonzero.default": lambda: torch.where(numbers > 0),
+        "aten.repeat_interleave.Tensor": lambda: torch.repeat_interleave(positions),
+    }
+    with torch.inference_mode():
+        for name, run in waiting.items():
+            assert waits_in(run) == [name]
+        assert waits_in(lambda: numbers[positions]) == []
+        assert waits_in(lambda: torch.repeat_interleave(positions, output_size=3)) == []
+        assert waits_in(lambda: torch.where(numbers > 0, numbers, 0.0).sum()) == []
 
 
 class BrokenRecorder(CallRecorder):

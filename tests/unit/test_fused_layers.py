@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, Qwen3Config, Qwen3Model, XLMRobertaConfig, XLMRobertaModel
+from transformers import Qwen3Config, Qwen3Model, XLMRobertaConfig, XLMRobertaModel
 
 from maxsimd.engine.execution.attention.interface import NAME, StepAttention, register
 from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
@@ -68,8 +68,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     compare what was not computed, end well."""
     monkeypatch.setattr("maxsimd.engine.ops.triton.launch.INTERPRETED", True)
     hopper = Limits(9, 227 * 1024, 132)
-    for module in ("attention", "gelu_product"):
-        monkeypatch.setattr(f"maxsimd.engine.ops.triton.{module}.limits", lambda device: hopper)
+    monkeypatch.setattr("maxsimd.engine.ops.triton.attention.limits", lambda device: hopper)
     for module in ("bert", "decoder"):
         for name in ("agrees", "asks_the_same"):
             monkeypatch.setattr(f"maxsimd.engine.execution.fused_layers.{module}.{name}", lambda *given: True)
@@ -88,7 +87,7 @@ def launches_of(layer: Any, hidden: int, **options: Any) -> list[str]:
     return launched
 
 
-def test_an_encoder_layer_takes_seven_launches_instead_of_twelve(as_on_a_gpu: None) -> None:
+def test_an_encoder_layer_takes_eight_launches_instead_of_twelve(as_on_a_gpu: None) -> None:
     config = XLMRobertaConfig(
         vocab_size=100, hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256
     )
@@ -97,7 +96,7 @@ def test_an_encoder_layer_takes_seven_launches_instead_of_twelve(as_on_a_gpu: No
     backbone = XLMRobertaModel(config, add_pooling_layer=False).bfloat16().eval()
     plain = launches_of(backbone.encoder.layer[0], 128)
     with launches():
-        assert fuse(backbone) == 4
+        assert fuse(backbone) == 3
     fused = launches_of(backbone.encoder.layer[0], 128)
     assert len(plain) == 12, plain
     assert fused == [
@@ -105,25 +104,11 @@ def test_an_encoder_layer_takes_seven_launches_instead_of_twelve(as_on_a_gpu: No
         "attention_kernel",
         "addmm",
         "add_layer_norm_kernel",
-        "gelu_product_kernel",
+        "addmm",
+        "gelu",
         "addmm",
         "add_layer_norm_kernel",
     ]
-
-
-def test_without_the_gelu_product_it_takes_eight(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maxsimd.engine.ops.triton.gelu_product.is_supported", lambda *given: False)
-    register()
-    config = BertConfig(
-        vocab_size=100, hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256
-    )
-    config._attn_implementation = NAME
-    backbone = BertModel(config, add_pooling_layer=False).bfloat16().eval()
-    with launches():
-        assert fuse(backbone) == 4
-    fused = launches_of(backbone.encoder.layer[0], 128)
-    assert len(fused) == 8, fused
-    assert fused[4:6] == ["addmm", "gelu"]
 
 
 def test_a_decoder_layer_takes_nine_launches_instead_of_many(as_on_a_gpu: None) -> None:

@@ -1,6 +1,7 @@
 """Packed execution: layouts, attention and weight layout against their plain references."""
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -92,11 +93,14 @@ def plain_varlen(
     """What torch documents of its variable-length attention, sequence by sequence in plain torch."""
     out = torch.empty(len(q), q.shape[1], v.shape[-1])
     left, right = window_size
-    for i in range(len(offsets_q) - 1):
-        rows = slice(int(offsets_q[i]), int(offsets_q[i + 1]))
+    # Read without torch, which is not to see that the host does so: on a GPU it does not.
+    offsets = offsets_q.numpy().tolist()
+    lengths = None if seqused_k is None else seqused_k.numpy().tolist()
+    for i, (start, stop) in enumerate(pairwise(offsets)):
+        rows = slice(start, stop)
         length = rows.stop - rows.start
         assert length <= longest_q
-        keys = int(seqused_k[i]) if seqused_k is not None else length
+        keys = length if lengths is None else lengths[i]
         seen = slice(rows.start, rows.start + keys)
         distance = torch.arange(keys)[None, :] - torch.arange(length)[:, None]
         mask = torch.ones(length, keys, dtype=torch.bool)

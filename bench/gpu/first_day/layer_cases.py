@@ -8,7 +8,6 @@ from itertools import product
 import torch
 
 from maxsimd.bench.gpu.first_day.cases import DTYPES, Case, compare
-from maxsimd.engine.ops.triton.gelu_product import gelu_product, gelu_product_reference, is_supported
 from maxsimd.engine.ops.triton.layer_norm import add_layer_norm, add_layer_norm_reference
 from maxsimd.engine.ops.triton.rms_norm import (
     add_rms_norm,
@@ -39,9 +38,6 @@ def layer_cases(
     for dtype, head_dim, normed in product(DTYPES, heads, (True, False)):
         name = f"rotary {dtype}, heads of {head_dim}, {'with' if normed else 'without'} norm"
         yield Case(name, partial(_rotary, _Numbers(dtype), head_dim, normed))
-    for dtype, rows, columns in product(("bf16", "fp16"), (1, _ROWS, 16_384), (100, 4096)):
-        name = f"GELU product {dtype}, {rows} rows, 1,024 to {columns}"
-        yield Case(name, partial(_gelu_product, _Numbers(dtype), rows, columns))
 
 
 def small_layer_cases() -> Iterator[Case]:
@@ -104,14 +100,3 @@ def _rotary(numbers: _Numbers, head_dim: int, normed: bool, device: torch.device
     exact = norm_rotary_reference(qkv, cos, sin, heads, norms)
     norm_rotary_(qkv, cos, sin, heads, norms)
     numbers.compare(qkv, exact)
-
-
-def _gelu_product(numbers: _Numbers, rows: int, columns: int, device: torch.device) -> None:
-    width = 1024
-    if not is_supported(device, DTYPES[numbers.dtype], width):
-        print(f"the GELU product does not run on this {device.type}", flush=True)
-        return
-    x, bias = numbers.draw(device, rows, width), numbers.draw(device, columns)
-    weight = numbers.draw(device, columns, width, scale=width**-0.5)
-    for given in (bias, None):
-        numbers.compare(gelu_product(x, weight, given), gelu_product_reference(x, weight, given))

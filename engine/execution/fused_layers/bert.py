@@ -1,8 +1,6 @@
-"""The parts of layers built as BERT's (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, MiniLM) in seven launches: one
-product for queries, keys and values; attention; the output product; sum and norm; the first product with GELU
-in it; the second product; sum and norm. transformers takes twelve.
-
-Where the GELU product does not run, the product and GELU are two launches.
+"""The parts of layers built as BERT's (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, MiniLM) in eight launches: one
+product for queries, keys and values; attention; the output product; sum and norm; the first product; its
+activation; the second product; sum and norm. transformers takes twelve.
 """
 
 from typing import Any
@@ -58,22 +56,6 @@ class FusedSelfAttention(nn.Module):
         return out.reshape(1, rows, -1), None
 
 
-class FusedIntermediate(nn.Module):
-    """A linear layer and the exact GELU after it."""
-
-    def __init__(self, replaced: Any) -> None:
-        super().__init__()
-        self.dense = replaced.dense
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        from maxsimd.engine.ops.triton.gelu_product import gelu_product, is_supported
-
-        weight, bias = self.dense.weight, self.dense.bias
-        if is_supported(hidden_states.device, weight.dtype, weight.shape[1]):
-            return gelu_product(hidden_states[0], weight, bias)[None]
-        return nn.functional.gelu(self.dense(hidden_states))
-
-
 class FusedOutput(nn.Module):
     """A linear layer, and the residual sum and layer norm after it as one kernel."""
 
@@ -105,20 +87,6 @@ def fused_self_attention(module: Any) -> FusedSelfAttention | None:
     ours = recorded(lambda attention: fused(x, step_attention=attention)[0])
     right = ours is not None and asks_the_same(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
     return fused if right else None
-
-
-def fused_intermediate(module: Any) -> FusedIntermediate | None:
-    """What replaces the first half of a feed-forward of BERT's structure with the exact GELU; None for any
-    other module."""
-    if _children(module) != {"dense", "intermediate_act_fn"} or not is_plain(module.dense):
-        return None
-    # All that an activation may be told from the exact GELU by, beyond what rounding does.
-    steps = torch.linspace(-6, 6, 97, device=module.dense.weight.device)
-    difference = module.intermediate_act_fn(steps) - nn.functional.gelu(steps)
-    if not float(difference.abs().max()) <= 1e-5:
-        return None
-    fused = FusedIntermediate(module)
-    return fused if _give_the_same(fused, module, (module.dense.in_features,)) else None
 
 
 def fused_output(module: Any) -> FusedOutput | None:
