@@ -103,10 +103,24 @@ def measure_maxsim(shape: MaxSimShape, setting: Setting) -> Figures:
     return figures
 
 
-def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
-    """The figures of the backends that run on the device, beside a product a sequence."""
-    from maxsimd.engine.execution.attention.select import candidates
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Random `qkvs` in one `layout`, what attention over the first is exactly, and the number of pairs of a
+    query and a key that see each other."""
 
+    layout: Layout
+    qkvs: list[QKV]
+    exact: torch.Tensor
+    pairs: int
+
+    def by(self, backend: AttentionBackend[Any]) -> Callable[[QKV], Run]:
+        """Attention by a backend."""
+        metadata = backend.prepare(self.layout, self.exact.device)
+        return lambda qkv: partial(backend.full, qkv, metadata)
+
+
+def drawn_attention(shape: AttentionShape, device: torch.device, copies: int | None = None) -> Drawn:
+    """`copies` times the data of a shape, by default as many as no cache holds."""
     lengths = (
         np.random.default_rng(0)
         .integers(shape.tokens // 2, shape.tokens * 3 // 2 + 1, shape.sequences)
@@ -115,23 +129,30 @@ def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
     starts = [0, *accumulate(lengths)]
     groups = tuple(Group(start, 1, n, (n,)) for start, n in zip(starts, lengths, strict=False))
     layout = Layout(shape.causal, groups)
-    drawn = partial(_draw_qkv, shape, sum(lengths), setting.device)
-    first = drawn()
-    nbytes = sum(x.nbytes for x in (first.query, first.key, first.value))
-    qkvs = [first, *(drawn() for _ in range(setting.copies(nbytes) - 1))]
-
-    def by(backend: AttentionBackend[Any]) -> Callable[[QKV], Run]:
-        metadata = backend.prepare(layout, setting.device)
-        return lambda qkv: partial(backend.full, qkv, metadata)
-
-    found = candidates(setting.device, torch.bfloat16)
-    makers = {"one by one": by(OneByOneBackend())}
-    makers |= {OURS if name == "triton" else name: by(make()) for name, make in found.items()}
+    first = _draw_qkv(shape, sum(lengths), device)
+    if copies is None:
+        copies = min(_MOST_COPIES, copies_beyond_cache(_nbytes(first), device))
+    qkvs = [first, *(_draw_qkv(shape, sum(lengths), device) for _ in range(copies - 1))]
     wide = QKV(first.query.float(), first.key.float(), first.value.float(), first.scaling)
-    exact = OneByOneBackend().full(wide, OneByOneBackend().prepare(layout, setting.device))
+    exact = OneByOneBackend().full(wide, OneByOneBackend().prepare(layout, device))
     pairs = sum(n * (n + 1) // 2 if shape.causal else n * n for n in lengths)
-    work = Work(4.0 * pairs * shape.heads * shape.head_dim, nbytes)
-    return _measured(f"attention: {shape.name}", prepared(makers, qkvs, exact), work, setting)
+    return Drawn(layout, qkvs, exact, pairs)
+
+
+def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
+    """The figures of the backends that run on the device, beside a product a sequence."""
+    from maxsimd.engine.execution.attention.select import candidates
+
+    drawn = drawn_attention(shape, setting.device)
+    found = candidates(setting.device, torch.bfloat16)
+    makers = {"one by one": drawn.by(OneByOneBackend())}
+    makers |= {OURS if name == "triton" else name: drawn.by(make()) for name, make in found.items()}
+    work = Work(4.0 * drawn.pairs * shape.heads * shape.head_dim, _nbytes(drawn.qkvs[0]))
+    return _measured(f"attention: {shape.name}", prepared(makers, drawn.qkvs, drawn.exact), work, setting)
+
+
+def _nbytes(qkv: QKV) -> int:
+    return sum(x.nbytes for x in (qkv.query, qkv.key, qkv.value))
 
 
 def measure_projection(rows: int, width: int, dim: int, setting: Setting) -> Figures:

@@ -97,7 +97,7 @@ class GraphedRunner:
         drops those that give something else than the steps give without them. Returns why, by
         size. Captures none for a model that waits for the device within a step."""
         smallest = filling_steps(sizes[-1], samples)[0]
-        if waits := waits_in(lambda: self._inner.forward(smallest)):
+        if waits := waits_in(lambda: self._inner.forward(smallest), self._device):
             log.info("no CUDA graphs: the model waits for the device (%s)", ", ".join(waits))
             return {}
         mismatches = {}

@@ -12,9 +12,10 @@ _DEPENDS_ON_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output
 _AS_NUMBERS = (torch.bool, torch.uint8)
 
 
-def waits_in(run: Callable[[], object]) -> list[str]:
-    """Runs a function; returns the names of torch's functions in it that wait for the device, in order."""
-    watch = _Watch()
+def waits_in(run: Callable[[], object], device: torch.device) -> list[str]:
+    """Runs a function; returns the names of torch's functions in it that wait for what was computed on the
+    device, in order."""
+    watch = _Watch(device)
     with watch:
         run()
     return sorted(watch.waits)
@@ -23,9 +24,10 @@ def waits_in(run: Callable[[], object]) -> list[str]:
 class _Watch(TorchDispatchMode):
     """For the thread that enters it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.waits: set[str] = set()
+        self._device = device
 
     def __torch_dispatch__(
         self,
@@ -35,14 +37,22 @@ class _Watch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = kwargs or {}
-        with self:  # in inference mode functions come here that are made of others
-            result = func.decompose(*args, **given)
-        if result is not NotImplemented:
-            return result
+        if func.namespace == "aten" and "device" not in given:
+            with self:  # in inference mode functions come here that are made of others
+                result = func.decompose(*args, **given)
+            if result is not NotImplemented:
+                return result
         result = func(*args, **given)
-        if _reads_numbers(func, args, given) or _comes_back(result, args):
+        is_of_device = any(
+            isinstance(each, torch.Tensor) and each.device.type == self._device.type for each in args
+        )
+        if is_of_device and (_reads_numbers(func, args, given) or self._is_of_host(result)):
             self.waits.add(str(func))
         return result
+
+    def _is_of_host(self, result: Any) -> bool:
+        is_tensor = isinstance(result, torch.Tensor)
+        return is_tensor and self._device.type != "cpu" and result.device.type == "cpu"
 
 
 def _reads_numbers(func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
@@ -53,9 +63,3 @@ def _reads_numbers(func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> b
     if func is torch.ops.aten.repeat_interleave.Tensor:
         return given.get("output_size") is None
     return True
-
-
-def _comes_back(result: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a tensor of the device was copied to the host."""
-    on_device = any(isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in args)
-    return on_device and isinstance(result, torch.Tensor) and result.device.type == "cpu"

@@ -109,10 +109,10 @@ def test_what_waits_for_the_device_is_found() -> None:
     }
     with torch.inference_mode():
         for name, run in waiting.items():
-            assert waits_in(run) == [name]
-        assert waits_in(lambda: numbers[positions]) == []
-        assert waits_in(lambda: torch.repeat_interleave(positions, output_size=3)) == []
-        assert waits_in(lambda: torch.where(numbers > 0, numbers, 0.0).sum()) == []
+            assert waits_in(run, CPU) == [name]
+        assert waits_in(lambda: numbers[positions], CPU) == []
+        assert waits_in(lambda: torch.repeat_interleave(positions, output_size=3), CPU) == []
+        assert waits_in(lambda: torch.where(numbers > 0, numbers, 0.0).sum(), CPU) == []
 
 
 class BrokenRecorder(CallRecorder):

@@ -88,16 +88,16 @@ def test_attention_compiles_without_spilling_registers(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "causal", "most_instructions", "least_tflops"),
-    [(64, False, 560, 850), (128, True, 300, 800)],
+    ("head_dim", "causal", "most_instructions", "least_tflops", "programs"),
+    [(64, False, 330, 770, 4), (128, True, 400, 900, 2)],
 )
 def test_attention_on_an_h100_is_not_bound_by_its_instructions(
-    head_dim: int, causal: bool, most_instructions: int, least_tflops: float
+    head_dim: int, causal: bool, most_instructions: int, least_tflops: float, programs: int
 ) -> None:
-    """Blocks of 128 queries with two programs at a time, so that one multiplies while the other computes."""
+    """Blocks of 64 queries with several programs at a time, so that one multiplies while another computes."""
     code = compiled(AttentionLaunch(90, head_dim, causal=causal).source, 90)
     assert len(code.main_loop) <= most_instructions
-    assert resident_programs(code, H100) >= 2
+    assert resident_programs(code, H100) >= programs
     assert most_tflops(code, H100) >= least_tflops
 
 

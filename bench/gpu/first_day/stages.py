@@ -54,6 +54,7 @@ def _kernels() -> list[Step]:
     return [
         _ours("kernels", 300, "kernels", "compare"),
         _ours("tiles", 240, "tiles"),
+        _ours("tiles of attention", 120, "attention_tiles"),
         *(
             Step(
                 f"ncu, {shape} query",

@@ -12,7 +12,7 @@ import torch
 from maxsimd.bench.gpu.first_day.found import show
 from maxsimd.bench.gpu.kernels import prepared
 from maxsimd.bench.gpu.limits import copies_beyond_cache
-from maxsimd.bench.gpu.maxsim_contenders import OURS, contenders, draw
+from maxsimd.bench.gpu.maxsim_contenders import OURS, contenders, draw, rounded_contenders
 from maxsimd.bench.gpu.shapes import MaxSimShape
 from maxsimd.bench.timing import medians
 from maxsimd.engine.ops.triton import maxsim
@@ -22,12 +22,13 @@ _SHAPES = (
     MaxSimShape("64 query tokens", 64, 10_000, (180, 180)),
     MaxSimShape("128 query tokens", 128, 2000, (512, 512)),
     MaxSimShape("1,024 query tokens", 1024, 500, (1024, 1024)),
+    MaxSimShape("32 query tokens, documents in int8", 32, 10_000, (180, 180), rounded=True),
 )
 # (query tokens, document tokens, warps, stages) of a tile.
 _SHORT = tuple(product((32,), (32, 64, 128), (4,), (2, 3, 4)))
 _MIDDLE = tuple(product((64,), (64, 128), (4, 8), (2, 3, 4)))
 _LONG = tuple(product((128, 256), (64, 128), (4, 8), (2, 3)))
-_TILES = (_SHORT, _MIDDLE, _LONG, (*_LONG, (128, 256, 8, 2), (128, 256, 8, 3)))
+_TILES = (_SHORT, _MIDDLE, _LONG, (*_LONG, (128, 256, 8, 2), (128, 256, 8, 3)), _SHORT)
 
 _DRY = (MaxSimShape("few", 4, 3, (9, 9), 16),)
 _DRY_TILES = (((16, 16, 4, 2), (16, 32, 4, 2)),)
@@ -58,8 +59,11 @@ def _times(
     first = draw(shape, device, 0)
     copies = min(8, copies_beyond_cache(first.nbytes, device))
     scored = [first, *(draw(shape, device, seed) for seed in range(1, copies))]
-    exact = first.exact(20)
-    ours = {OURS: contenders(shape, device)[OURS]}
+    offered = contenders
+    if shape.rounded:
+        scored, offered = [each.rounded() for each in scored], rounded_contenders
+    exact = scored[0].exact(20)
+    ours = {OURS: offered(shape, device)[OURS]}
     table = vars(maxsim)["tiles_for"]
     for query, document, warps, stages in tiles:
         wanted = {"query": query, "document": document, "warps": warps, "stages": stages}
