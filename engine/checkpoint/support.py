@@ -1,5 +1,6 @@
 """Which architectures can be served, and the error messages for all others."""
 
+import transformers
 from transformers import CONFIG_MAPPING
 
 from maxsimd.engine.checkpoint.detect import (
@@ -66,13 +67,9 @@ def refuse_unsupported(
             f"{model!r} is a {kind} that says neither how it is asked nor what becomes of its states; name a "
             "version with sentence-transformers' modules"
         )
-    is_translated = files.config_at_root and retrained(files.config) is not None
-    if not trust_remote_code and not is_translated and runs_as(files) not in CONFIG_MAPPING:
-        code = " It comes with code of its own, which trust_remote_code=True would run."
-        raise ModelLoadError(
-            f"{model!r} is a {files.architecture} of type {kind!r}, which transformers does not have."
-            f"{code if 'auto_map' in files.config else ''} Supported are {in_a_sentence()}"
-        )
+    is_retrained = files.config_at_root and retrained(files.config) is not None
+    if not trust_remote_code and not is_retrained and runs_as(files) not in CONFIG_MAPPING:
+        raise ModelLoadError(_unknown_type(model, files))
     read_apart = files.architecture in (LISTWISE, JINA_M0, "HF_ColBERT") or is_visual(files)
     if format_of(model, files) is not None and read_apart:
         raise ModelLoadError(
@@ -90,6 +87,20 @@ def refuse_unsupported(
             "say how its states are pooled; name a version with sentence-transformers' modules"
         )
     _refuse_score_type(model, files, score_type)
+
+
+def _unknown_type(model: str, files: CheckpointFiles) -> str:
+    """What is said of a type of model that this version of transformers does not have."""
+    kind, read_as = files.config.get("model_type"), runs_as(files)
+    what = f"{model!r} is a {files.architecture} of type {kind!r}"
+    here = f"transformers {transformers.__version__}"
+    if read_as != kind:
+        return f"{what}, which is read as {read_as!r}; {here} does not have that, a newer one does"
+    code = " It comes with code of its own, which trust_remote_code=True would run."
+    return (
+        f"{what}, which {here} does not have.{code if 'auto_map' in files.config else ''} "
+        f"Supported are {in_a_sentence()}"
+    )
 
 
 def _refuse_score_type(model: str, files: CheckpointFiles, score_type: ScoreType) -> None:

@@ -1,6 +1,6 @@
 """Layers in int8 without AVX-512 BF16: each way of multiplying against the plain one, and which is taken."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -176,6 +176,19 @@ def test_a_path_that_does_not_run_is_not_taken() -> None:
         raise RuntimeError("no such operator")
 
     assert choose([Path("lacking", 127, fail)]) == PLAIN
+
+
+@pytest.mark.parametrize(("in_float32", "warned"), [(1.0, True), (3.0, False)])
+def test_where_int8_is_slower_than_float32_the_log_says_so(
+    in_float32: float, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def took(runs: Mapping[str, object]) -> dict[str, float]:
+        assert set(runs) == {PLAIN.name, "float32"}
+        return {PLAIN.name: 2.0, "float32": in_float32}
+
+    monkeypatch.setattr("maxsimd.engine.execution.int8.choose.milliseconds_in_turns", took)
+    assert choose([]) == PLAIN
+    assert ("a layer takes 2.00 ms, and 1.00 in float32" in caplog.text) == warned
 
 
 def test_layers_keep_the_shape_and_precision_of_their_input() -> None:
