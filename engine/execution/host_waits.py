@@ -25,7 +25,7 @@ class _Watch(TorchDispatchMode):
     """For the thread that enters it."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.waits: set[str] = set()
         self._device = device
 
