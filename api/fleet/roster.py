@@ -202,6 +202,7 @@ class Roster:
             await _tell(link, reported)
         if address not in self._listed:
             return
+        self._unlisted[address].clear()  # it may have been unlisted and listed again meanwhile
         self._joined += 1
         slot = self._listed[address]
         self._connected[address] = Connected(Member(slot, f"{slot}.{self._joined}", fingerprint), link)

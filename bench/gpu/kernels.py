@@ -103,7 +103,7 @@ def measure_maxsim(shape: MaxSimShape, setting: Setting) -> Figures:
     return figures
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
     """Random `qkvs` in one `layout`, what attention over the first is exactly, and the number of pairs of a
     query and a key that see each other."""

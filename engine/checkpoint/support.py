@@ -94,13 +94,11 @@ def _unknown_type(model: str, files: CheckpointFiles) -> str:
     kind, read_as = files.config.get("model_type"), runs_as(files)
     what = f"{model!r} is a {files.architecture} of type {kind!r}"
     here = f"transformers {transformers.__version__}"
+    has_code = "auto_map" in files.config
+    code = " It comes with code of its own, which trust_remote_code=True would run." if has_code else ""
     if read_as != kind:
-        return f"{what}, which is read as {read_as!r}; {here} does not have that, a newer one does"
-    code = " It comes with code of its own, which trust_remote_code=True would run."
-    return (
-        f"{what}, which {here} does not have.{code if 'auto_map' in files.config else ''} "
-        f"Supported are {in_a_sentence()}"
-    )
+        return f"{what}, which is read as {read_as!r}; {here} does not have that, a newer one does.{code}"
+    return f"{what}, which {here} does not have.{code} Supported are {in_a_sentence()}"
 
 
 def _refuse_score_type(model: str, files: CheckpointFiles, score_type: ScoreType) -> None:

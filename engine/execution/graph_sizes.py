@@ -2,8 +2,8 @@
 
 A graph computes all of its rows whatever a step has, so it must save more than its empty rows cost. An eager
 pass takes as long as the host takes to launch it, or the device to compute it, whichever is more: with 24
-layers of 1,024 hidden units about 6 ms to launch, and on an H200 6 ms to compute 4,096 rows (estimates by
-arithmetic). A replay only takes the device's time.
+layers of 1,024 hidden units 6 to 25 ms to launch, by the attention that is launched, and 6 ms to compute
+4,096 rows (an H100, `bench/results/gpu-h100.json`). A replay only takes the device's time.
 """
 
 from maxsimd.engine.execution.attention.base import CaptureSize

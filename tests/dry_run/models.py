@@ -164,8 +164,8 @@ class OnGPU:
         assert isinstance(self.backend, CapturableBackend)
         with waiting_allowed(self.gpu):
             mismatches = runner.capture_all(self.backend, SIZES, texts, FakeRecorder(self.gpu))
-        if mismatches:
-            raise NotCapturable("; ".join(mismatches.values()))
+        if mismatches or not runner.sizes:
+            raise NotCapturable("; ".join(mismatches.values()) or "a step waits for the device")
         assert len(runner.sizes) == len(SIZES)
         return runner
 

@@ -1,10 +1,12 @@
 """The table of what is served: true of every family that is proven, and what the command and errors list."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 
 from maxsimd.api.cli import main
@@ -41,3 +43,18 @@ def test_the_error_for_an_unknown_architecture_lists_the_table(tmp_path: Path) -
     assert "NothingModel" in message
     for row in SERVED:
         assert all(name in message for name in row.architectures if name != "*")
+
+
+def test_the_error_for_a_type_that_is_newer_than_transformers_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "gte", "architectures": ["GteModel"], "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.setattr("maxsimd.engine.checkpoint.support.CONFIG_MAPPING", {})
+    version = re.escape(transformers.__version__)
+    with pytest.raises(ModelLoadError, match=f"'gte', which transformers {version} does not have"):
+        load_model(EngineConfig(model=str(tmp_path)), torch.device("cpu"))
+    config = {"model_type": "new", "architectures": ["NewModel"], "auto_map": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=f"read as 'gte'; transformers {version} does not.*newer one"):
+        load_model(EngineConfig(model=str(tmp_path)), torch.device("cpu"))

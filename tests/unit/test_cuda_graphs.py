@@ -101,16 +101,20 @@ def test_a_model_that_waits_for_the_device_has_no_graphs(
 
 def test_what_waits_for_the_device_is_found() -> None:
     numbers, positions = torch.randn(4, 4), torch.tensor([1, 2])
+    mask = torch.tensor([True, False, True, False])
     waiting = {
         "aten._local_scalar_dense.default": lambda: numbers.sum().item(),
         "aten.index.Tensor": lambda: numbers[numbers > 0],
         "aten.nonzero.default": lambda: torch.where(numbers > 0),
         "aten.repeat_interleave.Tensor": lambda: torch.repeat_interleave(positions),
+        "aten.index_put_.default": lambda: numbers[0].clone().index_put_((mask,), torch.ones(2)),
     }
     with torch.inference_mode():
         for name, run in waiting.items():
             assert waits_in(run, CPU) == [name]
         assert waits_in(lambda: numbers[positions], CPU) == []
+        assert waits_in(lambda: numbers[0].clone().index_put_((mask,), torch.ones(())), CPU) == []
+        assert waits_in(lambda: numbers.to(torch.bfloat16).to("cpu"), CPU) == []
         assert waits_in(lambda: torch.repeat_interleave(positions, output_size=3), CPU) == []
         assert waits_in(lambda: torch.where(numbers > 0, numbers, 0.0).sum(), CPU) == []
 

@@ -16,9 +16,12 @@ from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
 from maxsimd.engine.ops.triton import attention
 from maxsimd.engine.ops.triton.attention import Tiles
 
-_TILES = tuple(
-    Tiles(queries, keys, warps, stages)
-    for (queries, warps), keys, stages in product(((64, 4), (128, 4), (128, 8)), (32, 64, 128), (2, 3))
+_TILES = (
+    *(
+        Tiles(queries, keys, warps, stages)
+        for (queries, warps), keys, stages in product(((64, 4), (128, 4), (128, 8)), (32, 64, 128), (2, 3))
+    ),
+    Tiles(128, 32, 8, 2, registers=128),
 )
 _DRY = (AttentionShape("few", 2, 10, 4, 2, 32, True),)
 _DRY_TILES = (Tiles(16, 16, 4, 2), Tiles(32, 16, 4, 2))
@@ -49,6 +52,7 @@ def _times(
     """The name of each tile that runs and is right, with its milliseconds."""
     for tiles in tried:
         size = f"{tiles.queries} x {tiles.keys}, {tiles.warps} warps, {tiles.stages} stages"
+        size += "" if tiles.registers is None else f", {tiles.registers} registers"
         with mock.patch.object(attention, "tiles_for", lambda *asked, of=tiles: of):
             ready = prepared({OURS: drawn.by(TritonBackend())}, drawn.qkvs, drawn.exact)
             if OURS in ready.failures:

@@ -47,9 +47,10 @@ def main(attention: str, graphs: str, small_steps: bool, rounds: int, dry: bool)
         print(error)
         raise SystemExit(NOT_HERE if "cannot run on this" in str(error) else 1) from error
     name = "without graphs" if graphs == "off" else attention
-    show(f"forward, {name}: seconds to load", round(time.perf_counter() - started, 2))
-    show(f"forward, {name}: attention", model.prepared.attention)
-    show(f"forward, {name}: runner", type(model.prepared.runner).__name__)
+    load = f"{name}, small steps" if small_steps else name
+    show(f"forward, {load}: seconds to load", round(time.perf_counter() - started, 2))
+    show(f"forward, {load}: attention", model.prepared.attention)
+    show(f"forward, {load}: runner", type(model.prepared.runner).__name__)
     for count, tokens in _DRY if dry else _SMALL_STEPS if small_steps else _FULL:
         step = _step(model, count, tokens)
         taken = _measure(partial(model.prepared.runner.forward, step), model.device, 1 if dry else rounds)

@@ -52,9 +52,9 @@ def _kernels() -> list[Step]:
     sections = [word for section in _NCU_SECTIONS for word in ("--section", section)]
     ncu = ("ncu", "--clock-control", "none", "--kernel-name", "regex:maxsim", "--launch-skip", "1")
     return [
-        _ours("kernels", 300, "kernels", "compare"),
-        _ours("tiles", 240, "tiles"),
-        _ours("tiles of attention", 120, "attention_tiles"),
+        _ours("kernels", 240, "kernels", "compare"),
+        _ours("tiles", 180, "tiles"),
+        _ours("tiles of attention", 100, "attention_tiles"),
         *(
             Step(
                 f"ncu, {shape} query",

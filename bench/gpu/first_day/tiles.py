@@ -30,8 +30,8 @@ _MIDDLE = tuple(product((64,), (64, 128), (4, 8), (2, 3, 4)))
 _LONG = tuple(product((128, 256), (64, 128), (4, 8), (2, 3)))
 _TILES = (_SHORT, _MIDDLE, _LONG, (*_LONG, (128, 256, 8, 2), (128, 256, 8, 3)), _SHORT)
 
-_DRY = (MaxSimShape("few", 4, 3, (9, 9), 16),)
-_DRY_TILES = (((16, 16, 4, 2), (16, 32, 4, 2)),)
+_DRY = (MaxSimShape("few", 4, 3, (9, 9), 16), MaxSimShape("few, in int8", 4, 3, (9, 9), 16, rounded=True))
+_DRY_TILES = (((16, 16, 4, 2), (16, 32, 4, 2)),) * 2
 
 
 @click.command()

@@ -27,6 +27,8 @@ _TIMED_ROWS, _TIMED_SIDE = 128, 768
 _TOLERANCE = 1e-5
 # What int8 is timed beside: a product by torch, of weights that are not rounded.
 _FLOAT32 = "float32"
+# How much slower it must be for a warning: less may be chance.
+_CLEARLY = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,9 @@ def choose(paths: Iterable[Path]) -> Path:
     in_float32 = milliseconds.pop(_FLOAT32)
     chosen = min(milliseconds, key=milliseconds.__getitem__)
     measured = ", ".join(f"{name} {taken:.2f} ms" for name, taken in milliseconds.items())
-    log.info("int8: %s, by a short timing: %s", chosen, measured)
-    if milliseconds[chosen] > in_float32:
+    why = f"by a short timing: {measured}" if right else "because nothing else is right here"
+    log.info("int8: %s, %s", chosen, why)
+    if milliseconds[chosen] > _CLEARLY * in_float32:
         log.warning(
             "int8 saves memory alone on this CPU: a layer takes %.2f ms, and %.2f in float32; leave "
             "quantization out to be faster",
