@@ -89,7 +89,7 @@ async def test_bfloat16_ranks_as_float32_does(
 ) -> None:
     exact = await engines.scores(_config(family, path), pairs[:100])
     rounded = await engines.scores(_config(family, path, dtype="bfloat16"), pairs[:100])
-    assert spearmanr(exact, rounded).statistic >= 0.995
+    assert spearmanr(exact, rounded).statistic >= 0.99
 
 
 async def test_it_is_packed_where_it_can_be(family: Family, path: str, engines: Engines) -> None:
