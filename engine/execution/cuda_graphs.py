@@ -96,9 +96,7 @@ class GraphedRunner:
         """Captures a graph for each of the sizes, the largest first, with steps of the samples' tokens, and
         drops those that give something else than the steps give without them. Returns why, by
         size. Captures none for a model that waits for the device within a step."""
-        obstacle = self._obstacle(filling_steps(sizes[-1], samples)[0])
-        if obstacle is not None:
-            log.info("no CUDA graphs: %s", obstacle)
+        if not self._may_be_captured(filling_steps(sizes[-1], samples)[0]):
             return {}
         mismatches = {}
         for size in sizes:
@@ -111,14 +109,17 @@ class GraphedRunner:
         self._graphs = {size: self._graphs[size] for size in sorted(self._graphs)}
         return mismatches
 
-    def _obstacle(self, step: Step) -> str | None:
-        """Why no graph can hold what the model does, as far as a step tells."""
+    def _may_be_captured(self, step: Step) -> bool:
+        """Whether the model does not wait for the device in a step; if it does, the log says where."""
         try:
             self._inner.forward(step)  # what is made once may wait
             waits = waits_in(lambda: self._inner.forward(step), self._device)
         except Exception as error:
-            return f"a step cannot be watched: {error}"
-        return f"the model waits for the device ({', '.join(waits)})" if waits else None
+            log.warning("no CUDA graphs: a step cannot be watched: %s", error)
+            return False
+        if waits:
+            log.info("no CUDA graphs: the model waits for the device (%s)", ", ".join(waits))
+        return not waits
 
     def _capture(
         self, backend: CapturableBackend, size: CaptureSize, steps: Sequence[Step], recorder: Recorder

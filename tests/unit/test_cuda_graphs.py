@@ -99,6 +99,22 @@ def test_a_model_that_waits_for_the_device_has_no_graphs(
     assert "no CUDA graphs: the model waits for the device (aten.nonzero" in caplog.text
 
 
+def test_a_model_that_cannot_be_watched_runs_without_graphs(
+    model: LoadedModel,
+    backend: VarlenBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*given: object) -> list[str]:
+        raise RuntimeError("no rule for this operator")
+
+    monkeypatch.setattr(cuda_graphs, "waits_in", fail)
+    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
+    assert graphed.capture_all(backend, SIZES, texts_of(model), CallRecorder()) == {}
+    assert graphed.sizes == ()
+    assert "a step cannot be watched: no rule for this operator" in caplog.text
+
+
 def test_what_waits_for_the_device_is_found() -> None:
     numbers, positions = torch.randn(4, 4), torch.tensor([1, 2])
     mask = torch.tensor([True, False, True, False])

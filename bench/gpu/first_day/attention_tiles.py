@@ -8,6 +8,7 @@ import click
 import torch
 
 from maxsimd.bench.gpu.first_day.found import show
+from maxsimd.bench.gpu.first_day.tiles import show_best
 from maxsimd.bench.gpu.kernels import Drawn, drawn_attention, prepared
 from maxsimd.bench.gpu.maxsim_contenders import OURS
 from maxsimd.bench.gpu.shapes import ATTENTION_SHAPES, AttentionShape
@@ -38,12 +39,8 @@ def main(dry: bool, rounds: int) -> None:
     for shape in _DRY if dry else ATTENTION_SHAPES:
         name = f"tiles for attention, {shape.name}"
         drawn = drawn_attention(shape, device, 2)
-        found = dict(_times(name, drawn, _DRY_TILES if dry else _TILES, device, 1 if dry else rounds))
-        if not found:
-            raise SystemExit(1)
-        best = min(found, key=found.__getitem__)
-        show(f"{name}: best", best)
-        show(f"{name}: best_ms", found[best])
+        tried = _DRY_TILES if dry else _TILES
+        show_best(name, dict(_times(name, drawn, tried, device, 1 if dry else rounds)))
 
 
 def _times(

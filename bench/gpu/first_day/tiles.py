@@ -1,7 +1,7 @@
 """Times MaxSim with other tiles than those of its table, for each shape that the table tells apart."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -44,12 +44,16 @@ def main(dry: bool, rounds: int) -> None:
     device = torch.device("cpu" if dry else "cuda")
     shapes = zip(_DRY if dry else _SHAPES, _DRY_TILES if dry else _TILES, strict=True)
     for shape, tiles in shapes:
-        found = dict(_times(shape, tiles, device, 1 if dry else rounds))
-        if not found:
-            raise SystemExit(1)
-        best = min(found, key=found.__getitem__)
-        show(f"tiles for {shape.name}: best", best)
-        show(f"tiles for {shape.name}: best_ms", found[best])
+        show_best(f"tiles for {shape.name}", dict(_times(shape, tiles, device, 1 if dry else rounds)))
+
+
+def show_best(name: str, milliseconds: Mapping[str, float]) -> None:
+    """Prints which of some tiles is the fastest. Exits with 1 where there are none."""
+    if not milliseconds:
+        raise SystemExit(1)
+    best = min(milliseconds, key=milliseconds.__getitem__)
+    show(f"{name}: best", best)
+    show(f"{name}: best_ms", milliseconds[best])
 
 
 def _times(
