@@ -92,6 +92,7 @@ class Tiles {
   public:
     static constexpr int TILE_ROWS = 32, HALF = 16;
     static constexpr int64_t MOST_ROWS = 8 * TILE_ROWS;
+    static constexpr int64_t AT_ONCE = 1 << 20;
 
     Tiles(const Linear<Number>& linear, int64_t most)
         : linear_(linear), rows_(is_in_place() ? HALF : round_up(most, HALF), linear.units()) {
@@ -109,12 +110,12 @@ class Tiles {
         for (int64_t row = in_place_; row < count; row++) rows_.take(linear_, first + row, row - in_place_);
     }
 
-    void multiply_all(int64_t first, int64_t last, int64_t next) {
-        const int64_t tiles = (count_ + TILE_ROWS - 1) / TILE_ROWS;
+    void multiply_all(int64_t first, int64_t last, const Stretch& next) {
+        const int64_t tiles = (count_ + TILE_ROWS - 1) / TILE_ROWS, panels = (last - first) / PANEL;
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t row = tile * TILE_ROWS, present = std::min<int64_t>(TILE_ROWS, count_ - row);
             for (int64_t column = first; column < last; column += PANEL) {
-                const Ahead ahead(linear_, next + column - first, tile, tiles);
+                const Ahead ahead(next, tile * panels + (column - first) / PANEL, tiles * panels);
                 if (present > HALF)
                     multiply_tiles<2>(row, column, ahead);
                 else

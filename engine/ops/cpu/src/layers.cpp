@@ -16,13 +16,15 @@
 
 namespace maxsimd {
 
-// With this number of rows for each thread, or more, a thread has rows of its own. The weights that it reads are then
-// multiplied with at least two tiles of rows.
-constexpr int64_t OWN_ROWS = 24;
+// With this number of rows for each thread, or more, a thread has rows of its own: all threads then read all weights,
+// each a product ahead of its multiplications.
+constexpr int64_t OWN_ROWS = 12;
 
 // A product as the caller's table has it, number by number.
 struct Product {
     int64_t weights, units, scales, sums, bias, inputs, columns;
+
+    Stretch stretch() const { return {(const Unit*)weights, round_up(columns, PANEL) / LANES * units}; }
 };
 
 // A layer, likewise.
@@ -71,12 +73,14 @@ class Thread {
         : at_(buffers), sequences_(sequences), count_(count), heads_(heads), scale_(scale) {}
 
     // Replaces `hidden` [rows], a layer's input, by its output. With `firsts`, that output is written for the first row
-    // of each sequence alone, to `firsts` [count]; `sequences` then has one query in each.
-    void run(const Layer& layer, const Epsilons& epsilons, Value* hidden, int64_t rows, Value* firsts) {
+    // of each sequence alone, to `firsts` [count]; `sequences` then has one query in each. The weights `after` are
+    // multiplied afterwards.
+    void run(const Layer& layer, const Epsilons& epsilons, const Stretch& after, Value* hidden, int64_t rows,
+             Value* firsts) {
         share(rows);
-        multiply(layer.query, hidden, rows, at_.query);
-        multiply(layer.key, hidden, rows, at_.key);
-        multiply(layer.value, hidden, rows, at_.value);
+        multiply(layer.query, layer.key.stretch(), hidden, rows, at_.query);
+        multiply(layer.key, layer.value.stretch(), hidden, rows, at_.key);
+        multiply(layer.value, layer.attended.stretch(), hidden, rows, at_.value);
         wait();
         attend_in_team<Attended>(
             {at_.query, at_.key, at_.value, heads_, layer.query.columns / heads_, scale_, at_.attended}, sequences_,
@@ -86,9 +90,9 @@ class Thread {
             rows = count_;
             share(rows);
             gather(hidden, layer);
-            feed_forward(layer, epsilons, at_.query, at_.residual, rows, firsts);
+            feed_forward(layer, epsilons, after, at_.query, at_.residual, rows, firsts);
         } else {
-            feed_forward(layer, epsilons, at_.attended, hidden, rows, hidden);
+            feed_forward(layer, epsilons, after, at_.attended, hidden, rows, hidden);
         }
     }
 
@@ -102,15 +106,15 @@ class Thread {
     }
 
     // What follows attention. `out` may be the residual.
-    void feed_forward(const Layer& layer, const Epsilons& epsilons, const Value* attended, const Value* residual,
-                      int64_t rows, Value* out) {
-        multiply(layer.attended, attended, rows, at_.summed, false,
+    void feed_forward(const Layer& layer, const Epsilons& epsilons, const Stretch& after, const Value* attended,
+                      const Value* residual, int64_t rows, Value* out) {
+        multiply(layer.attended, layer.widened.stretch(), attended, rows, at_.summed, false,
                  {residual, layer.attended.columns, (const float*)layer.attended_weight,
                   (const float*)layer.attended_bias, epsilons.attended});
         wait_for_all();
-        multiply(layer.widened, at_.summed, rows, at_.wide, true);
+        multiply(layer.widened, layer.narrowed.stretch(), at_.summed, rows, at_.wide, true);
         wait_for_all();
-        multiply(layer.narrowed, at_.wide, rows, out, false,
+        multiply(layer.narrowed, after, at_.wide, rows, out, false,
                  {at_.summed, layer.narrowed.columns, (const float*)layer.narrowed_weight,
                   (const float*)layer.narrowed_bias, epsilons.narrowed});
         wait_for_all();
@@ -127,8 +131,9 @@ class Thread {
         wait_for_all();
     }
 
-    void multiply(const Product& product, const Value* x, int64_t rows, Value* out, bool gelu = false,
-                  const Norm<Value>& norm = {}) {
+    // The weights `after` are multiplied afterwards.
+    void multiply(const Product& product, const Stretch& after, const Value* x, int64_t rows, Value* out,
+                  bool gelu = false, const Norm<Value>& norm = {}) {
         const Linear<Number> linear{x,
                                     product.inputs,
                                     rows,
@@ -140,7 +145,8 @@ class Thread {
                                     (const float*)product.bias,
                                     product.columns,
                                     gelu,
-                                    out};
+                                    out,
+                                    after};
         if (owns_)
             run_rows<Number>(linear, norm, first_, own_);
         else
@@ -175,9 +181,9 @@ void run_layers(const Layer* layers, const Epsilons* epsilons, int64_t layer_cou
     {
         Thread<Number> whole(buffers, sequences, count, heads, scale);
         for (int64_t layer = 0; layer + 1 < layer_count; layer++)
-            whole.run(layers[layer], epsilons[layer], hidden, rows, nullptr);
+            whole.run(layers[layer], epsilons[layer], layers[layer + 1].query.stretch(), hidden, rows, nullptr);
         Thread<Number> last(buffers, firsts ? one_query.data() : sequences, count, heads, scale);
-        last.run(layers[layer_count - 1], epsilons[layer_count - 1], hidden, rows, firsts);
+        last.run(layers[layer_count - 1], epsilons[layer_count - 1], {}, hidden, rows, firsts);
     }
 }
 

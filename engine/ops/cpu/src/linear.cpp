@@ -23,25 +23,34 @@ class Vectors {
   public:
     static constexpr int TILE_ROWS = 12;
     static constexpr int64_t MOST_ROWS = 8 * TILE_ROWS;  // of a task, so that they stay in the second-level cache
-    static constexpr int64_t STRETCH = 64;               // units that are multiplied between two prefetches
+    static constexpr int64_t AT_ONCE = 192 << 10;        // bytes of weights, as `run_block` says
+    static constexpr int64_t BETWEEN = 64;               // units that are multiplied between two prefetches
 
-    Vectors(const Linear<Number>& linear, int64_t most) : linear_(linear), rows_(most, linear.units()) {}
+    Vectors(const Linear<Number>& linear, int64_t most)
+        : linear_(linear), in_place_(is_in_place()), rows_(in_place_ ? 0 : most, linear.units()) {}
 
     void take(int64_t first, int64_t count) {
         first_ = first;
         count_ = count;
+        if (in_place_) {
+            at_ = (const Unit*)(linear_.x + first * linear_.x_stride);
+            stride_ = linear_.x_stride / Number::PER_UNIT;
+            return;
+        }
+        at_ = rows_.at(0);
+        stride_ = rows_.stride();
         for (int64_t row = 0; row < count; row++) rows_.take(linear_, first + row, row);
     }
 
-    // Computes all rows for the columns from `first` on: few rows and all of these columns at a time. The columns from
-    // `next` on are computed afterwards.
-    void multiply_all(int64_t first, int64_t last, int64_t next) {
+    // Computes all rows for the columns from `first` on: few rows and all of these columns at a time. The weights of
+    // `next` are multiplied afterwards. Inlined, GCC would compile the inner loops several times, some of them worse.
+    __attribute__((noinline)) void multiply_all(int64_t first, int64_t last, const Stretch& next) {
         // Tiles of nearly equal height, so that none is too low to keep the multipliers busy.
-        const int64_t tiles = (count_ + TILE_ROWS - 1) / TILE_ROWS;
+        const int64_t tiles = (count_ + TILE_ROWS - 1) / TILE_ROWS, panels = (last - first) / PANEL;
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t row = count_ * tile / tiles, stop = count_ * (tile + 1) / tiles;
             for (int64_t column = first; column < last; column += PANEL) {
-                const Ahead ahead(linear_, next + column - first, tile, tiles);
+                const Ahead ahead(next, tile * panels + (column - first) / PANEL, tiles * panels);
                 multiply_rows<TILE_ROWS>((int)(stop - row), row, column, ahead);
                 finish(linear_, sums_, rows_.scales(row), stop - row, first_ + row, column);
             }
@@ -51,6 +60,13 @@ class Vectors {
     void complete() {}
 
   private:
+    // Whether rows can be read without a copy: in whole units, and as a copy would lie.
+    bool is_in_place() const {
+        return !std::is_same_v<Number, Int8> && linear_.inputs % Number::PER_UNIT == 0 &&
+               linear_.x_stride % Number::PER_UNIT == 0 && (uintptr_t)linear_.x % sizeof(Unit) == 0 &&
+               Rows::are_apart(linear_.x_stride / Number::PER_UNIT);
+    }
+
     template <int ROWS>
     void multiply_rows(int present, int64_t row, int64_t column, Ahead ahead) {
         if constexpr (ROWS > 1) {
@@ -61,11 +77,11 @@ class Vectors {
         }
         typename Number::Sum sums[ROWS][2];
         clear<Number, ROWS, 2>(sums);
-        const int64_t units = linear_.units(), lines = ahead.lines() * STRETCH / units + 1;
-        for (int64_t unit = 0; unit < units; unit += STRETCH) {
+        const int64_t units = linear_.units(), lines = ahead.lines() * BETWEEN / units + 1;
+        for (int64_t unit = 0; unit < units; unit += BETWEEN) {
             ahead.fetch(lines);
-            multiply<Number, ROWS, 2>(rows_.at(row) + unit, rows_.stride(), linear_.block(column) + unit * LANES,
-                                      linear_.packed_units * LANES, std::min(STRETCH, units - unit), sums);
+            multiply<Number, ROWS, 2>(at_ + row * stride_ + unit, stride_, linear_.block(column) + unit * LANES,
+                                      linear_.packed_units * LANES, std::min(BETWEEN, units - unit), sums);
         }
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS; i++)
@@ -75,20 +91,34 @@ class Vectors {
     }
 
     const Linear<Number>& linear_;
-    Rows rows_;
-    int64_t first_ = 0, count_ = 0;
+    const bool in_place_;
+    Rows rows_;  // the copy
+    const Unit* at_ = nullptr;
+    int64_t stride_ = 0, first_ = 0, count_ = 0;
     alignas(64) Unit sums_[TILE_ROWS * PANEL];
 };
 
-// Computes `count` rows from `first` on for the panels from `begin` on. `Way` multiplies them, by vectors or by tiles;
-// each thread has its own.
+// Rows and panels that a thread computes.
+struct Block {
+    int64_t first, count, begin, end;
+};
+
+// Computes a block. `Way` multiplies, by vectors or by tiles; each thread has its own.
+//
+// All rows are multiplied with `AT_ONCE` bytes of weights before the next, so that these stay in the second-level cache
+// while they are used. There is room for as many beside them: with `fetches`, the next are prefetched meanwhile, at last
+// those of `after`.
 template <class Way, class Number>
-void run_block(Way& way, const Linear<Number>& linear, int64_t first, int64_t count, int64_t begin, int64_t last) {
-    const int64_t cached = linear.cached_panels();
-    way.take(first, count);
-    for (int64_t panel = begin; panel < last; panel += cached)
-        way.multiply_all(panel * PANEL, std::min(last, panel + cached) * PANEL,
-                         (panel + cached < last ? panel + cached : begin) * PANEL);
+void run_block(Way& way, const Linear<Number>& linear, const Block& block, bool fetches, const Stretch& after) {
+    const int64_t lines = PANEL / LANES * linear.packed_units;  // of a panel
+    const int64_t at_once = std::max<int64_t>(1, Way::AT_ONCE / (lines * LANES * (int64_t)sizeof(Unit)));
+    way.take(block.first, block.count);
+    for (int64_t panel = block.begin, stop; panel < block.end; panel = stop) {
+        stop = std::min(panel + at_once, block.end);
+        Stretch ahead = stop < block.end ? linear.stretch(stop, block.end) : after;
+        ahead.lines = fetches ? std::min(ahead.lines, at_once * lines) : 0;
+        way.multiply_all(panel * PANEL, stop * PANEL, ahead);
+    }
     way.complete();
 }
 
@@ -110,9 +140,10 @@ void run_in_team_by(const Linear<Number>& linear, const Norm<typename Number::Va
 #pragma omp for schedule(dynamic) nowait
     for (int64_t task = 0; task < blocks * splits; task++) {
         const int64_t block = task / splits, split = task % splits;
-        const int64_t first = linear.rows * block / blocks;
-        run_block(way, linear, first, linear.rows * (block + 1) / blocks - first, panels * split / splits,
-                  panels * (split + 1) / splits);
+        const int64_t first = linear.rows * block / blocks, stop = linear.rows * (block + 1) / blocks;
+        const int64_t begin = panels * split / splits, end = panels * (split + 1) / splits;
+        const bool fetches = stop - first > 3 * Way::TILE_ROWS;  // with fewer there is no time for it
+        run_block(way, linear, {first, stop - first, begin, end}, fetches, linear.stretch(begin, end));
     }
     if (norm.residual) {
         std::vector<float> sums(round_up(linear.columns, LANES));
@@ -126,13 +157,14 @@ void run_in_team_by(const Linear<Number>& linear, const Norm<typename Number::Va
 template <class Way, class Number>
 void run_rows_by(const Linear<Number>& linear, const Norm<typename Number::Value>& norm, int64_t first, int64_t count) {
     const int64_t blocks = (count + Way::MOST_ROWS - 1) / Way::MOST_ROWS;
+    const int64_t panels = (linear.columns + PANEL - 1) / PANEL;
     if (blocks == 0) return;
     {
         Way way(linear, (count + blocks - 1) / blocks);
         for (int64_t block = 0; block < blocks; block++) {
-            const int64_t from = count * block / blocks;
-            run_block(way, linear, first + from, count * (block + 1) / blocks - from, 0,
-                      (linear.columns + PANEL - 1) / PANEL);
+            const int64_t from = count * block / blocks, stop = count * (block + 1) / blocks;
+            const Stretch after = block + 1 < blocks ? linear.stretch(0, panels) : linear.upcoming;
+            run_block(way, linear, {first + from, stop - from, 0, panels}, true, after);
         }
     }
     if (norm.residual) {

@@ -13,6 +13,12 @@ namespace maxsimd {
 
 constexpr int PANEL = 2 * LANES;  // columns that are multiplied together; packed columns are a multiple
 
+// Packed weights that lie one after the other in memory.
+struct Stretch {
+    const Unit* start = nullptr;
+    int64_t lines = 0;  // of a cache
+};
+
 template <class Number>
 struct Linear {
     using Value = typename Number::Value;
@@ -25,27 +31,25 @@ struct Linear {
     const float* bias;           // [columns] or null
     int64_t columns;
     bool gelu;
-    Value* out;  // [rows][columns]
+    Value* out;        // [rows][columns]
+    Stretch upcoming;  // the weights of the layer that comes next, if that is known
 
     int64_t units() const { return (inputs + Number::PER_UNIT - 1) / Number::PER_UNIT; }
     const Unit* block(int64_t column) const { return weights + column * packed_units; }
-    // The number of panels whose weights stay in the second-level cache while all rows are multiplied with them.
-    int64_t cached_panels() const {
-        constexpr int64_t cached = 1 << 20;
-        return std::max<int64_t>(1, cached / (packed_units * PANEL * (int64_t)sizeof(Unit)));
+    // The weights of some panels.
+    Stretch stretch(int64_t begin, int64_t end) const {
+        return {block(begin * PANEL), (end - begin) * PANEL / LANES * packed_units};
     }
 };
 
-// Prefetches the weights that are needed next into the second-level cache, a few lines at a time.
+// Prefetches weights into the second-level cache, a few lines at a time.
 class Ahead {
   public:
-    // Part `part` of `parts` of the panel at a column.
-    template <class Number>
-    Ahead(const Linear<Number>& linear, int64_t column, int64_t part, int64_t parts) {
-        // With few rows there is no time to prefetch in.
-        const int64_t lines = parts < 4 ? 0 : 2 * linear.packed_units;
-        next_ = linear.block(column) + lines * part / parts * LANES;
-        left_ = lines * (part + 1) / parts - lines * part / parts;
+    // Part `part` of `parts` of a stretch.
+    Ahead(const Stretch& stretch, int64_t part, int64_t parts) {
+        const int64_t first = stretch.lines * part / parts;
+        next_ = stretch.start + first * LANES;
+        left_ = stretch.lines * (part + 1) / parts - first;
     }
     int64_t lines() const { return left_; }
     void fetch(int64_t lines) {

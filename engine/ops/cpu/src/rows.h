@@ -35,13 +35,16 @@ inline float quantise(const uint16_t* row, int64_t inputs, uint8_t* out) {
     return size / 127;
 }
 
-// Memory for `most` rows, each a whole number of cache lines and of tiles. Rows at a distance of a multiple of 2 KiB
-// would compete for few sets of the first-level cache.
+// Memory for `most` rows, each a whole number of cache lines and of tiles.
 class Rows {
   public:
+    // Whether rows that are `stride` units apart can all be kept in the first-level cache. At a distance of a multiple
+    // of 2 KiB they compete for few of its sets.
+    static bool are_apart(int64_t stride) { return stride % 512 != 0; }
+
     Rows(int64_t most, int64_t units)
         : units_(round_up(units, LANES)),
-          stride_(units_ + (units_ % 512 ? 0 : LANES)),
+          stride_(are_apart(units_) ? units_ : units_ + LANES),
           storage_(new Unit[most * stride_ + LANES]),
           scales_(most) {}
 
