@@ -1,5 +1,5 @@
-"""A lone request with all layers in one call of the library, layer by layer, and in another version of maxsimd,
-each in a process of its own, in turns."""
+"""A lone request with all layers in one call of the library, layer by layer, and in another version of
+maxsimd, each in a process of its own, in turns."""
 
 import contextlib
 import json
@@ -77,14 +77,10 @@ class _Engine:
         self._process.stdin.close()
         self._process.wait()
 
-    def ask(self, documents: int, begin: int, end: int) -> dict[str, Any]:
-        """Sends the requests from `begin` to `end` of a fixed random sequence."""
+    def ask(self, **which: int) -> dict[str, Any]:
+        """Sends requests: those from `begin` to `end` of `count` random ones, with so many `documents`."""
         assert self._process.stdin is not None
-        print(
-            json.dumps({"documents": documents, "begin": begin, "end": end}),
-            file=self._process.stdin,
-            flush=True,
-        )
+        print(json.dumps(which), file=self._process.stdin, flush=True)
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -100,10 +96,13 @@ def _in_turns(engines: dict[str, _Engine], documents: int, count: int) -> dict[s
     seconds: dict[str, list[float]] = {way: [] for way in engines}
     scores: dict[str, list[list[float]]] = {way: [] for way in engines}
     tokens = 0
+    for engine in engines.values():
+        engine.ask(documents=documents, count=count, begin=0, end=min(_TURN, count))  # makes them
     for begin in range(0, count, _TURN):
         # Each comes first as often as last.
         for way in list(engines)[:: -1 if begin // _TURN % 2 else 1]:
-            answer = engines[way].ask(documents, begin, min(begin + _TURN, count))
+            end = min(begin + _TURN, count)
+            answer = engines[way].ask(documents=documents, count=count, begin=begin, end=end)
             seconds[way] += answer["seconds"]
             scores[way] += answer["scores"]
             tokens = answer["tokens"]

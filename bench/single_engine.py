@@ -1,28 +1,35 @@
 """The engine of a process that measures lone requests, which `bench/single.py` starts: of this version, or by
 another checkout's path. Run as a file, so that it uses nothing of `maxsimd` that an older version lacks.
 
-Its first argument says how all layers are run, its second the engine's configuration as JSON. It answers a line
-of JSON on standard input, which says which requests to send, by a line on standard output."""
+Its first argument says how all layers are run, its second the engine's configuration as JSON. It answers a
+line of JSON on standard input, which says which requests to send, by a line on standard output."""
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import sys
 import time
 from typing import Any
 
-from maxsimd.bench.datasets import random_requests
+from maxsimd.bench.datasets import Request, random_requests
 from maxsimd.engine import Engine, EngineConfig
 
 # Tokens of a pair of query and document.
 _PAIR = 100
 
 
-async def _ask(engine: Engine, documents: int, begin: int, end: int) -> dict[str, Any]:
-    """Seconds of some random requests, the scores of each and the tokens of the last."""
+@functools.cache
+def _requests(documents: int, count: int) -> list[Request]:
+    """Made once: what is made between two requests would drive the engine out of the processor's caches."""
+    return random_requests(count, documents, _PAIR, 0.0, False, seed=0)
+
+
+async def _ask(engine: Engine, documents: int, count: int, begin: int, end: int) -> dict[str, Any]:
+    """Seconds of some of `count` random requests, the scores of each and the tokens of the last."""
     seconds, scores, tokens = [], [], 0
-    for request in random_requests(end, documents, _PAIR, 0.0, False, seed=0)[begin:]:
+    for request in _requests(documents, count)[begin:end]:
         started = time.perf_counter()
         result = await engine.score(request.query, request.documents)
         seconds.append(time.perf_counter() - started)

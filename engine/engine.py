@@ -136,7 +136,7 @@ class Engine(EngineLife):
         scored = await self._scored(queries, documents, options)
         result = await aside(scored.result, scored.call.num_documents)
         explanations = await self._why(scored, range(scored.call.num_documents))
-        return replace(result, explanations=explanations)
+        return replace(result, explanations=explanations) if explanations else result
 
     async def rerank(
         self,

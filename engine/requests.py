@@ -4,7 +4,7 @@ Plain data: texts in, numbers out. The engine turns a request into sequences; se
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypedDict, cast
 
 import numpy as np
@@ -105,8 +105,9 @@ class Values:
 
     def with_preparation(self, timings: Timings) -> "Values":
         """The same, with the time that preparing the request took."""
-        queue = self.timings.queue + timings.queue
-        return replace(self, timings=replace(self.timings, queue=queue, tokenise=timings.tokenise))
+        spent = self.timings
+        spent = Timings(spent.queue + timings.queue, timings.tokenise, spent.model, spent.score)
+        return Values(self.values, self.errors, spent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

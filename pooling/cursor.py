@@ -47,6 +47,6 @@ class PoolingCursor:
 
 def take_rows(hidden: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
     """`hidden[rows]` as float32: one slice where the rows are contiguous, else one gather."""
-    if len(rows) and rows[-1] - rows[0] + 1 == len(rows) and bool((np.diff(rows) == 1).all()):
+    if len(rows) and rows[-1] - rows[0] + 1 == len(rows) and bool((rows[1:] - rows[:-1] == 1).all()):
         return hidden[int(rows[0]) : int(rows[-1]) + 1].float()
     return hidden.index_select(0, to_device(rows, hidden.device)).float()

@@ -113,8 +113,11 @@ class JoinedTokens:
 
     @property
     def type_ids(self) -> TokenIds:
-        given = zip(self.parts, self.types, strict=True)
-        return np.concatenate([np.broadcast_to(np.int32(types), len(part)) for part, types in given])
+        made, start = np.empty(self.length, dtype=np.int32), 0
+        for part, types in zip(self.parts, self.types, strict=True):
+            made[start : start + len(part)] = types
+            start += len(part)
+        return made
 
     @property
     def num_attended(self) -> int:

@@ -71,6 +71,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._posted: dict[int, Admit] = {}
         self._posted_tokens = 0
         self._last_report = 0.0
+        self._shown = (-1, -1)  # tokens and sequences that wait, as the metrics have them
         # What was worked out since something changed, by share and class of size.
         self._ahead: dict[tuple[Share, int], int] = {}
         small = scheduler.limits.beside_small
@@ -154,8 +155,14 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 self.num_signs += 1
                 self._account(message)
         self._dispatch()
-        self._metrics.queue_tokens.set(self._scheduler.waiting_tokens)
-        self._metrics.queue_sequences.set(self._scheduler.waiting_sequences)
+        self._show_queue()
+
+    def _show_queue(self) -> None:
+        waiting = self._scheduler.waiting_tokens, self._scheduler.waiting_sequences
+        if waiting != self._shown:
+            self._shown = waiting
+            self._metrics.queue_tokens.set(waiting[0])
+            self._metrics.queue_sequences.set(waiting[1])
 
     def _admit(self, message: Admit) -> None:
         request_id = message.request.request_id

@@ -58,8 +58,8 @@ def lay_out(
             position_ids[..., of_chunk] = np.arange(chunk.start, chunk.stop) + position_offset
         else:
             position_ids[:, of_chunk] = tokens.position_ids[:, part]
-        if tokens.type_ids is not None:
-            type_ids[of_chunk] = tokens.type_ids[part]
+        if (types := tokens.type_ids) is not None:
+            type_ids[of_chunk] = types[part]
     return PackedBatch(
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),

@@ -69,8 +69,8 @@ class PaddedRunner:
             sequence = chunk.sequence
             input_ids[i, : len(sequence)] = sequence.tokens.ids
             attention_mask[i, : sequence.tokens.num_attended] = 1
-            if sequence.tokens.type_ids is not None:
-                type_ids[i, : len(sequence)] = sequence.tokens.type_ids
+            if (types := sequence.tokens.type_ids) is not None:
+                type_ids[i, : len(sequence)] = types
         inputs = {"input_ids": input_ids}
         if takes(self._backbone, "attention_mask"):
             inputs["attention_mask"] = attention_mask

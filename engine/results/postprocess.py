@@ -79,8 +79,8 @@ def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float3
     """The activation of each row [labels] of logits [n, labels] by itself, whatever other rows there are."""
     filled = np.zeros((len(logits) + -len(logits) % _ROWS, logits.shape[1]), dtype=np.float32)
     filled[: len(logits)] = logits
-    parts = [activation(part) for part in torch.from_numpy(filled).split(_ROWS)]
-    return torch.cat(parts).numpy()[: len(logits)]
+    parts = (torch.from_numpy(filled[i : i + _ROWS]) for i in range(0, len(filled), _ROWS))
+    return np.concatenate([activation(part).numpy() for part in parts])[: len(logits)]
 
 
 def embed_result(prepared: Prepared, values: Values, dimensions: int | None, normalised: bool) -> EmbedResult:

@@ -271,8 +271,8 @@ class Running:
             values = None  # it holds the error, which holds this frame
 
     def _noted(self, values: Values, started: float) -> Values:
-        """The same, once it is noted where the request's time went."""
-        self._metrics.note_request(values.timings, time.perf_counter() - started)
+        """The same; where the request's time went is noted once they are on their way."""
+        self._loop.call_soon(self._metrics.note_request, values.timings, time.perf_counter() - started)
         return values
 
     async def _prepare_and_queue(

@@ -84,7 +84,7 @@ struct Scratch {
     int64_t columns, value_stride;                // keys rounded up; units between packed blocks of values
 
     void fit(int64_t key_count, int64_t head_dim) {
-        columns = round_up(key_count, 2 * LANES);
+        columns = round_up(key_count, LANES);
         value_stride = columns / Number::PER_UNIT * LANES;
         keys.resize(columns * head_dim / Number::PER_UNIT);
         values.resize(head_dim / LANES * value_stride);
@@ -250,13 +250,17 @@ void attend_tile(const Attention<typename Number::Value>& a, Scratch<Number>& sc
                  const Sequence<typename Number::Value>& sequence, int64_t row, int64_t head) {
     const auto* queries = a.q.at(head, sequence.first_row + row);
     const int64_t position = sequence.before() + row, keys = sequence.keys();
-    const int64_t from = a.first_key(position) / (2 * LANES) * (2 * LANES);
-    const int64_t to = std::max(from, round_up(a.last_key(position + ROWS - 1, keys), 2 * LANES));
-    for (int64_t column = from; column < to; column += 2 * LANES)
+    const int64_t from = a.first_key(position) / LANES * LANES;
+    const int64_t to = std::max(from, round_up(a.last_key(position + ROWS - 1, keys), LANES));
+    const auto products = [&](auto blocks, int64_t column) {
         if (a.positions.keys)
-            positioned_tile<Number, ROWS, 2>(a, queries, scratch, column, position, head);
+            positioned_tile<Number, ROWS, blocks()>(a, queries, scratch, column, position, head);
         else
-            product_tile<Number, ROWS, 2>(a, queries, scratch, column);
+            product_tile<Number, ROWS, blocks()>(a, queries, scratch, column);
+    };
+    int64_t column = from;
+    for (; column + LANES < to; column += 2 * LANES) products(std::integral_constant<int, 2>{}, column);
+    if (column < to) products(std::integral_constant<int, 1>{}, column);
     if (a.positions.bias)
         for (int i = 0; i < ROWS; i++)
             add_bias(a, scratch.products.data() + i * scratch.columns, position + i, head, from, to);
@@ -267,8 +271,7 @@ void attend_tile(const Attention<typename Number::Value>& a, Scratch<Number>& sc
             soften<Number>(scratch.products.data() + i * scratch.columns, scratch.weights.data() + i * scratch.columns,
                            scale, a.first_key(position + i), a.last_key(position + i, keys), from, to);
     auto* out = a.out + ((sequence.first_row + row) * a.heads + head) * a.head_dim;
-    int64_t column = 0;
-    for (; column + LANES < a.head_dim; column += 2 * LANES)
+    for (column = 0; column + LANES < a.head_dim; column += 2 * LANES)
         mix_tile<Number, ROWS, 2>(a, scratch, from, to, column, totals, out);
     if (column < a.head_dim) mix_tile<Number, ROWS, 1>(a, scratch, from, to, column, totals, out);
 }
