@@ -14,8 +14,11 @@ from maxsimd.bench.report import publish
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--quantization", type=click.Choice(["none", "int8"]), default="none", show_default=True)
 @click.option("--threads", type=int, help="Threads for computing; by default as many as serving takes.")
-@click.option("--other", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="Checkout of another version, with its kernels compiled.")
+@click.option(
+    "--other",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Checkout of another version, with its kernels compiled.",
+)
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
 def bench_single(
     model: str | None, rounds: int, other: Path | None, json_file: str | None, **settings: Any

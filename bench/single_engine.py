@@ -39,11 +39,11 @@ async def _ask(engine: Engine, documents: int, count: int, begin: int, end: int)
 
 
 def _layer_by_layer() -> contextlib.AbstractContextManager[Any]:
-    """Loads models without the way for few rows. The engine has no option for it: where it is used, it gives
+    """Loads models that run layer by layer. The engine has no option for it: where it is used, it gives
     the same."""
     from unittest.mock import patch
 
-    return patch("maxsimd.engine.execution.few_rows.packed_layers", lambda *_: "the benchmark compares both")
+    return patch("maxsimd.engine.execution.one_call.packed_layers", lambda *_: "the benchmark compares both")
 
 
 def _has_kernels() -> bool:
@@ -53,8 +53,8 @@ def _has_kernels() -> bool:
 
 
 def _runs_in_one_call(engine: Engine) -> bool:
-    """Whether the engine chose, at load, to run steps of few rows in one call."""
-    return type(engine.device_model.prepared.runner).__name__ == "FewRowsRunner"
+    """Whether the engine chose, at load, to run all layers in one call."""
+    return type(engine.device_model.prepared.runner).__name__ == "OneCallRunner"
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
 from maxsimd.engine.execution.attention.select import choose_attention
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.cuda_graphs import with_graphs
-from maxsimd.engine.execution.few_rows import with_few_rows
 from maxsimd.engine.execution.fused_layers import fuse
 from maxsimd.engine.execution.graph_sizes import ROWS
 from maxsimd.engine.execution.modes import (
@@ -28,6 +27,7 @@ from maxsimd.engine.execution.modes import (
     make_runner,
     tasks_for,
 )
+from maxsimd.engine.execution.one_call import with_one_call
 from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name
 from maxsimd.engine.execution.selfcheck.beside_cpu import refuse_unlike_cpu
@@ -146,9 +146,9 @@ def _sped_up(
     device: torch.device,
     sequences: Sequence[TokenSequence],
 ) -> ModelRunner:
-    """The runner with what makes small steps faster on its device."""
+    """The runner with what makes steps faster on its device."""
     if device.type == "cpu":
-        return with_few_rows(runner, model.backbone, sequences)
+        return with_one_call(runner, model.backbone, sequences)
     if config.cuda_graphs != "auto":
         return runner
     most = CaptureSize(config.max_batch_tokens or ROWS[-1], config.max_batch_sequences, model.max_tokens)

@@ -10,7 +10,7 @@ import sys
 
 from maxsimd.bench.instruction_sets import WHOLE, caps
 
-# Kernels, linear layers and attention in each precision, MaxSim, steps of few rows, and a server.
+# Kernels, linear layers and attention in each precision, MaxSim, all layers in one call, and a server.
 _FILES = (
     "tests/unit/test_int8_layers.py",
     "tests/unit/test_linear_layers.py",
@@ -21,7 +21,7 @@ _FILES = (
     "tests/unit/test_finite.py",
     "tests/unit/test_packed.py",
     "tests/unit/test_relative_positions.py",
-    "tests/unit/test_few_rows.py",
+    "tests/unit/test_one_call.py",
     "tests/parity/test_batch_invariance.py",
     "tests/parity/test_execution.py",
     "tests/server/test_smoke.py",

@@ -1,4 +1,4 @@
-"""All layers of an encoder built as BERT's in one call of the library, for steps of few rows.
+"""All layers of an encoder built as BERT's in one call of the library.
 
 A row's result is the same to the last bit as that of the layers' products, attention and norms called one by
 one.

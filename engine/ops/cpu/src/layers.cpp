@@ -1,9 +1,11 @@
-// All layers of an encoder built as BERT's, for a step of few rows, in one call: threads are started once, and what
-// lies between the layers costs nothing.
+// All layers of an encoder built as BERT's in one call: threads are started once, and what lies between the layers
+// costs nothing.
 //
-// Where there are rows enough for each thread, a thread computes its own rows through all products of a layer, and
-// threads wait for each other only around attention, which reads the rows of others. With fewer rows the threads divide
-// the columns of each product. Either way a row's numbers are the same to the last bit as those of single calls.
+// Threads wait for each other only around attention, which reads the rows of others. Between two attentions a thread
+// takes a block of rows, and computes all products of these: what follows the first attention, and the queries, keys
+// and values for the second. So the block stays in its second-level cache; then it takes another. With too few rows for
+// that, all threads together compute one product after the other. Either way a row's numbers are the same to the last
+// bit as those of single calls.
 
 #include <cstring>
 #include <type_traits>
@@ -16,8 +18,7 @@
 
 namespace maxsimd {
 
-// With this number of rows for each thread, or more, a thread has rows of its own: all threads then read all weights,
-// each a product ahead of its multiplications.
+// With fewer rows than this for each thread, threads divide the columns of each product.
 constexpr int64_t OWN_ROWS = 12;
 
 // A product as the caller's table has it, number by number.
@@ -45,20 +46,45 @@ struct Buffers {
     // Returns how many values they take, from `start` on, which may be null.
     int64_t divide(Value* start, int64_t rows, const Layer& layer) {
         int64_t taken = 0;
-        const auto take = [&](int64_t columns) {
+        const auto take = [&](int64_t columns, int64_t spare = 0) {
             Value* from = start ? start + taken : nullptr;
-            taken += round_up(rows * columns, 64);
+            taken += round_up((rows + spare) * columns, 64);
             return from;
         };
         query = take(layer.query.columns);
         key = take(layer.key.columns);
         value = take(layer.value.columns);
         attended = take(layer.attended.inputs);
-        summed = take(layer.attended.columns);
-        wide = take(layer.widened.columns);
+        // As many blocks as there are threads, of which each may have a row more than the smallest.
+        summed = take(layer.attended.columns, rows / OWN_ROWS);
+        wide = take(layer.widened.columns, rows / OWN_ROWS);
         residual = take(layer.attended.columns);
         return taken;
     }
+};
+
+// A step: its layers, its rows, which are replaced by what each layer makes of them, and its sequences. With `firsts`
+// the last layer gives the first row of each sequence alone, and writes it there; `one_query` then has the sequences
+// with one query in each.
+template <class Value>
+struct Step {
+    const Layer* layers;
+    const Epsilons* epsilons;
+    int64_t layer_count, heads;
+    float scale;
+    Value* hidden;
+    int64_t rows;
+    const int64_t *sequences, *one_query;
+    int64_t count;
+    Buffers<Value> at;
+    Value* firsts;
+};
+
+// Rows that a thread computes alone, or that all threads compute together. What is needed of them no longer than that
+// lies in the buffers from the row `scratch` on.
+struct Block {
+    int64_t first, count, scratch;
+    bool alone;
 };
 
 // What each thread of a team does.
@@ -69,74 +95,130 @@ class Thread {
     // Attention has no weights that could be int8.
     using Attended = std::conditional_t<std::is_same_v<Number, Int8>, BFloat16, Number>;
 
-    Thread(const Buffers<Value>& buffers, const int64_t* sequences, int64_t count, int64_t heads, float scale)
-        : at_(buffers), sequences_(sequences), count_(count), heads_(heads), scale_(scale) {}
+    explicit Thread(const Step<Value>& step) : step_(step), at_(step.at) {}
 
-    // Replaces `hidden` [rows], a layer's input, by its output. With `firsts`, that output is written for the first row
-    // of each sequence alone, to `firsts` [count]; `sequences` then has one query in each. The weights `after` are
-    // multiplied afterwards.
-    void run(const Layer& layer, const Epsilons& epsilons, const Stretch& after, Value* hidden, int64_t rows,
-             Value* firsts) {
-        share(rows);
-        multiply(layer.query, layer.key.stretch(), hidden, rows, at_.query);
-        multiply(layer.key, layer.value.stretch(), hidden, rows, at_.key);
-        multiply(layer.value, layer.attended.stretch(), hidden, rows, at_.value);
-        wait();
-        attend_in_team<Attended>(
-            {at_.query, at_.key, at_.value, heads_, layer.query.columns / heads_, scale_, at_.attended}, sequences_,
-            count_);
-        wait();
-        if (firsts) {
-            rows = count_;
-            share(rows);
-            gather(hidden, layer);
-            feed_forward(layer, epsilons, after, at_.query, at_.residual, rows, firsts);
-        } else {
-            feed_forward(layer, epsilons, after, at_.attended, hidden, rows, hidden);
+    void run() {
+        const Layer *layer = step_.layers, *last = layer + step_.layer_count - 1;
+        in_blocks(step_.rows, [&](const Block& block) { prepare(*layer, layer == last, block); });
+        for (; layer < last; layer++) {
+            attend(*layer, step_.sequences);
+            in_blocks(step_.rows, [&](const Block& block) {
+                const int64_t from = block.first * hidden_size();
+                complete(*layer, layer[1].query.stretch(), block, at_.attended + block.first * layer->attended.inputs,
+                         step_.hidden + from, step_.hidden + from);
+                prepare(layer[1], layer + 1 == last, block);
+            });
         }
+        if (step_.firsts) {
+            complete_firsts(*last);
+            return;
+        }
+        attend(*last, step_.sequences);
+        in_blocks(step_.rows, [&](const Block& block) {
+            const int64_t from = block.first * hidden_size();
+            complete(*last, {}, block, at_.attended + block.first * last->attended.inputs, step_.hidden + from,
+                     step_.hidden + from);
+        });
     }
 
   private:
-    // Which of the rows are the calling thread's, if each has its own.
-    void share(int64_t rows) {
+    int64_t hidden_size() const { return step_.layers->attended.columns; }
+    const Epsilons& epsilons(const Layer& layer) const { return step_.epsilons[&layer - step_.layers]; }
+
+    // Calls `work` with blocks of the rows, one after the other, each in one thread, or once in all threads.
+    template <class Work>
+    void in_blocks(int64_t rows, const Work& work) {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        owns_ = rows >= OWN_ROWS * threads;
-        first_ = rows * thread / threads;
-        own_ = rows * (thread + 1) / threads - first_;
-    }
-
-    // What follows attention. `out` may be the residual.
-    void feed_forward(const Layer& layer, const Epsilons& epsilons, const Stretch& after, const Value* attended,
-                      const Value* residual, int64_t rows, Value* out) {
-        multiply(layer.attended, layer.widened.stretch(), attended, rows, at_.summed, false,
-                 {residual, layer.attended.columns, (const float*)layer.attended_weight,
-                  (const float*)layer.attended_bias, epsilons.attended});
-        wait_for_all();
-        multiply(layer.widened, layer.narrowed.stretch(), at_.summed, rows, at_.wide, true);
-        wait_for_all();
-        multiply(layer.narrowed, after, at_.wide, rows, out, false,
-                 {at_.summed, layer.narrowed.columns, (const float*)layer.narrowed_weight,
-                  (const float*)layer.narrowed_bias, epsilons.narrowed});
-        wait_for_all();
-    }
-
-    // Copies the first row of each sequence to where the rows of all are not needed any more.
-    void gather(const Value* hidden, const Layer& layer) {
-        const int64_t wide = layer.attended.inputs, columns = layer.attended.columns;
-        for (int64_t i = first_; i < first_ + own_; i++) {
-            const int64_t row = sequences_[4 * i];
-            std::memcpy(at_.query + i * wide, at_.attended + row * wide, wide * sizeof(Value));
-            std::memcpy(at_.residual + i * columns, hidden + row * columns, columns * sizeof(Value));
+        if (rows < OWN_ROWS * threads) {
+            work(Block{0, rows, 0, false});
+            return;
         }
-        wait_for_all();
+        const int64_t most = most_rows<Number>(), blocks = round_up((rows + most - 1) / most, threads);
+        const int64_t scratch = thread * ((rows + blocks - 1) / blocks);
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t first = rows * block / blocks, stop = rows * (block + 1) / blocks;
+            work(Block{first, stop - first, scratch, true});
+        }
     }
 
-    // The weights `after` are multiplied afterwards.
-    void multiply(const Product& product, const Stretch& after, const Value* x, int64_t rows, Value* out,
+    // The queries, keys and values that a layer makes of its input; where only first rows come out of it, without
+    // the queries.
+    void prepare(const Layer& layer, bool is_last, const Block& block) {
+        const Value* input = step_.hidden + block.first * hidden_size();
+        if (!is_last || !step_.firsts)
+            multiply(layer.query, layer.key.stretch(), block, input, at_.query + block.first * layer.query.columns);
+        multiply(layer.key, layer.value.stretch(), block, input, at_.key + block.first * layer.key.columns);
+        multiply(layer.value, layer.attended.stretch(), block, input, at_.value + block.first * layer.value.columns);
+    }
+
+    void attend(const Layer& layer, const int64_t* sequences) {
+        wait();
+        attend_in_team<Attended>(
+            {at_.query, at_.key, at_.value, step_.heads, layer.query.columns / step_.heads, step_.scale, at_.attended},
+            sequences, step_.count);
+        wait();
+    }
+
+    // What follows attention, with the block's rows of each operand. `out` may be the residual. The weights `after` are
+    // multiplied afterwards.
+    void complete(const Layer& layer, const Stretch& after, const Block& block, const Value* attended,
+                  const Value* residual, Value* out) {
+        Value *summed = at_.summed + block.scratch * hidden_size(),
+              *wide = at_.wide + block.scratch * layer.widened.columns;
+        multiply(layer.attended, layer.widened.stretch(), block, attended, summed, false,
+                 {residual, hidden_size(), (const float*)layer.attended_weight, (const float*)layer.attended_bias,
+                  epsilons(layer).attended});
+        wait_for_others(block);
+        multiply(layer.widened, layer.narrowed.stretch(), block, summed, wide, true);
+        wait_for_others(block);
+        multiply(layer.narrowed, after, block, wide, out, false,
+                 {summed, hidden_size(), (const float*)layer.narrowed_weight, (const float*)layer.narrowed_bias,
+                  epsilons(layer).narrowed});
+        wait_for_others(block);
+    }
+
+    // The last layer, from its queries on, for the first row of each sequence.
+    void complete_firsts(const Layer& layer) {
+        const int64_t wide = layer.query.columns, count = step_.count;
+        wait();
+        // Queries are computed side by side, and read where their sequences begin.
+        share(count, [&](int64_t i, int64_t row) { copy(at_.residual, i, step_.hidden, row, hidden_size()); });
+        wait();
+        in_blocks(count, [&](const Block& block) {
+            multiply(layer.query, layer.attended.stretch(), block, at_.residual + block.first * hidden_size(),
+                     at_.attended + block.first * wide);
+        });
+        wait();
+        share(count, [&](int64_t i, int64_t row) { copy(at_.query, row, at_.attended, i, wide); });
+        attend(layer, step_.one_query);
+        // What is attended lies where sequences begin; the queries are not needed any more.
+        share(count, [&](int64_t i, int64_t row) { copy(at_.query, i, at_.attended, row, wide); });
+        wait();
+        in_blocks(count, [&](const Block& block) {
+            complete(layer, {}, block, at_.query + block.first * wide, at_.residual + block.first * hidden_size(),
+                     step_.firsts + block.first * hidden_size());
+        });
+    }
+
+    // Calls `work` for this thread's share of the sequences, with the first row of each.
+    template <class Work>
+    void share(int64_t count, const Work& work) {
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        for (int64_t i = count * thread / threads; i < count * (thread + 1) / threads; i++)
+            work(i, step_.sequences[4 * i]);
+    }
+
+    static void copy(Value* out, int64_t to, const Value* in, int64_t row, int64_t columns) {
+        std::memcpy(out + to * columns, in + row * columns, columns * sizeof(Value));
+    }
+
+    // The block's rows of a product, `x` and `out` being the block's. The weights `after` are multiplied afterwards.
+    void multiply(const Product& product, const Stretch& after, const Block& block, const Value* x, Value* out,
                   bool gelu = false, const Norm<Value>& norm = {}) {
         const Linear<Number> linear{x,
                                     product.inputs,
-                                    rows,
+                                    block.count,
                                     product.inputs,
                                     (const Unit*)product.weights,
                                     product.units,
@@ -147,45 +229,23 @@ class Thread {
                                     gelu,
                                     out,
                                     after};
-        if (owns_)
-            run_rows<Number>(linear, norm, first_, own_);
+        if (block.alone)
+            run_rows<Number>(linear, norm);
         else
             run_in_team<Number>(linear, norm);
     }
 
-    // A thread that has rows of its own goes on with these.
-    void wait_for_all() {
-        if (!owns_) wait();
+    void wait_for_others(const Block& block) {
+        if (!block.alone) wait();
     }
 
     static void wait() {
 #pragma omp barrier
     }
 
+    const Step<Value>& step_;
     const Buffers<Value> at_;
-    const int64_t *sequences_, count_, heads_;
-    const float scale_;
-    bool owns_ = false;
-    int64_t first_ = 0, own_ = 0;
 };
-
-template <class Number>
-void run_layers(const Layer* layers, const Epsilons* epsilons, int64_t layer_count, int64_t heads, float scale,
-                typename Number::Value* hidden, int64_t rows, const int64_t* sequences, int64_t count,
-                typename Number::Value* workspace, typename Number::Value* firsts) {
-    Buffers<typename Number::Value> buffers;
-    buffers.divide(workspace, rows, layers[0]);
-    std::vector<int64_t> one_query(sequences, sequences + 4 * count);
-    for (int64_t i = 0; i < count; i++) one_query[4 * i + 1] = 1;
-#pragma omp parallel
-    {
-        Thread<Number> whole(buffers, sequences, count, heads, scale);
-        for (int64_t layer = 0; layer + 1 < layer_count; layer++)
-            whole.run(layers[layer], epsilons[layer], layers[layer + 1].query.stretch(), hidden, rows, nullptr);
-        Thread<Number> last(buffers, firsts ? one_query.data() : sequences, count, heads, scale);
-        last.run(layers[layer_count - 1], epsilons[layer_count - 1], {}, hidden, rows, firsts);
-    }
-}
 
 }  // namespace maxsimd
 
@@ -211,8 +271,24 @@ void maxsimd_layers(int kind, const void* layers, const void* epsilons, int64_t 
     using namespace maxsimd;
     const auto compute = [&](auto number) {
         using Value = typename decltype(number)::Value;
-        run_layers<decltype(number)>((const Layer*)layers, (const Epsilons*)epsilons, layer_count, heads, scale,
-                                     (Value*)hidden, rows, sequences, count, (Value*)workspace, (Value*)firsts);
+        Buffers<Value> buffers;
+        buffers.divide((Value*)workspace, rows, *(const Layer*)layers);
+        std::vector<int64_t> one_query(sequences, sequences + 4 * count);
+        for (int64_t i = 0; i < count; i++) one_query[4 * i + 1] = 1;
+        const Step<Value> step{(const Layer*)layers,
+                               (const Epsilons*)epsilons,
+                               layer_count,
+                               heads,
+                               scale,
+                               (Value*)hidden,
+                               rows,
+                               sequences,
+                               one_query.data(),
+                               count,
+                               buffers,
+                               (Value*)firsts};
+#pragma omp parallel
+        Thread<decltype(number)>(step).run();
     };
     if (kind == 0)
         compute(Float32{});

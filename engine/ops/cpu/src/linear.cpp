@@ -155,21 +155,15 @@ void run_in_team_by(const Linear<Number>& linear, const Norm<typename Number::Va
 }
 
 template <class Way, class Number>
-void run_rows_by(const Linear<Number>& linear, const Norm<typename Number::Value>& norm, int64_t first, int64_t count) {
-    const int64_t blocks = (count + Way::MOST_ROWS - 1) / Way::MOST_ROWS;
-    const int64_t panels = (linear.columns + PANEL - 1) / PANEL;
-    if (blocks == 0) return;
+void run_rows_by(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
+    if (linear.rows == 0) return;
     {
-        Way way(linear, (count + blocks - 1) / blocks);
-        for (int64_t block = 0; block < blocks; block++) {
-            const int64_t from = count * block / blocks, stop = count * (block + 1) / blocks;
-            const Stretch after = block + 1 < blocks ? linear.stretch(0, panels) : linear.upcoming;
-            run_block(way, linear, {first + from, stop - from, 0, panels}, true, after);
-        }
+        Way way(linear, linear.rows);
+        run_block(way, linear, {0, linear.rows, 0, (linear.columns + PANEL - 1) / PANEL}, true, linear.upcoming);
     }
     if (norm.residual) {
         std::vector<float> sums(round_up(linear.columns, LANES));
-        for (int64_t row = first; row < first + count; row++)
+        for (int64_t row = 0; row < linear.rows; row++)
             normalise_row(linear.out, norm, row, linear.columns, sums.data());
     }
 }
@@ -184,20 +178,32 @@ void run_in_team(const Linear<Number>& linear, const Norm<typename Number::Value
 }
 
 template <class Number>
-void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& norm, int64_t first, int64_t count) {
+void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
 #ifdef MAXSIMD_AMX
     if constexpr (!std::is_same_v<Number, Float32>)
-        if (uses_amx()) return run_rows_by<Tiles<Number>>(linear, norm, first, count);
+        if (uses_amx()) return run_rows_by<Tiles<Number>>(linear, norm);
 #endif
-    run_rows_by<Vectors<Number>>(linear, norm, first, count);
+    run_rows_by<Vectors<Number>>(linear, norm);
+}
+
+template <class Number>
+int64_t most_rows() {
+#ifdef MAXSIMD_AMX
+    if constexpr (!std::is_same_v<Number, Float32>)
+        if (uses_amx()) return Tiles<Number>::MOST_ROWS;
+#endif
+    return Vectors<Number>::MOST_ROWS;
 }
 
 template void run_in_team(const Linear<Float32>&, const Norm<float>&);
 template void run_in_team(const Linear<BFloat16>&, const Norm<uint16_t>&);
 template void run_in_team(const Linear<Int8>&, const Norm<uint16_t>&);
-template void run_rows(const Linear<Float32>&, const Norm<float>&, int64_t, int64_t);
-template void run_rows(const Linear<BFloat16>&, const Norm<uint16_t>&, int64_t, int64_t);
-template void run_rows(const Linear<Int8>&, const Norm<uint16_t>&, int64_t, int64_t);
+template void run_rows(const Linear<Float32>&, const Norm<float>&);
+template void run_rows(const Linear<BFloat16>&, const Norm<uint16_t>&);
+template void run_rows(const Linear<Int8>&, const Norm<uint16_t>&);
+template int64_t most_rows<Float32>();
+template int64_t most_rows<BFloat16>();
+template int64_t most_rows<Int8>();
 
 template <class Number>
 void run(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {

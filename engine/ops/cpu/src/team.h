@@ -12,9 +12,13 @@ namespace maxsimd {
 template <class Number>
 void run_in_team(const Linear<Number>& linear, const Norm<typename Number::Value>& norm);
 
-// The calling thread computes some rows by itself, from `first` on, in all columns.
+// The calling thread computes all rows by itself, in all columns.
 template <class Number>
-void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& norm, int64_t first, int64_t count);
+void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& norm);
+
+// With how many rows a thread computes products one after the other, so that they stay in its second-level cache.
+template <class Number>
+int64_t most_rows();
 
 // Queries, keys and values [rows][heads][head_dim] of whole sequences that see all that they are given, and what comes
 // of them.

@@ -1,5 +1,6 @@
-"""Steps of few rows on a CPU, with all layers of an encoder in one call of our library: for these, going from
-layer to layer in Python takes as long as the layers' products.
+"""Steps on a CPU with all layers of an encoder in one call of our library. To go from layer to layer in
+Python takes as long as the layers' products where a step has few rows; where it has many, what lies between
+the products of a layer goes to memory and back.
 
 Used where it gives the same to the last bit and takes less time, which is found out at load.
 """
@@ -14,7 +15,7 @@ import torch
 from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend, CompiledMetadata
 from maxsimd.engine.execution.cuda_graphs import is_replayable
 from maxsimd.engine.execution.fused_layers.embeddings import Embeddings, short_embeddings
-from maxsimd.engine.execution.fused_layers.few_rows import packed_layers
+from maxsimd.engine.execution.fused_layers.packed_layers import packed_layers
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.ops.cpu.layers import Layers
 from maxsimd.pooling.cursor import PoolingCursor
@@ -23,21 +24,23 @@ from maxsimd.scheduler import Sequence as TokenSequence
 
 log = logging.getLogger(__name__)
 
-# Of larger steps the products take nearly all of the time, and there threads take work as they are free.
-MOST_ROWS = 512
-# The rows of the step that is tried at load.
+# Steps of more rows run layer by layer: the memory between the layers, which is kept, would be too large.
+MOST_ROWS = 8192
+# So do those of more rows than this where a step of about as many is not the faster in one call.
+FEW_ROWS = 512
+# The rows of the small step that is tried at load.
 _TRIED_ROWS = 64
-# How often both ways are timed: at least, and at most while one call is not the faster. Where others load models
-# meanwhile, the best of a few times says little.
-_ROUNDS, _MOST_ROUNDS = 5, 40
+# How often a small step is timed, and one of many rows: at least, and at most while one call is not the
+# faster. Where others load models meanwhile, the best of a few times says little.
+_ROUNDS, _ROUNDS_OF_MANY = (5, 40), (2, 8)
 
 # Seconds of a call.
 Timer = Callable[[Callable[[], object]], float]
 
 
-class FewRowsRunner:
-    """A `PackedRunner` whose steps of few rows run all layers in one call. `embeddings` gives the backbone's;
-    with `firsts_only` the last layer gives the first row of each sequence alone."""
+class OneCallRunner:
+    """A `PackedRunner` whose steps run all layers in one call. `embeddings` gives the backbone's; with
+    `firsts_only` the last layer gives the first row of each sequence alone."""
 
     def __init__(
         self, inner: PackedRunner, embeddings: Embeddings, layers: Layers, *, firsts_only: bool
@@ -47,6 +50,7 @@ class FewRowsRunner:
         self._embeddings = embeddings
         self._layers = layers
         self._firsts_only = firsts_only
+        self.most_rows = layers.most_rows
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
@@ -64,8 +68,8 @@ class FewRowsRunner:
         return hidden, cursor
 
     def takes(self, step: Step) -> bool:
-        """Whether a step is run in one call: it has few rows, and whole texts alone."""
-        if not 0 < step.num_tokens <= self._layers.most_rows:
+        """Whether a step is run in one call: it has whole texts alone, and not too many rows."""
+        if not 0 < step.num_tokens <= self.most_rows:
             return False
         return all(is_replayable(chunk) for chunk in step.chunks)
 
@@ -90,12 +94,11 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def with_few_rows(
+def with_one_call(
     runner: PackedRunner, backbone: Any, sequences: Sequence[TokenSequence], timer: Timer | None = None
-) -> PackedRunner | FewRowsRunner:
-    """The runner with a way of its own for steps of few rows, if the backbone's layers can be run in one
-    call, give the same bits for the sequences, and take less time so; else the runner itself. The log says
-    which, and why."""
+) -> PackedRunner | OneCallRunner:
+    """The runner with all layers in one call, if the backbone's layers can be run so, give the same bits for
+    the sequences, and take less time; else the runner itself. The log says which, and why."""
     if not isinstance(runner.backend, CompiledBackend):
         return runner
     try:
@@ -103,23 +106,24 @@ def with_few_rows(
         if isinstance(layers, Layers):
             firsts_only = runner.cls_only is not None
             embeddings = short_embeddings(backbone.embeddings, runner.input_names)
-            fast = FewRowsRunner(runner, embeddings, layers, firsts_only=firsts_only)
+            fast = OneCallRunner(runner, embeddings, layers, firsts_only=firsts_only)
             reason = _why_not(fast, sequences, timer or seconds_of)
             if reason is None:
                 return fast
         else:
             reason = layers
     except Exception as error:
-        log.warning("steps of few rows run layer by layer, which is slower: %s", error)
+        log.warning("steps run layer by layer, which is slower: %s", error)
         return runner
-    log.info("steps of few rows run layer by layer: %s", reason)
+    log.info("steps run layer by layer: %s", reason)
     return runner
 
 
-def _why_not(fast: FewRowsRunner, sequences: Sequence[TokenSequence], timer: Timer) -> str | None:
-    """None if steps of few rows are the same and faster in one call, else the reason why they are not run so.
+def _why_not(fast: OneCallRunner, sequences: Sequence[TokenSequence], timer: Timer) -> str | None:
+    """None if steps are the same and faster in one call, else the reason why they are not run so. If only
+    small steps are faster, the runner takes no others from then on.
 
-    Tries a step of some sequences, and the shortest and the longest alone."""
+    Tries steps of some sequences and of many, and the shortest and the longest alone."""
     texts = sorted((each for each in sequences if fast.takes(_step([each]))), key=len)
     if not texts:
         return "there is no sequence to try"
@@ -127,22 +131,33 @@ def _why_not(fast: FewRowsRunner, sequences: Sequence[TokenSequence], timer: Tim
     for text in texts[1:]:
         if sum(map(len, some)) + len(text) <= _TRIED_ROWS:
             some.append(text)
-    for step in (_step(some), _step(texts[:1]), _step(texts[-1:])):
+    few, many = _step(some), _step(texts * max(1, FEW_ROWS // sum(map(len, texts))))
+    for step in (few, many, _step(texts[:1]), _step(texts[-1:])):
         (found, cursor), (expected, its_cursor) = fast.forward(step), fast.inner.forward(step)
         if not torch.equal(found, expected) or cursor.starts != its_cursor.starts:
             return "in one call they give something else"
-    step = _step(some)
-    ours = plain = float("inf")
-    for number in range(1, _MOST_ROUNDS + 1):
-        ours = min(ours, timer(lambda: fast.forward(step)))
-        plain = min(plain, timer(lambda: fast.inner.forward(step)))
-        if number >= _ROUNDS and ours < plain:
-            break
-    measured = f"{1e3 * ours:.2f} ms for {step.num_tokens} rows, {1e3 * plain:.2f} ms layer by layer"
+    ours, plain = _least_seconds(fast, few, timer, *_ROUNDS)
+    measured = f"{1e3 * ours:.2f} ms for {few.num_tokens} rows, {1e3 * plain:.2f} ms layer by layer"
     if not ours < plain:
         return f"one call takes {measured}"
-    log.info("steps of up to %d rows run all layers in one call: %s", MOST_ROWS, measured)
+    of_many, plain_of_many = _least_seconds(fast, many, timer, *_ROUNDS_OF_MANY)
+    if not of_many < plain_of_many:
+        fast.most_rows = FEW_ROWS
+    log.info("steps of up to %d rows run all layers in one call: %s", fast.most_rows, measured)
     return None
+
+
+def _least_seconds(
+    fast: OneCallRunner, step: Step, timer: Timer, fewest: int, most: int
+) -> tuple[float, float]:
+    """The least seconds of a step in one call and layer by layer."""
+    ours = plain = float("inf")
+    for number in range(1, most + 1):
+        ours = min(ours, timer(lambda: fast.forward(step)))
+        plain = min(plain, timer(lambda: fast.inner.forward(step)))
+        if number >= fewest and ours < plain:
+            break
+    return ours, plain
 
 
 def _step(sequences: Sequence[TokenSequence]) -> Step:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import LoadedModel, load_model
-from maxsimd.engine.execution import few_rows
-from maxsimd.engine.execution.few_rows import MOST_ROWS, FewRowsRunner, with_few_rows
+from maxsimd.engine.execution import one_call
+from maxsimd.engine.execution.one_call import FEW_ROWS, MOST_ROWS, OneCallRunner, with_one_call
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.prepare import prepare
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
@@ -123,7 +123,7 @@ def test_layers_that_do_not_fit_together_are_refused() -> None:
             layers.run(hidden, sequences, firsts_only=False)
 
 
-def turns(*seconds: float) -> few_rows.Timer:
+def turns(*seconds: float) -> one_call.Timer:
     """A clock that shows these in turn: first of one call, then of layer by layer."""
     shown = itertools.cycle(seconds)
 
@@ -135,11 +135,11 @@ def turns(*seconds: float) -> few_rows.Timer:
 
 
 def loaded(checkpoint: str | None, dtype: Any, **options: Any) -> tuple[LoadedModel, PackedRunner]:
-    """A model as it is served, and its runner without a way of its own for few rows."""
+    """A model as it is served, and its runner that runs layer by layer."""
     config = EngineConfig(model=checkpoint, dtype=dtype, device="cpu", **options)
     model = load_model(config, CPU)
     runner = prepare(model, config, CPU).runner
-    plain = runner.inner if isinstance(runner, FewRowsRunner) else runner
+    plain = runner.inner if isinstance(runner, OneCallRunner) else runner
     assert isinstance(plain, PackedRunner)
     return model, plain
 
@@ -149,10 +149,10 @@ def served(bert_cross_encoder: str) -> tuple[LoadedModel, PackedRunner]:
     return loaded(bert_cross_encoder, "bfloat16")
 
 
-def fast_one(model: LoadedModel, plain: PackedRunner) -> FewRowsRunner:
+def fast_one(model: LoadedModel, plain: PackedRunner) -> OneCallRunner:
     task = next(iter(model.tasks))
-    fast = with_few_rows(plain, model.backbone, random_sequences(model, task), turns(1.0, 2.0))
-    assert isinstance(fast, FewRowsRunner)
+    fast = with_one_call(plain, model.backbone, random_sequences(model, task), turns(1.0, 2.0))
+    assert isinstance(fast, OneCallRunner)
     return fast
 
 
@@ -165,7 +165,7 @@ def fast_one(model: LoadedModel, plain: PackedRunner) -> FewRowsRunner:
         (None, "bfloat16"),
     ],
 )
-def test_steps_of_few_rows_give_the_bits_of_the_model_layer_by_layer(
+def test_steps_give_the_bits_of_the_model_layer_by_layer(
     request: pytest.FixtureRequest, checkpoint: str | None, dtype: str
 ) -> None:
     """With the first rows alone from the last layer for cross-encoders, and all rows of the embedded one."""
@@ -207,14 +207,38 @@ def reason(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFi
     model, plain = served
     texts = random_sequences(model, next(iter(model.tasks)))
     with caplog.at_level(logging.INFO, logger="maxsimd"):
-        assert with_few_rows(plain, model.backbone, texts, timer) is plain
-    return caplog.text.partition("steps of few rows run layer by layer: ")[2]
+        assert with_one_call(plain, model.backbone, texts, timer) is plain
+    return caplog.text.partition("steps run layer by layer: ")[2]
 
 
 def test_one_call_that_takes_longer_is_not_used(
     served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert reason(served, caplog, turns(2.0, 1.0)).startswith("one call takes 2000.00 ms")
+
+
+def test_one_call_that_takes_longer_at_first_is_timed_again(served: tuple[LoadedModel, PackedRunner]) -> None:
+    """As where other processes load models at the same time."""
+    model, plain = served
+    texts = random_sequences(model, next(iter(model.tasks)))
+    busy = turns(*[2.0, 1.0] * 10, *[0.5, 1.0] * 1000)
+    fast = with_one_call(plain, model.backbone, texts, busy)
+    assert isinstance(fast, OneCallRunner)
+    assert fast.takes(make_step([FEW_ROWS, 1]))
+
+
+def test_large_steps_that_take_longer_in_one_call_run_layer_by_layer(
+    served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, plain = served
+    texts = random_sequences(model, next(iter(model.tasks)))
+    slow_if_large = turns(*[1.0, 2.0] * 5, *[2.0, 1.0] * 1000)
+    with caplog.at_level(logging.INFO, logger="maxsimd"):
+        fast = with_one_call(plain, model.backbone, texts, slow_if_large)
+    assert isinstance(fast, OneCallRunner)
+    assert fast.takes(make_step([FEW_ROWS]))
+    assert not fast.takes(make_step([FEW_ROWS, 1]))
+    assert f"steps of up to {FEW_ROWS} rows run all layers in one call" in caplog.text
 
 
 def test_one_call_that_gives_something_else_is_not_used(
@@ -259,7 +283,7 @@ def test_the_choice_is_made_at_load_and_logged(
     bert_cross_encoder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = EngineConfig(model=bert_cross_encoder, dtype="bfloat16", device="cpu")
-    monkeypatch.setattr(few_rows, "seconds_of", turns(0.001, 0.003))
+    monkeypatch.setattr(one_call, "seconds_of", turns(0.001, 0.003))
     with caplog.at_level(logging.INFO, logger="maxsimd"):
-        assert isinstance(prepare(load_model(config, CPU), config, CPU).runner, FewRowsRunner)
+        assert isinstance(prepare(load_model(config, CPU), config, CPU).runner, OneCallRunner)
     assert "run all layers in one call: 1.00 ms" in caplog.text
