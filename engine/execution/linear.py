@@ -1,5 +1,5 @@
 """Linear layers for the CPU: weights are laid out once, and the operation that follows is fused into the
-layer.
+layer. The embeddings before the layers, if they are built as BERT's, are compiled with them.
 
 Plain `nn.Linear` reorders its weight in every call, and writes to memory what GELU or a layer norm reads
 again. Its result for a row depends in the last bits on the number of rows; that of our own kernels does not.
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.activations import GELUActivation
 
+from maxsimd.engine.execution.embeddings import compile_embeddings
 from maxsimd.engine.ops.cpu.layers import Product
 from maxsimd.engine.ops.cpu.linear import (
     Norm,
@@ -113,6 +114,7 @@ def _product(layer: nn.Linear, pack: Pack) -> Product:
 
 
 def _compile(backbone: nn.Module, pack: Pack, fits: Callable[[nn.Linear], bool] = lambda layer: True) -> int:
+    compile_embeddings(backbone)
     return replace_layers(
         backbone,
         lambda layer, gelu: CompiledLinear(layer, gelu, pack),

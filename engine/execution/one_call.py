@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend, CompiledMetadata
 from maxsimd.engine.execution.cuda_graphs import is_replayable
-from maxsimd.engine.execution.fused_layers.embeddings import Embeddings, short_embeddings
 from maxsimd.engine.execution.fused_layers.packed_layers import packed_layers
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.ops.cpu.layers import Layers
@@ -39,11 +39,11 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 class OneCallRunner:
-    """A `PackedRunner` whose steps run all layers in one call. `embeddings` gives the backbone's; with
+    """A `PackedRunner` whose steps run all layers in one call, behind the backbone's `embeddings`. With
     `firsts_only` the last layer gives the first row of each sequence alone."""
 
     def __init__(
-        self, inner: PackedRunner, embeddings: Embeddings, layers: Layers, *, firsts_only: bool
+        self, inner: PackedRunner, embeddings: nn.Module, layers: Layers, *, firsts_only: bool
     ) -> None:
         self.chunked = inner.chunked
         self.inner = inner
@@ -60,8 +60,8 @@ class OneCallRunner:
         batch = self.inner.lay_out(step)
         metadata = self.inner.prepare(batch)
         assert isinstance(metadata, CompiledMetadata)
-        hidden = self._embeddings(self.inner.inputs_of(batch))
-        hidden = self._layers.run(hidden, metadata.sequences, firsts_only=self._firsts_only)
+        hidden = self._embeddings(**{name: ids[None] for name, ids in self.inner.inputs_of(batch).items()})
+        hidden = self._layers.run(hidden[0], metadata.sequences, firsts_only=self._firsts_only)
         cursor = batch.cursor
         if self._firsts_only:
             cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
@@ -105,8 +105,7 @@ def with_one_call(
         layers = packed_layers(backbone, MOST_ROWS)
         if isinstance(layers, Layers):
             firsts_only = runner.cls_only is not None
-            embeddings = short_embeddings(backbone.embeddings, runner.input_names)
-            fast = OneCallRunner(runner, embeddings, layers, firsts_only=firsts_only)
+            fast = OneCallRunner(runner, backbone.embeddings, layers, firsts_only=firsts_only)
             reason = _why_not(fast, sequences, timer or seconds_of)
             if reason is None:
                 return fast

@@ -41,6 +41,12 @@ _ARGUMENTS: dict[str, list[Any]] = {
     ],
 }  # fmt: skip
 
+_EMBED: list[Any] = [
+    ctypes.c_int, *[_POINTER] * 3, _NUMBER,  # kind, ids, rows
+    *[_POINTER, _NUMBER] * 3, _NUMBER,  # tables with their rows, columns
+    *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
+]  # fmt: skip
+
 # Kinds of numbers, as the library counts them.
 FLOAT32, BFLOAT16, INT8, FLOAT16 = range(4)
 
@@ -74,6 +80,8 @@ def _found() -> ctypes.CDLL | str:
         function.argtypes, function.restype = arguments, None
     find = loaded.maxsimd_first_not_finite
     find.argtypes, find.restype = [_POINTER] * 4 + [_NUMBER], _NUMBER
+    embed = loaded.maxsimd_embed
+    embed.argtypes, embed.restype = _EMBED, ctypes.c_int
     size = loaded.maxsimd_layers_workspace
     size.argtypes, size.restype = [_POINTER, _NUMBER], _NUMBER
     loaded.maxsimd_use_amx.argtypes, loaded.maxsimd_use_amx.restype = [ctypes.c_int], ctypes.c_int

@@ -113,18 +113,11 @@ __attribute__((noinline)) void finish(const Linear<Number>& linear, const Unit* 
         }
 }
 
-// Replaces a row of the output by norm(row + residual). `sums` is scratch memory for one row.
+// The norm of a row of sums, whose `total` is given lane by lane; lanes beyond the columns are zero.
 template <class Value>
-__attribute__((noinline)) void normalise(Value* row, const Value* residual, const Norm<Value>& norm, int64_t columns,
-                                         float* sums) {
-    __m512 total = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < columns; i += LANES) {
-        const __mmask16 mask = first_lanes(columns - i);
-        const __m512 sum = _mm512_add_ps(load(row + i, mask), load(residual + i, mask));
-        _mm512_storeu_ps(sums + i, sum);
-        total = _mm512_add_ps(total, sum);
-    }
+inline void normalise_sums(const float* sums, __m512 total, const Norm<Value>& norm, int64_t columns, Value* out) {
     const float mean = _mm512_reduce_add_ps(total) / columns;
+    __m512 squares = _mm512_setzero_ps();
     for (int64_t i = 0; i < columns; i += LANES) {
         const __mmask16 mask = first_lanes(columns - i);
         const __m512 off = _mm512_maskz_sub_ps(mask, _mm512_loadu_ps(sums + i), _mm512_set1_ps(mean));
@@ -136,8 +129,22 @@ __attribute__((noinline)) void normalise(Value* row, const Value* residual, cons
         const __m512 off = _mm512_sub_ps(_mm512_loadu_ps(sums + i), _mm512_set1_ps(mean));
         const __m512 y = _mm512_fmadd_ps(_mm512_mul_ps(off, _mm512_set1_ps(scale)), load(norm.weight + i, mask),
                                          load(norm.bias + i, mask));
-        store(row + i, mask, y);
+        store(out + i, mask, y);
     }
+}
+
+// Replaces a row of the output by norm(row + residual). `sums` is scratch memory for one row.
+template <class Value>
+__attribute__((noinline)) void normalise(Value* row, const Value* residual, const Norm<Value>& norm, int64_t columns,
+                                         float* sums) {
+    __m512 total = _mm512_setzero_ps();
+    for (int64_t i = 0; i < columns; i += LANES) {
+        const __mmask16 mask = first_lanes(columns - i);
+        const __m512 sum = _mm512_add_ps(load(row + i, mask), load(residual + i, mask));
+        _mm512_storeu_ps(sums + i, sum);
+        total = _mm512_add_ps(total, sum);
+    }
+    normalise_sums(sums, total, norm, columns, row);
 }
 
 }  // namespace maxsimd
