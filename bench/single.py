@@ -78,7 +78,7 @@ class _Engine:
         self._process.wait()
 
     def ask(self, **which: int) -> dict[str, Any]:
-        """Sends requests: those from `begin` to `end` of `count` random ones, with so many `documents`."""
+        """Sends requests: those from `begin` to `end` of `count` random ones with `documents` each."""
         assert self._process.stdin is not None
         print(json.dumps(which), file=self._process.stdin, flush=True)
         return self._answer()
