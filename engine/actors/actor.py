@@ -5,8 +5,6 @@ What the messages mean is the actors' own business.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -35,56 +33,26 @@ class Mailbox(Generic[M]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._letters: deque[_Letter[M]] = deque()
-        self._deal_with: Callable[[M], Awaitable[object]] | None = None
-        # What the actor waits for while it has nothing to do.
-        self._news: asyncio.Future[None] | None = None
-
-    def belongs_to(self, deal_with: Callable[[M], Awaitable[object]]) -> None:
-        """Notes what the actor deals with messages by."""
-        self._deal_with = deal_with
+        self._letters: asyncio.Queue[_Letter[M]] = asyncio.Queue()
 
     def post(self, message: M) -> None:
         """Delivers a message without waiting, from any thread."""
-        self._loop.call_soon_threadsafe(self.tell, message)
+        self._loop.call_soon_threadsafe(self._letters.put_nowait, _Letter(message, None))
 
     def tell(self, message: M) -> None:
         """Delivers a message without waiting, before this returns. For senders on the actor's own loop."""
-        self._letters.append(_Letter(message, None))
-        self._wake()
+        self._letters.put_nowait(_Letter(message, None))
 
     async def ask(self, question: Question[R]) -> R:
         """Delivers a message and waits for the answer; raises what dealing with it raised.
 
-        For senders on the actor's own loop. An actor that has nothing to do deals with it in this call: to
-        hand a question over and the answer back takes two rounds of the loop."""
-        message = cast("M", question)
-        news = self._news
-        if self._deal_with is None or news is None or news.done():
-            reply: asyncio.Future[R] = self._loop.create_future()
-            self._letters.append(_Letter(message, reply))
-            self._wake()
-            return await reply
-        self._news = None  # other messages wait until this one is dealt with
-        try:
-            return cast("R", await self._deal_with(message))
-        finally:
-            self._news = news
-            if self._letters:
-                self._wake()
+        For senders on the actor's own loop."""
+        reply: asyncio.Future[R] = self._loop.create_future()
+        self._letters.put_nowait(_Letter(cast("M", question), reply))
+        return await reply
 
     async def next(self) -> _Letter[M]:
-        while not self._letters:
-            news = self._news = self._loop.create_future()
-            try:
-                await news
-            finally:
-                self._news = None
-        return self._letters.popleft()
-
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        return await self._letters.get()
 
 
 class Actor(ABC, Generic[M]):
@@ -93,7 +61,6 @@ class Actor(ABC, Generic[M]):
 
     def __init__(self, mailbox: Mailbox[M]) -> None:
         self.mailbox = mailbox
-        mailbox.belongs_to(self.receive)
 
     @abstractmethod
     async def receive(self, message: M) -> object:
