@@ -16,10 +16,8 @@ import click
 from maxsimd.bench import single_engine
 from maxsimd.bench.text_models import minilm_l6
 
-# Documents of a request whose step is too large for one call.
-_MANY = 40
-# One of these is measured for as many requests of one document.
-_SHARE_OF_MANY = 10
+# Documents of a large request. One of these is measured for as many requests of one document.
+_MANY, _SHARE_OF_MANY = 40, 10
 # Requests in a row to one engine: after the first few its weights are in the processor's caches, as in a
 # server that has the processor for itself.
 _TURN = 10
@@ -29,8 +27,8 @@ def measure_single(
     model: str | None, other: Path | None, settings: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
     """Medians of `rounds` requests of one document and a tenth of that of 40, with random words, and how
-    often all gave the same scores. Without a model, one as MiniLM-L6 cross-encoders are, with random weights.
-    `other` is a checkout of another version, whose kernels are compiled.
+    often one call gave the same scores as layer by layer. Without a model, one as MiniLM-L6 cross-encoders
+    are, with random weights. `other` is a checkout of another version, whose kernels are compiled.
 
     Raises ClickException where the engine runs all steps layer by layer, so that there is nothing to compare,
     and where the other version lacks its kernels."""
@@ -41,9 +39,7 @@ def measure_single(
             way: stack.enter_context(_Engine(way, config, other if way == "other" else None)) for way in ways
         }
         if not engines["one_call"].state["one_call"]:
-            raise click.ClickException(
-                "this processor, or this model, runs all steps layer by layer; the log says why"
-            )
+            raise click.ClickException("this processor, or this model, runs all steps layer by layer")
         if other is not None and not engines["other"].state["kernels"]:
             raise click.ClickException(f"the kernels of {other} are not compiled: pip install it, editable")
         figures: dict[str, Any] = {}
@@ -60,11 +56,11 @@ class _Engine:
         if checkout is not None:
             environment["PYTHONPATH"] = str(checkout.absolute() / "tests" / "typings")
         self._process = subprocess.Popen(
-            [sys.executable, single_engine.__file__, way, json.dumps(config)],
+            # Without -P, modules of this folder would hide libraries of the same names.
+            [sys.executable, "-P", single_engine.__file__, way, json.dumps(config)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             text=True,
         )
         self.state = self._answer()
@@ -106,9 +102,7 @@ def _in_turns(engines: dict[str, _Engine], documents: int, count: int) -> dict[s
             seconds[way] += answer["seconds"]
             scores[way] += answer["scores"]
             tokens = answer["tokens"]
-    same = sum(
-        all(found == first for found in others) for first, *others in zip(*scores.values(), strict=True)
-    )
+    same = sum(one == other for one, other in zip(scores["one_call"], scores["layer_by_layer"], strict=True))
     medians = {way: statistics.median(taken) for way, taken in seconds.items()}
     figures: dict[str, Any] = {"tokens": tokens, "same_scores": f"{same} of {count}"}
     figures |= {f"{way}_ms": round(1e3 * median, 2) for way, median in medians.items()}

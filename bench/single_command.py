@@ -23,9 +23,9 @@ from maxsimd.bench.report import publish
 def bench_single(
     model: str | None, rounds: int, other: Path | None, json_file: str | None, **settings: Any
 ) -> None:
-    """Requests of one document, with all layers in one call of our library, layer by layer, and in another
-    version."""
+    """Requests of one document and of 40, with all layers in one call of our library, layer by layer, and in
+    another version."""
     from maxsimd.bench.single import measure_single
 
     found = measure_single(model, other, settings, rounds)
-    publish({"model": model, "rounds": rounds, **settings}, found, json_file)
+    publish({"model": model, "rounds": rounds, "other": other and str(other), **settings}, found, json_file)

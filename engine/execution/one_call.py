@@ -25,14 +25,15 @@ from maxsimd.scheduler import Sequence as TokenSequence
 log = logging.getLogger(__name__)
 
 # Steps of more rows run layer by layer: the memory between the layers, which is kept, would be too large.
-MOST_ROWS = 8192
-# So do those of more rows than this where a step of about as many is not the faster in one call.
-FEW_ROWS = 512
+MOST_ROWS = 4096
+# So do those of more rows than this where a step of as many or a few more is not the faster in one call. With
+# more threads it has more rows, so that each thread takes some of them as in larger steps.
+FEW_ROWS, _ROWS_A_THREAD = 512, 32
 # The rows of the small step that is tried at load.
 _TRIED_ROWS = 64
 # How often a small step is timed, and one of many rows: at least, and at most while one call is not the
 # faster. Where others load models meanwhile, the best of a few times says little.
-_ROUNDS, _ROUNDS_OF_MANY = (5, 40), (2, 8)
+_ROUNDS, _ROUNDS_OF_MANY = (5, 40), (1, 4)
 
 # Seconds of a call.
 Timer = Callable[[Callable[[], object]], float]
@@ -119,8 +120,8 @@ def with_one_call(
 
 
 def _why_not(fast: OneCallRunner, sequences: Sequence[TokenSequence], timer: Timer) -> str | None:
-    """None if steps are the same and faster in one call, else the reason why they are not run so. If only
-    small steps are faster, the runner takes no others from then on.
+    """None if steps are the same in one call, and small ones faster, else the reason why none are run so. If
+    only small steps are faster, the runner takes no others from then on.
 
     Tries steps of some sequences and of many, and the shortest and the longest alone."""
     texts = sorted((each for each in sequences if fast.takes(_step([each]))), key=len)
@@ -130,20 +131,26 @@ def _why_not(fast: OneCallRunner, sequences: Sequence[TokenSequence], timer: Tim
     for text in texts[1:]:
         if sum(map(len, some)) + len(text) <= _TRIED_ROWS:
             some.append(text)
-    few, many = _step(some), _step(texts * max(1, FEW_ROWS // sum(map(len, texts))))
+    rows_of_many = max(FEW_ROWS, _ROWS_A_THREAD * torch.get_num_threads())
+    few, many = _step(some), _step(texts * -(-rows_of_many // sum(map(len, texts))))
     for step in (few, many, _step(texts[:1]), _step(texts[-1:])):
         (found, cursor), (expected, its_cursor) = fast.forward(step), fast.inner.forward(step)
         if not torch.equal(found, expected) or cursor.starts != its_cursor.starts:
             return "in one call they give something else"
     ours, plain = _least_seconds(fast, few, timer, *_ROUNDS)
-    measured = f"{1e3 * ours:.2f} ms for {few.num_tokens} rows, {1e3 * plain:.2f} ms layer by layer"
+    measured = _measured(few, ours, plain)
     if not ours < plain:
         return f"one call takes {measured}"
-    of_many, plain_of_many = _least_seconds(fast, many, timer, *_ROUNDS_OF_MANY)
-    if not of_many < plain_of_many:
+    ours, plain = _least_seconds(fast, many, timer, *_ROUNDS_OF_MANY)
+    if not ours < plain:
         fast.most_rows = FEW_ROWS
+    measured += f"; {_measured(many, ours, plain)}"
     log.info("steps of up to %d rows run all layers in one call: %s", fast.most_rows, measured)
     return None
+
+
+def _measured(step: Step, ours: float, plain: float) -> str:
+    return f"{1e3 * ours:.2f} ms for {step.num_tokens} rows, {1e3 * plain:.2f} ms layer by layer"
 
 
 def _least_seconds(

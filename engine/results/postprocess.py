@@ -79,7 +79,8 @@ def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float3
     """The activation of each row [labels] of logits [n, labels] by itself, whatever other rows there are."""
     filled = np.zeros((len(logits) + -len(logits) % _ROWS, logits.shape[1]), dtype=np.float32)
     filled[: len(logits)] = logits
-    parts = (torch.from_numpy(filled[i : i + _ROWS]) for i in range(0, len(filled), _ROWS))
+    # Without rows there is one part, which is empty.
+    parts = (torch.from_numpy(filled[i : i + _ROWS]) for i in range(0, max(1, len(filled)), _ROWS))
     return np.concatenate([activation(part).numpy() for part in parts])[: len(logits)]
 
 

@@ -90,28 +90,42 @@ def test_an_id_that_is_in_no_table_is_refused(name: str, wrong: int) -> None:
 
 
 @torch.inference_mode()
-def test_what_has_embeddings_already_goes_through_the_module() -> None:
+def test_ids_may_be_of_another_type() -> None:
+    _, ours = made("bert", torch.float32)
+    given = ids((1, 9), 2)
+    shorter = {name: each.to(torch.int32) for name, each in given.items()}
+    assert torch.equal(ours(**shorter), ours(**given))
+
+
+@torch.inference_mode()
+def test_what_is_called_with_more_than_ids_goes_through_the_module() -> None:
     module, ours = made("bert", torch.float32)
-    given = {"inputs_embeds": torch.randn(1, 5, 40), "position_ids": torch.arange(5)[None]}
+    given: dict[str, Any] = {"inputs_embeds": torch.randn(1, 5, 40), "position_ids": torch.arange(5)[None]}
     assert torch.equal(ours(**given), module(**given))
+    alone = {"input_ids": torch.arange(5)[None], "past_key_values_length": 3}
+    assert torch.equal(ours(**alone), module(**alone))
+    with pytest.raises(TypeError, match="mask"):  # as the module does
+        ours(**ids((1, 5), 2), mask=torch.ones(1, 5))
 
 
 class Scaled(BertEmbeddings):
     def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        return 2 * super().forward(*arguments, **named)
+        return 1.02 * super().forward(*arguments, **named)
 
 
 class Doubled(torch.nn.Embedding):
     pass
 
 
-@pytest.mark.parametrize("change", ["scaled", "another table", "precision"])
+@pytest.mark.parametrize("change", ["scaled", "another table", "precision", "hooks"])
 def test_a_module_that_does_anything_else_stays(change: str) -> None:
-    module = (Scaled if change == "scaled" else BertEmbeddings)(BertConfig(**SIZES)).eval()
+    module = (Scaled if change == "scaled" else BertEmbeddings)(BertConfig(**SIZES)).eval().bfloat16()
     if change == "another table":
-        module.word_embeddings = Doubled(WORDS, 40)
+        module.word_embeddings = Doubled(WORDS, 40).bfloat16()
     if change == "precision":
         module.half()
+    if change == "hooks":
+        module.LayerNorm.register_forward_hook(lambda _, __, output: output + 1)
     backbone = nn.ModuleDict({"embeddings": module})
     compile_embeddings(backbone)
     assert backbone["embeddings"] is module

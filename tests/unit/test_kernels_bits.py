@@ -39,8 +39,8 @@ WAYS = [
         for tiles in (False, True)
     ),
 ]
-# inputs and columns: whole tiles and such as leave something over
-LAYERS = [(64, 96), (384, 160), (130, 33), (45, 7), (1100, 64)]
+# inputs and columns: whole tiles and such as leave something over, and rows that lie at distances of 2 KiB
+LAYERS = [(64, 96), (384, 160), (130, 33), (45, 7), (1100, 64), (1024, 40)]
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
 

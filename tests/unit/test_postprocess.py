@@ -5,11 +5,12 @@ import math
 import threading
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.engine.requests import Values
-from maxsimd.engine.results.postprocess import aside, rank, work_in
+from maxsimd.engine.results.postprocess import activate, aside, rank, work_in
 
 # Few values, so that there are ties; both zeros are one.
 SCORES = st.lists(
@@ -53,3 +54,12 @@ def test_documents_are_ranked_best_first_ties_in_input_order_and_nan_left_out(
     assert [each.index for each in ranked] == (expected[:top_n] if top_n else expected)
     assert [each.document for each in ranked] == [documents[each.index] for each in ranked]
     assert np.array_equal([each.score for each in ranked], [scores[each.index] for each in ranked])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 200])
+def test_an_activation_has_the_bits_of_a_row_by_itself(rows: int) -> None:
+    logits = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
+    found = activate(logits, lambda part: part.softmax(dim=1))
+    assert found.shape == (rows, 3)
+    for row, expected in zip(logits, found, strict=True):
+        np.testing.assert_array_equal(activate(row[None], lambda part: part.softmax(dim=1))[0], expected)

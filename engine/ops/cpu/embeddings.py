@@ -26,11 +26,11 @@ class Tables:
 def embed(
     tables: Tables, word_ids: torch.Tensor, position_ids: torch.Tensor, type_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Embeddings [rows, columns] in the precision of the tables, for ids int64 [rows]; the type is the first
-    where there are no type ids. Raises IndexError for an id that is not in its table."""
+    """Embeddings [rows, columns] in the precision of the tables, for ids [rows]; the type is the first where
+    there are no type ids. Raises IndexError for an id that is not in its table."""
     words, types, positions, norm = tables.words, tables.types, tables.positions, tables.norm
-    word_ids, position_ids = word_ids.contiguous(), position_ids.contiguous()
-    type_ids = None if type_ids is None else type_ids.contiguous()
+    word_ids, position_ids = _numbers(word_ids), _numbers(position_ids)
+    type_ids = None if type_ids is None else _numbers(type_ids)
     rows, columns = word_ids.shape[0], words.shape[1]
     out = words.new_empty(rows, columns)
     failed = kernels().maxsimd_embed(
@@ -54,3 +54,8 @@ def embed(
     if failed:
         raise IndexError("a token, type or position is not in its table of embeddings")
     return out
+
+
+def _numbers(ids: torch.Tensor) -> torch.Tensor:
+    """Ids as the kernel reads them."""
+    return ids.to(torch.int64).contiguous()

@@ -92,7 +92,7 @@ class Tiles {
   public:
     static constexpr int TILE_ROWS = 32, HALF = 16;
     static constexpr int64_t MOST_ROWS = 8 * TILE_ROWS;
-    static constexpr int64_t AT_ONCE = 1 << 20;
+    static constexpr int64_t AT_ONCE = 768 << 10;
 
     Tiles(const Linear<Number>& linear, int64_t most)
         : linear_(linear), rows_(is_in_place() ? HALF : round_up(most, HALF), linear.units()) {

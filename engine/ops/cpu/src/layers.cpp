@@ -55,7 +55,8 @@ struct Buffers {
         key = take(layer.key.columns);
         value = take(layer.value.columns);
         attended = take(layer.attended.inputs);
-        // As many blocks as there are threads, of which each may have a row more than the smallest.
+        // Blocks are computed at the same time by as many threads as there are, and each may have a row more than the
+        // smallest. Where threads compute blocks, there are at least OWN_ROWS rows for each.
         summed = take(layer.attended.columns, rows / OWN_ROWS);
         wide = take(layer.widened.columns, rows / OWN_ROWS);
         residual = take(layer.attended.columns);
@@ -80,8 +81,8 @@ struct Step {
     Value* firsts;
 };
 
-// Rows that a thread computes alone, or that all threads compute together. What is needed of them no longer than that
-// lies in the buffers from the row `scratch` on.
+// Rows that a thread computes alone, or that all threads compute together. What lies between two of their products, and
+// is not needed afterwards, is written from the row `scratch` of its buffer on.
 struct Block {
     int64_t first, count, scratch;
     bool alone;
@@ -99,14 +100,14 @@ class Thread {
 
     void run() {
         const Layer *layer = step_.layers, *last = layer + step_.layer_count - 1;
-        in_blocks(step_.rows, [&](const Block& block) { prepare(*layer, layer == last, block); });
+        in_blocks(step_.rows, [&](const Block& block) { prepare(layer, block); });
         for (; layer < last; layer++) {
             attend(*layer, step_.sequences);
             in_blocks(step_.rows, [&](const Block& block) {
                 const int64_t from = block.first * hidden_size();
-                complete(*layer, layer[1].query.stretch(), block, at_.attended + block.first * layer->attended.inputs,
-                         step_.hidden + from, step_.hidden + from);
-                prepare(layer[1], layer + 1 == last, block);
+                complete(*layer, first_product(layer + 1).stretch(), block,
+                         at_.attended + block.first * layer->attended.inputs, step_.hidden + from, step_.hidden + from);
+                prepare(layer + 1, block);
             });
         }
         if (step_.firsts) {
@@ -142,14 +143,21 @@ class Thread {
         }
     }
 
+    // Whether only first rows come out of a layer.
+    bool gives_firsts(const Layer* layer) const {
+        return step_.firsts && layer == step_.layers + step_.layer_count - 1;
+    }
+    const Product& first_product(const Layer* layer) const { return gives_firsts(layer) ? layer->key : layer->query; }
+
     // The queries, keys and values that a layer makes of its input; where only first rows come out of it, without
-    // the queries.
-    void prepare(const Layer& layer, bool is_last, const Block& block) {
+    // the queries, which come later.
+    void prepare(const Layer* layer, const Block& block) {
         const Value* input = step_.hidden + block.first * hidden_size();
-        if (!is_last || !step_.firsts)
-            multiply(layer.query, layer.key.stretch(), block, input, at_.query + block.first * layer.query.columns);
-        multiply(layer.key, layer.value.stretch(), block, input, at_.key + block.first * layer.key.columns);
-        multiply(layer.value, layer.attended.stretch(), block, input, at_.value + block.first * layer.value.columns);
+        const Product& next = gives_firsts(layer) ? layer->query : layer->attended;
+        if (!gives_firsts(layer))
+            multiply(layer->query, layer->key.stretch(), block, input, at_.query + block.first * layer->query.columns);
+        multiply(layer->key, layer->value.stretch(), block, input, at_.key + block.first * layer->key.columns);
+        multiply(layer->value, next.stretch(), block, input, at_.value + block.first * layer->value.columns);
     }
 
     void attend(const Layer& layer, const int64_t* sequences) {
@@ -180,23 +188,23 @@ class Thread {
 
     // The last layer, from its queries on, for the first row of each sequence.
     void complete_firsts(const Layer& layer) {
-        const int64_t wide = layer.query.columns, count = step_.count;
+        const int64_t attended = layer.query.columns, count = step_.count;
         wait();
         // Queries are computed side by side, and read where their sequences begin.
         share(count, [&](int64_t i, int64_t row) { copy(at_.residual, i, step_.hidden, row, hidden_size()); });
         wait();
         in_blocks(count, [&](const Block& block) {
             multiply(layer.query, layer.attended.stretch(), block, at_.residual + block.first * hidden_size(),
-                     at_.attended + block.first * wide);
+                     at_.attended + block.first * attended);
         });
         wait();
-        share(count, [&](int64_t i, int64_t row) { copy(at_.query, row, at_.attended, i, wide); });
+        share(count, [&](int64_t i, int64_t row) { copy(at_.query, row, at_.attended, i, attended); });
         attend(layer, step_.one_query);
         // What is attended lies where sequences begin; the queries are not needed any more.
-        share(count, [&](int64_t i, int64_t row) { copy(at_.query, i, at_.attended, row, wide); });
+        share(count, [&](int64_t i, int64_t row) { copy(at_.query, i, at_.attended, row, attended); });
         wait();
         in_blocks(count, [&](const Block& block) {
-            complete(layer, {}, block, at_.query + block.first * wide, at_.residual + block.first * hidden_size(),
+            complete(layer, {}, block, at_.query + block.first * attended, at_.residual + block.first * hidden_size(),
                      step_.firsts + block.first * hidden_size());
         });
     }

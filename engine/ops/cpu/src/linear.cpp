@@ -23,7 +23,7 @@ class Vectors {
   public:
     static constexpr int TILE_ROWS = 12;
     static constexpr int64_t MOST_ROWS = 8 * TILE_ROWS;  // of a task, so that they stay in the second-level cache
-    static constexpr int64_t AT_ONCE = 192 << 10;        // bytes of weights, as `run_block` says
+    static constexpr int64_t AT_ONCE = 192 << 10;        // bytes of weights, as `run_task` says
     static constexpr int64_t BETWEEN = 64;               // units that are multiplied between two prefetches
 
     Vectors(const Linear<Number>& linear, int64_t most)
@@ -99,23 +99,23 @@ class Vectors {
 };
 
 // Rows and panels that a thread computes.
-struct Block {
+struct Task {
     int64_t first, count, begin, end;
 };
 
-// Computes a block. `Way` multiplies, by vectors or by tiles; each thread has its own.
+// Computes a task. `Way` multiplies, by vectors or by tiles; each thread has its own.
 //
 // All rows are multiplied with `AT_ONCE` bytes of weights before the next, so that these stay in the second-level cache
 // while they are used. There is room for as many beside them: with `fetches`, the next are prefetched meanwhile, at last
 // those of `after`.
 template <class Way, class Number>
-void run_block(Way& way, const Linear<Number>& linear, const Block& block, bool fetches, const Stretch& after) {
+void run_task(Way& way, const Linear<Number>& linear, const Task& task, bool fetches, const Stretch& after) {
     const int64_t lines = PANEL / LANES * linear.packed_units;  // of a panel
     const int64_t at_once = std::max<int64_t>(1, Way::AT_ONCE / (lines * LANES * (int64_t)sizeof(Unit)));
-    way.take(block.first, block.count);
-    for (int64_t panel = block.begin, stop; panel < block.end; panel = stop) {
-        stop = std::min(panel + at_once, block.end);
-        Stretch ahead = stop < block.end ? linear.stretch(stop, block.end) : after;
+    way.take(task.first, task.count);
+    for (int64_t panel = task.begin, stop; panel < task.end; panel = stop) {
+        stop = std::min(panel + at_once, task.end);
+        Stretch ahead = stop < task.end ? linear.stretch(stop, task.end) : after;
         ahead.lines = fetches ? std::min(ahead.lines, at_once * lines) : 0;
         way.multiply_all(panel * PANEL, stop * PANEL, ahead);
     }
@@ -143,7 +143,7 @@ void run_in_team_by(const Linear<Number>& linear, const Norm<typename Number::Va
         const int64_t first = linear.rows * block / blocks, stop = linear.rows * (block + 1) / blocks;
         const int64_t begin = panels * split / splits, end = panels * (split + 1) / splits;
         const bool fetches = stop - first > 3 * Way::TILE_ROWS;  // with fewer there is no time for it
-        run_block(way, linear, {first, stop - first, begin, end}, fetches, linear.stretch(begin, end));
+        run_task(way, linear, {first, stop - first, begin, end}, fetches, linear.stretch(begin, end));
     }
     if (norm.residual) {
         std::vector<float> sums(round_up(linear.columns, LANES));
@@ -159,7 +159,9 @@ void run_rows_by(const Linear<Number>& linear, const Norm<typename Number::Value
     if (linear.rows == 0) return;
     {
         Way way(linear, linear.rows);
-        run_block(way, linear, {0, linear.rows, 0, (linear.columns + PANEL - 1) / PANEL}, true, linear.upcoming);
+        // In tiles, few rows leave no time to fetch weights in.
+        const bool fetches = std::is_same_v<Way, Vectors<Number>> || linear.rows > 3 * Way::TILE_ROWS;
+        run_task(way, linear, {0, linear.rows, 0, (linear.columns + PANEL - 1) / PANEL}, fetches, linear.upcoming);
     }
     if (norm.residual) {
         std::vector<float> sums(round_up(linear.columns, LANES));

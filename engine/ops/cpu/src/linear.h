@@ -32,7 +32,7 @@ struct Linear {
     int64_t columns;
     bool gelu;
     Value* out;        // [rows][columns]
-    Stretch upcoming;  // the weights of the layer that comes next, if that is known
+    Stretch upcoming;  // the weights of the layer that the same thread computes next, if it is known
 
     int64_t units() const { return (inputs + Number::PER_UNIT - 1) / Number::PER_UNIT; }
     const Unit* block(int64_t column) const { return weights + column * packed_units; }
