@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-fleet test-ray test-gpu test-instructions test-clients test-oracles screenshots docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
+.PHONY: serve test test-fast test-all test-fleet test-ray test-gpu test-instructions test-clients test-oracles recipes screenshots docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -53,6 +53,10 @@ test-clients: $(VENV)/.dev
 # interpreter of vLLM's environment in MAXSIMD_VLLM also each family of docs/models.md beside vLLM.
 test-oracles: $(VENV)/.dev
 	MAXSIMD_ORACLES=1 $(BIN)/python -m pytest -q tests/oracles
+
+# The recipes of the embedded model, which change with our code that reads checkpoints and with the libraries.
+recipes: $(VENV)/.dev
+	$(BIN)/python -m tests.embedded_recipes
 
 # The pictures of the playground in docs/, in light, in dark and on a phone; needs Chromium.
 screenshots: $(VENV)/.dev

@@ -34,7 +34,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
 
     Raises ModelLoadError as serving it would."""
     device = choose_device(config.device)
-    model = load_model(config, device)
+    model = load_model(config, device, recheck=check)
     named = {name: parameter.numel() for name, parameter in model.backbone.named_parameters()}
     of_tower = sum(each.numel() for module in model.encoders[1:] for each in module.parameters())
     prepared = prepare(model, config, device)
@@ -64,7 +64,8 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
         "kernels": _kernels(config, device, prepared),
     }
     if check:
-        rows["checked"] = [str(finding) for finding in prepared.findings]
+        own = [f"as transformers reads and runs it: {model.compared}"] if model.compared else []
+        rows["checked"] = own + [str(finding) for finding in prepared.findings]
     return {name: value for name, value in rows.items() if value}
 
 

@@ -1,11 +1,13 @@
 """Token pooling: fewer vectors a document, each the mean of a cluster of similar ones."""
 
 from dataclasses import dataclass
-
-from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+from typing import TYPE_CHECKING
 
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import Role, Sequence
+
+if TYPE_CHECKING:
+    from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,7 +18,7 @@ class TokenPooling:
     Performance Impact via Token Pooling" (arXiv 2409.14683); clustered by sentence-transformers.
     """
 
-    method: HierarchicalTokenPooling
+    method: "HierarchicalTokenPooling"
     roles: frozenset[Role]
 
     def pool(self, items: Ragged, sequences: tuple[Sequence, ...]) -> Ragged:
@@ -36,5 +38,7 @@ def merging_documents(factor: float, left_alone: int = 1) -> TokenPooling:
     Documents with about one vector for every `factor` tokens; the first
     `left_alone` tokens are left as they are.
     """
+    from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
     method = HierarchicalTokenPooling(factor, num_protected_tokens=left_alone)
     return TokenPooling(method, frozenset({Role.DOCUMENT}))

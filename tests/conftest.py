@@ -1,6 +1,7 @@
 """What all tests share: the order in which they run, checkpoints, engines and real text."""
 
 import os
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,10 @@ from maxsimd.engine.device.cores import usable_cores
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints, shared_checkpoints
 from tests.engines import Engines
+
+# Recipes of checkpoints are shared by the workers of a run and the servers that they start, and by nobody else.
+_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"maxsimd-tests-{os.getuid()}" / _RUN)
 
 # As servers do. Else a process that has run a thousand tests holds gigabytes that nothing uses.
 share_heaps(usable_cores().threads)

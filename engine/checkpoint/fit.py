@@ -5,13 +5,15 @@ does not fit would be served with random weights."""
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from maxsimd.engine.checkpoint.stored import StoredWeights
 from maxsimd.engine.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Heads of pretraining and of other tasks, by the first part of their tensors' names. A checkpoint may have
 # them on top of its backbone when only the backbone is read.
@@ -60,10 +62,12 @@ def refusing_misfits(
     A model that fits is handed to `complete`, which may add to its weights and sets those that are `given`;
     the checkpoint may lack these. Where weights are `stored` in a
     form of their own, these are read in place of files of the checkpoint."""
+    from transformers import PreTrainedModel
+
     original = vars(PreTrainedModel)["from_pretrained"]
     thread = threading.get_ident()
 
-    def checked(cls: type[PreTrainedModel], *arguments: Any, **options: Any) -> Any:
+    def checked(cls: "type[PreTrainedModel]", *arguments: Any, **options: Any) -> Any:
         load = original.__func__
         if threading.get_ident() != thread or options.get("output_loading_info"):
             return load(cls, *arguments, **options)

@@ -1,11 +1,11 @@
 """Heads: the computation on pooled rows. Each maps float32 [n, hidden] to float32 [n, dim]."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as ModelOutput
+from torch import nn
 
 from maxsimd.pooling.methods import Head
 
@@ -13,23 +13,110 @@ from maxsimd.pooling.methods import Head
 _TRIED_ROWS = 5
 
 
-class ModuleHead:
-    """sentence-transformers' own modules (Dense, Normalize, ...) applied one after the other.
+class Dense(nn.Module):
+    """A linear layer and an activation, as in sentence-transformers. With `use_residual` the input is added
+    to the output, through `residual` where their sizes differ."""
 
-    `feature` is the name under which they hand on the rows: sentence_embedding or token_embeddings."""
+    def __init__(
+        self, linear: nn.Linear, activation: nn.Module, use_residual: bool, residual: nn.Linear | None = None
+    ) -> None:
+        super().__init__()
+        self.linear = linear
+        self.activation_function = activation
+        self.use_residual = use_residual
+        if residual is not None:
+            self.residual = residual
 
-    def __init__(self, modules: Sequence[torch.nn.Module], feature: str) -> None:
-        self.modules = [module.float() for module in modules]
+    def extra_repr(self) -> str:
+        return "use_residual" if self.use_residual else ""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.activation_function(self.linear(rows))
+        if self.use_residual:
+            out = out + (self.residual(rows) if hasattr(self, "residual") else rows)
+        return out
+
+
+class Normalize(nn.Module):
+    """L2 normalization of each row."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(rows, p=2, dim=-1)
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(rows)
+        return out
+
+
+class _FeatureModules(nn.Module):
+    """sentence-transformers' modules of any other kind, called by their own protocol: each takes and returns
+    a dictionary of features."""
+
+    def __init__(self, modules: Sequence[nn.Module], feature: str) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(modules)
         self._feature = feature
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
         features = {self._feature: rows}
-        for module in self.modules:
+        for module in self.inner:
             features = module(features)
         return features[self._feature]
 
+
+def _on_rows(module: Any, feature: str) -> nn.Module | None:
+    """One of sentence-transformers' modules as a module that maps rows, with the same weights; None for
+    another kind."""
+    if not type(module).__module__.startswith("sentence_transformers."):
+        return module if isinstance(module, Dense | Normalize | LayerNorm | nn.Identity) else None
+    in_place = getattr(module, "module_input_name", feature) == feature
+    in_place = in_place and getattr(module, "module_output_name", feature) == feature
+    match type(module).__name__:
+        case "Dense" if in_place:
+            residual = getattr(module, "residual", None)
+            return Dense(module.linear, module.activation_function, module.use_residual, residual)
+        case "Normalize" if in_place:
+            return Normalize()
+        case "LayerNorm" if feature == "sentence_embedding":
+            return LayerNorm(module.norm)
+        case "Dropout":
+            return nn.Identity()
+    return None
+
+
+class ModuleHead:
+    """Modules applied to rows one after the other: Dense, Normalize, LayerNorm, or what sentence-transformers
+    has instead of them.
+
+    `feature` is the name under which the latter pass on the rows: sentence_embedding or token_embeddings."""
+
+    def __init__(self, modules: Sequence[nn.Module], feature: str) -> None:
+        ours = [_on_rows(module, feature) for module in modules]
+        known = [module for module in ours if module is not None]
+        self.modules: list[nn.Module] = (
+            known if len(known) == len(ours) else [_FeatureModules(modules, feature)]
+        )
+        for module in self.modules:
+            module.float()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        for module in self.modules:
+            rows = module(rows)
+        return rows
+
     def __str__(self) -> str:
-        return " and ".join(type(module).__name__ for module in self.modules) or "nothing"
+        modules = [
+            inner
+            for module in self.modules
+            for inner in (module.inner if isinstance(module, _FeatureModules) else [module])
+        ]
+        return " and ".join(type(module).__name__ for module in modules) or "nothing"
 
 
 class ClassifierHead:
@@ -45,7 +132,8 @@ class ClassifierHead:
         self.model = copy.copy(model)
         self.model._modules = dict(model._modules)
         pooler = _pooler_of(backbone)
-        self._rows = GivenRows(pooler.float() if pooler is not None else None)
+        output_type = getattr(model, "output_type", None)
+        self._rows = GivenRows(pooler.float() if pooler is not None else None, output_type)
         self.model._modules[prefix] = self._rows
         for name, module in self.model._modules.items():
             if name != prefix and module is not None:
@@ -177,16 +265,21 @@ def _pooler_of(backbone: Any) -> torch.nn.Module | None:
 
 class GivenRows(torch.nn.Module):
     """Replaces a backbone: returns the rows that it was given, and the output of the family's pooler for
-    them."""
+    them, as an `output_type`: by default transformers' own."""
 
-    def __init__(self, pooler: torch.nn.Module | None) -> None:
+    def __init__(self, pooler: torch.nn.Module | None, output_type: Callable[..., Any] | None = None) -> None:
         super().__init__()
+        if output_type is None:
+            from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+            output_type = BaseModelOutputWithPoolingAndCrossAttentions
         self.pooler = pooler
         self.rows: torch.Tensor | None = None
+        self._output_type = output_type
 
-    def forward(self, *args: object, **kwargs: object) -> ModelOutput:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         pooled = self.pooler(self.rows) if self.pooler is not None else None
-        return ModelOutput(last_hidden_state=self.rows, pooler_output=pooled)
+        return self._output_type(last_hidden_state=self.rows, pooler_output=pooled)
 
 
 def modules_of(head: Head) -> list[torch.nn.Module]:

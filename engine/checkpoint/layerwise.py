@@ -21,7 +21,8 @@ from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.weights import read_tensors
 from maxsimd.engine.config import EngineConfig, compress_layers_of
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.models.compressing_gemma2 import CompressingGemma2, Compression
+from maxsimd.engine.models.compressing_gemma2 import CompressingGemma2
+from maxsimd.engine.models.compression import Compression
 
 log = logging.getLogger(__name__)
 

@@ -1,259 +1,100 @@
-"""Loads a checkpoint of any supported kind into a `LoadedModel`."""
+"""Loads a checkpoint of any supported kind into a `LoadedModel`.
 
+The first start of a checkpoint reads it with transformers and sentence-transformers. Where a recipe can say
+what they made of it, later starts build the model from that, without importing them.
+"""
+
+import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
-from maxsimd.engine.checkpoint.adapters import with_base
-from maxsimd.engine.checkpoint.adjust import adjusted, score_template
-from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset
-from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
-from maxsimd.engine.checkpoint.bidirectional_reranker import load_bidirectional_reranker
-from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
-from maxsimd.engine.checkpoint.detect import (
-    ENCODER_DECODERS,
-    JINA_M0,
-    LISTWISE,
-    answers_in_words,
-    detect_score_type,
-    is_language_model,
-    is_late_interaction,
-    is_visual,
-    weighs_words,
-)
+from maxsimd.engine.checkpoint.adjust import adjusted
 from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
-from maxsimd.engine.checkpoint.direction import check_direction, says_both_ways, take_mask_away
-from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
-from maxsimd.engine.checkpoint.encoder_decoder import load_encoder_decoder
-from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files, refuse_missing_tokenizer
-from maxsimd.engine.checkpoint.fit import refusing_misfits
-from maxsimd.engine.checkpoint.gguf.folder import from_gguf
-from maxsimd.engine.checkpoint.heads import modules_of
+from maxsimd.engine.checkpoint.embedded import embedded_model_path
 from maxsimd.engine.checkpoint.identity import identity_of
-from maxsimd.engine.checkpoint.language_model import load_language_model
-from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
-from maxsimd.engine.checkpoint.layerwise import load_layerwise
-from maxsimd.engine.checkpoint.listwise import load_listwise
-from maxsimd.engine.checkpoint.lora import Adapter
-from maxsimd.engine.checkpoint.m3 import find_layers, readable, with_layers
 from maxsimd.engine.checkpoint.model import LoadedModel
-from maxsimd.engine.checkpoint.projection import check_projection
-from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights
-from maxsimd.engine.checkpoint.reference import takes_type_ids
-from maxsimd.engine.checkpoint.retrained import LAYERWISE, LLAMA_RERANKER, has_projection
-from maxsimd.engine.checkpoint.short_convolution import replace_short_convolutions
-from maxsimd.engine.checkpoint.sparse_encoder import load_sparse_encoder
-from maxsimd.engine.checkpoint.stored import StoredWeights
-from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
-from maxsimd.engine.checkpoint.tokenizer_code import follow_settings
-from maxsimd.engine.checkpoint.translate import in_transformers_terms
-from maxsimd.engine.checkpoint.visual.jina_m0 import load_jina_m0
-from maxsimd.engine.checkpoint.visual.retrieval import load_retrieval
-from maxsimd.engine.checkpoint.visual.two_towers import has_two_towers, load_two_towers
-from maxsimd.engine.checkpoint.visual.vision_language import by_pillow
-from maxsimd.engine.checkpoint.weights import hold_in_memory, refuse_pickles
-from maxsimd.engine.config import EngineConfig, ScoreType
+from maxsimd.engine.checkpoint.recipe import Recipe, UnfitError, build, make_recipe
+from maxsimd.engine.checkpoint.recipe_store import Source, find_recipe, source_of, store_recipe
+from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.media.decoding import load_readers
 
-# The first parts of the names of tensors that are read apart from the backbone, by architecture: the
-# projections of ColBERT and of the listwise model.
-_READ_APART = {"HF_ColBERT": frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
-# The projection of colpali-engine's models, of which sentence-transformers' modules have a copy.
-_PROJECTION = frozenset({"custom_text_proj"})
-
+log = logging.getLogger(__name__)
 
 # While a model loads, settings of the whole process are changed (transformers' log, how checkpoints are read,
 # the number of threads), so models are loaded and prepared one after the other.
 LOADING = threading.RLock()
 
 
-def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
+def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = False) -> LoadedModel:
     """Finds and reads the model that the configuration names, and moves it to the device.
 
-    The heads are float32; the backbone keeps the precision of its file, which the caller may change.
-    Raises ModelLoadError when there is no such model or it is of no supported kind.
+    The heads are float32; the backbone keeps the precision of its file, which the caller may change. With
+    `recheck` the model is read by the libraries and compared even if that has been done before. Raises
+    ModelLoadError when there is no such model or it is of no supported kind.
     """
     with LOADING:
-        return _load(config, device)
+        if config.offline:
+            path = Path(config.model if config.model is not None else embedded_model_path())
+            stay_offline()
+            check_digests(path.parent if path.is_file() else path)
+        model = adjusted(_read(config, device, recheck), config)
+        return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
 
 
-def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
-    path = config.model if config.model is not None else embedded_model_path()
-    if config.offline:
-        stay_offline()
-        check_digests(Path(path).parent if Path(path).is_file() else Path(path))
-    with from_gguf(path) as (folder, stored):
-        if stored is not None:
-            return _load_whole(folder, None, stored, config, device)
-    with with_base(path, config.revision, config.offline) as (source, adapter):
-        return _load_whole(source, adapter, None, config, device)
+def _read(config: EngineConfig, device: torch.device, recheck: bool) -> LoadedModel:
+    source = source_of(config)
+    if source is not None and not recheck:
+        model = _remembered(source, device)
+        if model is not None:
+            return model
+    from maxsimd.engine.checkpoint.library import read_with_libraries
+
+    model = read_with_libraries(config, device)
+    return model if source is None else _remembering(source, model)
 
 
-def _load_whole(
-    path: str,
-    adapter: Adapter | None,
-    stored: StoredWeights | None,
-    config: EngineConfig,
-    device: torch.device,
-) -> LoadedModel:
-    """The model at a path, with what an adapter adds to it; its weights are in its files, or `stored`."""
-    files = read_files(path, config.revision)
-    score_type = _score_type(config, files)
-    layers = find_layers(path, config.revision, files)
-    read = readable(path, files, layers, score_type, config.allow_pickle)
-    refuse_unsupported(path, files, score_type, config.trust_remote_code)
-    if not config.allow_pickle and stored is None:
-        refuse_pickles(path, config.revision, files)
-    refuse_missing_tokenizer(path, config.revision, files)
-    if stored is None:
-        stored = quantized_weights(path, config.revision, files)
-    options: dict[str, Any] = {
-        "device": str(device),
-        "revision": config.revision,
-        "trust_remote_code": config.trust_remote_code,
-        "model_kwargs": {"dtype": "auto", "use_safetensors": None if config.allow_pickle else True},
-    }
+def embedded_recipes() -> dict[str, Recipe]:
+    """The recipes of the embedded model that come with the package, made anew, by the content of their
+    sources."""
+    from maxsimd.engine.checkpoint.library import read_with_libraries
+
+    made = {}
+    with LOADING:
+        for score_type in ("auto", "late-interaction", "bi-encoder"):
+            config = EngineConfig(score_type=score_type)
+            source = source_of(config)
+            assert source is not None
+            model = read_with_libraries(config, torch.device("cpu"))
+            made[source.content] = make_recipe(model, source.folder, source.module_folders).recipe
+    return made
+
+
+def _remembered(source: Source, device: torch.device) -> LoadedModel | None:
+    """The model as the recipe of an earlier start builds it; None if there is none that fits."""
+    recipe = find_recipe(source)
+    if recipe is None:
+        return None
     try:
-        with (
-            _quiet_transformers(),
-            in_transformers_terms(path, config.revision, files, config.trust_remote_code) as source,
-            refusing_misfits(
-                path,
-                _read_apart(files),
-                partial(_complete_weights, files, adapter),
-                stored,
-                frozenset() if adapter is None else frozenset(adapter.whole),
-            ),
-        ):
-            parts = _load_parts(source, files, score_type, config, options)
-            if not config.trust_remote_code:
-                follow_settings(path, config.revision, parts["tokenizer"])
-            parts = with_layers(path, parts, read, score_type)
-            parts["unread"] = tuple(sorted(layers[name].name for name in layers.keys() - read.keys()))
-            if files.architecture in COLPALI_ENGINE and adapter is None:
-                check_projection(path, config.revision, parts)
-            model = _complete(config, score_type, files, parts)
-            check_direction(path, files, model.causal, config.trust_remote_code)
+        model = build(recipe, source.folder, device, source.name)
     except ModelLoadError:
         raise
-    except KeyError as error:
-        raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error} is missing") from error
     except Exception as error:
-        raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error}") from error
-    model = replace(adjusted(model, config), stored_as="" if stored is None else stored.form)
-    return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
+        log.warning("%s is loaded anew: its recipe failed: %s", source.name, error)
+        return None
+    log.debug("compared with the libraries before: %s", recipe.proof)
+    return replace(model, compared=recipe.proof)
 
 
-def _score_type(config: EngineConfig, files: CheckpointFiles) -> ScoreType:
-    if config.score_type != "auto":
-        return ScoreType(config.score_type)
-    if config.model is None:
-        # On real text the embedded model ranks about as well by its token embeddings as by their mean.
-        return ScoreType.LATE_INTERACTION
-    return detect_score_type(files)
-
-
-def _read_apart(files: CheckpointFiles) -> frozenset[str]:
-    if files.architecture in COLPALI_ENGINE:
-        return _PROJECTION
-    if files.config_at_root and has_projection(files.config):
-        return frozenset({"linear"})
-    return _READ_APART.get(files.architecture, frozenset())
-
-
-def _complete_weights(files: CheckpointFiles, adapter: Adapter | None, model: torch.nn.Module) -> None:
-    """What is done to a model that fits its checkpoint, before anything is tried with it."""
-    if adapter is not None:
-        adapter.add_to(model)
-    both_ways = says_both_ways(files)
-    if both_ways:
-        take_mask_away(model)
-    # LFM2.5-ColBERT and -Embedding differ in this, by their code; configs for later transformers say it.
-    said = files.config.get("conv_zero_padding")
-    leaves_out = said if isinstance(said, bool) else not (both_ways and is_late_interaction(files))
-    replace_short_convolutions(model, centred=both_ways, leaves_out_padding=leaves_out)
-
-
-def _load_parts(
-    path: str, files: CheckpointFiles, score_type: ScoreType, config: EngineConfig, options: dict[str, Any]
-) -> dict[str, Any]:
-    if score_type is ScoreType.LISTWISE:
-        return load_listwise(path, options)
-    if score_type is ScoreType.CROSS_ENCODER:
-        template = score_template(config)
-        if files.architecture == LLAMA_RERANKER:
-            return load_bidirectional_reranker(path, files, template, options)
-        if files.architecture in LAYERWISE:
-            return load_layerwise(path, files, template, config, options)
-        if files.architecture == JINA_M0:
-            with by_pillow(path, files, options) as with_pillow:
-                return load_jina_m0(path, template, with_pillow)
-        if files.architecture in ENCODER_DECODERS:
-            return load_encoder_decoder(path, files, template, options)
-        if is_language_model(files) or answers_in_words(files):
-            with by_pillow(path, files, options) as with_pillow:
-                return load_language_model(path, files, template, with_pillow)
-        return load_cross_encoder(path, template, options)
-    if score_type is ScoreType.SPARSE and weighs_words(files):
-        return load_sparse_encoder(path, options)
-    if is_visual(files):
-        return load_retrieval(path, files.architecture, options)
-    if has_two_towers(files):
-        return load_two_towers(path, options)
-    with by_pillow(path, files, options) as with_pillow:
-        if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
-            return load_late_interaction(path, with_pillow)
-        return load_bi_encoder(path, score_type is ScoreType.LATE_INTERACTION, with_pillow)
-
-
-def _complete(
-    config: EngineConfig, score_type: ScoreType, files: CheckpointFiles, parts: dict[str, Any]
-) -> LoadedModel:
-    """Adds what is found out from the backbone itself."""
-    backbone = parts["backbone"].eval().requires_grad_(False)
-    heads = [module for task in parts["tasks"].values() for module in modules_of(task.head)]
-    if vision := parts.get("vision"):
-        load_readers()
-    of_vision = [module.eval().requires_grad_(False) for module in vision.modules] if vision else []
-    hold_in_memory([backbone, *heads, *of_vision])
-    if getattr(parts["tokenizer"], "backend_tokenizer", None) is None:
-        kind = type(parts["tokenizer"]).__name__
-        raise ModelLoadError(f"the tokeniser, a {kind}, is not a fast one; save a tokenizer.json beside it")
-    offset = parts.pop("position_offset") if "position_offset" in parts else position_offset(backbone)
-    longest = max_tokens(backbone.config, parts["tokenizer"], offset)
-    if config.max_model_len is not None:
-        longest = min(longest, config.max_model_len)
-    return LoadedModel(
-        name=config.model or NAME,
-        score_type=score_type,
-        max_tokens=longest,
-        causal=parts.pop("causal") if "causal" in parts else is_causal(backbone),
-        position_offset=offset,
-        takes_type_ids=takes_type_ids(backbone, parts["tokenizer"]),
-        architecture=files.architecture,
-        file_dtype=next(backbone.parameters()).dtype,
-        **parts,
-    )
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silences progress bars, and reports of weights that belong to a head and not to the backbone."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+def _remembering(source: Source, model: LoadedModel) -> LoadedModel:
+    """The model as the next start will build it, or as it is where no recipe can describe it."""
     try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
+        made = make_recipe(model, source.folder, source.module_folders)
+    except UnfitError as error:
+        log.debug("%s is loaded with transformers at each start: %s", source.name, error)
+        return model
+    log.debug("compared with the libraries: %s", made.recipe.proof)
+    store_recipe(source, made.recipe)
+    return replace(made.model, compared=made.recipe.proof)

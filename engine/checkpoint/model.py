@@ -14,7 +14,7 @@ from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.visual.chat import ChatRole
 from maxsimd.engine.checkpoint.visual.vision import Vision
 from maxsimd.engine.config import ScoreType
-from maxsimd.engine.models.compressing_gemma2 import Compression
+from maxsimd.engine.models.compression import Compression
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.token_pooling import TokenPooling
 from maxsimd.scheduler.payload import TokenIds
@@ -138,7 +138,8 @@ class LoadedModel:
     in `file_dtype`. The `fingerprint` tells embeddings of queries and documents that it makes from those of
     other models. Hybrid scores are dense, sparse and multi-vector ones by their `hybrid_weights`. The
     checkpoint's files `unread` would give more, if they may be read. With `compression` documents have fewer
-    rows behind some layers.
+    rows behind some layers. `compared` says how the model was compared with transformers' where it is one of
+    ours.
     """
 
     name: str
@@ -171,6 +172,7 @@ class LoadedModel:
     hybrid_weights: tuple[float, float, float] = (0.4, 0.2, 0.4)
     unread: tuple[str, ...] = ()
     compression: Compression | None = None
+    compared: str = ""
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:

@@ -28,12 +28,12 @@ class ClassifierReference:
     """The logits [1, labels] of a transformers model with a head for classification."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self._model = model
+        self.model = model
         self._tokenizer = tokenizer
 
     def __call__(self, sequence: Sequence) -> torch.Tensor:
-        inputs = inputs_of(sequence, self._tokenizer, self._model)
-        logits: torch.Tensor = self._model(**inputs).logits
+        inputs = inputs_of(sequence, self._tokenizer, self.model)
+        logits: torch.Tensor = self.model(**inputs).logits
         return logits.float()
 
 
@@ -163,6 +163,39 @@ class HiddenStatesReference:
         inputs = inputs_of(sequence, self._tokenizer, self._backbone)
         rows: torch.Tensor = self._head(self._backbone(**inputs).last_hidden_state[0].float())
         return rows
+
+
+class PooledReference:
+    """What a head makes of a backbone's pooled hidden states: [1, dim]. `pooling` is cls, mean, last or
+    weighted-mean (of position i by i + 1; Muennighoff 2022, arXiv 2202.08904)."""
+
+    def __init__(self, backbone: Any, tokenizer: Any, pooling: str, head: Any) -> None:
+        if pooling not in ("cls", "mean", "last", "weighted-mean"):
+            raise ValueError(f"unknown pooling {pooling!r}")
+        self._backbone = backbone
+        self._tokenizer = tokenizer
+        self._pooling = pooling
+        self._head = head
+
+    def __call__(self, sequence: Sequence) -> torch.Tensor:
+        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
+        rows = self._backbone(**inputs).last_hidden_state[0].float()  # [tokens, hidden]
+        positions = torch.arange(sequence.tokens.num_attended, device=rows.device)
+        if sequence.tokens.pooled_positions is not None:
+            pooled = torch.from_numpy(sequence.tokens.pooled_positions).to(rows.device)
+            positions = pooled[pooled < sequence.tokens.num_attended]
+        match self._pooling:
+            case "cls":
+                vector = rows[0]
+            case "last":
+                vector = rows[positions[-1]]
+            case "mean":
+                vector = rows[positions].mean(dim=0)
+            case _:
+                weights = (positions + 1).float()
+                vector = (rows[positions] * weights[:, None]).sum(dim=0) / weights.sum()
+        made: torch.Tensor = self._head(vector[None])
+        return made
 
 
 def inputs_of(sequence: Sequence, tokenizer: Any, model: Any) -> dict[str, torch.Tensor]:

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 
 # Placeholders for the texts while a template is rendered, from Unicode's private use area.
@@ -118,6 +116,8 @@ class ScoreTemplate:
             "instruction": instruction,
         }
         try:
+            from transformers.utils.chat_template_utils import render_jinja_template
+
             rendered, _ = render_jinja_template([messages], chat_template=segment, **texts, **self.variables)
         except Exception as error:
             raise ModelLoadError(f"the score template cannot be rendered: {error}") from error

@@ -4,12 +4,13 @@ in a row of tokens, of which none sees another's.
 Source: Liquid AI's LFM2 (transformers' `Lfm2ShortConv`); for centred ones LFM2.5-ColBERT-350M and
 LFM2.5-Embedding-350M, whose code convolves with `kernel // 2` zeros on either side."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import Lfm2Model
-from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+if TYPE_CHECKING:
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 _POSITIONS = "row_positions"
 
@@ -21,7 +22,7 @@ class ShortConvolution(nn.Module):
     positions in packed rows are given, tokens see only those of their own sequence. With `leaves_out_padding`
     the states of tokens that are not attended to count as zero: padding, and what a query is expanded by."""
 
-    def __init__(self, original: Lfm2ShortConv, centred: bool, leaves_out_padding: bool) -> None:
+    def __init__(self, original: "Lfm2ShortConv", centred: bool, leaves_out_padding: bool) -> None:
         super().__init__()
         self.conv, self.in_proj, self.out_proj = original.conv, original.in_proj, original.out_proj
         self.leaves_out_padding = leaves_out_padding
@@ -83,6 +84,9 @@ def _shift(offset: int) -> tuple[int, int]:
 
 def replace_short_convolutions(model: nn.Module, centred: bool, leaves_out_padding: bool) -> None:
     """Replaces the short convolutions of an LFM2; other models are left as they are."""
+    from transformers import Lfm2Model
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
     backbone = getattr(model, "base_model", model)
     if not isinstance(backbone, Lfm2Model):
         return

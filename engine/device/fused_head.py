@@ -7,9 +7,8 @@ import logging
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sentence_transformers.base.modules import Dense, Normalize
 
-from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
+from maxsimd.engine.checkpoint.heads import Dense, FirstColumns, ModuleHead, Normalize
 from maxsimd.engine.execution.selfcheck.comparison import largest
 from maxsimd.engine.ops.triton.projection import Projection, is_supported, project
 from maxsimd.pooling.methods import GatheringHead, Head

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import GELUActivation
 
 from maxsimd.engine.execution.embeddings import compile_embeddings
 from maxsimd.engine.ops.cpu.layers import Product
@@ -187,4 +186,5 @@ def _is_output(module: Any) -> bool:
 def _is_exact_gelu(activation: Any) -> bool:
     if isinstance(activation, nn.GELU):
         return activation.approximate == "none"
-    return isinstance(activation, GELUActivation) and activation.act is nn.functional.gelu
+    # transformers' class, by its name: importing it takes a second.
+    return type(activation).__name__ == "GELUActivation" and activation.act is nn.functional.gelu

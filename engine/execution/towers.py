@@ -11,9 +11,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from maxsimd.engine.ops.cpu.attention import attention
 from maxsimd.engine.ops.qkv import QKV
@@ -39,6 +36,8 @@ def attend(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if attention_mask is not None or is_causal or kwargs:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         made: torch.Tensor = sdpa_attention_forward(
             module,
             query,
@@ -93,7 +92,9 @@ class PatchProduct(nn.Module):
 
 def use_kernels(towers: Iterable[nn.Module]) -> None:
     """Has the attention of towers run by our kernel, and replaces convolutions by products."""
-    _register()
+    towers = list(towers)
+    if towers:
+        _register()
     for tower in towers:
         for config in _attention_configs(tower):
             config._attn_implementation = NAME
@@ -117,6 +118,9 @@ def attention_restored(towers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
     AttentionInterface.register(NAME, attend)
     # Masks are made as for torch's attention: none where all patches are seen.
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,25 +1,6 @@
-"""Architectures that transformers lacks, or whose tensors it does not read as they are published: classes in
-its style, which its Auto classes find and whose attention goes through its interface. Nothing here reads
-files, and nothing depends on how a model is served.
+"""Model architectures. Nothing here reads files, and nothing depends on how a model is served.
+
+`bert` has the encoders that are served without transformers. The other modules are architectures that
+transformers lacks, or whose tensors it does not read as they are published: classes in its style, which
+`registered` makes known to its Auto classes.
 """
-
-from typing import Any
-
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-
-from maxsimd.engine.models import jina_bert, nomic_moe, xlm_roberta_flash
-
-
-def _register(room: Any) -> None:
-    """Makes a module's classes those of its type, for the rest of the process."""
-    config = room.CONFIG
-    AutoConfig.register(config.model_type, config)
-    AutoModel.register(config, room.MODEL)
-    if room.CLASSIFIER is not None:
-        AutoModelForSequenceClassification.register(config, room.CLASSIFIER)
-    register_checkpoint_conversion_mapping(config.model_type, room.CONVERSIONS)
-
-
-for _room in (jina_bert, nomic_moe, xlm_roberta_flash):
-    _register(_room)

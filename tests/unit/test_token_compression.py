@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.config import compress_layers_of
-from maxsimd.engine.models.compressing_gemma2 import Compression, Rows, compressed
+from maxsimd.engine.models.compression import Compression, Rows, compressed
 
 # How many rows stand before the document, are its own, and stand behind it.
 lengths = st.tuples(st.integers(0, 4), st.integers(0, 20), st.integers(1, 4))

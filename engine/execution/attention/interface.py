@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 import torch
-from transformers import AttentionInterface
 
 from maxsimd.engine.execution.attention.base import AttentionBackend, M
 from maxsimd.engine.execution.cls_only_last_layer import ClsOnlyLastLayer
+from maxsimd.engine.models import bert
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.relative import PositionBias
 
@@ -102,7 +102,11 @@ def attend(
     return step_attention.of_layer(module, qkv)[None], None
 
 
-def register() -> None:
-    """Registers the function with transformers, but not for masks: for a name that has no mask function,
-    transformers makes no mask, and the layout says which rows attend together."""
-    AttentionInterface.register(NAME, attend)
+def register(backbone: torch.nn.Module) -> None:
+    """Makes the function known to the models of the backbone's library, but no function for masks: for a name
+    without one transformers makes no mask, and the layout says which rows attend together."""
+    bert.ATTENTION_FUNCTIONS[NAME] = attend
+    if not isinstance(backbone, bert.Encoder):
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, attend)

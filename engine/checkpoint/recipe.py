@@ -1,0 +1,590 @@
+"""Recipes: what transformers and sentence-transformers made of a checkpoint's configuration files. With one,
+the next start need not import them.
+
+A recipe is made of a model that the libraries have loaded, if it is an encoder or classifier of the families
+in `maxsimd.engine.models.bert`. It is proven when it is made: the model that it builds must have the same
+settings, the same weights and, for some texts, the same token ids and results as the libraries' model.
+Anything that a recipe cannot hold leaves the libraries' model in use.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from torch import nn
+
+from maxsimd.engine.checkpoint.backbone import position_offset
+from maxsimd.engine.checkpoint.fit import refuse_not_finite
+from maxsimd.engine.checkpoint.heads import ClassifierHead, Dense, LayerNorm, ModuleHead, Normalize
+from maxsimd.engine.checkpoint.model import Expansion, LoadedModel, PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.reference import (
+    ClassifierReference,
+    HiddenStatesReference,
+    PooledReference,
+    Reference,
+    takes_type_ids,
+)
+from maxsimd.engine.checkpoint.tokenizer import PlainTokenizer, TokenizerFacts, facts_of
+from maxsimd.engine.config import ScoreType
+from maxsimd.engine.models import bert
+from maxsimd.scheduler import ResultSlot, Tokens
+from maxsimd.scheduler import Sequence as TokenSequence
+
+# How far results may differ from the libraries', as a share of the largest number: float32 rounding.
+_TOLERANCE = 1e-5
+
+# Modules without weights that a recipe can name: activations, and what turns logits into scores.
+_PLAIN = {
+    "Identity": nn.Identity,
+    "Sigmoid": nn.Sigmoid,
+    "Tanh": nn.Tanh,
+    "GELU": nn.GELU,
+    "ReLU": nn.ReLU,
+    "SiLU": nn.SiLU,
+}
+
+# Modules of heads that have weights.
+_WITH_WEIGHTS = ("Dense", "LayerNorm")
+
+# Texts for the proof. Each is read alone, and classifiers read each pair of neighbors.
+PROBES = (
+    "how is a file opened",
+    "Paris is the capital of France; it lies on the Seine, and some 2,100,000 people live there.",
+    "",
+    "  Straße, naïve café — Zu\u0308rich 👩‍💻 ",
+    "שלום עולם 東京 [MASK] </s> [SEP] 12.5",
+    "one two three four five six seven eight nine ten " * 6,
+)
+
+
+class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor is: a safetensors file, relative to the checkpoint's folder, and its name there."""
+
+    file: str
+    name: str
+
+
+class ModuleRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A module of a head: Dense, Normalize, LayerNorm or Identity, and where its tensors are."""
+
+    kind: str
+    activation: str = ""
+    use_residual: bool = False
+    eps: float = 0.0
+    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, TensorPlace] = {}
+
+
+class TaskRecipe(msgspec.Struct, frozen=True):
+    """A task; without `modules` its head is the classifier."""
+
+    pooling: str
+    dim: int
+    normalised: bool
+    modules: tuple[ModuleRecipe, ...] | None
+
+
+class ExpansionRecipe(msgspec.Struct, frozen=True):
+    length: int
+    token_id: int
+    attended: bool
+    fixed: bool
+
+
+class RoleRecipe(msgspec.Struct, frozen=True):
+    prompt: str
+    max_tokens: int | None
+    expansion: ExpansionRecipe | None
+    skipped_ids: tuple[int, ...] | None
+    pool_prompt: bool
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """All that it takes to build a model from a checkpoint's weights. `proof` says how it was compared."""
+
+    encoder: dict[str, Any]
+    dtype: str
+    is_classifier: bool
+    has_pooler: bool
+    tensors: dict[str, TensorPlace]
+    tasks: dict[str, TaskRecipe]
+    tokenizer: TokenizerFacts
+    tokenizer_file: str | None
+    tokenizer_json: str | None
+    score_type: str
+    score_task: str
+    similarity: str
+    max_tokens: int
+    architecture: str
+    labels: tuple[str, ...]
+    activation: str
+    probabilities: str
+    prompts: dict[str, str]
+    query: RoleRecipe
+    document: RoleRecipe
+    text: RoleRecipe
+    truncation: str
+    proof: str = ""
+
+
+class UnfitError(Exception):
+    """A model, or a checkpoint, that a recipe cannot describe; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProvenRecipe:
+    """A recipe, and the model that it describes with the weights of the libraries' model."""
+
+    recipe: Recipe
+    model: LoadedModel
+
+
+@torch.inference_mode()
+def make_recipe(model: LoadedModel, folder: Path, module_folders: Sequence[tuple[str, str]]) -> ProvenRecipe:
+    """The recipe of a model that the libraries have loaded from a folder, proven.
+
+    `module_folders` are sentence-transformers' modules in their order: the kind and the folder of each.
+    Raises UnfitError for a model that a recipe cannot describe, or that differs in any way from what the
+    recipe builds."""
+    recipe = _described(model, folder, module_folders)
+    made = _assembled(recipe, folder, _shared_tensors(model, recipe), model.name)
+    difference = _difference(made, model)
+    if difference is not None:
+        raise UnfitError(difference)
+    recipe = msgspec.structs.replace(recipe, proof=_proof(made, model))
+    return ProvenRecipe(recipe, made)
+
+
+def build(recipe: Recipe, folder: Path, device: torch.device, name: str) -> LoadedModel:
+    """The model of a recipe, with weights from the checkpoint's folder. Raises ModelLoadError for weights
+    that are not finite, and other errors for files that are not what they were."""
+    dtype = getattr(torch, recipe.dtype)
+    places = dict(_all_places(recipe))
+    tensors = {}
+    for file in sorted({place.file for place in places.values()}):
+        with safe_open(folder / file, framework="pt") as stored:
+            for key, place in places.items():
+                if place.file == file:
+                    wanted = dtype if key.startswith(_BACKBONE) else torch.float32
+                    # A clone, because the tensor may be mapped from its file, which others may change.
+                    tensors[key] = stored.get_tensor(place.name).clone().to(device, wanted)
+    refuse_not_finite(str(folder), tensors.items())
+    return _assembled(recipe, folder, tensors, name)
+
+
+# Keys of tensors: "model.<name>" for the model's own, and "<task>.<module>.<name>" for those of heads.
+_BACKBONE = "model."
+
+
+def _all_places(recipe: Recipe) -> Iterator[tuple[str, TensorPlace]]:
+    for name, place in recipe.tensors.items():
+        yield _BACKBONE + name, place
+    for task, each in recipe.tasks.items():
+        for i, module in enumerate(each.modules or ()):
+            for name, place in module.tensors.items():
+                yield f"{task}.{i}.{name}", place
+
+
+# From the libraries' model to a recipe.
+
+
+def _described(model: LoadedModel, folder: Path, module_folders: Sequence[tuple[str, str]]) -> Recipe:
+    backbone: Any = model.backbone
+    if type(backbone).__module__.split(".")[:2] != ["transformers", "models"]:
+        raise UnfitError(f"{type(backbone).__name__} is not transformers' own class")
+    family = str(backbone.config.model_type)
+    if bert.ENCODERS.get(family, nn.Module).__name__ != type(backbone).__name__:
+        raise UnfitError(f"{type(backbone).__name__} is of another family")
+    if model.vision is not None or model.token_pooling is not None or model.stored_as or model.unread:
+        raise UnfitError("it has parts of other kinds")
+    classifier = _classifier_of(model)
+    config = _encoder_config(backbone.config)
+    whole = backbone if classifier is None else classifier
+    # A pooler belongs to the head, which is float32.
+    layers = [each for name, each in backbone.named_parameters() if not name.startswith("pooler.")]
+    if {each.dtype for each in layers} != {model.file_dtype}:
+        raise UnfitError("its weights have several precisions")
+    stored = _StoredTensors(folder)
+    has_pooler = classifier is None and backbone.pooler is not None and stored.has("pooler.dense.weight")
+    wanted = dict(whole.named_parameters())
+    if classifier is None and not has_pooler:
+        wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith("pooler.")}
+    text, text_file = _tokenizer_json(model.tokenizer, folder)
+    return Recipe(
+        encoder=config,
+        dtype=str(model.file_dtype).removeprefix("torch."),
+        is_classifier=classifier is not None,
+        has_pooler=has_pooler,
+        tensors={name: stored.place_of(name, tensor) for name, tensor in wanted.items()},
+        tasks={name: _task(task, stored, module_folders) for name, task in model.tasks.items()},
+        tokenizer=facts_of(model.tokenizer),
+        tokenizer_file=text_file,
+        tokenizer_json=None if text_file is not None else text,
+        score_type=model.score_type.value,
+        score_task=model.score_task,
+        similarity=model.similarity,
+        max_tokens=model.max_tokens,
+        architecture=model.architecture,
+        labels=model.labels,
+        activation=_plain_name(model.activation),
+        probabilities="sigmoid" if model.probabilities is torch.sigmoid else "softmax",
+        prompts=dict(model.prompts),
+        query=_role(model.query),
+        document=_role(model.document),
+        text=_role(model.text),
+        truncation=model.pairs.truncation,
+    )
+
+
+def _classifier_of(model: LoadedModel) -> Any:
+    """transformers' classifier, whose backbone is the model's; None for an encoder."""
+    if model.score_task != "classify":
+        return None
+    reference = model.tasks["classify"].reference
+    classifier = reference.model if isinstance(reference, ClassifierReference) else None
+    if classifier is None or classifier.base_model is not model.backbone:
+        raise UnfitError("its classifier is of another kind")
+    if type(classifier).__name__ not in {each.__name__ for each in bert.CLASSIFIERS.values()}:
+        raise UnfitError(f"{type(classifier).__name__} is of another family")
+    return classifier
+
+
+def _encoder_config(config: Any) -> dict[str, Any]:
+    names = {each.name for each in dataclasses.fields(bert.EncoderConfig)} - {
+        "settings",
+        "_attn_implementation",
+    }
+    unlike = {
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "chunk_size_feed_forward": 0,
+        "position_embedding_type": "absolute",
+    }
+    for name, plain in unlike.items():
+        if getattr(config, name, plain) != plain:
+            raise UnfitError(f"its {name} is {getattr(config, name)!r}")
+    if config.hidden_act not in bert.ACTIVATIONS:
+        raise UnfitError(f"its activation is {config.hidden_act!r}")
+    settings = json.loads(json.dumps(config.to_dict()))
+    settings.pop("_name_or_path", None)
+    return {name: getattr(config, name) for name in sorted(names)} | {"settings": settings}
+
+
+class _StoredTensors:
+    """The tensors in a checkpoint's safetensors files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names: dict[str, set[str]] = {}
+        for path in sorted(folder.rglob("*.safetensors")):
+            with safe_open(path, framework="pt") as stored:
+                self._names[path.relative_to(folder).as_posix()] = set(stored.keys())
+
+    def has(self, name: str) -> bool:
+        return any(self._named(name))
+
+    def place_of(self, name: str, tensor: torch.Tensor, within: str | None = None) -> TensorPlace:
+        """Where a tensor of the model comes from: the one place, in the folder `within` if it is given, where
+        a tensor of that name has its values. Raises UnfitError where there is none, or several."""
+        places = [
+            place
+            for place in self._named(name)
+            if within is None or Path(place.file).parent.as_posix() == (within or ".")
+        ]
+        if len(places) != 1:
+            raise UnfitError(f"{len(places)} tensors in its files could be {name}")
+        with safe_open(self._folder / places[0].file, framework="pt") as stored:
+            found = stored.get_tensor(places[0].name)
+        if found.shape != tensor.shape or not torch.equal(found.to(tensor.dtype), tensor.cpu()):
+            raise UnfitError(f"{name} is not what its files say")
+        return places[0]
+
+    def _named(self, name: str) -> Iterator[TensorPlace]:
+        """Files name tensors behind the prefix of a model, and norms as TensorFlow did in old ones."""
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        for file, names in self._names.items():
+            for each in names:
+                if each in (name, old) or each.endswith((f".{name}", f".{old}")):
+                    yield TensorPlace(file, each)
+
+
+def _task(task: Task, stored: _StoredTensors, module_folders: Sequence[tuple[str, str]]) -> TaskRecipe:
+    if isinstance(task.head, ClassifierHead):
+        return TaskRecipe(task.pooling, task.dim, task.normalised, None)
+    if type(task.head) is not ModuleHead or task.words is not None:
+        raise UnfitError("its head is of another kind")
+    folders = {kind: iter([path for each, path in module_folders if each == kind]) for kind in _WITH_WEIGHTS}
+    modules = []
+    for module in task.head.modules:
+        tensors = dict(module.named_parameters())
+        # Stanford's ColBERT has its projection among the weights of the encoder, and names no modules.
+        within = next(folders[type(module).__name__], None) if tensors else None
+        modules.append(
+            ModuleRecipe(
+                kind=type(module).__name__,
+                activation=_plain_name(module.activation_function) if isinstance(module, Dense) else "",
+                use_residual=isinstance(module, Dense) and module.use_residual,
+                eps=module.norm.eps if isinstance(module, LayerNorm) else 0.0,
+                shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+                tensors={name: stored.place_of(name, tensor, within) for name, tensor in tensors.items()},
+            )
+        )
+    return TaskRecipe(task.pooling, task.dim, task.normalised, tuple(modules))
+
+
+def _plain_name(module: Any) -> str:
+    name = type(module).__name__
+    if name not in _PLAIN or repr(_PLAIN[name]()) != repr(module) or list(module.parameters()):
+        raise UnfitError(f"{module!r} is not plain")
+    return name
+
+
+def _role(rules: RoleRules) -> RoleRecipe:
+    expansion = rules.expansion
+    return RoleRecipe(
+        rules.prompt,
+        rules.max_tokens,
+        None if expansion is None else ExpansionRecipe(*dataclasses.astuple(expansion)),
+        None if rules.skipped_ids is None else tuple(map(int, rules.skipped_ids)),
+        rules.pool_prompt,
+    )
+
+
+def _tokenizer_json(tokenizer: Any, folder: Path) -> tuple[str, str | None]:
+    """A tokenizer as the tokenizers library states it, and the file of the checkpoint that says the same, if
+    there is one."""
+    stated = _stated(tokenizer.backend_tokenizer)
+    for path in sorted(folder.rglob("tokenizer.json")):
+        if _stated(Tokenizer.from_file(str(path))) == stated:
+            return stated, path.relative_to(folder).as_posix()
+    return stated, None
+
+
+def _stated(backend: Tokenizer) -> str:
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_padding()
+    copy.no_truncation()
+    return str(copy.to_str())
+
+
+# From a recipe to a model.
+
+
+def _shared_tensors(model: LoadedModel, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The tensors of the libraries' model, by the keys of the recipe's."""
+    classifier = _classifier_of(model)
+    named = dict((model.backbone if classifier is None else classifier).named_parameters())
+    tensors = {_BACKBONE + name: named[name] for name in recipe.tensors}
+    for name, task in model.tasks.items():
+        if isinstance(task.head, ModuleHead):
+            for i, module in enumerate(task.head.modules):
+                tensors |= {f"{name}.{i}.{each}": tensor for each, tensor in module.named_parameters()}
+    return tensors
+
+
+def _assembled(recipe: Recipe, folder: Path, tensors: Mapping[str, torch.Tensor], name: str) -> LoadedModel:
+    config = bert.EncoderConfig(**recipe.encoder)
+    with torch.device("meta"):
+        whole: Any = (
+            bert.CLASSIFIERS[config.model_type](config)
+            if recipe.is_classifier
+            else bert.ENCODERS[config.model_type](config, recipe.has_pooler)
+        )
+    whole.load_state_dict(_under(tensors, _BACKBONE), assign=True)
+    whole.eval().requires_grad_(False)
+    backbone = whole.base_model
+    tokenizer = PlainTokenizer(_backend(recipe, folder), recipe.tokenizer)
+    tasks = {key: _assembled_task(key, task, whole, tokenizer, tensors) for key, task in recipe.tasks.items()}
+    return LoadedModel(
+        name=name,
+        score_type=ScoreType(recipe.score_type),
+        backbone=backbone,
+        tokenizer=tokenizer,
+        tasks=tasks,
+        score_task=recipe.score_task,
+        query=_rules(recipe.query),
+        document=_rules(recipe.document),
+        text=_rules(recipe.text),
+        max_tokens=recipe.max_tokens,
+        causal=False,
+        position_offset=position_offset(backbone),
+        takes_type_ids=takes_type_ids(backbone, tokenizer),
+        activation=_PLAIN[recipe.activation](),
+        architecture=recipe.architecture,
+        file_dtype=getattr(torch, recipe.dtype),
+        labels=recipe.labels,
+        probabilities=torch.sigmoid if recipe.probabilities == "sigmoid" else nn.Softmax(dim=-1),
+        similarity=recipe.similarity,  # type: ignore[arg-type]
+        prompts=recipe.prompts,
+        pairs=PairRules(recipe.truncation),  # type: ignore[arg-type]
+    )
+
+
+def _under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Those whose keys begin with a prefix, by the rest of their keys."""
+    return {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
+
+
+def _backend(recipe: Recipe, folder: Path) -> Tokenizer:
+    if recipe.tokenizer_file is not None:
+        return Tokenizer.from_file(str(folder / recipe.tokenizer_file))
+    return Tokenizer.from_str(recipe.tokenizer_json or "")
+
+
+def _assembled_task(
+    key: str, task: TaskRecipe, whole: Any, tokenizer: PlainTokenizer, tensors: Mapping[str, torch.Tensor]
+) -> Task:
+    if task.modules is None:
+        head: Any = ClassifierHead(whole)
+        reference: Reference = ClassifierReference(whole, tokenizer)
+        return Task(task.pooling, head, task.dim, task.normalised, reference)
+    modules = [_module(module, _under(tensors, f"{key}.{i}.")) for i, module in enumerate(task.modules)]
+    feature = "token_embeddings" if task.pooling == "all" else "sentence_embedding"
+    head = ModuleHead(modules, feature)
+    if task.pooling == "all":
+        reference = HiddenStatesReference(whole, tokenizer, head)
+    else:
+        reference = PooledReference(whole, tokenizer, task.pooling, head)
+    return Task(task.pooling, head, task.dim, task.normalised, reference)
+
+
+def _module(recipe: ModuleRecipe, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    with torch.device("meta"):
+        made = _empty_module(recipe)
+    made.load_state_dict(tensors, assign=True)
+    return made.eval().requires_grad_(False)
+
+
+def _empty_module(recipe: ModuleRecipe) -> nn.Module:
+    match recipe.kind:
+        case "Dense":
+            linear = _linear(recipe, "linear")
+            residual = _linear(recipe, "residual") if "residual.weight" in recipe.shapes else None
+            return Dense(linear, _PLAIN[recipe.activation](), recipe.use_residual, residual)
+        case "Normalize":
+            return Normalize()
+        case "LayerNorm":
+            return LayerNorm(nn.LayerNorm(recipe.shapes["norm.weight"], eps=recipe.eps))
+        case "Identity":
+            return nn.Identity()
+    raise UnfitError(f"there is no module {recipe.kind}")
+
+
+def _linear(recipe: ModuleRecipe, name: str) -> nn.Linear:
+    outputs, inputs = recipe.shapes[f"{name}.weight"]
+    return nn.Linear(inputs, outputs, bias=f"{name}.bias" in recipe.shapes)
+
+
+def _rules(recipe: RoleRecipe) -> RoleRules:
+    expansion = recipe.expansion
+    return RoleRules(
+        prompt=recipe.prompt,
+        max_tokens=recipe.max_tokens,
+        expansion=None if expansion is None else Expansion(*msgspec.structs.astuple(expansion)),
+        skipped_ids=None if recipe.skipped_ids is None else np.array(recipe.skipped_ids, dtype=np.int64),
+        pool_prompt=recipe.pool_prompt,
+    )
+
+
+# The proof.
+
+
+def _difference(made: LoadedModel, model: LoadedModel) -> str | None:
+    """The first field in which two models differ; their modules, tokenizers and tasks are compared by what
+    they compute."""
+    apart = {"backbone", "tokenizer", "tasks"}
+    for field in dataclasses.fields(LoadedModel):
+        if field.name not in apart and not _same(getattr(made, field.name), getattr(model, field.name)):
+            return f"{field.name} would differ"
+    if made.tasks.keys() != model.tasks.keys():
+        return "its tasks would differ"
+    for name, task in model.tasks.items():
+        ours = made.tasks[name]
+        for attribute in ("pooling", "dim", "normalised", "words"):
+            if getattr(ours, attribute) != getattr(task, attribute):
+                return f"{attribute} of {name} would differ"
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return type(one) is type(other) and np.array_equal(one, other)
+    if isinstance(one, nn.Module):
+        return type(one) is type(other) and repr(one) == repr(other)
+    if dataclasses.is_dataclass(one):
+        return type(one) is type(other) and all(
+            _same(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)
+        )
+    return bool(one == other)
+
+
+def _proof(made: LoadedModel, model: LoadedModel) -> str:
+    """How the results of two models that share their weights compare. Raises UnfitError where they differ."""
+    sequences = list(_probe_sequences(made, model))
+    worst = 0.0
+    with _in_float32([made.backbone, model.backbone]):
+        for name, task in made.tasks.items():
+            theirs = model.tasks[name].reference
+            assert task.reference is not None
+            assert theirs is not None
+            for sequence in sequences:
+                payload = dataclasses.replace(sequence.payload, task=name)
+                asked = dataclasses.replace(sequence, payload=payload)
+                found, expected = task.reference(asked), theirs(asked)
+                if found.shape != expected.shape:
+                    raise UnfitError(f"{name} gives {tuple(found.shape)}, not {tuple(expected.shape)}")
+                off = float((found - expected).abs().max()) / (float(expected.abs().max()) or 1.0)
+                if not off <= _TOLERANCE:
+                    raise UnfitError(f"{name} differs by {off:.1e} of the largest number")
+                worst = max(worst, off)
+    return f"{len(sequences)} texts, largest difference {worst:.1e} of the largest number"
+
+
+@contextmanager
+def _in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Has the parameters of modules in float32 inside this context, and as they were after it."""
+    before = {parameter: parameter.dtype for module in modules for parameter in module.parameters()}
+    for parameter in before:
+        parameter.data = parameter.data.float()
+    try:
+        yield
+    finally:
+        for parameter, dtype in before.items():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _probe_sequences(made: LoadedModel, model: LoadedModel) -> Iterator[TokenSequence]:
+    """The probes as the libraries' tokenizer reads them. Raises UnfitError where the plain one does not read
+    them alike."""
+    pairs = pairwise(PROBES)
+    inputs: list[tuple[str, ...]] = [(text,) for text in PROBES]
+    if model.score_task == "classify":
+        inputs += list(pairs)
+    for texts in inputs:
+        # As lists, as sentence-transformers does: an empty second text is otherwise taken for none.
+        batch = model.tokenizer(*([text] for text in texts))
+        expected = {name: rows[0] for name, rows in batch.items() if name != "attention_mask"}
+        if made.tokenizer(*texts) != expected:
+            raise UnfitError(f"the tokenizer reads {texts!r} in another way")
+        ids = np.array(expected["input_ids"], dtype=np.int32)[: model.max_tokens]
+        types = expected.get("token_type_ids")
+        type_ids = np.zeros_like(ids) if types is None else np.array(types, dtype=np.int32)[: len(ids)]
+        if len(ids) == 0:
+            continue
+        attended = None
+        if model.query.expansion is not None and len(ids) > 4:
+            attended = len(ids) - 2  # as a query that is filled up
+        tokens = Tokens(ids, type_ids, attended_len=attended)
+        yield TokenSequence.text(0, ResultSlot(0, 0), model.score_task, tokens)
+        if not model.document.pool_prompt and len(ids) > 4:
+            pooled = dataclasses.replace(tokens, pooled_positions=np.arange(3, len(ids)))
+            yield TokenSequence.text(0, ResultSlot(0, 0), model.score_task, pooled)

@@ -1,0 +1,229 @@
+"""Where recipes are kept: in the user's cache folder, by a digest of all that they were made from.
+
+The recipes of the embedded model come with the package, and a test holds that they are right.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
+from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, read_files
+from maxsimd.engine.checkpoint.recipe import Recipe
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.models.bert import ENCODERS
+
+log = logging.getLogger(__name__)
+
+# Options that do not change what is read from a checkpoint. Any other, and any that is added later, has a
+# recipe of its own.
+_IRRELEVANT = frozenset(
+    {
+        *("model", "revision", "offline", "device", "dtype", "max_batch_tokens", "max_batch_sequences"),
+        *("max_queued_tokens", "max_wait_seconds", "max_request_tokens", "steps_in_flight"),
+        *("step_timeout_seconds", "quantization", "kernels", "maxsim", "attention", "cuda_graphs", "packing"),
+        *("prefix_sharing", "dimensions", "doc_token_pooling", "query_prompt", "document_prompt"),
+        *("instruction", "calibration", "window_overlap", "cache_mb", "device_cache_mb", "cache_dir"),
+        *("cache_disk_mb", "cache_precision", "threads", "tokenizer_threads", "hybrid_weights"),
+    }
+)
+_LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "safetensors")
+# Files of a checkpoint that nobody reads who loads it with safetensors.
+_UNREAD = re.compile(
+    r"\.(md|txt\.gz|onnx|onnx_data|bin|pt|h5|msgpack|ot|tflite|xml|png|jpe?g|gguf)$|^LICENSE"
+)
+_UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
+_LARGEST_FILE = 128 * 2**20
+# How many recipes are kept.
+_MOST = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint on this machine that a recipe may describe.
+
+    `content` is the digest of its configuration files, its tensors' names and shapes, the libraries' versions
+    and the options that matter."""
+
+    name: str
+    folder: Path
+    content: str
+    module_folders: tuple[tuple[str, str], ...]
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(f"{self.content} {_own_sources()}".encode()).hexdigest()
+
+
+def source_of(config: EngineConfig) -> Source | None:
+    """What the configuration names, if it may have a recipe: an encoder of a family of ours, all of whose
+    files are on this machine. Raises ModelLoadError if there is no checkpoint."""
+    if config.trust_remote_code or config.allow_pickle:
+        return None
+    path = config.model if config.model is not None else embedded_model_path()
+    if Path(path).is_file():
+        return None
+    files = read_files(path, config.revision)
+    if files.config.get("model_type") not in ENCODERS:
+        return None
+    folder = _folder(path, config.revision)
+    if folder is None or (folder / "adapter_config.json").exists():
+        return None
+    content = _content(folder, config)
+    if content is None:
+        return None
+    return Source(config.model or NAME, folder, content, _module_folders(files))
+
+
+def find_recipe(source: Source) -> Recipe | None:
+    """The recipe that an earlier start has made, or that comes with the package."""
+    shipped = _shipped().get(source.content)
+    if shipped is not None:
+        return shipped
+    folder = _cache_folder(create=False)
+    if folder is None:
+        return None
+    try:
+        path = folder / f"{source.key}.json"
+        with path.open("rb") as file:
+            if not _is_own(os.fstat(file.fileno())):
+                log.warning("%s belongs to somebody else and is not read", path)
+                return None
+            recipe = msgspec.json.decode(file.read(), type=Recipe)
+        os.utime(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        log.debug("a recipe cannot be read: %s", error)
+        return None
+    return recipe
+
+
+def store_recipe(source: Source, recipe: Recipe) -> None:
+    """Keeps a recipe for the next start. That it cannot be kept is no failure."""
+    folder = _cache_folder(create=True)
+    if folder is None:
+        return
+    try:
+        descriptor, name = tempfile.mkstemp(dir=folder)  # only the user may read it
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(recipe))
+        Path(name).replace(folder / f"{source.key}.json")
+        kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in kept[:-_MOST]:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.debug("a recipe cannot be kept: %s", error)
+
+
+SHIPPED = Path(__file__).with_name("embedded_recipes.json")
+
+
+@cache
+def _shipped() -> dict[str, Recipe]:
+    """The recipes of the embedded model by the content of their sources."""
+    return msgspec.json.decode(SHIPPED.read_bytes(), type=dict[str, Recipe]) if SHIPPED.exists() else {}
+
+
+def _folder(path: str, revision: str | None) -> Path | None:
+    """The folder of a checkpoint on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    found = find_file(path, "config.json", revision) or find_file(path, "modules.json", revision)
+    return None if found is None else found.parent
+
+
+def _module_folders(files: CheckpointFiles) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (str(module.get("type", "")).rsplit(".", 1)[-1], str(module.get("path") or ""))
+        for module in files.modules
+    )
+
+
+def _content(folder: Path, config: EngineConfig) -> str | None:
+    """The digest of what is read from a folder's files, the libraries' versions and the options; None where
+    a file cannot be read or is too large to be a configuration."""
+    digest = hashlib.sha256()
+    options = [(each.name, getattr(config, each.name)) for each in fields(config)]
+    digest.update(repr([each for each in options if each[0] not in _IRRELEVANT]).encode())
+    # The build of torch ("+cpu") makes no difference to what is read.
+    digest.update(repr([version(name).partition("+")[0] for name in _LIBRARIES]).encode())
+    try:
+        for path in _read_files(folder):
+            data = _header(path) if path.suffix == ".safetensors" else _whole(path)
+            digest.update(f"\n{path.relative_to(folder).as_posix()} {len(data)}\n".encode() + data)
+    except (OSError, ValueError) as error:
+        log.debug("%s has no recipe: %s", folder, error)
+        return None
+    return digest.hexdigest()
+
+
+def _read_files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        hidden = any(part.startswith(".") for part in parts) or _UNREAD_FOLDERS & {*parts[:-1]}
+        if not hidden and not _UNREAD.search(path.name) and path.is_file():
+            yield path
+
+
+def _whole(path: Path) -> bytes:
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ValueError(f"{path.name} is too large for a configuration")
+    return path.read_bytes()
+
+
+def _header(path: Path) -> bytes:
+    """The header of a safetensors file: names, types, shapes and places of its tensors."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        if size > _LARGEST_FILE:
+            raise ValueError(f"{path.name} has no safetensors header")
+        header = file.read(size)
+    json.loads(header)
+    return header
+
+
+@cache
+def _own_sources() -> str:
+    """The digest of our own code that reads and builds models."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted([*root.rglob("*.py"), *(root.parent / "pooling").glob("*.py")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _cache_folder(create: bool) -> Path | None:
+    """The user's own folder for recipes, which nobody else may write to; None if there is none."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(home) / "maxsimd" / "recipes"
+    try:
+        if create:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if not _is_own(status) or not stat.S_ISDIR(status.st_mode):
+            log.warning("%s belongs to somebody else, or others may write to it, and is not used", folder)
+            return None
+    except OSError as error:
+        log.debug("no recipes are kept: %s", error)
+        return None
+    return folder
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether a file or folder is the user's, and nobody else may write to it."""
+    if not hasattr(os, "getuid"):
+        return True
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,0 +1,335 @@
+"""Recipes: a checkpoint that the libraries have read once is later built without them, to the same bits."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from maxsimd.engine.checkpoint import LoadedModel, library
+from maxsimd.engine.checkpoint import load as loading
+from maxsimd.engine.checkpoint.recipe import Recipe
+from maxsimd.engine.checkpoint.recipe_store import SHIPPED, Source, source_of
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.models import bert
+from maxsimd.scheduler import ResultSlot, Sequence, Tokens
+from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints.shared import SharedCheckpoints
+
+CPU = torch.device("cpu")
+
+WITH_RECIPES = {
+    "bi-encoder with prompts": bi_encoders.e5,
+    "cross-encoder of BERT": partial(cross_encoders.bert, labels=3),
+    "cross-encoder with an activation": cross_encoders.ms_marco_minilm,
+    "cross-encoder of RoBERTa": cross_encoders.roberta,
+    "cross-encoder of XLM-RoBERTa": cross_encoders.xlm_roberta,
+    "Stanford's ColBERT": late_interaction.stanford,
+    "sentence-transformers' multi-vector encoder": late_interaction.native,
+}
+WITHOUT_RECIPES = {
+    "another family": cross_encoders.distilbert,
+    "token pooling of the checkpoint's own": late_interaction.pooled,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "maxsimd" / "recipes"
+
+
+@pytest.fixture
+def no_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What makes reading with the libraries fail from then on."""
+
+    def refuse() -> None:
+        def fail(*args: object) -> None:
+            raise AssertionError("the libraries were asked")
+
+        monkeypatch.setattr(library, "read_with_libraries", fail)
+
+    return refuse
+
+
+def _load(path: str, **options: object) -> LoadedModel:
+    return loading.load_model(EngineConfig(model=path, **options), CPU)  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def _results(model: LoadedModel) -> list[torch.Tensor]:
+    """What the references of a model make of some tokens."""
+    read = model.tokenizer("how is a file opened")
+    ids = torch.tensor(read["input_ids"], dtype=torch.int32).numpy()
+    results = []
+    for name, task in model.tasks.items():
+        assert task.reference is not None
+        results.append(task.reference(Sequence.text(0, ResultSlot(0, 0), name, Tokens(ids, ids * 0))))
+    return results
+
+
+@pytest.mark.parametrize("build", WITH_RECIPES.values(), ids=WITH_RECIPES.keys())
+def test_the_second_load_needs_no_libraries(
+    build: Callable[[Path], str], checkpoints: SharedCheckpoints, no_libraries: Callable[[], None]
+) -> None:
+    path = checkpoints(build)
+    expected = library.read_with_libraries(EngineConfig(model=path), CPU)
+    first = _load(path)
+    no_libraries()
+    second = _load(path)
+    assert isinstance(first.backbone, bert.Encoder)
+    assert isinstance(second.backbone, bert.Encoder)
+    assert first.fingerprint == second.fingerprint
+    assert second.compared
+    for model in (first, second):
+        for found, wanted in zip(_results(model), _results(expected), strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert second.labels == expected.labels
+    assert second.query.prompt == expected.query.prompt
+    assert second.max_tokens == expected.max_tokens
+
+
+@pytest.mark.parametrize("build", WITHOUT_RECIPES.values(), ids=WITHOUT_RECIPES.keys())
+def test_what_a_recipe_cannot_hold_has_none(
+    build: Callable[[Path], str], checkpoints: SharedCheckpoints, cache_folder: Path
+) -> None:
+    assert not isinstance(_load(checkpoints(build)).backbone, bert.Encoder)
+    assert not cache_folder.exists()
+
+
+@pytest.mark.parametrize("option", ["trust_remote_code", "allow_pickle"])
+def test_code_and_pickles_have_no_recipes(option: str, checkpoints: SharedCheckpoints) -> None:
+    path = checkpoints(cross_encoders.bert)
+    assert source_of(EngineConfig(model=path, **{option: True})) is None  # type: ignore[arg-type]
+
+
+def _key(path: Path | str, **options: object) -> str:
+    source = source_of(EngineConfig(model=str(path), **options))  # type: ignore[arg-type]
+    assert source is not None
+    return source.key
+
+
+def test_changed_files_and_options_change_the_key(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+    keys = [_key(folder), _key(folder, max_model_len=20)]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"classifier_dropout": 0.5}))
+    keys.append(_key(folder))
+    (folder / "special_tokens_map.json").write_text("{}")
+    keys.append(_key(folder))
+    tensors = load_file(folder / "model.safetensors")
+    _save(tensors | {"more": torch.zeros(1)}, folder)
+    keys.append(_key(folder))
+    assert len(set(keys)) == len(keys)
+
+
+def test_weights_and_what_nobody_reads_keep_the_key(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+    before = _key(folder)
+    tensors = load_file(folder / "model.safetensors")
+    _save({name: tensor + 1 for name, tensor in tensors.items()}, folder)
+    (folder / "README.md").write_text("Nobody reads this.")
+    assert _key(folder, device="cpu", threads=1, query_prompt="query: ") == before
+
+
+def test_other_versions_change_the_key(
+    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints(cross_encoders.bert)
+    before = _key(path)
+    monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store.version", lambda name: "0.0.1")
+    assert _key(path) != before
+
+
+def test_new_weights_are_read_by_an_old_recipe(
+    checkpoints: SharedCheckpoints, tmp_path: Path, no_libraries: Callable[[], None]
+) -> None:
+    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+    before = _results(_load(str(folder)))
+    tensors = load_file(folder / "model.safetensors")
+    _save({name: tensor * 1.5 for name, tensor in tensors.items()}, folder)
+    expected = _results(library.read_with_libraries(EngineConfig(model=str(folder)), CPU))
+    no_libraries()
+    found = _results(_load(str(folder)))
+    torch.testing.assert_close(found, expected)
+    assert not torch.equal(found[0], before[0])
+
+
+def test_weights_that_are_not_finite_are_refused(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+    _load(str(folder))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["classifier.weight"][0, 0] = float("nan")
+    _save(tensors, folder)
+    with pytest.raises(ModelLoadError, match=r"not finite.*classifier\.weight"):
+        _load(str(folder))
+
+
+def test_half_precision_stays_half(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    _save({name: tensor.half() for name, tensor in tensors.items()}, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    for _ in range(2):
+        model = _load(str(folder))
+        assert isinstance(model.backbone, bert.Encoder)
+        assert model.file_dtype is torch.float16
+        assert model.backbone.encoder.layer[0].output.dense.weight.dtype is torch.float16
+        assert model.tasks["classify"].head(torch.zeros(1, 128)).dtype is torch.float32
+
+
+def test_damaged_recipes_are_made_anew(checkpoints: SharedCheckpoints, cache_folder: Path) -> None:
+    path = checkpoints(cross_encoders.bert)
+    _load(path)
+    (kept,) = cache_folder.iterdir()
+    for damage in (
+        b"",
+        b"{}",
+        kept.read_bytes()[:100],
+        kept.read_bytes().replace(b"model.safetensors", b"x"),
+    ):
+        kept.write_bytes(damage)
+        assert isinstance(_load(path).backbone, bert.Encoder)
+        assert msgspec.json.decode(kept.read_bytes(), type=Recipe).is_classifier
+
+
+def test_recipes_are_private(checkpoints: SharedCheckpoints, cache_folder: Path) -> None:
+    _load(checkpoints(cross_encoders.bert))
+    (kept,) = cache_folder.iterdir()
+    assert cache_folder.stat().st_mode & 0o777 == 0o700
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_others_may_write_is_not_read(
+    what: str, checkpoints: SharedCheckpoints, cache_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoints(cross_encoders.bert)
+    _load(path)
+    (kept,) = cache_folder.iterdir()
+    os.chmod(cache_folder if what == "folder" else kept, 0o777)
+    assert loading.find_recipe(_source(path)) is None
+    assert "is not" in caplog.text
+
+
+def _save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """As transformers saves them."""
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _source(path: str) -> Source:
+    source = source_of(EngineConfig(model=path))
+    assert source is not None
+    return source
+
+
+def test_a_folder_that_cannot_be_made_is_no_failure(
+    checkpoints: SharedCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert isinstance(_load(checkpoints(cross_encoders.bert)).backbone, bert.Encoder)
+
+
+def test_the_embedded_model_comes_with_its_recipes(no_libraries: Callable[[], None]) -> None:
+    """If this fails after a change of our code or of a library: `make recipes`."""
+    shipped = msgspec.json.decode(SHIPPED.read_bytes(), type=dict[str, Recipe])
+    made = loading.embedded_recipes()
+    assert {key: _without_proof(recipe) for key, recipe in shipped.items()} == {
+        key: _without_proof(recipe) for key, recipe in made.items()
+    }
+    no_libraries()
+    assert isinstance(loading.load_model(EngineConfig(), CPU).backbone, bert.Encoder)
+
+
+def _without_proof(recipe: Recipe) -> Recipe:
+    return msgspec.structs.replace(recipe, proof="")
+
+
+# What serving a model of these families does without.
+UNWANTED = (
+    *("sklearn", "scipy", "pandas", "sympy", "triton", "transformers", "sentence_transformers"),
+    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor"),
+)
+_SERVING = """
+import asyncio, sys
+from maxsimd.api import serve
+from maxsimd import Engine, EngineConfig
+
+async def main(model):
+    async with Engine(EngineConfig(model=model or None)) as engine:
+        await engine.rerank("how is a file opened", ["Open a file.", "Close a file."])
+
+for model in sys.argv[2:]:
+    asyncio.run(main(model))
+print([name for name in sys.argv[1].split(",") if name in sys.modules])
+"""
+
+
+def test_serving_imports_no_model_libraries(checkpoints: SharedCheckpoints) -> None:
+    builds = (cross_encoders.bert, cross_encoders.xlm_roberta, late_interaction.stanford)
+    paths = [checkpoints(build) for build in builds]
+    for path in paths:
+        _load(path)
+    command = [sys.executable, "-c", _SERVING, ",".join(UNWANTED), "", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "[]"
+
+
+def test_inspect_check_compares_anew(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    from maxsimd.engine.inspection import inspect_model
+
+    path = checkpoints(cross_encoders.bert)
+    _load(path)
+    asked = []
+    read = library.read_with_libraries
+
+    def counted(config: EngineConfig, device: torch.device) -> LoadedModel:
+        asked.append(config)
+        return read(config, device)
+
+    monkeypatch.setattr(library, "read_with_libraries", counted)
+    assert "checked" not in inspect_model(EngineConfig(model=path))
+    assert not asked
+    rows = inspect_model(EngineConfig(model=path), check=True)
+    assert len(asked) == 1
+    assert rows["checked"][0].startswith("as transformers reads and runs it: 11 texts")
+
+
+def test_few_recipes_are_kept(
+    checkpoints: SharedCheckpoints, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store._MOST", 2)
+    path = checkpoints(cross_encoders.bert)
+    for length in (10, 11, 12):
+        _load(path, max_model_len=length)
+    assert len(list(cache_folder.iterdir())) == 2
+
+
+def test_a_sharded_checkpoint_has_a_recipe(
+    checkpoints: SharedCheckpoints, tmp_path: Path, no_libraries: Callable[[], None]
+) -> None:
+    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    files = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        part = {name: tensors[name] for name in names if files[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    expected = _results(_load(str(folder)))
+    no_libraries()
+    torch.testing.assert_close(_results(_load(str(folder))), expected)
+    shutil.rmtree(folder)
