@@ -19,7 +19,7 @@ from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints, shared_checkpoints
 from tests.engines import Engines
 
-# Recipes of checkpoints are shared by the workers of a run and the servers that they start, and by nobody else.
+# Recipes of checkpoints are shared by the workers of a run and the servers that they start.
 _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"maxsimd-tests-{os.getuid()}" / _RUN)
 

@@ -179,7 +179,7 @@ def _modules(head: Head) -> list[object]:
         return [str(head), *map(repr, modules_of(head)), looked_up]
     if not isinstance(head, ModuleHead):
         raise TypeError(f"a {type(head).__name__} cannot be described for the cache")
-    return [repr(module) for module in head.modules]
+    return [(type(module).__qualname__, repr(module)) for module in head.modules]
 
 
 def _token_pooling(model: LoadedModel) -> tuple[object, ...] | None:

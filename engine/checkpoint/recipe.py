@@ -52,7 +52,8 @@ _PLAIN = {
     "SiLU": nn.SiLU,
 }
 
-# Modules of heads that have weights.
+# Modules of heads, and those of them that have weights.
+_MODULES = ("Dense", "LayerNorm", "Normalize", "Identity")
 _WITH_WEIGHTS = ("Dense", "LayerNorm")
 
 # Texts for the proof. Each is read alone, and classifiers read each pair of neighbors.
@@ -259,21 +260,19 @@ def _classifier_of(model: LoadedModel) -> Any:
 
 
 def _encoder_config(config: Any) -> dict[str, Any]:
-    names = {each.name for each in dataclasses.fields(bert.EncoderConfig)} - {
-        "settings",
-        "_attn_implementation",
-    }
+    names = {each.name for each in dataclasses.fields(bert.EncoderConfig)} - {"settings"}
     unlike = {
         "is_decoder": False,
         "add_cross_attention": False,
         "chunk_size_feed_forward": 0,
-        "position_embedding_type": "absolute",
     }
     for name, plain in unlike.items():
         if getattr(config, name, plain) != plain:
             raise UnfitError(f"its {name} is {getattr(config, name)!r}")
     if config.hidden_act not in bert.ACTIVATIONS:
         raise UnfitError(f"its activation is {config.hidden_act!r}")
+    if config._attn_implementation not in bert.ATTENTION_FUNCTIONS:
+        raise UnfitError(f"its attention is {config._attn_implementation!r}")
     settings = json.loads(json.dumps(config.to_dict()))
     settings.pop("_name_or_path", None)
     return {name: getattr(config, name) for name in sorted(names)} | {"settings": settings}
@@ -325,6 +324,8 @@ def _task(task: Task, stored: _StoredTensors, module_folders: Sequence[tuple[str
     folders = {kind: iter([path for each, path in module_folders if each == kind]) for kind in _WITH_WEIGHTS}
     modules = []
     for module in task.head.modules:
+        if type(module).__name__ not in _MODULES:
+            raise UnfitError(f"{type(module).__name__} is of another kind")
         tensors = dict(module.named_parameters())
         # Stanford's ColBERT has its projection among the weights of the encoder, and names no modules.
         within = next(folders[type(module).__name__], None) if tensors else None

@@ -70,8 +70,6 @@ class Source:
 def source_of(config: EngineConfig) -> Source | None:
     """What the configuration names, if it may have a recipe: an encoder of a family of ours, all of whose
     files are on this machine. Raises ModelLoadError if there is no checkpoint."""
-    if config.trust_remote_code or config.allow_pickle:
-        return None
     path = config.model if config.model is not None else embedded_model_path()
     if Path(path).is_file():
         return None

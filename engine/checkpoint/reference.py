@@ -114,7 +114,7 @@ class ModulesReference:
         if "attention_mask" not in features:
             features["attention_mask"] = torch.ones_like(features["input_ids"])
         if sequence.tokens.pooled_positions is not None:
-            features["prompt_length"] = torch.tensor(int(sequence.tokens.pooled_positions[0]))
+            features["prompt_length"] = int(sequence.tokens.pooled_positions[0])
         for module in self._modules:
             features = module(features)
         rows: torch.Tensor = features[self._feature].float()

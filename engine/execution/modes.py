@@ -101,7 +101,7 @@ def try_packed(
     own = getattr(backbone.config, "_attn_implementation", None)
     recorded = RecordedBackend(backend)
     poolers = pooler_for(model.tasks)
-    register(backbone)
+    register()
     undo = relative.install(backbone, NAME)
     try:
         _set_attention(backbone, NAME)

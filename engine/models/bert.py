@@ -92,7 +92,24 @@ def sdpa(
     return out.transpose(1, 2), None
 
 
-ATTENTION_FUNCTIONS["sdpa"] = sdpa
+def eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention as two products and a softmax."""
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    return (scores.softmax(dim=-1) @ value).transpose(1, 2), None
+
+
+ATTENTION_FUNCTIONS |= {"sdpa": sdpa, "eager": eager}
 
 
 def _table(rows: int, columns: int, padding: int | None = None) -> nn.Embedding:
@@ -180,6 +197,10 @@ class SelfOutput(nn.Module):
         return out
 
 
+class Output(SelfOutput):
+    """The same behind the feed-forward."""
+
+
 class Attention(nn.Module):
     def __init__(self, config: EncoderConfig, layer_idx: int) -> None:
         super().__init__()
@@ -208,7 +229,7 @@ class Layer(nn.Module):
         super().__init__()
         self.attention = Attention(config, layer_idx)
         self.intermediate = Intermediate(config)
-        self.output = SelfOutput(config, config.intermediate_size)
+        self.output = Output(config, config.intermediate_size)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attended = self.attention(hidden_states, **kwargs)

@@ -97,7 +97,7 @@ def check_failing_kernel() -> None:
     with plain_kernels(), patch.object(layer_norm, "add_layer_norm", failing), warnings() as warned:
         found = _fused_modules(_checkpoint("bert"), kernels="auto")
     assert found == {"FusedSelfAttention": 3}
-    expected = "layers are left as they are, which is slower: BertOutput: RuntimeError: no kernel image"
+    expected = "layers are left as they are, which is slower: Output: RuntimeError: no kernel image"
     assert expected in warned
 
 

@@ -137,7 +137,8 @@ def test_a_call_of_the_tokenizer_does_not_change_the_fingerprint(checkpoints: Sh
     """A call leaves its truncation and padding behind in the tokeniser; the engine uses neither."""
     one = start(built("bert", checkpoints))
     before = one.ingredients()
-    one.model.tokenizer("a document", truncation=True, max_length=7, padding="max_length")
+    one.model.tokenizer.backend_tokenizer.enable_truncation(7)
+    one.model.tokenizer.backend_tokenizer.enable_padding(length=7)
     assert one.ingredients() == before
 
 

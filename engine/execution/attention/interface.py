@@ -2,6 +2,7 @@
 packed model calls with the step's attention among its keyword arguments.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -102,11 +103,12 @@ def attend(
     return step_attention.of_layer(module, qkv)[None], None
 
 
-def register(backbone: torch.nn.Module) -> None:
-    """Makes the function known to the models of the backbone's library, but no function for masks: for a name
-    without one transformers makes no mask, and the layout says which rows attend together."""
+def register() -> None:
+    """Registers the function for our own models and, if it is in use, with transformers. There is no function
+    for masks: for a name without one transformers makes no mask, and the layout says which rows attend
+    together."""
     bert.ATTENTION_FUNCTIONS[NAME] = attend
-    if not isinstance(backbone, bert.Encoder):
+    if "transformers" in sys.modules:  # else no model of its own is loaded
         from transformers import AttentionInterface
 
         AttentionInterface.register(NAME, attend)

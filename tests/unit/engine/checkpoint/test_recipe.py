@@ -106,12 +106,6 @@ def test_what_a_recipe_cannot_hold_has_none(
     assert not cache_folder.exists()
 
 
-@pytest.mark.parametrize("option", ["trust_remote_code", "allow_pickle"])
-def test_code_and_pickles_have_no_recipes(option: str, checkpoints: SharedCheckpoints) -> None:
-    path = checkpoints(cross_encoders.bert)
-    assert source_of(EngineConfig(model=path, **{option: True})) is None  # type: ignore[arg-type]
-
-
 def _key(path: Path | str, **options: object) -> str:
     source = source_of(EngineConfig(model=str(path), **options))  # type: ignore[arg-type]
     assert source is not None
@@ -121,6 +115,7 @@ def _key(path: Path | str, **options: object) -> str:
 def test_changed_files_and_options_change_the_key(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
     folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
     keys = [_key(folder), _key(folder, max_model_len=20)]
+    keys += [_key(folder, trust_remote_code=True), _key(folder, allow_pickle=True)]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"classifier_dropout": 0.5}))
     keys.append(_key(folder))

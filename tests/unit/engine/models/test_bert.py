@@ -57,7 +57,12 @@ def test_encoders_equal_those_of_transformers(family: str) -> None:
         theirs = AutoModel.from_config(config).eval()
         ours = bert.ENCODERS[family](_ours(config), has_pooler=True).eval()
         ours.load_state_dict(theirs.state_dict())
-        for given in (("input_ids",), ("input_ids", "attention_mask", "token_type_ids")):
+        for attention, given in (
+            ("sdpa", ("input_ids",)),
+            ("sdpa", ("input_ids", "attention_mask", "token_type_ids")),
+            ("eager", ("input_ids", "attention_mask", "token_type_ids")),
+        ):
+            ours.set_attn_implementation(attention)
             inputs = {name: each for name, each in _inputs(config, seed).items() if name in given}
             found, expected = ours(**inputs), theirs(**inputs)
             attended = _inputs(config, seed)["attention_mask"].bool()
