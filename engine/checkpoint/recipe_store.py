@@ -23,6 +23,7 @@ from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, read_files
 from maxsimd.engine.checkpoint.recipe import Recipe
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models.bert import ENCODERS
 
 log = logging.getLogger(__name__)
@@ -69,11 +70,14 @@ class Source:
 
 def source_of(config: EngineConfig) -> Source | None:
     """What the configuration names, if it may have a recipe: an encoder of a family of ours, all of whose
-    files are on this machine. Raises ModelLoadError if there is no checkpoint."""
+    files are on this machine."""
     path = config.model if config.model is not None else embedded_model_path()
     if Path(path).is_file():
         return None
-    files = read_files(path, config.revision)
+    try:
+        files = read_files(path, config.revision)
+    except ModelLoadError:  # as of an adapter alone, or for good: reading it with the libraries tells
+        return None
     if files.config.get("model_type") not in ENCODERS:
         return None
     folder = _folder(path, config.revision)

@@ -168,12 +168,15 @@ async def test_what_is_broken_is_noticed_and_scores_are_right(
     checkpoints: dict[str, str],
     pairs: list[Pair],
     caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     few = pairs[:12]
     reference = BUILDERS[kind][1](
         checkpoints[kind], [pair.query for pair in few], [pair.document for pair in few]
     )
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, logger="maxsimd"):
+        # Changed code has no recipes of code that was right.
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         break_it(patch)
         async with Engine(EngineConfig(model=checkpoints[kind], dtype="float32", **settings)) as engine:
             prepared = engine.device_model.prepared
