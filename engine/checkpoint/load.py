@@ -53,6 +53,7 @@ def _read(config: EngineConfig, device: torch.device, recheck: bool) -> LoadedMo
     from maxsimd.engine.checkpoint.library import read_with_libraries
 
     model = read_with_libraries(config, device)
+    source = source_of(config)  # again: more files of a hub's checkpoint may be here now
     return model if source is None else _remembering(source, model)
 
 
