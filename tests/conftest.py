@@ -1,7 +1,6 @@
 """What all tests share: the order in which they run, checkpoints, engines and real text."""
 
 import os
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,6 @@ from maxsimd.engine.device.cores import usable_cores
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints, shared_checkpoints
 from tests.engines import Engines
-
-# Recipes of checkpoints are shared by the workers of a run and the servers that they start.
-_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"maxsimd-tests-{os.getuid()}" / _RUN)
 
 # As servers do. Else a process that has run a thousand tests holds gigabytes that nothing uses.
 share_heaps(usable_cores().threads)
@@ -56,6 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _family(item: pytest.Item) -> object:
     callspec = getattr(item, "callspec", None)
     return None if callspec is None else callspec.params.get("family")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Recipes of checkpoints are shared by the workers of a run and the servers that they start."""
+    os.environ.setdefault("MPLCONFIGDIR", str(Path("~/.cache/matplotlib").expanduser()))  # its fonts
+    os.environ["XDG_CACHE_HOME"] = str(shared_checkpoints(tmp_path_factory).folder.with_name("cache"))
 
 
 @pytest.fixture(autouse=True)
