@@ -26,6 +26,7 @@ from maxsimd.engine.execution.static_inputs import Field, StaticInputs
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.scheduler import ResultSlot, Sequence, Step, Tokens
 from tests.checkpoints import cross_encoders, nomic
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.engine.execution.graph_checks import (
     CPU,
     SIZES,
@@ -40,16 +41,15 @@ from tests.unit.engine.execution.test_packed import plain_varlen
 from tests.unit.engine.ops.interpreted import run_interpreted
 
 
-@pytest.fixture(scope="module", params=["bert", "qwen3"])
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(params=["bert", "qwen3"])
+def path(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> Path:
     """A small bidirectional and a small causal model."""
-    found: Path = getattr(cross_encoders, request.param)(tmp_path_factory.mktemp(request.param))
-    return found
+    return Path(checkpoints(getattr(cross_encoders, request.param)))
 
 
 @pytest.fixture(scope="module")
-def model(path: Path) -> LoadedModel:
-    return packed_model(path)
+def model(bert_cross_encoder: str) -> LoadedModel:
+    return packed_model(Path(bert_cross_encoder))
 
 
 @pytest.fixture
@@ -59,12 +59,10 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
     return VarlenBackend(CPU)
 
 
-def test_a_replayed_step_gives_what_it_gives_without_a_graph(
-    model: LoadedModel, backend: VarlenBackend
-) -> None:
+def test_a_replayed_step_gives_what_it_gives_without_a_graph(path: Path, backend: VarlenBackend) -> None:
     """A step runs in the smallest graph that holds its tokens and its sequences."""
     lengths = [[9, 12, 1], [20], [3] * 4, [60, 4], [3] * 9, [128, 128], [2] * 41, [300], [5]]
-    check_replays(model, backend, SIZES, lengths, [1, 1, 1, 4])
+    check_replays(packed_model(path), backend, SIZES, lengths, [1, 1, 1, 4])
 
 
 @pytest.mark.exhaustive
@@ -89,7 +87,7 @@ def test_a_model_that_waits_for_the_device_has_no_graphs(
     tmp_path: Path, backend: VarlenBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each expert is given the tokens that chose it, however many these are."""
-    experts = packed_model(Path(nomic.v2_moe(tmp_path / "model")))
+    experts = packed_model(Path(nomic.v2_moe(tmp_path / "model")), layers=2)
     graphed = GraphedRunner(PackedRunner(experts, CPU, backend), CPU)
     recorder = CallRecorder()
     with caplog.at_level(logging.INFO, logger="maxsimd"):
