@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from maxsimd.bench.peers.experiments import Arena, Load, Turn
 from maxsimd.bench.peers.experiments import Outcome as PeerOutcome
 from maxsimd.bench.peers.report import markdown, write
 from maxsimd.bench.peers.run import OURS, QUANTIZED, Results
-from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd
+from maxsimd.bench.peers.systems import SentenceTransformers, Server, System, maxsimd
 from maxsimd.bench.plots import draw
 from maxsimd.bench.report import Outcome, Report
 from maxsimd.bench.running import run_and_clean_up
@@ -195,8 +196,9 @@ def test_a_benchmark_that_is_ended_stops_what_it_started() -> None:
 
 
 async def test_a_system_that_does_not_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="ended while it started"):
-        async with maxsimd("maxsimd").run(str(tmp_path / "nothing"), tmp_path / "log"):
+    server = Server("broken", (sys.executable, "-S", "-c", "raise SystemExit('there is no model')"))
+    with pytest.raises(RuntimeError, match=r"(?s)ended while it started.*there is no model"):
+        async with server.run(None, tmp_path / "log"):
             pass
 
 
