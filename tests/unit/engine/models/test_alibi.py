@@ -1,9 +1,8 @@
 """ALiBi as a bias by distance, which attention takes as it takes T5's."""
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
 from maxsimd.engine import Engine, EngineConfig
@@ -18,13 +17,12 @@ from tests.checkpoints.shared import SharedCheckpoints
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 65, 66, 129, 130, 1_000])
-def test_the_bias_is_the_slope_times_the_distance(tokens: int) -> None:
-    query = torch.zeros(1, 4, tokens, 8)
-    found = AlibiBias(4).reaching(tokens, CPU).terms(query, query, 1.0)
-    apart = (torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]).abs()
-    expected = torch.stack([-slope * apart for slope in slopes_of(4)])
-    torch.testing.assert_close(found, expected)
+def test_the_bias_is_the_slope_times_the_distance() -> None:
+    for tokens in (1, 64, 65, 66, 129, 130, 1_000):
+        query = torch.zeros(1, 4, tokens, 8)
+        found = AlibiBias(4).reaching(tokens, CPU).terms(query, query, 1.0)
+        apart = (torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]).abs()
+        torch.testing.assert_close(found, torch.stack([-slope * apart for slope in slopes_of(4)]))
 
 
 def test_one_table_serves_many_lengths() -> None:
@@ -47,20 +45,14 @@ def test_a_fused_layer_hands_the_bias_on() -> None:
     assert asked[0].relative is bias
 
 
-PLAIN_TORCH = {"kernels": "torch"}
-NOT_PACKED = {"packing": "off"}
-
-
-@pytest.mark.parametrize("settings", [PLAIN_TORCH, NOT_PACKED], ids=["plain torch", "not packed"])
-async def test_however_it_is_run_it_embeds_alike(
-    settings: dict[str, Any], checkpoints: SharedCheckpoints
-) -> None:
+async def test_however_it_is_run_it_embeds_alike(checkpoints: SharedCheckpoints) -> None:
     texts = ["one", "a few more words than one", "words " * 60, "three words here"]
+    usual = EngineConfig(model=checkpoints(jina.embeddings_v2_code), dtype="float32", threads=1)
     embeddings = []
-    for each in ({}, settings):
-        config = EngineConfig(model=checkpoints(jina.embeddings_v2_code), dtype="float32", threads=1, **each)
+    for config in (usual, replace(usual, kernels="torch"), replace(usual, packing="off")):
         async with Engine(config) as engine:
             packed = engine.device_model.prepared.not_packed is None
-            assert packed == (each is not NOT_PACKED)
+            assert packed == (config.packing == "auto")
             embeddings.append((await engine.embed(texts)).embeddings)
-    np.testing.assert_allclose(*embeddings, atol=2e-6, rtol=1e-5)
+    for other in embeddings[1:]:
+        np.testing.assert_allclose(other, embeddings[0], atol=2e-6, rtol=1e-5)

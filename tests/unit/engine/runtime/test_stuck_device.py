@@ -58,8 +58,9 @@ def sticking() -> Iterator[Sticking]:
     wait_for(lambda: num_left_behind() == 0)
 
 
-def _config(**options: Any) -> EngineConfig:
-    return EngineConfig(dtype="float32", threads=1, step_timeout_seconds=0.5, **options)
+@pytest.fixture
+def config(qwen3_embedding: str) -> EngineConfig:
+    return EngineConfig(model=qwen3_embedding, dtype="float32", threads=1, step_timeout_seconds=0.5)
 
 
 async def _score(engine: Engine) -> list[float]:
@@ -67,67 +68,50 @@ async def _score(engine: Engine) -> list[float]:
         return (await engine.score("capital of France", DOCUMENTS, cache="bypass")).scores
 
 
-async def test_every_caller_is_told_and_the_log_says_where_the_device_stands(
-    sticking: Sticking, caplog: pytest.LogCaptureFixture
+async def test_a_stuck_engine_says_so_and_starts_again_beside_the_stuck_thread_once(
+    sticking: Sticking, config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Engine(_config()) as engine:
-        await _score(engine)
+    async with Engine(config) as engine:
+        right = await _score(engine)
         sticking.stick(engine)
         told = await asyncio.gather(*(_score(engine) for _ in range(3)), return_exceptions=True)
         assert [type(one) for one in told] == [EngineDeadError] * 3
         assert not engine.is_healthy
         assert engine.death is not None
         assert "a step has made no progress for" in engine.death
+        with pytest.raises(EngineDeadError):
+            await _score(engine)
+        (line,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+        assert line.exc_info is not None
+        cause: Any = line.exc_info[1]
+        assert "maxsimd-device:" in cause.__notes__[0]
+        assert "in keep_here" in cause.__notes__[0]
+
         assert engine.restart_obstacle is None
-        with pytest.raises(EngineDeadError):
-            await _score(engine)
-    (line,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
-    assert line.exc_info is not None
-    cause: Any = line.exc_info[1]
-    assert "maxsimd-device:" in cause.__notes__[0]
-    assert "in keep_here" in cause.__notes__[0]
-
-
-async def test_it_starts_again_beside_the_stuck_thread_which_ends_if_it_goes_on(sticking: Sticking) -> None:
-    async with Engine(_config()) as engine:
-        right = await _score(engine)
-        sticking.stick(engine)
-        with pytest.raises(EngineDeadError):
-            await _score(engine)
         await engine.start()
         assert num_left_behind() == 1
         assert engine.is_healthy
         assert engine.death is None
         assert await _score(engine) == right
         assert engine.metrics.registry.get_sample_value("maxsimd_engine_restarts_total") == 1
+
+        sticking.stick(engine)
+        with pytest.raises(EngineDeadError):
+            await _score(engine)
+        again = "the device is stuck again, and the thread that was stuck before"
+        assert str(engine.restart_obstacle).startswith(again)
         sticking.released.set()
         await until(lambda: num_left_behind() == 0)
-        assert engine.is_healthy
-        assert await _score(engine) == right
-
-
-async def test_a_second_stuck_thread_is_one_too_many(sticking: Sticking) -> None:
-    async with Engine(_config()) as engine:
-        for obstacle in (None, "the device is stuck again, and the thread that was stuck before"):
-            await _score(engine)
-            sticking.stick(engine)
-            with pytest.raises(EngineDeadError):
-                await _score(engine)
-            if obstacle is None:
-                assert engine.restart_obstacle is None
-                await engine.start()
-            else:
-                assert str(engine.restart_obstacle).startswith(obstacle)
 
 
 async def test_numbers_that_never_arrive_end_the_engine_too(
-    sticking: Sticking, monkeypatch: pytest.MonkeyPatch
+    sticking: Sticking, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     class Never:
         def synchronize(self) -> None:
             sticking.keep_here()
 
-    async with Engine(_config()) as engine:
+    async with Engine(config) as engine:
         right = await _score(engine)
         with monkeypatch.context() as patched:
             patched.setattr(scoring_module, "record_arrival", lambda device: Never())
@@ -137,8 +121,8 @@ async def test_numbers_that_never_arrive_end_the_engine_too(
         assert await _score(engine) == right
 
 
-async def test_a_stop_with_a_stuck_step_ends_all_the_same(sticking: Sticking) -> None:
-    async with Engine(_config()) as engine:
+async def test_a_stop_with_a_stuck_step_ends_all_the_same(sticking: Sticking, config: EngineConfig) -> None:
+    async with Engine(config) as engine:
         await _score(engine)
         sticking.stick(engine)
         asked = asyncio.create_task(_score(engine))
@@ -152,12 +136,12 @@ async def test_a_stop_with_a_stuck_step_ends_all_the_same(sticking: Sticking) ->
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 async def test_only_an_error_of_a_gpu_itself_stands_against_another_start(
-    device: str, monkeypatch: pytest.MonkeyPatch
+    device: str, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     def broken(step: Step) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    async with Engine(_config()) as engine:
+    async with Engine(config) as engine:
         running: Any = engine._running
         running.device_model.prepared.runner.forward = broken
         running.device_model = replace(running.device_model, device=torch.device(device))
@@ -167,14 +151,14 @@ async def test_only_an_error_of_a_gpu_itself_stands_against_another_start(
 
 
 async def test_of_what_died_nothing_is_in_memory_when_the_next_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     def die(*_: object) -> None:
         raise RuntimeError("beyond repair")
 
     # pytest keeps what is logged, and with it the frames of the error.
     monkeypatch.setattr(running_module.log, "critical", lambda *_, **__: None)
-    async with Engine(_config()) as engine:
+    async with Engine(config) as engine:
         old = weakref.ref(engine.device_model.model.backbone)
         with monkeypatch.context() as broken:
             broken.setattr(RunnerActor, "_finish", die)
@@ -182,9 +166,9 @@ async def test_of_what_died_nothing_is_in_memory_when_the_next_is_loaded(
                 await _score(engine)
         load, found = launch_module.load_device_model, []
 
-        def noting(config: EngineConfig) -> Any:
+        def noting(given: EngineConfig) -> Any:
             found.append(old())
-            return load(config)
+            return load(given)
 
         monkeypatch.setattr(launch_module, "load_device_model", noting)
         await engine.start()
@@ -193,18 +177,18 @@ async def test_of_what_died_nothing_is_in_memory_when_the_next_is_loaded(
 
 
 async def test_a_start_that_fails_leaves_the_engine_dead_and_the_next_one_counts(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     async def die(*_: object) -> None:
         raise RuntimeError("beyond repair")
 
-    def fail(config: EngineConfig) -> Any:
+    def fail(given: EngineConfig) -> Any:
         raise OSError("the disk is gone")
 
     def restarts() -> float | None:
         return engine.metrics.registry.get_sample_value("maxsimd_engine_restarts_total")
 
-    async with Engine(_config()) as engine:
+    async with Engine(config) as engine:
         with monkeypatch.context() as broken:
             broken.setattr(RunnerActor, "_run", die)
             with pytest.raises(EngineDeadError):
@@ -223,9 +207,9 @@ async def test_a_start_that_fails_leaves_the_engine_dead_and_the_next_one_counts
 
 
 async def test_a_start_that_is_stuck_can_be_given_up(
-    sticking: Sticking, monkeypatch: pytest.MonkeyPatch
+    sticking: Sticking, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
-    engine = Engine(_config())
+    engine = Engine(config)
     with monkeypatch.context() as stuck:
         stuck.setattr(launch_module, "load_device_model", sticking.keep_here)
         with pytest.raises(TimeoutError):
@@ -241,8 +225,10 @@ def _entries(folder: Path) -> int:
         return int(connection.execute("SELECT count(*) FROM entries").fetchone()[0])
 
 
-async def test_what_was_cached_on_disk_is_found_by_the_next_start(sticking: Sticking, tmp_path: Path) -> None:
-    async with Engine(_config(cache_dir=str(tmp_path))) as engine:
+async def test_what_was_cached_on_disk_is_found_by_the_next_start(
+    sticking: Sticking, tmp_path: Path, config: EngineConfig, stanford_colbert: str
+) -> None:
+    async with Engine(replace(config, model=stanford_colbert, cache_dir=str(tmp_path))) as engine:
         first = await engine.score("capital of France", DOCUMENTS)
         sticking.stick(engine)
         with pytest.raises(EngineDeadError):
@@ -256,7 +242,11 @@ async def test_what_was_cached_on_disk_is_found_by_the_next_start(sticking: Stic
 
 
 async def test_a_writer_that_is_stuck_while_it_writes_harms_neither_requests_nor_the_file(
-    sticking: Sticking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sticking: Sticking,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: EngineConfig,
+    stanford_colbert: str,
 ) -> None:
     write = tables.write
     stuck: list[Callable[..., Any]] = [sticking.keep_here]
@@ -269,7 +259,7 @@ async def test_a_writer_that_is_stuck_while_it_writes_harms_neither_requests_nor
         write(connection, entries)
 
     monkeypatch.setattr(tables, "write", sticking_once)
-    async with Engine(_config(cache_dir=str(tmp_path))) as engine:
+    async with Engine(replace(config, model=stanford_colbert, cache_dir=str(tmp_path))) as engine:
         first = await engine.score("capital of France", DOCUMENTS)
         await asyncio.to_thread(sticking.reached.wait)
         sticking.stick(engine)
@@ -291,10 +281,10 @@ async def test_a_writer_that_is_stuck_while_it_writes_harms_neither_requests_nor
 
 
 IN_A_SCRIPT = """
-import threading
+import sys, threading
 from maxsimd.engine import EngineConfig, EngineDeadError, SyncEngine
 
-config = EngineConfig(dtype="float32", threads=1, step_timeout_seconds=0.5)
+config = EngineConfig(sys.argv[1], dtype="float32", threads=1, step_timeout_seconds=0.5)
 with SyncEngine(config) as engine:
     engine.score("a", ["b"])
     engine._engine.device_model.prepared.runner.forward = lambda step: threading.Event().wait()
@@ -306,8 +296,7 @@ print("left")
 """
 
 
-def test_a_script_ends_although_a_thread_is_stuck() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", IN_A_SCRIPT], capture_output=True, text=True, check=False, timeout=120
-    )
+def test_a_script_ends_although_a_thread_is_stuck(qwen3_embedding: str) -> None:
+    command = [sys.executable, "-c", IN_A_SCRIPT, qwen3_embedding]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (ran.returncode, ran.stdout.split()) == (0, ["told", "left"]), ran.stderr

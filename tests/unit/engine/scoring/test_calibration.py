@@ -89,10 +89,10 @@ def _calibrate(files: Path, out: Path, *more: str) -> Any:
 
 
 def test_a_calibrated_server_gives_probabilities(
-    files: Path, tmp_path: Path, bert_cross_encoder: str
+    files: Path, tmp_path: Path, bert_cross_encoder: str, qwen3_embedding: str
 ) -> None:
     out = tmp_path / "calibration.json"
-    ran = _calibrate(files, out, "--dtype", "float32", "--others", "5")
+    ran = _calibrate(files, out, qwen3_embedding, "--dtype", "float32", "--others", "5")
     assert ran.exit_code == 0, ran.output
     assert "40 queries" in ran.output
     assert f"--calibration {out}" in ran.output
@@ -100,8 +100,11 @@ def test_a_calibrated_server_gives_probabilities(
     async def check() -> None:
         query, document = "open a file", "Open a file and return a stream."
         calibration = Calibration.read(out)
-        config = EngineConfig(dtype="float32", calibration=str(out))
-        async with RecordingEngine(config) as engine, Engine(EngineConfig(dtype="float32")) as plain:
+        config = EngineConfig(model=qwen3_embedding, dtype="float32", calibration=str(out))
+        async with (
+            RecordingEngine(config) as engine,
+            Engine(EngineConfig(model=qwen3_embedding, dtype="float32")) as plain,
+        ):
             normalized = await plain.score(query, [document, "x"], normalize=True)
             found = await engine.score(query, [document, "x"], normalize=True)
             expected = calibration(np.array(normalized.scores, dtype=np.float32))
@@ -111,22 +114,24 @@ def test_a_calibrated_server_gives_probabilities(
             answer = await Caller(engine).json("/rerank", body)
             assert answer["score_scale"]["transform"] == "calibrated probability"
         # Precision, threads and the like change scores by rounding only.
-        async with Engine(EngineConfig(dtype="bfloat16", kernels="torch", calibration=str(out))):
+        async with Engine(
+            EngineConfig(model=qwen3_embedding, dtype="bfloat16", kernels="torch", calibration=str(out))
+        ):
             pass
         for other in (
             EngineConfig(model=bert_cross_encoder, calibration=str(out)),
-            EngineConfig(query_prompt="query: ", calibration=str(out)),
-            EngineConfig(dimensions=8, calibration=str(out)),
+            EngineConfig(model=qwen3_embedding, query_prompt="query: ", calibration=str(out)),
+            EngineConfig(model=qwen3_embedding, dimensions=8, calibration=str(out)),
         ):
             with pytest.raises(ModelLoadError, match="is of another model"):
                 await Engine(other).start()
         with pytest.raises(ModelLoadError, match="cannot be read"):
-            await Engine(EngineConfig(calibration=str(tmp_path / "none"))).start()
+            await Engine(EngineConfig(model=qwen3_embedding, calibration=str(tmp_path / "none"))).start()
 
     asyncio.run(check())
 
 
-def test_files_that_do_not_fit_are_named(files: Path, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_named(files: Path, tmp_path: Path, qwen3_embedding: str) -> None:
     for text, message in (
         ("q0\td0\n", "line 1"),
         ("heading\nq0 d0 high\n", "line 2"),
@@ -135,7 +140,7 @@ def test_files_that_do_not_fit_are_named(files: Path, tmp_path: Path) -> None:
     ):
         bad = tmp_path / "bad.tsv"
         bad.write_text(text)
-        ran = _calibrate(files, tmp_path / "out.json", "--qrels", str(bad), "--others", "0")
+        ran = _calibrate(files, tmp_path / "out.json", qwen3_embedding, "--qrels", str(bad), "--others", "0")
         if message == "line 1":
             message = "no judgement names"  # what it is taken for is a heading
         assert ran.exit_code != 0

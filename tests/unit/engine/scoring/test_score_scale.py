@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine import EngineConfig
 from maxsimd.engine.scoring.scale import ScoreScale, has_bounds, score_scale
 from tests.checkpoints import language_models
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import Engines
 from tests.unit.calling_handlers import Caller, RecordingEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUERY = "how is a file opened"
 DOCUMENTS = ["Open a file and return a stream.", "Sort a list in place.", "x"]
@@ -29,34 +32,36 @@ def listwise(checkpoints: SharedCheckpoints) -> str:
 
 
 @pytest.mark.parametrize("fixture", MODELS)
-async def test_scores_are_where_the_scale_says(fixture: str, request: pytest.FixtureRequest) -> None:
-    async with Engine(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32")) as engine:
-        assert score_scale(engine.model) == MODELS[fixture]
-        for normalize in (False, True):
-            scale = score_scale(engine.model, normalize=normalize)
-            scores = (await engine.score(QUERY, DOCUMENTS, normalize=normalize)).scores
-            assert scale.least is None or min(scores) >= scale.least
-            assert scale.most is None or max(scores) <= scale.most
-            if normalize:
-                assert (scale.least, scale.most) == (0.0, 1.0)
+async def test_scores_are_where_the_scale_says(
+    fixture: str, request: pytest.FixtureRequest, engines: Engines
+) -> None:
+    engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
+    assert score_scale(engine.model) == MODELS[fixture]
+    for normalize in (False, True):
+        scale = score_scale(engine.model, normalize=normalize)
+        scores = (await engine.score(QUERY, DOCUMENTS, normalize=normalize)).scores
+        assert scale.least is None or min(scores) >= scale.least
+        assert scale.most is None or max(scores) <= scale.most
+        if normalize:
+            assert (scale.least, scale.most) == (0.0, 1.0)
 
 
-async def test_raw_scores_of_classifiers_are_logits(bert_cross_encoder: str) -> None:
-    async with Engine(EngineConfig(model=bert_cross_encoder, dtype="float32")) as engine:
-        model = engine.model
-        assert score_scale(model, use_activation=False) == ScoreScale("logit", None, None)
-        assert score_scale(replace(model, activation=torch.nn.Identity())) == ScoreScale("logit", None, None)
-        half = score_scale(replace(model, activation=torch.nn.Softplus()))
-        assert (half.transform, half.least, half.most) == ("softplus", 0.0, None)
+async def test_raw_scores_of_classifiers_are_logits(bert_cross_encoder: str, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=bert_cross_encoder, dtype="float32"))
+    model = engine.model
+    assert score_scale(model, use_activation=False) == ScoreScale("logit", None, None)
+    assert score_scale(replace(model, activation=torch.nn.Identity())) == ScoreScale("logit", None, None)
+    half = score_scale(replace(model, activation=torch.nn.Softplus()))
+    assert (half.transform, half.least, half.most) == ("softplus", 0.0, None)
 
 
-async def test_vectors_of_any_length_have_unbounded_scores(qwen3_embedding: str) -> None:
-    async with Engine(EngineConfig(model=qwen3_embedding, dtype="float32")) as engine:
-        tasks = {name: replace(task, normalised=False) for name, task in engine.model.tasks.items()}
-        model = replace(engine.model, tasks=tasks, similarity="dot")
-        assert score_scale(model) == ScoreScale("dot", None, None)
-        assert not has_bounds(model)
-        assert has_bounds(replace(model, similarity="cosine"))
+async def test_vectors_of_any_length_have_unbounded_scores(qwen3_embedding: str, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=qwen3_embedding, dtype="float32"))
+    tasks = {name: replace(task, normalised=False) for name, task in engine.model.tasks.items()}
+    model = replace(engine.model, tasks=tasks, similarity="dot")
+    assert score_scale(model) == ScoreScale("dot", None, None)
+    assert not has_bounds(model)
+    assert has_bounds(replace(model, similarity="cosine"))
 
 
 def _shown(scale: ScoreScale) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -25,14 +26,22 @@ from maxsimd.engine.device.shared import SharedDevices
 from maxsimd.engine.device.thread import num_left_behind
 from tests.waiting import until, wait_for
 
-
-def config(model: str | None = None, **options: Any) -> EngineConfig:
-    return EngineConfig(model=model, dtype="float32", threads=1, **options)
+Config = Callable[..., EngineConfig]
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0)])
+@pytest.fixture(scope="module")
+def config(qwen3_embedding: str) -> Config:
+    """The configuration of a small model, of this one unless another is named."""
+
+    def made(model: str | None = None, **options: Any) -> EngineConfig:
+        return EngineConfig(model=model or qwen3_embedding, dtype="float32", threads=1, **options)
+
+    return made
+
+
+@pytest.mark.parametrize("weights", [pytest.param((1.0, 1.0), marks=pytest.mark.exhaustive), (3.0, 1.0)])
 async def test_time_on_the_device_is_shared_by_weight(
-    weights: tuple[float, float], pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+    weights: tuple[float, float], pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, config: Config
 ) -> None:
     """Although the steps of one are as long again as those of the other. On a busy machine, too: time is what
     the device's thread has computed, and each model has its next step waiting from the beginning of the one
@@ -53,9 +62,9 @@ async def test_time_on_the_device_is_shared_by_weight(
             return [engines.device_seconds(name) for name in "ab"]
 
         async def next_share() -> float:
-            """That of the first model in the next two seconds of the device."""
+            """That of the first model in the next second of the device."""
             before = used()
-            while sum(used()) < sum(before) + 2:
+            while sum(used()) < sum(before) + 1:
                 await asyncio.wait(clients, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
                 assert not any(client.done() for client in clients)
             of_a, of_b = (now - then for now, then in zip(used(), before, strict=True))
@@ -80,7 +89,7 @@ async def test_time_on_the_device_is_shared_by_weight(
 
 
 async def test_no_step_runs_while_a_checkpoint_is_read_and_all_do_afterwards(
-    monkeypatch: pytest.MonkeyPatch, pairs: list[Pair]
+    monkeypatch: pytest.MonkeyPatch, pairs: list[Pair], config: Config
 ) -> None:
     """Reading one changes torch's default precision for all threads."""
     load_model, meanwhile = load.load_model, []
@@ -109,7 +118,7 @@ async def test_no_step_runs_while_a_checkpoint_is_read_and_all_do_afterwards(
 
 
 async def test_no_step_runs_while_a_checkpoint_is_read_whose_load_was_cancelled(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, config: Config
 ) -> None:
     load_model, is_read, go_on = load.load_model, threading.Event(), threading.Event()
 
@@ -131,7 +140,7 @@ async def test_no_step_runs_while_a_checkpoint_is_read_whose_load_was_cancelled(
         assert (await score).scores
 
 
-async def test_caches_share_what_one_would_take(tmp_path: Path) -> None:
+async def test_caches_share_what_one_would_take(tmp_path: Path, config: Config) -> None:
     def limits(engines: Engines) -> list[int]:
         return [engines[name].metrics.cache._memory.limit >> 20 for name in engines.names]  # type: ignore[union-attr]
 
@@ -144,7 +153,9 @@ async def test_caches_share_what_one_would_take(tmp_path: Path) -> None:
         assert limits(engines) == [7, whole]
 
 
-async def test_two_models_with_one_cache_folder_do_not_mix(tmp_path: Path, stanford_colbert: str) -> None:
+async def test_two_models_with_one_cache_folder_do_not_mix(
+    tmp_path: Path, stanford_colbert: str, config: Config
+) -> None:
     folder = str(tmp_path)
     async with Engines(
         {"a": config(cache_dir=folder), "b": config(stanford_colbert, cache_dir=folder)}
@@ -156,16 +167,16 @@ async def test_two_models_with_one_cache_folder_do_not_mix(tmp_path: Path, stanf
                 await until(lambda name=name: both[name].stats().device.staged_embeddings == 0)  # type: ignore[misc]
 
 
-async def test_another_number_of_threads_is_refused_and_said() -> None:
+async def test_another_number_of_threads_is_refused_and_said(config: Config) -> None:
     async with Engines({"a": config()}) as engines:
         with pytest.raises(ModelLoadError, match="threads is 1 for those that are there, and 2 for this one"):
-            await engines.load("b", EngineConfig(dtype="float32", threads=2))
+            await engines.load("b", replace(config(), threads=2))
         await engines.drop("a")
-        await engines.load("b", EngineConfig(dtype="float32", threads=2))
+        await engines.load("b", replace(config(), threads=2))
         assert (await engines["b"].score("a", ["b"])).scores
 
 
-async def test_an_engine_outlives_its_devices_thread_without_harm() -> None:
+async def test_an_engine_outlives_its_devices_thread_without_harm(config: Config) -> None:
     devices = SharedDevices()
     seat = devices.seat(config(), weight=1.0)
     await asyncio.wrap_future(seat.run(asyncio.sleep(0)))
@@ -179,7 +190,7 @@ def _breaking(engines: Engines, name: str, act: Callable[[], Any]) -> None:
     runner.forward = lambda step: act()
 
 
-async def test_an_exit_in_one_models_code_ends_that_model_alone() -> None:
+async def test_an_exit_in_one_models_code_ends_that_model_alone(config: Config) -> None:
     def leave() -> None:
         raise SystemExit(3)
 
@@ -192,7 +203,9 @@ async def test_an_exit_in_one_models_code_ends_that_model_alone() -> None:
         await until(lambda: engines.state("b").startswith("failed"))
 
 
-async def test_a_step_that_never_ends_fails_all_models_of_its_device_which_can_be_loaded_again() -> None:
+async def test_a_step_that_never_ends_fails_all_models_of_its_device_which_can_be_loaded_again(
+    config: Config,
+) -> None:
     reached, released = threading.Event(), threading.Event()
 
     def stick() -> None:
@@ -221,9 +234,9 @@ async def test_a_step_that_never_ends_fails_all_models_of_its_device_which_can_b
     wait_for(lambda: num_left_behind() == 0)
 
 
-@pytest.mark.parametrize("cycles", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("cycles", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
 async def test_loads_and_drops_under_traffic_lose_no_request_and_give_memory_back(
-    cycles: int, pairs: list[Pair]
+    cycles: int, pairs: list[Pair], config: Config
 ) -> None:
     documents = [pair.document for pair in pairs[:5]]
 
