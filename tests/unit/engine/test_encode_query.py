@@ -40,8 +40,15 @@ def model(request: pytest.FixtureRequest) -> str:
     return path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cache", ["bypass", "use"])
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [
+        ("float32", "use"),
+        ("bfloat16", "bypass"),
+        pytest.param("float32", "bypass", marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", "use", marks=pytest.mark.exhaustive),
+    ],
+)
 async def test_its_scores_are_those_of_the_text(engines: Engines, model: str, dtype: Any, cache: Any) -> None:
     engine = await engines(EngineConfig(model=model, dtype=dtype, threads=1))
     for query in (QUERY, "?", LONG):

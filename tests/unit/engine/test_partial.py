@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-import time
+import threading
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 from pathlib import Path
@@ -172,19 +172,24 @@ async def test_a_query_that_breaks_the_model_fails_the_request(engine: Recording
 async def test_when_the_time_is_up_what_is_scored_comes_back(
     engine: RecordingEngine, documents: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device is held up after some steps."""
+    """The device is held up after some steps, until the answer is there."""
     whole = await engine.score("a query", documents, truncation=CUT_LONG)
     runner: Any = engine.device_model.prepared.runner
     forward: Callable[[Step], Any] = runner.forward
-    steps = count()
+    steps, answered = count(), threading.Event()
 
     def held_up(step: Step) -> Any:
         if next(steps) >= 4:
-            time.sleep(2)
+            answered.wait()
         return forward(step)
 
     monkeypatch.setattr(runner, "forward", held_up)
-    result = await engine.score("a query", documents, truncation=CUT_LONG, timeout=1.5, on_timeout="partial")
+    try:
+        result = await engine.score(
+            "a query", documents, truncation=CUT_LONG, timeout=1.5, on_timeout="partial"
+        )
+    finally:
+        answered.set()
     there = [i for i in range(len(documents)) if i not in result.unscored]
     assert 0 < len(result.unscored) < len(documents)
     assert [result.scores[i] for i in there] == pytest.approx([whole.scores[i] for i in there], abs=1e-4)

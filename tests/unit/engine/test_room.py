@@ -60,7 +60,7 @@ async def test_a_model_length_below_that_of_expanded_queries_is_refused(stanford
     assert "max_model_len" in message
 
 
-@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize("packing", ["auto", pytest.param("off", marks=pytest.mark.exhaustive)])
 async def test_a_budget_must_hold_the_special_tokens_and_one_token_of_each_text(
     bert_cross_encoder: str, packing: str
 ) -> None:

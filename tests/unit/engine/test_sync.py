@@ -55,33 +55,21 @@ def test_every_method_is_there(three_label_classifier: str) -> None:
         assert engine.embed_tokens("hello").embeddings[0].shape == (3, 384)
         with pytest.raises(InvalidRequestError):
             engine.score("a", [])
+        with pytest.raises(InvalidRequestError, match="top_n must not be negative, not -1"):
+            engine.rerank("a", ["b", "c"], top_n=-1)
+        far_back = ["short"] * 300 + ["word " * 400]
+        with pytest.raises(InvalidRequestError, match=r"documents\[300\] has"):
+            engine.score("a", far_back, truncation="error")
     with SyncEngine(EngineConfig(model=three_label_classifier)) as engine:
         assert engine.classify(["a", "b"]).scores.shape == (2, 3)
         assert engine.classify(["a"], text_pairs=["b"]).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
-def test_a_negative_top_n_is_refused() -> None:
-    with (
-        SyncEngine() as engine,
-        pytest.raises(InvalidRequestError, match="top_n must not be negative, not -1"),
-    ):
-        engine.rerank("a", ["b", "c"], top_n=-1)
-
-
-def test_a_document_far_back_in_a_long_list_is_named_by_its_own_index() -> None:
-    documents = ["short"] * 300 + ["word " * 400]
-    with (
-        SyncEngine(progress=False) as engine,
-        pytest.raises(InvalidRequestError, match=r"documents\[300\] has"),
-    ):
-        engine.score("a", documents, truncation="error")
-
-
 def test_the_bar_counts_documents_whatever_they_come_to(
-    documents: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    documents: list[str], folder: Path, qwen3_embedding: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Windows, equal documents and the passes of a listwise model are other numbers of values."""
-    with SyncEngine(EngineConfig(score_type="bi-encoder", max_model_len=100, window_overlap=0)) as engine:
+    with SyncEngine(EngineConfig(model=qwen3_embedding, max_model_len=100, window_overlap=0)) as engine:
         engine.score("what", documents, truncation=WINDOW_LONG)
         assert "300/300" in capsys.readouterr().err
         engine.score("what", ["the same"] * 400)
@@ -91,9 +79,11 @@ def test_the_bar_counts_documents_whatever_they_come_to(
         assert "300/300" in capsys.readouterr().err
 
 
-def test_a_progress_of_ones_own_takes_the_place_of_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_of_ones_own_takes_the_place_of_the_bar(
+    qwen3_embedding: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[tuple[int, int]] = []
-    with SyncEngine() as engine:
+    with SyncEngine(qwen3_embedding) as engine:
         engine.embed(
             [f"text {i}" for i in range(300)], progress=lambda there, in_all: seen.append((there, in_all))
         )

@@ -27,6 +27,16 @@ from maxsimd.engine.ops.triton.maxsim_tiles import PairGroup, group_by_query_len
 pytest.importorskip("triton")
 
 
+# What `make test` compiles: of one generation what other tests compile too, and of the others one or two.
+FEW = (
+    MaxSimLaunch(90, 32),
+    MaxSimLaunch(90, 32, documents="i8"),
+    MaxSimLaunch(80, 32),
+    MaxSimLaunch(100, 32, documents="i8"),
+    MaxSimLaunch(90, 32, 128, "fp32", "fp32"),
+)
+
+
 def launches() -> list[MaxSimLaunch]:
     """All that the table has, and float16, which has the tiles of bfloat16, where it differs: with int8."""
     found = [launch for capability in (80, 90, 100) for launch in maxsim_launches(capability)]
@@ -42,8 +52,7 @@ def launches() -> list[MaxSimLaunch]:
         pytest.param(
             launch,
             id=f"sm_{launch.capability}: {launch.name}",
-            # Between the smallest and the largest embeddings, `make test` compiles for one generation.
-            marks=pytest.mark.exhaustive if launch.capability != 90 and launch.dim in (96, 256, 512) else (),
+            marks=() if launch in FEW else pytest.mark.exhaustive,
         )
         for launch in launches()
     ],
@@ -56,7 +65,9 @@ def test_maxsim_fits_into_registers_and_shared_memory(launch: MaxSimLaunch) -> N
         assert code.main_loop.tensor
 
 
-@pytest.mark.parametrize("query", [32, 64, 128, 256])
+@pytest.mark.parametrize(
+    "query", [32, *(pytest.param(query, marks=pytest.mark.exhaustive) for query in (64, 128, 256))]
+)
 def test_the_sum_over_splits_fits_into_registers(query: int) -> None:
     assert compiled(MaxSimLaunch(90, query).sum_source, 90).spills == 0
 
@@ -70,13 +81,18 @@ def on_hopper(longest_query: int, documents: str = "bf16") -> tuple[MaxSimLaunch
     ("longest_query", "documents", "programs", "instructions"),
     [
         (32, "bf16", 4, 125),
-        (64, "bf16", 3, 140),
-        (128, "bf16", 2, 175),
         (1024, "bf16", 2, 240),
         (32, "i8", 5, 260),
-        (64, "i8", 4, 290),
-        (128, "i8", 3, 355),
         (1024, "i8", 3, 355),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (
+                (64, "bf16", 3, 140),
+                (128, "bf16", 2, 175),
+                (64, "i8", 4, 290),
+                (128, "i8", 3, 355),
+            )
+        ),
     ],
 )
 def test_a_turn_takes_few_instructions_and_others_run_beside_it(

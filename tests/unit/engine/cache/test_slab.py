@@ -147,7 +147,7 @@ class SlabMachine(RuleBasedStateMachine):
 
 
 TestSlab = SlabMachine.TestCase
-TestSlab.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSlab.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
 @given(st.lists(st.lists(st.integers(0, 12), max_size=10), max_size=6))

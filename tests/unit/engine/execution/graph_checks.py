@@ -49,7 +49,7 @@ class CallRecorder:
 
 
 def packed_model(path: Path, layers: int = 1) -> LoadedModel:
-    """A checkpoint in float32, with packed attention and only its first layers, which is enough for graphs."""
+    """A checkpoint in float32, with packed attention and its first layers alone: graphs need no more."""
     model = load_model(EngineConfig(model=path), CPU)
     backbone: Any = model.backbone.float()
     del (backbone.layers if hasattr(backbone, "layers") else backbone.encoder.layer)[layers:]

@@ -30,12 +30,18 @@ def test_so_it_does_with_kernels_interpreted_from_the_start(name: str) -> None:
     run_interpreted(checks.check_scores_from_the_start, name)
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
 def test_so_it_does_in_bfloat16(name: str) -> None:
     run_interpreted(checks.check_bfloat16, name)
 
 
-@pytest.mark.parametrize("name", list(checks.EXPECTED))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("bert", "llama", "gemma") else pytest.mark.exhaustive)
+        for name in checks.EXPECTED
+    ],
+)
 def test_layers_are_fused_where_they_are_built_as_expected(name: str) -> None:
     run_interpreted(checks.check_modules, name)
 

@@ -26,6 +26,11 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
+def examples(count: int, device: str) -> settings:
+    """Many on a GPU; interpreting takes long, so that there a run has a quarter of them, others each time."""
+    return settings(max_examples=count if device != "cpu" else count // 4, deadline=None)
+
+
 def close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(ours.float().cpu(), exact.float(), atol=tolerance, rtol=tolerance)
@@ -39,7 +44,7 @@ def on(items: Ragged, device: str) -> Ragged:
 def check_maxsim(device: str) -> None:
     from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40, device)
     @given(problems(), st.sampled_from([1, 2, 7]), st.sampled_from(DTYPES))
     def compare(problem: tuple[Ragged, Ragged, Pairs], split_k: int, dtype: torch.dtype) -> None:
         queries, documents, pairs = problem
@@ -49,7 +54,7 @@ def check_maxsim(device: str) -> None:
         ours = maxsim_triton(on(queries, device), on(documents, device), pairs, split_k)
         torch.testing.assert_close(ours.cpu(), exact, atol=1e-5, rtol=1e-5)
 
-    @settings(max_examples=15, deadline=None)
+    @examples(15, device)
     @given(problems(), st.sampled_from(DTYPES))
     def compare_int8(problem: tuple[Ragged, Ragged, Pairs], dtype: torch.dtype) -> None:
         queries, documents, pairs = problem
@@ -169,7 +174,7 @@ def check_maxsim_of_scattered_texts(device: str) -> None:
     """Texts that lie apart, overlap, and come in any order, among rows that belong to none."""
     from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
 
-    @settings(max_examples=15, deadline=None)
+    @examples(15, device)
     @given(scattered_texts(60, 40), scattered_texts(300, 150), st.sampled_from([None, 3]))
     def compare(
         queries: list[tuple[int, int]], documents: list[tuple[int, int]], split_k: int | None
@@ -234,7 +239,7 @@ def check_attention_of_whole_sequences(device: str) -> None:
 
     ours, exact = TritonBackend(), OneByOneBackend()
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40, device)
     @given(attention_problems(), DIMS, st.sampled_from(DTYPES), SMALL_TILES)
     def compare(
         problem: tuple[Any, ...], dim: int, dtype: torch.dtype, tiles: tuple[int, int, int, int] | None
@@ -274,7 +279,7 @@ def check_attention_of_chunks(device: str) -> None:
 
     ours, exact = TritonBackend(), OneByOneBackend()
 
-    @settings(max_examples=20, deadline=None)
+    @examples(20, device)
     @given(
         st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=3),
         DIMS,
@@ -321,7 +326,7 @@ def check_attention_after_prefixes(device: str) -> None:
 
     ours, exact = TritonBackend(), OneByOneBackend()
 
-    @settings(max_examples=20, deadline=None)
+    @examples(20, device)
     @given(
         st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=6),
         st.integers(1, 80),
@@ -365,7 +370,7 @@ def check_attention_after_prefixes(device: str) -> None:
 def check_projection(device: str) -> None:
     from maxsimd.engine.ops.triton.projection import Projection, project
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40, device)
     @given(
         st.integers(1, 90),
         st.integers(0, 80),

@@ -1,10 +1,10 @@
 """What the kernels of fused layers must do, on random rows: interpreted on a CPU, or compiled on a GPU."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.engine.ops.kernel_checks import DTYPES
+from tests.unit.engine.ops.kernel_checks import DTYPES, examples
 
 # Both sides are float32 until they round once; they may round to neighbours.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -28,7 +28,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int, apart: int = 0) -> torch
 def check_add_layer_norm(device: str) -> None:
     from maxsimd.engine.ops.triton.layer_norm import add_layer_norm, add_layer_norm_reference
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40, device)
     @given(ROWS, WIDTHS, st.sampled_from(DTYPES), st.sampled_from([0, 16]), st.sampled_from([0.0, 30.0]))
     def compare(rows: int, width: int, dtype: torch.dtype, apart: int, mean: float) -> None:
         x = numbers(rows, width, dtype=dtype, seed=1, apart=apart) + mean
@@ -49,7 +49,7 @@ def check_rms_norm(device: str) -> None:
         rms_norm_reference,
     )
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40, device)
     @given(ROWS, WIDTHS, st.sampled_from(DTYPES), st.sampled_from([0, 16]), st.sampled_from([1e-6, 0.5]))
     def compare(rows: int, width: int, dtype: torch.dtype, apart: int, epsilon: float) -> None:
         x = numbers(rows, width, dtype=dtype, seed=1, apart=apart)
@@ -68,7 +68,7 @@ def check_rms_norm(device: str) -> None:
 def check_norm_rotary(device: str) -> None:
     from maxsimd.engine.ops.triton.rotary import HeadNorms, norm_rotary_, norm_rotary_reference
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40, device)
     @given(
         st.integers(0, 4),
         st.tuples(st.integers(1, 9), st.integers(1, 5)),
@@ -99,7 +99,7 @@ def check_norm_rotary(device: str) -> None:
 def check_swiglu(device: str) -> None:
     from maxsimd.engine.ops.triton.swiglu import swiglu, swiglu_reference
 
-    @settings(max_examples=30, deadline=None)
+    @examples(30, device)
     @given(ROWS, st.sampled_from([1, 48, 1024, 1500]), st.sampled_from(DTYPES), st.sampled_from([1.0, 60.0]))
     def compare(rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
         gate_up = numbers(rows, 2 * width, dtype=dtype, seed=rows, apart=16) * scale

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -27,34 +29,16 @@ def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], Non
     run_interpreted(check, "cpu")
 
 
-# Compiling, for every generation that has a table of its own.
-
-CAPABILITIES = [80, 90, 100]
-
-
-# Kernels in float16 have tiles of the same shape as those in bfloat16: of them, `make test` compiles those of
-# the first generation.
-PRECISIONS_AND_CAPABILITIES = [
-    pytest.param(
-        dtype, capability, marks=pytest.mark.exhaustive if dtype == "fp16" and capability != 80 else ()
-    )
-    for dtype in ("fp32", "bf16", "fp16")
-    for capability in CAPABILITIES
-]
-
+# Compiling, for every generation that has a table of its own: a few kernels, and all before a release.
 
 # All that a sequence can be: with both causal variants a prefix, which a program passes over as well.
 ALL_ATTENTION = [(True, True, True), (True, False, True), (False, True, False)]
+FEW_ATTENTION = [("bf16", 128, 80), ("bf16", 64, 90), ("bf16", 128, 100), ("fp32", 128, 80)]
+FEW_PROJECTIONS = [("bf16", 90, 128), ("fp32", 80, 1024), ("fp16", 80, 128)]
 
 
-def is_quick_to_compile(dtype: str, head_dim: int, capability: int, variant: tuple[bool, ...]) -> bool:
-    """What `make test` compiles: for an H100 all that is fast, for others and float32 the largest variant."""
-    if dtype == "bf16" and capability == 90:
-        return head_dim != 80 and variant != ALL_ATTENTION[2]
-    return variant == ALL_ATTENTION[0] and (dtype, head_dim, capability) in {
-        ("bf16", 64, 80), ("bf16", 128, 80), ("bf16", 64, 86), ("bf16", 64, 100), ("bf16", 128, 100),
-        ("fp32", 128, 80), ("fp32", 256, 90),
-    }  # fmt: skip
+def exhaustive_unless(few: bool) -> Any:
+    return () if few else pytest.mark.exhaustive
 
 
 ATTENTION_VARIANTS = [
@@ -63,7 +47,9 @@ ATTENTION_VARIANTS = [
         head_dim,
         capability,
         *variant,
-        marks=() if is_quick_to_compile(dtype, head_dim, capability, variant) else pytest.mark.exhaustive,
+        marks=exhaustive_unless(
+            (dtype, head_dim, capability) in FEW_ATTENTION and variant == ALL_ATTENTION[0]
+        ),
     )
     for dtype, heads in (("bf16", (64, 80, 128, 256)), ("fp16", (64,)), ("fp32", (64, 128, 256)))
     for head_dim in heads
@@ -101,22 +87,25 @@ def test_attention_on_an_h100_is_not_bound_by_its_instructions(
     assert most_tflops(code, H100) >= least_tflops
 
 
-@pytest.mark.parametrize("head_dim", [24, 32, 64, 80, 128, 256])
-@pytest.mark.parametrize("kibibytes", [0, 48, 99, 163, 227])
-def test_attention_has_tiles_for_every_head_and_device(head_dim: int, kibibytes: int) -> None:
+def test_attention_has_tiles_for_every_head_and_device() -> None:
     from maxsimd.engine.ops.triton import attention
 
-    device = Limits(0, kibibytes * 1024, 1)
-    for itemsize in (2, 4):
-        for windowed in (False, True):
-            tiles = attention.tiles_for(device, head_dim, itemsize, windowed)
-            held = (tiles.queries + 2 * tiles.stages * tiles.keys) * next_power_of_two(head_dim) * itemsize
-            assert held <= max(99, kibibytes) * 1024
+    for head_dim, kibibytes, itemsize, windowed in product(
+        (24, 32, 64, 80, 128, 256), (0, 48, 99, 163, 227), (2, 4), (False, True)
+    ):
+        tiles = attention.tiles_for(Limits(0, kibibytes * 1024, 1), head_dim, itemsize, windowed)
+        held = (tiles.queries + 2 * tiles.stages * tiles.keys) * next_power_of_two(head_dim) * itemsize
+        assert held <= max(99, kibibytes) * 1024, (head_dim, kibibytes, itemsize, windowed)
 
 
-@pytest.mark.parametrize("dim", [128, 1024])
-@pytest.mark.parametrize(("dtype", "capability"), PRECISIONS_AND_CAPABILITIES)
-def test_projection_compiles(dtype: str, dim: int, capability: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "capability", "dim"),
+    [
+        pytest.param(*each, marks=exhaustive_unless(each in FEW_PROJECTIONS))
+        for each in product(("fp32", "bf16", "fp16"), (80, 90, 100), (128, 1024))
+    ],
+)
+def test_projection_compiles(dtype: str, capability: int, dim: int) -> None:
     code = compiled(projection_source(capability, dim, dtype), capability)
     assert code.spills == 0
     assert code.shared <= LIMITS[capability].shared_memory

@@ -51,7 +51,7 @@ async def _streamed(engine: Engine, *texts: Any, **options: Any) -> tuple[list[l
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"explain": True}, {"normalize": True}, {"truncation": WINDOWS}, {"cache": "bypass"}],
+    [{}, {"explain": True, "normalize": True}, {"truncation": WINDOWS, "cache": "bypass"}],
     ids=str,
 )
 async def test_parts_have_what_comes_all_at_once(engine: Engine, options: dict[str, Any]) -> None:
@@ -139,8 +139,8 @@ async def test_a_listwise_model_gives_all_at_once(checkpoints: SharedCheckpoints
             assert [one.score for one in parts[-1]] == result.scores
 
 
-async def test_a_blocking_caller_gets_the_same() -> None:
-    with SyncEngine(EngineConfig(max_batch_tokens=256, dtype="float32")) as engine:
+async def test_a_blocking_caller_gets_the_same(qwen3_embedding: str) -> None:
+    with SyncEngine(EngineConfig(model=qwen3_embedding, max_batch_tokens=256, dtype="float32")) as engine:
         with engine.stream(QUERY, DOCUMENTS) as stream:
             parts = list(stream)
             scores = {one.index: one.score for part in parts for one in part}

@@ -56,14 +56,16 @@ def reranker(checkpoints: SharedCheckpoints) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def both(reranker: str, config: Config) -> AsyncIterator[Engines]:
-    async with Engines({"embed": config(), "rerank": config(reranker)}) as engines:
+    embedded = EngineConfig(dtype="float32", threads=1)
+    async with Engines({"embed": embedded, "rerank": config(reranker)}) as engines:
         yield engines
 
 
 async def test_each_scores_as_alone(both: Engines, reranker: str, pairs: list[Pair], config: Config) -> None:
     query, documents = pairs[0].query, [pair.document for pair in pairs[:30]]
-    for name, model in (("embed", None), ("rerank", reranker)):
-        async with Engine(config(model)) as alone:
+    embedded = EngineConfig(dtype="float32", threads=1)
+    for name, each in (("embed", embedded), ("rerank", config(reranker))):
+        async with Engine(each) as alone:
             expected = (await alone.score(query, documents)).scores
             assert alone._running is not None
             assert alone._running._device.turn is None, "an engine by itself waits for no turn"
