@@ -11,10 +11,10 @@ from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.check import find_mismatch
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from tests.checkpoints import cross_encoders
-from tests.unit.kernel_checks import CHECKS, on
-from tests.unit.layer_kernel_checks import CHECKS as LAYER_CHECKS
+from tests.unit.engine.cache.slab_checks import check_scores_from_a_slab
+from tests.unit.engine.ops.kernel_checks import CHECKS, on
+from tests.unit.engine.ops.layer_kernel_checks import CHECKS as LAYER_CHECKS
 from tests.unit.pairs import pairs_of
-from tests.unit.slab_checks import check_scores_from_a_slab
 from tests.unit.test_maxsim import random_ragged
 
 

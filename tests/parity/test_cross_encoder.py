@@ -14,7 +14,7 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, 
 from maxsimd.engine.execution.attention import select as choice
 from tests.engines import Engines
 from tests.parity.references import loaded
-from tests.unit.test_packed import LeakyBackend
+from tests.unit.engine.execution.test_packed import LeakyBackend
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -13,7 +13,7 @@ from tests.checkpoints import t5
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity import references
-from tests.unit.test_kernels import needs_kernels
+from tests.unit.engine.ops.test_kernels import needs_kernels
 
 module_loop = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,7 +15,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.device import load
 from tests.checkpoints import cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.unit.interpreted import run_interpreted
+from tests.unit.engine.ops.interpreted import run_interpreted
 
 pytest.importorskip("triton")
 

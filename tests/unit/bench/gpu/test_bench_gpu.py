@@ -1,0 +1,216 @@
+"""The benchmarks of a GPU, run small and on a CPU."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from maxsimd.api.cli import main
+from maxsimd.bench.gpu import maxsim_contenders
+from maxsimd.bench.gpu.kernels import measure_kernels, prepared
+from maxsimd.bench.gpu.maxsim_contenders import contenders, draw, rounded_contenders
+from maxsimd.bench.gpu.report import write_report
+from maxsimd.bench.gpu.serving import Shape, Workload, measure_serving, save_colbert
+from maxsimd.bench.gpu.shapes import AttentionShape, MaxSimShape
+from maxsimd.bench.gpu.trace import busy_share
+from maxsimd.bench.timing import Run, one_after_another
+from tests.unit.engine.ops.interpreted import run_interpreted
+
+
+def check_kernels() -> None:
+    figures = measure_kernels(
+        torch.device("cpu"),
+        2,
+        (MaxSimShape("few", 4, 5, (3, 9), 16, rounded=True),),
+        (AttentionShape("few", 2, 10, 4, 2, 32, True),),
+        rows=40,
+    )
+    for name in (
+        "MaxSim: few",
+        "MaxSim: few, in int8",
+        "attention: few",
+        "projection: 40 rows, 1,024 to 128",
+    ):
+        assert figures[name]["maxsimd_ms"] > 0
+        milliseconds = [value for key, value in figures[name].items() if key.endswith("_ms")]
+        best_other = min(value for value in milliseconds if value != figures[name]["maxsimd_ms"])
+        ratio = best_other / figures[name]["maxsimd_ms"]
+        assert figures[name]["times_as_fast_as_the_best_other"] == pytest.approx(ratio, rel=0.05)
+        assert figures[name]["share_of_what_the_device_can"] > 0
+        assert not any(key.endswith("_failed") for key in figures[name])
+        assert figures[f"{name}, each call alone"].keys() == {key for key in figures[name] if "_ms" in key}
+    in_16_bits = min(value for key, value in figures["MaxSim: few"].items() if key.endswith("_ms"))
+    in_int8 = figures["MaxSim: few, in int8"]
+    assert in_int8["times_as_fast_as_the_best_in_16_bits"] == pytest.approx(
+        in_16_bits / in_int8["maxsimd_ms"], rel=0.01
+    )
+
+
+def test_kernels_are_measured_beside_plain_torch() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(check_kernels)
+
+
+def test_a_contender_that_fails_or_is_wrong_is_named_and_not_timed() -> None:
+    def broken(data: torch.Tensor) -> Run:
+        raise RuntimeError("no such kernel")
+
+    ready = prepared(
+        {
+            "right": lambda data: lambda: data * 1.001,
+            "wrong": lambda data: lambda: data * 1.1,
+            "empty": lambda data: lambda: data * torch.nan,
+            "broken": broken,
+        },
+        [torch.ones(4), torch.ones(4)],
+        torch.ones(3),
+    )
+    assert list(ready.runs) == ["right"]
+    assert ready.failures == {
+        "wrong": "its results differ by 0.1 of the largest",
+        "empty": "its results differ by nan of the largest",
+        "broken": "RuntimeError: no such kernel",
+    }
+
+
+def test_each_call_has_the_next_copy_of_the_data() -> None:
+    called: list[int] = []
+    run = one_after_another([lambda i=i: called.append(i) for i in range(3)])  # type: ignore[misc]
+    for _ in range(5):
+        run()
+    assert called == [0, 1, 2, 0, 1]
+
+
+class PlainPackages:
+    """Both packages' entries in plain torch, which take what is fastest for the real ones and nothing
+    else."""
+
+    @staticmethod
+    def flash_maxsim(query: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        assert query.dtype == documents.dtype == torch.float16
+        assert (query.dim(), documents.dim()) == (2, 3)
+        return (documents.float() @ query.float().T).amax(dim=1).sum(dim=1)
+
+    @staticmethod
+    def flash_maxsim_packed(
+        query: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        assert query.dtype == rows.dtype == torch.float16
+        return PlainPackages._packed(query, rows, offsets, longest)
+
+    @staticmethod
+    def flash_maxsim_int8_symmetric(
+        query: torch.Tensor, documents: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        assert (query.dtype, documents.dtype, scales.dtype) == (torch.float16, torch.int8, torch.float16)
+        return PlainPackages.flash_maxsim(query, (documents * scales[:, :, None]).half())
+
+    @staticmethod
+    def quantize_query_int8(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = query.float().abs().amax(dim=1) / 127
+        return (query.float() / scales[:, None]).round().to(torch.int8), scales.half()
+
+    @staticmethod
+    def flash_maxsim_int8x8(
+        _: torch.Tensor,
+        documents: torch.Tensor,
+        scales: torch.Tensor,
+        query: torch.Tensor,
+        of_query: torch.Tensor,
+    ) -> torch.Tensor:
+        assert query.dtype == documents.dtype == torch.int8
+        return PlainPackages.flash_maxsim_int8_symmetric(
+            (query * of_query[:, None]).half(), documents, scales
+        )
+
+    @staticmethod
+    def maxsim(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        assert queries.dtype == documents.dtype == torch.bfloat16
+        assert (queries.dim(), documents.dim()) == (3, 3)
+        return (documents.float() @ queries[0].float().T).amax(dim=1).sum(dim=1)[None]
+
+    @staticmethod
+    def maxsim_varlen(
+        query: torch.Tensor, rows: torch.Tensor, of_query: torch.Tensor, offsets: torch.Tensor, *longest: int
+    ) -> torch.Tensor:
+        assert query.dtype == rows.dtype == torch.bfloat16
+        assert of_query.tolist() == [0, len(query)] == [0, longest[0]]
+        return PlainPackages._packed(query, rows, offsets, longest[1])[None]
+
+    @staticmethod
+    def _packed(query: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
+        bounds = offsets.tolist()
+        parts = [rows[a:b].float() for a, b in pairwise(bounds)]
+        assert max(map(len, parts)) == longest
+        return torch.stack([(part @ query.float().T).amax(dim=0).sum() for part in parts])
+
+
+@pytest.mark.parametrize(("tokens", "count"), [((9, 9), 2), ((3, 9), 2)])
+def test_packages_are_given_what_is_fastest_for_them(
+    tokens: tuple[int, int], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maxsim_contenders, "package", lambda name: PlainPackages)
+    shape = MaxSimShape("few", 4, 5, tokens, 16)
+    scored = draw(shape, torch.device("cpu"), 0)
+    gpu = torch.device("cuda")
+    packages = {
+        name: make for name, make in contenders(shape, gpu).items() if name not in ("maxsimd", "padded torch")
+    }
+    assert len(packages) == count
+    assert list(prepared(packages, [scored], scored.exact(5)).runs) == list(packages)
+    if tokens[0] == tokens[1]:
+        in_int8 = {
+            name: make for name, make in rounded_contenders(shape, gpu).items() if name.startswith("flash")
+        }
+        assert len(in_int8) == 2
+        ready = prepared(in_int8, [scored.rounded()], scored.rounded().exact(5))
+        assert list(ready.runs) == list(in_int8), ready.failures
+
+
+async def test_a_server_is_measured_under_published_workloads(tmp_path: Path) -> None:
+    checkpoint = save_colbert(tmp_path, Shape(layers=1, hidden=32, heads=2, vocabulary=30_600, dim=16))
+    workloads = (Workload("single", 6, 1, 300, 0.5, 3), Workload("many", 2, 20, 64, 0.0, 2))
+    figures = await measure_serving(checkpoint, "cpu", workloads)
+    for workload in workloads:
+        of_it = figures[workload.name]
+        assert of_it["documents_per_s"] == pytest.approx(
+            of_it["requests_per_s"] * workload.documents, rel=0.1
+        )
+        # Queries are counted with their documents.
+        assert of_it["tokens_per_s"] > workload.input_len / 4 * of_it["documents_per_s"]
+
+
+def test_results_are_written_and_drawn(tmp_path: Path) -> None:
+    figures = {
+        "limits": {"product_tflops": 700.0},
+        "MaxSim: few": {"maxsimd_ms": 0.5, "padded torch_ms": 1.5, "times_as_fast_as_the_best_other": 3.0},
+        "one workload": {"requests_per_s": 2.5, "latency_median_ms": 20.0},
+        "another": {"requests_per_s": 4.0, "latency_median_ms": 10.0},
+    }
+    written = write_report("kernels-gpu", "Kernels", figures, tmp_path)
+    assert [path.name for path in written] == [
+        "kernels-gpu.json", "kernels-gpu.md", "kernels-gpu-0.svg", "kernels-gpu-1.svg",
+    ]  # fmt: skip
+    assert json.loads(written[0].read_text())["MaxSim: few"]["maxsimd_ms"] == 0.5
+    assert "| padded torch ms | 1.5 |" in written[1].read_text()
+    assert "requests a second" in written[3].read_text()
+
+
+def test_the_busy_share_counts_kernels_at_the_same_time_once() -> None:
+    # 0 to 100, of which the first and last tenth are left out: idle from 30 to 40 and from 70 to 80.
+    figures = busy_share([(0, 20), (10, 30), (40, 70), (50, 60), (80, 100)])
+    assert figures["busy_share"] == pytest.approx(60 / 80)
+    assert figures["longest_gap_us"] == 10
+    assert busy_share([]) == {"kernels": 0}
+
+
+def test_without_a_gpu_the_commands_say_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for command in ("gpu", "kernels"):
+        result = CliRunner().invoke(main, ["bench", command])
+        assert result.exit_code == 1
+        assert "there is none" in result.output

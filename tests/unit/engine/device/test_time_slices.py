@@ -1,0 +1,91 @@
+"""Threads that wake up soon, and threads that sleep while they wait."""
+
+import os
+import platform
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from maxsimd.engine.device import time_slices
+from maxsimd.engine.device.time_slices import take_short_slices
+
+LINUX = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+
+
+def in_thread(function: object) -> list[object]:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(function()))  # type: ignore[operator]
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.mark.skipif(not LINUX, reason="Linux alone has slices of time for each thread")
+def test_a_thread_and_those_that_it_starts_take_short_slices_and_give_nothing_away() -> None:
+    script = """
+import os, threading
+from tests.unit.engine.device.test_time_slices import slice_of
+from maxsimd.engine.device.time_slices import take_short_slices
+before = slice_of()
+assert take_short_slices()
+found = []
+thread = threading.Thread(target=lambda: found.append((slice_of(), os.getpriority(os.PRIO_PROCESS, 0))))
+thread.start(); thread.join()
+print(before, slice_of(), *found[0])
+"""
+    command = ["nice", "-n", "3", sys.executable, "-c", script]
+    before, own, child, niceness = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert int(niceness) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3), "as it was given"
+    assert own == child
+    # Before 6.12 the kernel takes no slices, and reports none.
+    assert before == "0" or int(own) < int(before)
+
+
+@pytest.mark.skipif(not LINUX, reason="Linux alone has policies for each thread")
+def test_a_thread_of_another_policy_keeps_its_slices() -> None:
+    def batch() -> bool:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        return take_short_slices()
+
+    assert in_thread(batch) == [False]
+
+
+def test_a_machine_whose_calls_are_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_slices.platform, "machine", lambda: "riscv64")
+    assert take_short_slices() is False
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_of_openmp_sleep_while_they_wait_unless_the_environment_says_otherwise(
+    given: dict[str, str], spins: str
+) -> None:
+    script = """
+import os, sys
+from maxsimd.api.cli import main
+assert "torch" not in sys.modules, "too late"
+main(["inspect", "--help"], standalone_mode=False)
+assert "torch" not in sys.modules, "too late"
+print(os.environ.get("GOMP_SPINCOUNT"))
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    shown = subprocess.run(
+        [sys.executable, "-c", script], env=environment | given, capture_output=True, text=True, check=True
+    ).stdout
+    assert shown.splitlines()[-1] == spins
+
+
+def slice_of() -> int:
+    """The calling thread's slice in nanoseconds; 0 where the kernel has none."""
+    import ctypes
+
+    _, get_attributes = time_slices._CALLS[platform.machine()]
+    buffer = ctypes.create_string_buffer(time_slices._ATTRIBUTES.size)
+    assert not ctypes.CDLL(None).syscall(get_attributes, 0, buffer, time_slices._ATTRIBUTES.size, 0)
+    return int(time_slices._ATTRIBUTES.unpack(buffer.raw)[time_slices._RUNTIME])

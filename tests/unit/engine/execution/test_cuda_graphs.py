@@ -1,0 +1,315 @@
+"""Steps as CUDA graphs, with calls in the place of graphs: what is captured, compared, and replayed."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.execution import cuda_graphs
+from maxsimd.engine.execution.attention.base import CaptureSize, StaticMetadata
+from maxsimd.engine.execution.attention.varlen import VarlenBackend, VarlenMetadata
+from maxsimd.engine.execution.cuda_graphs import GraphedRunner
+from maxsimd.engine.execution.graph_sizes import is_worth_capturing, least_tokens, sizes_for
+from maxsimd.engine.execution.graph_steps import filling_steps
+from maxsimd.engine.execution.host_waits import waits_in
+from maxsimd.engine.execution.lay_out import lay_out
+from maxsimd.engine.execution.layout import Group, Layout
+from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.static_inputs import Field, StaticInputs
+from maxsimd.engine.ops.qkv import QKV
+from maxsimd.scheduler import ResultSlot, Sequence, Step, Tokens
+from tests.checkpoints import cross_encoders, nomic
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.unit.engine.execution.graph_checks import (
+    CPU,
+    SIZES,
+    CallRecorder,
+    check_replays,
+    check_triton_replays,
+    packed_model,
+    steps_of,
+    texts_of,
+)
+from tests.unit.engine.execution.test_packed import plain_varlen
+from tests.unit.engine.ops.interpreted import run_interpreted
+
+
+@pytest.fixture(params=["bert", "qwen3"])
+def path(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> Path:
+    """A small bidirectional and a small causal model."""
+    return Path(checkpoints(getattr(cross_encoders, request.param)))
+
+
+@pytest.fixture(scope="module")
+def model(bert_cross_encoder: str) -> LoadedModel:
+    return packed_model(Path(bert_cross_encoder))
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
+    """By torch's kernel for GPUs, with plain torch in its place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+    return VarlenBackend(CPU)
+
+
+def test_a_replayed_step_gives_what_it_gives_without_a_graph(path: Path, backend: VarlenBackend) -> None:
+    """A step runs in the smallest graph that holds its tokens and its sequences."""
+    lengths = [[9, 12, 1], [20], [3] * 4, [60, 4], [3] * 9, [128, 128], [2] * 41, [300], [5]]
+    check_replays(packed_model(path), backend, SIZES, lengths, [1, 1, 1, 4])
+
+
+@pytest.mark.exhaustive
+def test_steps_by_our_own_kernel_are_replayed(path: Path) -> None:
+    pytest.importorskip("triton")
+    run_interpreted(check_triton_replays, str(path))
+
+
+def test_hidden_states_of_a_replayed_step_are_not_those_of_the_next(
+    model: LoadedModel, backend: VarlenBackend
+) -> None:
+    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
+    graphed.capture_all(backend, SIZES[-1:], texts_of(model), CallRecorder())
+    first, second = steps_of([[9, 3], [4, 8]])
+    hidden, _ = graphed.forward(first)
+    before = hidden.clone()
+    graphed.forward(second)
+    assert torch.equal(hidden, before)
+
+
+def test_a_model_that_waits_for_the_device_has_no_graphs(
+    tmp_path: Path, backend: VarlenBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each expert is given the tokens that chose it, however many these are."""
+    experts = packed_model(Path(nomic.v2_moe(tmp_path / "model")), layers=2)
+    graphed = GraphedRunner(PackedRunner(experts, CPU, backend), CPU)
+    recorder = CallRecorder()
+    with caplog.at_level(logging.INFO, logger="maxsimd"):
+        assert graphed.capture_all(backend, SIZES, texts_of(experts), recorder) == {}
+    assert graphed.sizes == ()
+    assert recorder.replays == []
+    assert "no CUDA graphs: the model waits for the device (aten.nonzero" in caplog.text
+
+
+def test_a_model_that_cannot_be_watched_runs_without_graphs(
+    model: LoadedModel,
+    backend: VarlenBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*given: object) -> list[str]:
+        raise RuntimeError("no rule for this operator")
+
+    monkeypatch.setattr(cuda_graphs, "waits_in", fail)
+    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
+    assert graphed.capture_all(backend, SIZES, texts_of(model), CallRecorder()) == {}
+    assert graphed.sizes == ()
+    assert "a step cannot be watched: no rule for this operator" in caplog.text
+
+
+def test_what_waits_for_the_device_is_found() -> None:
+    numbers, positions = torch.randn(4, 4), torch.tensor([1, 2])
+    mask = torch.tensor([True, False, True, False])
+    waiting = {
+        "aten._local_scalar_dense.default": lambda: numbers.sum().item(),
+        "aten.index.Tensor": lambda: numbers[numbers > 0],
+        "aten.nonzero.default": lambda: torch.where(numbers > 0),
+        "aten.repeat_interleave.Tensor": lambda: torch.repeat_interleave(positions),
+        "aten.index_put_.default": lambda: numbers[0].clone().index_put_((mask,), torch.ones(2)),
+    }
+    with torch.inference_mode():
+        for name, run in waiting.items():
+            assert waits_in(run, CPU) == [name]
+        assert waits_in(lambda: numbers[positions], CPU) == []
+        assert waits_in(lambda: numbers[0].clone().index_put_((mask,), torch.ones(())), CPU) == []
+        assert waits_in(lambda: numbers.to(torch.bfloat16).to("cpu"), CPU) == []
+        assert waits_in(lambda: torch.repeat_interleave(positions, output_size=3), CPU) == []
+        assert waits_in(lambda: torch.where(numbers > 0, numbers, 0.0).sum(), CPU) == []
+
+
+class BrokenRecorder(CallRecorder):
+    """One graph does nothing when it is replayed, and one cannot be captured."""
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], None]:
+        replay = super().capture(run)
+        if len(self.replays) == 2:
+            raise RuntimeError("operation not permitted when the stream is capturing")
+        return replay if len(self.replays) != 1 else lambda: None
+
+
+def test_a_size_that_differs_or_fails_is_left_out_alone(model: LoadedModel, backend: VarlenBackend) -> None:
+    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
+    recorder = BrokenRecorder()
+    mismatches = graphed.capture_all(backend, SIZES, texts_of(model), recorder)
+    assert graphed.sizes == (SIZES[3], SIZES[2])
+    assert "differ by" in mismatches[SIZES[0]]
+    assert "not permitted" in mismatches[SIZES[1]]
+    step, large = steps_of([[5, 5], [100]])
+    graphed.forward(step)
+    graphed.forward(large)
+    assert recorder.replays[0] == 0
+
+
+class FirstTokensBackend(VarlenBackend):
+    """In graphs alone, tokens behind a sequence's first 100 are attended to wrongly."""
+
+    def full(self, qkv: QKV, metadata: Any) -> torch.Tensor:
+        out = super().full(qkv, metadata)
+        if metadata.captured is not None and len(out) > 100:
+            out[100:] = 0
+        return out
+
+
+def test_every_size_is_compared_with_steps_that_fill_it(model: LoadedModel, backend: VarlenBackend) -> None:
+    wrong = FirstTokensBackend(CPU)
+    graphed = GraphedRunner(PackedRunner(model, CPU, wrong), CPU)
+    mismatches = graphed.capture_all(wrong, SIZES, texts_of(model), CallRecorder())
+    assert list(mismatches) == [SIZES[0]]
+
+
+def test_graphs_that_are_no_help_are_not_captured(
+    model: LoadedModel, backend: VarlenBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    for recorder, reason in (
+        (CallRecorder(host=1.0, device=9.0), "bound by the device"),
+        (CallRecorder(memory=0.5), "50% of the memory"),
+    ):
+        graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
+        with caplog.at_level(logging.INFO, logger="maxsimd"):
+            assert graphed.capture_all(backend, SIZES[-1:], texts_of(model), recorder) == {}
+        assert graphed.sizes == ()
+        assert recorder.replays == []
+        assert reason in caplog.text
+
+
+def test_a_graph_slower_than_launching_holds_steps_that_nearly_fill_it(
+    model: LoadedModel, backend: VarlenBackend
+) -> None:
+    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
+    recorder = CallRecorder(host=1.0, device=2.0)
+    graphed.capture_all(backend, SIZES[-1:], texts_of(model), recorder)
+    before = recorder.replays[0]
+    for step in steps_of([[20], [27], [28], [32]]):
+        graphed.forward(step)
+    assert recorder.replays[0] - before == 2
+
+
+def test_torch_is_not_captured_where_most_of_its_blocks_would_be_empty(backend: VarlenBackend) -> None:
+    layout = steps_of([[8]])
+    metadata = _metadata(backend, layout[0])
+    assert backend.prepare_for_capture(metadata, CaptureSize(4096, 32, 4096)) is not None
+    assert backend.prepare_for_capture(metadata, CaptureSize(4096, 512, 4096)) is None
+    assert backend.prepare_for_capture(metadata, CaptureSize(4096, 512, 256)) is not None
+
+
+def test_an_old_torch_is_not_replayed_for_cut_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def old(query: Any, key: Any, value: Any, *offsets: Any, scale: float, window_size: Any) -> torch.Tensor:
+        raise AssertionError
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", old)
+    backend = VarlenBackend(CPU)
+    static: StaticMetadata | None = backend.prepare_for_capture(
+        _metadata(backend, steps_of([[8]])[0]), CaptureSize(32, 4, 32)
+    )
+    assert static is not None
+    assert set(static.shapes) == {"offsets"}
+    whole = Layout(False, (Group(0, 1, 8, (8,)),))
+    contents = static.contents(whole)
+    assert contents is not None
+    assert contents["offsets"].tolist() == [0, 8, 8, 8, 8]
+    assert static.contents(Layout(False, (Group(0, 1, 8, (5,)),))) is None
+    assert static.contents(Layout(False, (Group(0, 1, 40, (40,)),))) is None
+
+
+def _metadata(backend: VarlenBackend, step: Step) -> VarlenMetadata:
+    batch = lay_out(step, {}, causal=False, arrangement=backend.arrangement, position_offset=0)
+    return backend.prepare(batch.layout, CPU)
+
+
+def test_only_what_is_captured_without_fault_is_used(
+    model: LoadedModel,
+    backend: VarlenBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "sizes_for", lambda *most: SIZES)
+    gpu = torch.device("cuda")
+    plain = PackedRunner(model, CPU, backend)
+    monkeypatch.setattr(cuda_graphs, "GraphedRunner", lambda runner, device: GraphedRunner(runner, CPU))
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", BrokenRecorder)
+    most = CaptureSize(256, 40, 128)
+    with caplog.at_level(logging.WARNING, logger="maxsimd"):
+        found = cuda_graphs.with_graphs(plain, backend, gpu, texts_of(model), most)
+    assert isinstance(found, GraphedRunner)
+    assert (
+        "not replayed as CUDA graphs of 256 rows and 40 sequences: their hidden states differ" in caplog.text
+    )
+    assert cuda_graphs.with_graphs(plain, backend, CPU, texts_of(model), most) is plain
+    assert cuda_graphs.with_graphs(plain, backend, gpu, [], most) is plain
+
+
+def test_sizes_reach_up_to_the_budget_with_few_sequences_and_with_most() -> None:
+    assert sizes_for(100, 8, 512) == (
+        CaptureSize(100, 8, 100), CaptureSize(64, 8, 64), CaptureSize(32, 8, 32),
+    )  # fmt: skip
+    sizes = sizes_for(16_384, 512, 512)
+    assert len(sizes) == 19
+    assert sizes[0] == CaptureSize(16_384, 512, 512)
+    assert sizes[-1] == CaptureSize(32, 32, 32)
+    assert {size.sequences for size in sizes if size.rows >= 512} == {32, 512}
+    assert sizes_for(100_000, 2_000, 10)[0] == CaptureSize(16_384, 2_000, 10)
+
+
+def test_a_graph_must_save_more_than_its_empty_rows_cost() -> None:
+    assert is_worth_capturing(host=6.0, device=24.0)
+    assert not is_worth_capturing(host=6.0, device=100.0)
+    assert least_tokens(4096, host=6.0, replay=5.9) == 0
+    assert least_tokens(8192, host=6.0, replay=12.0) == 7168
+
+
+@given(
+    st.integers(1, 600),
+    st.integers(1, 100),
+    st.integers(1, 600),
+    st.lists(st.integers(1, 60), min_size=1, max_size=4),
+)
+def test_steps_fill_the_graph_that_they_try(
+    rows: int, sequences: int, longest: int, samples: list[int]
+) -> None:
+    size = CaptureSize(rows, min(rows, sequences), min(rows, longest))
+    texts = [
+        Sequence.text(0, ResultSlot(0, 0), "all", Tokens(np.arange(min(n, size.longest), dtype=np.int32)))
+        for n in samples
+    ]
+    many, few = filling_steps(size, texts)
+    for step in (many, few):
+        assert len(step.chunks) <= size.sequences
+        assert step.num_tokens <= rows
+        assert max(len(chunk) for chunk in step.chunks) <= size.longest
+    assert len(many.chunks) == size.sequences
+    if size.sequences > 1:
+        assert many.chunks[0].sequence.tokens is texts[0].tokens or len(texts[0]) + size.sequences - 1 > rows
+    assert len(few.chunks[0]) == min(size.longest, max(1, rows - rows // 10))
+    if 2 * rows <= size.longest * (size.sequences - size.sequences // 2):
+        assert many.num_tokens == rows
+
+
+def test_inputs_stay_at_their_addresses_and_are_followed_by_zeros() -> None:
+    fields = {"ids": Field((5,), torch.int64), "blocks": Field((3, 2), torch.int32)}
+    inputs = StaticInputs(fields, CPU)
+    ids, blocks = inputs.tensors["ids"], inputs.tensors["blocks"]
+    inputs.load({"ids": np.arange(5), "blocks": np.ones((3, 2), dtype=np.int32)})
+    assert ids.tolist() == [0, 1, 2, 3, 4]
+    assert blocks.tolist() == [[1, 1]] * 3
+    inputs.load({"ids": np.array([7]), "blocks": np.full((1, 2), 9, dtype=np.int32)})
+    assert ids.tolist() == [7, 0, 0, 0, 0]
+    assert blocks.tolist() == [[9, 9], [0, 0], [0, 0]]
+    assert all(tensor.data_ptr() % 16 == ids.data_ptr() % 16 for tensor in inputs.tensors.values())
+    with pytest.raises(KeyError):
+        inputs.load({"ids": np.array([7])})

@@ -1,0 +1,374 @@
+"""What surrounds the kernels on a GPU, with stand-ins for what only a GPU has."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig
+
+from maxsimd.engine import EngineConfig, ModelLoadError
+from maxsimd.engine.cache import EmbeddingCache, Precision
+from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.device import open_slab, warmup
+from maxsimd.engine.device.budget import bytes_a_token, tokens_that_fit
+from maxsimd.engine.execution.attention import select as choice
+from maxsimd.engine.execution.attention.base import AttentionMetadata
+from maxsimd.engine.execution.attention.check import find_mismatch
+from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
+from maxsimd.engine.execution.attention.timing import LENGTHS, fastest
+from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
+from maxsimd.engine.execution.attention.varlen import (
+    FlashBackend,
+    VarlenBackend,
+    VarlenMetadata,
+    varlen_options,
+)
+from maxsimd.engine.execution.layout import Group, Layout
+from maxsimd.engine.execution.modes import Packed, try_packed
+from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.selfcheck.samples import make_samples
+from maxsimd.engine.ops.qkv import QKV
+from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled, tiled
+from maxsimd.pooling.dispatch import DispatchPooler
+from maxsimd.pooling.methods import METHODS
+from maxsimd.pooling.ragged import Ragged
+from tests.checkpoints import cross_encoders
+from tests.unit.engine.execution.test_packed import plain_varlen
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["bert", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = getattr(cross_encoders, request.param)(tmp_path_factory.mktemp(request.param))
+    found = load_model(EngineConfig(model=path), CPU)
+    found.backbone.float()
+    assert isinstance(
+        try_packed(found, CPU, GroupedBackend(supports_first_rows=False), make_samples(found)), Packed
+    )
+    return found
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
+    """By torch's kernel for GPUs, with plain torch in its place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+    return VarlenBackend(CPU)
+
+
+def test_attention_by_a_library_equals_plain_attention(model: LoadedModel, backend: VarlenBackend) -> None:
+    assert find_mismatch(backend, model, CPU, torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lacks"),
+    [
+        ({"scale", "window_size", "enable_gqa", "seqused_k"}, set()),
+        ({"scale", "window_size"}, {"heads", "keys"}),
+        ({"scale", "is_causal"}, {"heads", "keys", "window"}),
+    ],
+)
+def test_torch_is_asked_only_for_what_a_step_needs_and_its_version_has(
+    parameters: set[str], lacks: set[str]
+) -> None:
+    query, grouped = torch.empty(4, 6, 16), torch.empty(2, 6, 16)
+    plain = QKV(query, query, query, 16**-0.5)
+    cases = {
+        "plain": (plain, True, None),
+        "both ways": (plain, False, None),
+        "scaling": (replace(plain, scaling=0.5), True, None),
+        "heads": (replace(plain, key=grouped, value=grouped), True, None),
+        "window": (replace(plain, window=3), True, None),
+        "keys": (plain, False, torch.tensor([4], dtype=torch.int32)),
+    }
+    for name, (qkv, causal, key_lengths) in cases.items():
+        layout = Layout(causal, (Group(0, 1, 6, (6,)),))
+        offsets = torch.tensor([0, 6], dtype=torch.int32)
+        metadata = VarlenMetadata(layout, CPU, offsets, key_lengths)
+        options = varlen_options(qkv, metadata, frozenset(parameters))
+        assert (options is None) == (name in lacks)
+        if options is not None:
+            assert options.keys() <= parameters
+            assert (options.get("window_size", (-1, -1))[1] == 0 or options.get("is_causal", False)) == causal
+            assert ("scale" in options) == (name == "scaling")
+
+
+def test_what_an_old_torch_lacks_runs_by_our_own_way(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def old(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *offsets: Any,
+        scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:  # fmt: skip
+        calls.append(window_size)
+        return plain_varlen(query, key, value, *offsets, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", old)
+    assert find_mismatch(VarlenBackend(CPU), model, CPU, torch.float32) is None
+    heads = model.backbone.config.num_attention_heads
+    grouped = getattr(model.backbone.config, "num_key_value_heads", heads) != heads
+    assert len(calls) == (0 if grouped else 1)
+
+
+class DoubledBackend(OneByOneBackend):
+    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
+        return 2 * super().full(qkv, metadata)
+
+
+class DoubledChunkBackend(OneByOneBackend):
+    def with_prefill_kv(
+        self, qkv: QKV, contexts: Any, metadata: AttentionMetadata, out: torch.Tensor
+    ) -> None:
+        super().with_prefill_kv(qkv, contexts, metadata, out)
+        out *= 2
+
+
+class DoubledPrefixBackend(OneByOneBackend):
+    def shared_prefix(self, qkv: QKV, prefixes: Any, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        super().shared_prefix(qkv, prefixes, metadata, out)
+        out *= 2
+
+
+class FailingBackend(OneByOneBackend):
+    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available")
+
+
+class NanBackend(OneByOneBackend):
+    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
+        return super().full(qkv, metadata).index_fill_(0, torch.tensor([5]), torch.nan)
+
+
+@pytest.mark.parametrize("broken", [DoubledBackend, DoubledChunkBackend, DoubledPrefixBackend, NanBackend])
+def test_every_part_of_attention_is_checked(model: LoadedModel, broken: type[OneByOneBackend]) -> None:
+    """Chunks and prefixes only where a model has them."""
+    assert find_mismatch(OneByOneBackend(), model, CPU, torch.float32) is None
+    is_used = model.causal or broken in (DoubledBackend, NanBackend)
+    mismatch = find_mismatch(broken(), model, CPU, torch.float32)
+    assert (mismatch is not None and "differs" in mismatch) == is_used
+
+
+def test_attention_that_is_wrong_or_fails_is_passed_over(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = OneByOneBackend()
+    candidates = {"wrong": DoubledBackend, "broken": FailingBackend, "right": lambda: right}
+    monkeypatch.setattr(choice, "candidates", lambda device, dtype: candidates)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.Tensor, "to", _to_cpu_instead(torch.Tensor.to))
+    with caplog.at_level(logging.WARNING, logger="maxsimd"):
+        assert choice.choose_attention("auto", model, gpu, torch.float32, False) is right
+    assert "by wrong is not used: it differs" in caplog.text
+    assert "by broken is not used: it failed: no kernel image" in caplog.text
+    del candidates["right"]
+    chosen = choice.choose_attention("auto", model, gpu, torch.float32, False)
+    assert isinstance(chosen, GroupedBackend)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "chosen"),
+    [
+        ({"ours": 1.0, "theirs": 0.5}, "theirs"),
+        ({"ours": 0.5, "theirs": 1.0}, "ours"),
+        ({"ours": 1.0, "theirs": 0.97}, "ours"),
+        ({"ours": 1.0, "theirs": 0.99, "third": 0.89}, "third"),
+    ],
+)
+def test_the_fastest_attention_is_chosen_and_the_first_of_those_alike(
+    milliseconds: dict[str, float], chosen: str
+) -> None:
+    assert fastest(milliseconds) == chosen
+
+
+def test_right_attention_is_chosen_by_a_timing(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Backends that are wrong are not timed."""
+    slow, fast = OneByOneBackend(), OneByOneBackend()
+    candidates = {"slow": lambda: slow, "wrong": DoubledBackend, "fast": lambda: fast}
+    monkeypatch.setattr(choice, "candidates", lambda device, dtype: candidates)
+    timed = []
+
+    def time(run: Callable[[], object]) -> float:
+        timed.append(run())
+        return {1: 2.0, 2: 0.5}[len(timed)]
+
+    monkeypatch.setattr(choice, "time_on_cuda", time)
+    monkeypatch.setattr(torch.Tensor, "to", _to_cpu_instead(torch.Tensor.to))
+    monkeypatch.setattr(choice, "time_backends", _on_cpu(choice.time_backends))
+    with caplog.at_level(logging.INFO, logger="maxsimd"):
+        chosen = choice.choose_attention("auto", model, torch.device("cuda"), torch.float32, False)
+    assert chosen is fast
+    assert "attention: fast, by a short timing on this device: slow 2.000 ms, fast 0.500 ms" in caplog.text
+    assert torch.equal(timed[0], timed[1])
+    assert len(timed[0]) == sum(min(length, model.max_tokens) for length in LENGTHS)
+
+
+def _on_cpu(time_backends: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    return lambda backends, model, device, dtype, timer: time_backends(backends, model, CPU, dtype, timer)
+
+
+def _to_cpu_instead(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda tensor, *arguments: to(
+        tensor, *(CPU if isinstance(argument, torch.device) else argument for argument in arguments)
+    )
+
+
+@pytest.mark.parametrize("name", ["varlen", "flash", "triton"])
+def test_an_attention_that_cannot_run_is_refused_by_name(model: LoadedModel, name: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"by {name} cannot run on this cpu in float32"):
+        choice.choose_attention(name, model, CPU, torch.float32, False)
+
+
+def test_flash_attention_is_called_as_it_is_documented(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def flash(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: Any, softmax_scale: float, causal: bool,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        calls.append(causal)
+        assert causal == (window_size[1] == 0)
+        grouped = q.shape[1] != k.shape[1]
+        return plain_varlen(
+            q,
+            k,
+            v,
+            *offsets,
+            scale=softmax_scale,
+            window_size=window_size,
+            enable_gqa=grouped,
+            seqused_k=None,
+        )
+
+    class Package:
+        flash_attn_varlen_func = staticmethod(flash)
+
+    monkeypatch.setattr("importlib.import_module", lambda name: Package)
+    assert find_mismatch(FlashBackend(CPU), model, CPU, torch.float32) is None
+    assert calls == [model.causal], "key lengths of their own are left to another backend"
+
+
+def test_a_maxsim_that_is_wrong_or_fails_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    def halved(*arguments: Any) -> torch.Tensor:
+        return maxsim_reference(*arguments) / 2
+
+    with caplog.at_level(logging.WARNING, logger="maxsimd"):
+        assert warmup.checked_maxsim("triton", halved, 16, CPU, torch.bfloat16)[0] == "tiled"
+    assert "MaxSim by triton is not used: its scores differ" in caplog.text
+    assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
+
+
+def test_maxsim_is_checked_in_every_length_and_type_that_it_may_meet() -> None:
+    def wrong_where(condition: Callable[[Ragged, Ragged], bool]) -> Any:
+        def scores(queries: Ragged, documents: Ragged, pairs: Any) -> torch.Tensor:
+            exact = maxsim_reference(queries, documents.decoded(torch.float32), pairs)
+            return exact / 2 if condition(queries, documents) else exact
+
+        return scores
+
+    def name(condition: Callable[[Ragged, Ragged], bool], *, int8: bool = False) -> str:
+        return warmup.checked_maxsim("x", wrong_where(condition), 16, CPU, torch.float32, int8=int8)[0]
+
+    assert name(lambda queries, documents: False, int8=True) == "x"
+    assert name(lambda queries, documents: documents.scales is not None) == "x"
+    assert name(lambda queries, documents: documents.scales is not None, int8=True) == "tiled"
+    assert name(lambda queries, documents: max(documents.lengths) > 1000) == "tiled"
+    assert name(lambda queries, documents: max(queries.lengths) > 256) == "tiled"
+
+
+def test_a_model_is_warmed_up_by_what_it_will_run(model: LoadedModel) -> None:
+    pooler = DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()})
+    warmup.warm_up(model, PackedRunner(model, CPU, GroupedBackend()), pooler)
+    assert pooler.num_states == 0
+
+
+def test_maxima_on_a_device_equal_those_on_the_cpu() -> None:
+    """Plain torch is the way of a GPU without Triton."""
+    blocks = np.array([2, 1, 4])
+    similarities = torch.randn(7, 5)
+    expected = torch.stack([part.amax(dim=0) for part in similarities.split(blocks.tolist())])
+    assert torch.equal(tiled.maxima_by_torch(similarities, blocks), expected)
+
+
+def test_rows_with_scales_are_decoded() -> None:
+    rows = Ragged(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8), (0, 1, 2), torch.tensor([0.5, 2.0]))
+    assert rows.decoded(torch.float32).values.tolist() == [[0.5, 1.0], [6.0, 8.0]]
+    assert rows.decoded(torch.bfloat16).scales is None
+
+
+def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
+    gib = 1 << 30
+    config = BertConfig(hidden_size=1024, intermediate_size=4096)
+    of_a_token = bytes_a_token(config, torch.bfloat16)
+    assert of_a_token == (6 * 1024 + 2 * 4096) * 2 + 4 * 1024
+    assert tokens_that_fit(100 * gib, of_a_token) == 16_384
+    # 32 KiB a token, of half of 256 MiB.
+    assert tokens_that_fit(gib // 4, of_a_token) == 4_096
+    assert tokens_that_fit(0, of_a_token) == 1_024
+
+
+def test_a_slab_takes_a_share_of_what_is_left_and_no_more_than_is_cached() -> None:
+    gib = 1 << 30
+    assert open_slab.default_limit(free=80 * gib, step=4 * gib, cached=4 * gib) == 4 * gib
+    assert open_slab.default_limit(free=12 * gib, step=4 * gib, cached=4 * gib) == 2 * gib
+    assert open_slab.default_limit(free=gib, step=4 * gib, cached=4 * gib) == 0
+    assert open_slab.rows_within(1 << 20, 128, torch.bfloat16) == 4096
+    # Each row of int8 has a scale.
+    assert open_slab.rows_within(1 << 20, 124, torch.int8) == 8192
+
+
+def test_there_is_no_slab_on_a_cpu(model: LoadedModel) -> None:
+    cache = EmbeddingCache(b"", "float32", MemoryStore(1 << 20), None)
+    config = EngineConfig(device_cache_mb=8)
+    assert open_slab.open_slab(config, model, cache, CPU, torch.float32, False) is None
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("precision", "takes_int8", "expected"),
+    [("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)],
+)
+def test_a_slab_holds_embeddings_as_they_are_scored(
+    monkeypatch: pytest.MonkeyPatch, precision: Precision, takes_int8: bool, expected: torch.dtype
+) -> None:
+    made: list[tuple[int, int, torch.dtype]] = []
+
+    class Slab:
+        nbytes = 0
+
+        def __init__(self, rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+            made.append((rows, dim, dtype))
+            if dim == 77:
+                raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(open_slab, "EmbeddingSlab", Slab)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 << 30, 80 << 30))
+    cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
+
+    def opened(config: EngineConfig, dim: int = 64) -> Any:
+        task = SimpleNamespace(dim=dim)
+        model = SimpleNamespace(
+            tasks={"embed": task}, score_task="embed", backbone=SimpleNamespace(config=BertConfig())
+        )
+        arguments: Any = (config, model, cache, torch.device("cuda"), torch.bfloat16, takes_int8)
+        return open_slab.open_slab(*arguments)
+
+    assert opened(EngineConfig(device_cache_mb=0)) is None
+    opened(EngineConfig())
+    opened(EngineConfig(device_cache_mb=8))
+    size = 64 + 4 if expected is torch.int8 else 128
+    assert made == [((1 << 20) // size, 64, expected), ((8 << 20) // size, 64, expected)]
+    with pytest.raises(ModelLoadError, match=r"no 8 MiB left .* device_cache_mb lower"):
+        opened(EngineConfig(device_cache_mb=8), 77)
+    cache.close()

@@ -1,0 +1,294 @@
+"""All layers of an encoder in one call: the same bits as layer by layer, used where they are right and
+faster."""
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.execution import one_call
+from maxsimd.engine.execution.one_call import FEW_ROWS, MOST_ROWS, OneCallRunner, with_one_call
+from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.prepare import prepare
+from maxsimd.engine.execution.selfcheck.samples import random_sequences
+from maxsimd.engine.ops.cpu.attention import attention
+from maxsimd.engine.ops.cpu.layers import Layer, Layers, Product
+from maxsimd.engine.ops.cpu.linear import (
+    Norm,
+    Weights,
+    linear,
+    linear_norm,
+    pack_bfloat16,
+    pack_float32,
+    pack_int8,
+)
+from maxsimd.engine.ops.qkv import QKV
+from tests.unit.engine.execution.test_packed import CPU, make_step
+from tests.unit.engine.ops.test_kernels import amx, needs_kernels
+from tests.unit.engine.ops.test_kernels_bits import threads
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("two_threads")]
+
+Pack = Callable[[torch.Tensor], Weights]
+# Hidden states are no multiple of what the kernels take at a time, and narrower than all heads together.
+HIDDEN, HEADS, HEAD_DIM, WIDE, SCALING = 90, 3, 32, 160, 0.2
+# A few sequences, or so many that threads have first rows of their own.
+LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=6) | st.lists(
+    st.integers(1, 9), min_size=24, max_size=90
+)
+
+
+def random_layer(pack: Pack, seed: int, hidden: int = HIDDEN) -> Layer:
+    random = torch.Generator().manual_seed(seed)
+
+    def product(inputs: int, columns: int, bias: bool = True) -> Product:
+        weights = pack(torch.randn(columns, inputs, generator=random) * inputs**-0.5)
+        return Product(weights, torch.randn(columns, generator=random) if bias else None)
+
+    def norm() -> Norm:
+        weight, bias = torch.randn(2, hidden, generator=random)
+        return Norm(weight, bias, 1e-5)
+
+    attended = HEADS * HEAD_DIM
+    query, key, value = product(hidden, attended), product(hidden, attended, False), product(hidden, attended)
+    return Layer(
+        query,
+        key,
+        value,
+        product(attended, hidden),
+        norm(),
+        product(hidden, WIDE),
+        product(WIDE, hidden),
+        norm(),
+    )
+
+
+def plainly(layer: Layer, hidden: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """A layer, product by product."""
+    query, key, value = (
+        linear(hidden, each.weights, each.bias).view(len(hidden), HEADS, HEAD_DIM).transpose(0, 1)
+        for each in (layer.query, layer.key, layer.value)
+    )
+    qkv = QKV(query, key, value, SCALING)
+    out = qkv.new_output()
+    attention(qkv, sequences, [], False, out)
+    summed = linear_norm(
+        out.flatten(1), hidden, layer.attended.weights, layer.attended.bias, layer.attended_norm
+    )
+    wide = linear(summed, layer.widened.weights, layer.widened.bias, gelu=True)
+    return linear_norm(wide, summed, layer.narrowed.weights, layer.narrowed.bias, layer.narrowed_norm)
+
+
+@pytest.mark.parametrize("pack", [pack_float32, pack_bfloat16, pack_int8])
+@given(lengths=LENGTHS, count=st.integers(1, 3), firsts_only=st.booleans(), tiles=st.booleans())
+@settings(deadline=None, max_examples=25)
+def test_layers_in_one_call_equal_their_products_one_by_one(
+    pack: Pack, lengths: list[int], count: int, firsts_only: bool, tiles: bool
+) -> None:
+    """To the last bit, however rows or columns are divided among threads."""
+    layers = [random_layer(pack, seed) for seed in range(2)]
+    rows = sum(lengths)
+    random = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, HIDDEN, generator=random).to(layers[0].query.weights.dtype)
+    firsts = torch.tensor([0, *itertools.accumulate(lengths)][:-1])
+    sequences = torch.tensor([(int(first), n, n, -1) for first, n in zip(firsts, lengths, strict=True)])
+    together = Layers(layers, HEADS, SCALING, rows)
+    with threads(count), amx(tiles):
+        expected = hidden
+        for layer in layers:
+            expected = plainly(layer, expected, sequences)
+        ours = together.run(hidden.clone(), sequences, firsts_only=firsts_only)
+    assert torch.equal(ours, expected[firsts] if firsts_only else expected)
+
+
+def test_layers_that_do_not_fit_together_are_refused() -> None:
+    narrow, wide = random_layer(pack_bfloat16, 0), random_layer(pack_bfloat16, 0, hidden=128)
+    with pytest.raises(ValueError, match="differ in size"):
+        Layers([narrow, wide], HEADS, SCALING, 8)
+    with pytest.raises(ValueError, match="differ in precision"):
+        Layers([narrow, random_layer(pack_float32, 0)], HEADS, SCALING, 8)
+    with pytest.raises(ValueError, match="not a multiple"):
+        Layers([narrow], 4, SCALING, 8)
+    layers = Layers([narrow], HEADS, SCALING, 8)
+    sequences = torch.tensor([(0, 9, 9, -1)])
+    for hidden in (
+        torch.zeros(9, HIDDEN).bfloat16(),
+        torch.zeros(8, HIDDEN),
+        torch.zeros(0, HIDDEN).bfloat16(),
+    ):
+        with pytest.raises(ValueError, match="cannot run"):
+            layers.run(hidden, sequences, firsts_only=False)
+
+
+def turns(*seconds: float) -> one_call.Timer:
+    """A clock that shows these in turn: first of one call, then of layer by layer."""
+    shown = itertools.cycle(seconds)
+
+    def timer(run: Callable[[], object]) -> float:
+        run()
+        return next(shown)
+
+    return timer
+
+
+def loaded(checkpoint: str | None, dtype: Any, **options: Any) -> tuple[LoadedModel, PackedRunner]:
+    """A model as it is served, and its runner that runs layer by layer."""
+    config = EngineConfig(model=checkpoint, dtype=dtype, device="cpu", **options)
+    model = load_model(config, CPU)
+    runner = prepare(model, config, CPU).runner
+    plain = runner.inner if isinstance(runner, OneCallRunner) else runner
+    assert isinstance(plain, PackedRunner)
+    return model, plain
+
+
+@pytest.fixture(scope="module")
+def served(bert_cross_encoder: str) -> tuple[LoadedModel, PackedRunner]:
+    return loaded(bert_cross_encoder, "bfloat16")
+
+
+def fast_one(model: LoadedModel, plain: PackedRunner) -> OneCallRunner:
+    task = next(iter(model.tasks))
+    fast = with_one_call(plain, model.backbone, random_sequences(model, task), turns(1.0, 2.0))
+    assert isinstance(fast, OneCallRunner)
+    return fast
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype"),
+    [
+        ("bert_cross_encoder", "bfloat16"),
+        ("bert_cross_encoder", "float32"),
+        ("xlm_roberta_cross_encoder", "bfloat16"),
+        (None, "bfloat16"),
+    ],
+)
+def test_steps_give_the_bits_of_the_model_layer_by_layer(
+    request: pytest.FixtureRequest, checkpoint: str | None, dtype: str
+) -> None:
+    """With the first rows alone from the last layer for cross-encoders, and all rows of the embedded one."""
+    path = None if checkpoint is None else request.getfixturevalue(checkpoint)
+    model, plain = loaded(path, dtype)
+    fast = fast_one(model, plain)
+    random = torch.Generator().manual_seed(0)
+    for count, shortest in ((1, 1), (2, 1), (7, 1), (12, 90)):
+        lengths = torch.randint(shortest, shortest + 69, (count,), generator=random).tolist()
+        # Some tokens behind the first are not to be attended to.
+        step = make_step(lengths, [max(1, length - count) for length in lengths])
+        assert fast.takes(step)
+        (ours, cursor), (expected, plain_cursor) = fast.forward(step), plain.forward(step)
+        assert torch.equal(ours, expected)
+        assert cursor.starts == plain_cursor.starts
+        assert len(ours) == (count if checkpoint else step.num_tokens)
+    assert step.num_tokens > 2 * FEW_ROWS
+
+
+def test_int8_weights_run_in_one_call_too(bert_cross_encoder: str) -> None:
+    model, plain = loaded(bert_cross_encoder, "bfloat16", quantization="int8")
+    step = make_step([40, 3, 17])
+    assert torch.equal(fast_one(model, plain).forward(step)[0], plain.forward(step)[0])
+
+
+def test_larger_steps_run_layer_by_layer(
+    served: tuple[LoadedModel, PackedRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = served
+    fast = fast_one(model, plain)
+    large = make_step([256] * (MOST_ROWS // 256) + [1])
+    assert not fast.takes(large)
+    expected = plain.forward(large)[0]
+    monkeypatch.setattr(Layers, "run", None)
+    assert torch.equal(fast.forward(large)[0], expected)
+
+
+def reason(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture, timer: Any) -> str:
+    """Why a model runs layer by layer, as the log has it."""
+    model, plain = served
+    texts = random_sequences(model, next(iter(model.tasks)))
+    with caplog.at_level(logging.INFO, logger="maxsimd"):
+        assert with_one_call(plain, model.backbone, texts, timer) is plain
+    return caplog.text.partition("steps run layer by layer: ")[2]
+
+
+def test_one_call_that_takes_longer_is_not_used(
+    served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert reason(served, caplog, turns(2.0, 1.0)).startswith("one call takes 2000.00 ms")
+
+
+def test_one_call_that_takes_longer_at_first_is_timed_again(served: tuple[LoadedModel, PackedRunner]) -> None:
+    """As where other processes load models at the same time."""
+    model, plain = served
+    texts = random_sequences(model, next(iter(model.tasks)))
+    busy = turns(*[2.0, 1.0] * 10, *[0.5, 1.0] * 1000)
+    fast = with_one_call(plain, model.backbone, texts, busy)
+    assert isinstance(fast, OneCallRunner)
+    assert fast.takes(make_step([FEW_ROWS, 1]))
+
+
+def test_large_steps_that_take_longer_in_one_call_run_layer_by_layer(
+    served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, plain = served
+    texts = random_sequences(model, next(iter(model.tasks)))
+    slow_if_large = turns(*[1.0, 2.0] * 5, *[2.0, 1.0] * 1000)
+    with caplog.at_level(logging.INFO, logger="maxsimd"):
+        fast = with_one_call(plain, model.backbone, texts, slow_if_large)
+    assert isinstance(fast, OneCallRunner)
+    assert fast.takes(make_step([FEW_ROWS]))
+    assert not fast.takes(make_step([FEW_ROWS, 1]))
+    assert f"steps of up to {FEW_ROWS} rows run all layers in one call" in caplog.text
+
+
+def test_one_call_that_gives_something_else_is_not_used(
+    served: tuple[LoadedModel, PackedRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Layers.run
+
+    def wrong(self: Layers, *arguments: Any, **options: Any) -> torch.Tensor:
+        made = run(self, *arguments, **options)
+        made[-1, -1] += 1
+        return made
+
+    monkeypatch.setattr(Layers, "run", wrong)
+    assert "they give something else" in reason(served, caplog, turns(1.0, 2.0))
+
+
+def test_layers_of_another_structure_run_layer_by_layer(
+    served: tuple[LoadedModel, PackedRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layers: Any = served[0].backbone.encoder.layer
+    monkeypatch.setitem(layers[-1]._modules, "added", torch.nn.Identity())
+    why = reason(served, caplog, turns(1.0, 2.0))
+    assert why.startswith(f"layer {len(layers) - 1} is not built as BERT's")
+
+
+def test_an_attention_that_changes_its_queries_is_told_apart(
+    served: tuple[LoadedModel, PackedRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own: Any = served[0].backbone.encoder.layer[0].attention.self
+    forward = own.forward
+    monkeypatch.setattr(own, "forward", lambda x, **options: forward(2 * x, **options))
+    assert reason(served, caplog, turns(1.0, 2.0)).startswith("layer 0 attends in another way")
+
+
+def test_the_choice_is_made_at_load_and_logged(
+    bert_cross_encoder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(model=bert_cross_encoder, dtype="bfloat16", device="cpu")
+    monkeypatch.setattr(one_call, "seconds_of", turns(0.001, 0.003))
+    with caplog.at_level(logging.INFO, logger="maxsimd"):
+        assert isinstance(prepare(load_model(config, CPU), config, CPU).runner, OneCallRunner)
+    assert "run all layers in one call: 1.00 ms" in caplog.text

@@ -1,0 +1,163 @@
+"""Attention with relative positions: what distances add, by every backend, against a sum written out."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.engine.execution.attention.base import AttentionBackend
+from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
+from maxsimd.engine.execution.attention.interface import StepAttention, attend
+from maxsimd.engine.execution.attention.one_by_one import OneByOneAttention, OneByOneBackend
+from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
+from maxsimd.engine.execution.lay_out import lay_out
+from maxsimd.engine.execution.layout import Layout, PackedBatch
+from maxsimd.engine.execution.relative.encoder import reach_of
+from maxsimd.engine.ops.qkv import QKV
+from maxsimd.engine.ops.relative import PositionBias, PositionContent, RelativePositions
+from tests.unit.engine.execution.test_packed import CPU, make_step
+from tests.unit.engine.ops.test_kernels import needs_kernels
+
+BACKENDS = [
+    OneByOneBackend(),
+    GroupedBackend(),
+    pytest.param(CompiledBackend(), marks=needs_kernels, id="compiled"),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
+HEADS, HEAD_DIM = 2, 24
+LENGTHS = st.lists(
+    st.tuples(st.sampled_from([1, 2, 12, 13, 31, 33, 70, 130]), st.integers(0, 3)), min_size=1, max_size=5
+)
+
+
+def drawn(kind: str, reach: int, dtype: torch.dtype, seed: int) -> RelativePositions:
+    random = torch.Generator().manual_seed(seed)
+    if kind == "bias":
+        return PositionBias(torch.randn(HEADS, 2 * reach + 1, generator=random))
+    keys, queries = (
+        torch.randn(HEADS, 2 * reach + 1, HEAD_DIM, generator=random).to(dtype) for _ in range(2)
+    )
+    return PositionContent(keys, queries)
+
+
+def drawn_qkv(rows: int, relative: RelativePositions | None, dtype: torch.dtype) -> QKV:
+    random = torch.Generator().manual_seed(rows)
+    q, k, v = (torch.randn(HEADS, rows, HEAD_DIM, generator=random).to(dtype) for _ in range(3))
+    return QKV(q, k, v, HEAD_DIM**-0.5, None, relative)
+
+
+def laid_out(lengths: list[tuple[int, int]], backend: AttentionBackend[Layout]) -> PackedBatch:
+    """Sequences of these lengths, of which the last so many keys are not attended to."""
+    attended = [max(1, length - hidden) for length, hidden in lengths]
+    step = make_step([length for length, _ in lengths], attended)
+    return lay_out(step, {}, causal=False, arrangement=backend.arrangement, position_offset=0)
+
+
+def written_out(qkv: QKV, layout: Layout) -> torch.Tensor:
+    """[rows, heads, head_dim], one product after the other."""
+    out = torch.zeros(qkv.query.shape[1], HEADS, HEAD_DIM)
+    for first, length, keys in layout.whole_sequences.tolist():
+        q, k, v = (x[:, first : first + length].float() for x in (qkv.query, qkv.key, qkv.value))
+        products = q @ k[:, :keys].transpose(1, 2)
+        apart = torch.arange(keys)[None] - torch.arange(length)[:, None]
+        match qkv.relative:
+            case PositionBias() as bias:
+                products = products * qkv.scaling + bias.by_distance[:, apart + bias.reach]
+            case PositionContent() as content:
+                near_keys, near_queries = (
+                    table.float()[:, apart + content.reach] for table in (content.keys, content.queries)
+                )
+                products = products + torch.einsum("hqd,hqkd->hqk", q, near_keys)
+                products = products + torch.einsum("hkd,hqkd->hqk", k[:, :keys], near_queries)
+                products = products * qkv.scaling
+        out[first : first + length] = (products.softmax(-1) @ v[:, :keys]).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("kind", ["bias", "content"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@given(lengths=LENGTHS, spare=st.integers(0, 70))
+@settings(deadline=None, max_examples=20)
+def test_distances_add_to_products_as_written_out(
+    backend: AttentionBackend[Layout],
+    kind: str,
+    dtype: torch.dtype,
+    lengths: list[tuple[int, int]],
+    spare: int,
+) -> None:
+    batch = laid_out(lengths, backend)
+    reach = batch.layout.longest - 1 + spare
+    qkv = drawn_qkv(len(batch.input_ids), drawn(kind, reach, dtype, spare), dtype)
+    exact = written_out(qkv, batch.layout)
+    rows = torch.cat(
+        [
+            torch.arange(first, first + len(chunk))
+            for chunk, first in zip(batch.cursor.chunks, batch.cursor.starts, strict=True)
+        ]
+    )
+    metadata = backend.prepare(batch.layout, CPU)
+    ours = backend.full(qkv, metadata).float()
+    torch.testing.assert_close(ours[rows], exact[rows], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    first = list(batch.cursor.starts)
+    ours = backend.first_rows(qkv, metadata).float()
+    torch.testing.assert_close(ours[first], exact[first], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["bias", "content"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_a_sequence_has_the_same_bits_alone_and_with_a_longer_reach(kind: str, dtype: torch.dtype) -> None:
+    backend = CompiledBackend()
+    together = laid_out([(130, 0), (47, 0)], backend)
+    alone = laid_out([(47, 0)], backend)
+    far = drawn(kind, 200, dtype, seed=0)
+    qkv = drawn_qkv(177, far, dtype)
+    middle = slice(200 - 46, 200 + 47)  # of the distances
+    near: RelativePositions
+    if isinstance(far, PositionBias):
+        near = PositionBias(far.by_distance[:, middle].contiguous())
+    else:
+        near = PositionContent(far.keys[:, middle].contiguous(), far.queries[:, middle].contiguous())
+    rows = slice(together.cursor.starts[1], together.cursor.starts[1] + 47)
+    q, k, v = (x[:, rows].contiguous() for x in (qkv.query, qkv.key, qkv.value))
+    by_itself = QKV(q, k, v, qkv.scaling, None, near)
+    theirs = backend.full(qkv, backend.prepare(together.layout, CPU))[rows]
+    assert torch.equal(theirs, backend.full(by_itself, backend.prepare(alone.layout, CPU)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("kind", ["bias", "content"])
+def test_a_sequence_beyond_the_reach_is_refused(backend: AttentionBackend[Layout], kind: str) -> None:
+    batch = laid_out([(33, 0)], backend)
+    qkv = drawn_qkv(len(batch.input_ids), drawn(kind, 31, torch.float32, seed=0), torch.float32)
+    with pytest.raises(ValueError, match="31"):
+        backend.full(qkv, backend.prepare(batch.layout, CPU))
+
+
+def test_a_backend_without_relative_positions_refuses_them() -> None:
+    class Plain(OneByOneAttention[Layout]):
+        name, arrangement = "plain", OneByOneBackend.arrangement
+
+        def prepare(self, layout: Layout, device: torch.device) -> Layout:
+            return layout
+
+    backend = Plain()
+    layout = laid_out([(5, 0)], backend).layout
+    qkv = drawn_qkv(5, drawn("bias", 4, torch.float32, seed=0), torch.float32)
+    with pytest.raises(NotImplementedError, match="lacks relative positions"):
+        StepAttention(backend, backend.prepare(layout, CPU)).of_layer(None, qkv)
+
+
+def test_a_bias_of_all_pairs_is_refused() -> None:
+    backend = OneByOneBackend()
+    step = StepAttention(backend, backend.prepare(laid_out([(5, 0)], backend).layout, CPU))
+    rows = torch.zeros(1, HEADS, 5, HEAD_DIM)
+    with pytest.raises(NotImplementedError, match="by distance alone"):
+        attend(None, rows, rows, rows, None, position_bias=torch.zeros(1, HEADS, 5, 5), step_attention=step)
+
+
+def test_tables_reach_as_far_as_the_longest_sequence() -> None:
+    backend = OneByOneBackend()
+    for length, reach in ((1, 64), (65, 64), (66, 128), (129, 128), (130, 256)):
+        assert reach_of(laid_out([(3, 0), (length, 0)], backend).layout) == reach

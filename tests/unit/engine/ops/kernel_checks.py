@@ -1,0 +1,426 @@
+"""What every Triton kernel must do, on random ragged input: interpreted on a CPU, or compiled on a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
+from maxsimd.engine.execution.lay_out import lay_out
+from maxsimd.engine.execution.layout import Layout, PrefillChunk, SharedGroup
+from maxsimd.engine.execution.prefill_kv import PrefillKV
+from maxsimd.engine.ops.qkv import KV, QKV
+from maxsimd.engine.scoring.maxsim import maxsim_reference
+from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
+from maxsimd.pooling.ragged import Ragged
+from tests.unit.engine.execution.test_packed import RAGGED, attention_problems, make_step
+from tests.unit.pairs import Pairs
+from tests.unit.test_maxsim import problems, random_ragged
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def examples(count: int, device: str) -> settings:
+    """Many on a GPU; interpreting takes long, so that there a run has a quarter of them, others each time."""
+    return settings(max_examples=count if device != "cpu" else count // 4, deadline=None)
+
+
+def close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(ours.float().cpu(), exact.float(), atol=tolerance, rtol=tolerance)
+
+
+def on(items: Ragged, device: str) -> Ragged:
+    scales = None if items.scales is None else items.scales.to(device)
+    return Ragged(items.values.to(device), items.offsets, scales)
+
+
+def check_maxsim(device: str) -> None:
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+    @examples(40, device)
+    @given(problems(), st.sampled_from([1, 2, 7]), st.sampled_from(DTYPES))
+    def compare(problem: tuple[Ragged, Ragged, Pairs], split_k: int, dtype: torch.dtype) -> None:
+        queries, documents, pairs = problem
+        queries, documents = queries.decoded(dtype), documents.decoded(dtype)
+        exact = maxsim_reference(queries, documents, pairs)
+        # Products of rounded numbers are exact in float32, so precision makes no difference.
+        ours = maxsim_triton(on(queries, device), on(documents, device), pairs, split_k)
+        torch.testing.assert_close(ours.cpu(), exact, atol=1e-5, rtol=1e-5)
+
+    @examples(15, device)
+    @given(problems(), st.sampled_from(DTYPES))
+    def compare_int8(problem: tuple[Ragged, Ragged, Pairs], dtype: torch.dtype) -> None:
+        queries, documents, pairs = problem
+        queries = queries.decoded(dtype)
+        rounded = quantised(documents)
+        exact = maxsim_reference(queries, rounded.decoded(torch.float32), pairs)
+        ours = maxsim_triton(on(queries, device), on(rounded, device), pairs)
+        torch.testing.assert_close(ours.cpu(), exact, atol=1e-4, rtol=1e-4)
+
+    compare()
+    compare_int8()
+    queries, documents = random_ragged([5, 33], 200, 1), random_ragged([70, 0, 1], 200, 2)
+    assert maxsim_triton(on(queries, device), on(documents, device), []).shape == (0,)
+
+
+def quantised(items: Ragged) -> Ragged:
+    """As int8 rows with a scale each."""
+    scales = items.values.abs().amax(dim=1).clamp(min=1e-12) / 127
+    return Ragged((items.values / scales[:, None]).round().to(torch.int8), items.offsets, scales)
+
+
+def check_maxsim_of_all_sizes(device: str) -> None:
+    """Queries of every class with a tile of its own, in one batch; documents around the sizes of tiles; all
+    dimensions in a tile, and in chunks; every device's table of tiles, where the kernel is interpreted."""
+    from maxsimd.engine.ops.triton import maxsim
+    from maxsimd.engine.ops.triton.launch import Limits
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+    query_lengths, document_lengths = [129, 5, 64, 33, 300, 32], [64, 0, 1, 65, 130, 200]
+    pairs = [(0, 1), (5, 0), (4, 4), (1, 2), (2, 5), (3, 3), (5, 5), (1, 1), (0, 3), (2, 0)]
+    ampere, hopper, blackwell = (
+        Limits(generation, kib * 1024, 1) for generation, kib in ((8, 163), (9, 227), (10, 227))
+    )
+    for dim, dtype, limits in [
+        (128, torch.bfloat16, hopper),
+        (128, torch.float16, blackwell),
+        (96, torch.bfloat16, hopper),
+        (200, torch.float32, ampere),
+        (1024, torch.bfloat16, hopper),
+        (42, torch.bfloat16, Limits(8, 99 * 1024, 1)),
+    ]:
+        queries, documents = (
+            random_ragged(lengths, dim, seed).decoded(dtype)
+            for lengths, seed in ((query_lengths, 1), (document_lengths, 2))
+        )
+        for ours in (documents, quantised(documents.decoded(torch.float32))):
+            exact = maxsim_reference(queries.decoded(torch.float32), ours.decoded(torch.float32), pairs)
+            with pytest.MonkeyPatch.context() as patch:
+                if device == "cpu":
+                    patch.setattr(maxsim, "limits", lambda device, limits=limits: limits)
+                found = maxsim_triton(on(queries, device), on(ours, device), pairs)
+            torch.testing.assert_close(found.cpu(), exact, atol=1e-3, rtol=1e-4)
+
+
+def check_maxsim_of_a_long_document(device: str) -> None:
+    """In so many splits that their maxima are summed in several turns, the last split with less than a
+    tile."""
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+    queries, documents = random_ragged([5, 70], 32, 1), random_ragged([900, 3], 32, 2)
+    for split_k, pairs in ((None, [(1, 0), (1, 1)]), (70, [(0, 0), (0, 1)])):
+        exact = maxsim_reference(queries, documents, pairs)
+        found = maxsim_triton(on(queries, device), on(documents, device), pairs, split_k)
+        torch.testing.assert_close(found.cpu(), exact, atol=1e-4, rtol=1e-4)
+
+
+def check_maxsim_of_nan(device: str) -> None:
+    """A NaN among a document's rows makes its scores NaN, and no other's."""
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+    queries, documents = random_ragged([5, 40], 128, 1), random_ragged([70, 200, 9], 128, 2)
+    for row in (70, 71, 200, 269):
+        broken = documents.values.clone()
+        broken[row, 3] = torch.nan
+        items = Ragged(broken.bfloat16(), documents.offsets)
+        pairs = [(q, d) for q in range(2) for d in range(3)]
+        for split_k in (1, 3):
+            found = maxsim_triton(
+                on(queries.decoded(torch.bfloat16), device), on(items, device), pairs, split_k
+            )
+            assert found.isnan().tolist() == [d == 1 for _, d in pairs]
+
+
+def check_types_of_maxsim(device: str) -> None:
+    """Types that do not agree are refused before the compiler meets them; queries of another precision are
+    multiplied in that of the documents."""
+    from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+
+    queries, documents = on(random_ragged([5], 32, 1), device), on(random_ragged([7], 32, 2), device)
+    half = documents.decoded(torch.bfloat16)
+    starts = torch.zeros(1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="convert either"):
+        maxsim(
+            PackedTokens(queries.values, starts, starts + 5, 5),
+            PackedTokens(half.values, starts, starts + 7, 7),
+            Pairs(starts, starts),
+            0.0,
+        )
+    pair = np.zeros((1, 2), dtype=np.int64)
+    rounded = queries.decoded(torch.bfloat16)
+    assert torch.equal(maxsim_triton(queries, half, pair), maxsim_triton(rounded, half, pair))
+    scaled = Ragged(documents.values, documents.offsets, torch.ones(7, device=device))
+    with pytest.raises(ValueError, match="must be int8"):
+        maxsim_triton(queries, scaled, pair)
+
+
+@st.composite
+def scattered_texts(draw: st.DrawFn, rows: int, longest: int) -> list[tuple[int, int]]:
+    """Where texts start and stop that lie anywhere among `rows` rows."""
+    length = st.integers(0, longest)
+    texts = draw(st.lists(st.tuples(st.integers(0, rows), length), min_size=1, max_size=6))
+    return [(start, min(rows, start + tokens)) for start, tokens in texts]
+
+
+def check_maxsim_of_scattered_texts(device: str) -> None:
+    """Texts that lie apart, overlap, and come in any order, among rows that belong to none."""
+    from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
+
+    @examples(15, device)
+    @given(scattered_texts(60, 40), scattered_texts(300, 150), st.sampled_from([None, 3]))
+    def compare(
+        queries: list[tuple[int, int]], documents: list[tuple[int, int]], split_k: int | None
+    ) -> None:
+        query_rows, document_rows = (random_ragged([rows], 32, rows).values for rows in (60, 300))
+        pairs = [(q, d) for q in range(len(queries)) for d in range(len(documents))]
+        exact = maxsim_reference(
+            Ragged.from_items([query_rows[start:stop] for start, stop in queries]),
+            Ragged.from_items([document_rows[start:stop] for start, stop in documents]),
+            pairs,
+        )
+
+        def packed(rows: torch.Tensor, texts: list[tuple[int, int]]) -> PackedTokens:
+            starts, stops = torch.tensor(texts, dtype=torch.int32, device=device).T.contiguous()
+            return PackedTokens(rows.to(device), starts, stops, max(stop - start for start, stop in texts))
+
+        indices = torch.tensor(pairs, dtype=torch.int32, device=device).T.contiguous()
+        of_queries, of_documents = packed(query_rows, queries), packed(document_rows, documents)
+        ours = maxsim(of_queries, of_documents, Pairs(*indices), EMPTY_DOCUMENT_SCORE, split_k=split_k)
+        torch.testing.assert_close(ours.cpu(), exact, atol=1e-5, rtol=1e-5)
+
+    compare()
+
+
+DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
+WINDOWS = st.none() | st.integers(2, 60)
+
+
+# Queries, keys, warps and stages of tiles that are small, so that short sequences have blocks whose keys all
+# queries see, blocks at either edge, and blocks that are cut; None for the kernel's own.
+SMALL_TILES = st.sampled_from([None, (16, 16, 4, 1), (32, 16, 4, 2), (16, 32, 4, 2)])
+
+
+@contextmanager
+def tiled(tiles: tuple[int, int, int, int] | None) -> Iterator[None]:
+    """Attention with these tiles."""
+    from maxsimd.engine.ops.triton import attention
+
+    with pytest.MonkeyPatch.context() as patch:
+        if tiles is not None:
+            patch.setattr(attention, "tiles_for", lambda *arguments: attention.Tiles(*tiles))
+        yield
+
+
+def random_heads(count: int, rows: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """As models hand them on: a view [heads, rows, dim] of rows in which heads stand side by side."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, count, dim, generator=random).to(dtype).transpose(0, 1)
+
+
+def qkv_on(qkv: QKV, device: str) -> QKV:
+    query, key, value = (x.to(device) for x in (qkv.query, qkv.key, qkv.value))
+    return QKV(query, key, value, qkv.scaling, qkv.window)
+
+
+def in_float32(qkv: QKV) -> QKV:
+    return QKV(qkv.query.float(), qkv.key.float(), qkv.value.float(), qkv.scaling, qkv.window)
+
+
+def check_attention_of_whole_sequences(device: str) -> None:
+    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+
+    ours, exact = TritonBackend(), OneByOneBackend()
+
+    @examples(40, device)
+    @given(attention_problems(), DIMS, st.sampled_from(DTYPES), SMALL_TILES)
+    def compare(
+        problem: tuple[Any, ...], dim: int, dtype: torch.dtype, tiles: tuple[int, int, int, int] | None
+    ) -> None:
+        lengths, attended, kv_heads, repeats, causal, window = problem
+        step = make_step(lengths, attended)
+        layout = lay_out(step, {}, causal=causal, arrangement=RAGGED, position_offset=0).layout
+        q = random_heads(kv_heads * repeats, sum(lengths), dim, dtype, 0)
+        k, v = (random_heads(kv_heads, sum(lengths), dim, dtype, seed) for seed in (1, 2))
+        qkv = QKV(q, k, v, dim**-0.5, window)
+        with tiled(tiles):
+            found = ours.full(qkv_on(qkv, device), ours.prepare(layout, torch.device(device)))
+        plain = exact.full(in_float32(qkv), exact.prepare(layout, torch.device("cpu")))
+        close(found, plain.nan_to_num(), dtype)
+
+    compare()
+
+
+def check_attention_with_any_scaling(device: str) -> None:
+    """The kernel takes maxima of products before they are scaled, which is right for positive numbers; others
+    are left to plain torch."""
+    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+    from maxsimd.engine.ops.triton.attention import is_supported
+
+    ours, exact = TritonBackend(), OneByOneBackend()
+    layout = lay_out(make_step([40, 7]), {}, causal=False, arrangement=RAGGED, position_offset=0).layout
+    for scaling in (3.0, 1e-3, -0.4):
+        qkv = QKV(*(random_heads(2, 47, 32, torch.float32, seed) for seed in range(3)), scaling)
+        assert is_supported(qkv) == (scaling > 0)
+        with tiled((16, 16, 4, 1)):
+            found = ours.full(qkv_on(qkv, device), ours.prepare(layout, torch.device(device)))
+        close(found, exact.full(qkv, exact.prepare(layout, torch.device("cpu"))), torch.float32)
+
+
+def check_attention_of_chunks(device: str) -> None:
+    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+
+    ours, exact = TritonBackend(), OneByOneBackend()
+
+    @examples(20, device)
+    @given(
+        st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=3),
+        DIMS,
+        st.sampled_from(DTYPES),
+        WINDOWS,
+        SMALL_TILES,
+    )
+    def compare(
+        lengths: list[tuple[int, int]],
+        dim: int,
+        dtype: torch.dtype,
+        window: int | None,
+        tiles: tuple[int, int, int, int] | None,
+    ) -> None:
+        rows = sum(tokens for tokens, _ in lengths)
+        q = random_heads(4, rows, dim, dtype, 0)
+        k, v = (random_heads(2, rows, dim, dtype, seed) for seed in (1, 2))
+        chunks: list[PrefillChunk] = []
+        contexts: list[KV] = []
+        row = 0
+        for tokens, earlier in lengths:
+            chunks.append(PrefillChunk(row, earlier, earlier + tokens, PrefillKV(), is_stored=True))
+            of_earlier = [random_heads(2, earlier, dim, dtype, seed) for seed in (row + 3, row + 4)]
+            own = (x[:, row : row + tokens] for x in (k, v))
+            contexts.append(KV(*(torch.cat(parts, dim=1) for parts in zip(of_earlier, own, strict=True))))
+            row += tokens
+        layout = Layout(True, prefill_chunks=tuple(chunks))
+        qkv = QKV(q, k, v, dim**-0.5, window)
+        there = [KV(*(x.to(device) for x in context)) for context in contexts]
+        wide = [KV(*(x.float() for x in context)) for context in contexts]
+        found = torch.full((rows, 4, dim), 9.0, dtype=dtype, device=device)
+        plain = torch.empty(rows, 4, dim)
+        with tiled(tiles):
+            metadata = ours.prepare(layout, torch.device(device))
+            ours.with_prefill_kv(qkv_on(qkv, device), there, metadata, found)
+        exact.with_prefill_kv(in_float32(qkv), wide, exact.prepare(layout, torch.device("cpu")), plain)
+        close(found, plain, dtype)
+
+    compare()
+
+
+def check_attention_after_prefixes(device: str) -> None:
+    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+
+    ours, exact = TritonBackend(), OneByOneBackend()
+
+    @examples(20, device)
+    @given(
+        st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=6),
+        st.integers(1, 80),
+        DIMS,
+        st.sampled_from(DTYPES),
+        WINDOWS,
+        SMALL_TILES,
+    )
+    def compare(
+        sequences: list[tuple[int, int]],
+        shared: int,
+        dim: int,
+        dtype: torch.dtype,
+        window: int | None,
+        tiles: tuple[int, int, int, int] | None,
+    ) -> None:
+        prefill_kv = [PrefillKV(), PrefillKV()]
+        row, groups, of_groups = 0, [], []
+        both = [KV(*(random_heads(2, shared + n, dim, dtype, seed + n) for seed in (3, 5))) for n in range(2)]
+        for length, which in sorted(sequences, key=lambda item: item[1]):
+            groups.append(SharedGroup(row, 1, length, prefill_kv[which]))
+            of_groups.append(both[which])
+            row += length
+        layout = Layout(True, shared_groups=tuple(groups))
+        q = random_heads(4, row, dim, dtype, 0)
+        k, v = (random_heads(2, row, dim, dtype, seed) for seed in (1, 2))
+        qkv = QKV(q, k, v, dim**-0.5, window)
+        there = [KV(*(x.to(device) for x in prefix)) for prefix in of_groups]
+        wide = [KV(*(x.float() for x in prefix)) for prefix in of_groups]
+        found = torch.full((row, 4, dim), 9.0, dtype=dtype, device=device)
+        plain = torch.empty(row, 4, dim)
+        with tiled(tiles):
+            metadata = ours.prepare(layout, torch.device(device))
+            ours.shared_prefix(qkv_on(qkv, device), there, metadata, found)
+        exact.shared_prefix(in_float32(qkv), wide, exact.prepare(layout, torch.device("cpu")), plain)
+        close(found, plain, dtype)
+
+    compare()
+
+
+def check_projection(device: str) -> None:
+    from maxsimd.engine.ops.triton.projection import Projection, project
+
+    @examples(40, device)
+    @given(
+        st.integers(1, 90),
+        st.integers(0, 80),
+        st.tuples(st.sampled_from([16, 48, 100]), st.sampled_from([16, 96, 128, 200, 1024])),
+        st.sampled_from(DTYPES),
+        st.booleans(),
+        st.booleans(),
+    )
+    def compare(
+        tokens: int,
+        pooled: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        biased: bool,
+        normalized: bool,
+    ) -> None:
+        width, dim = shape
+        random = torch.Generator().manual_seed(tokens)
+        hidden = torch.randn(tokens, width, generator=random).to(dtype)
+        rows = torch.randint(tokens, (pooled,), generator=random)
+        weight = (torch.randn(dim, width, generator=random) * width**-0.5).to(dtype)
+        bias = torch.randn(dim, generator=random) if biased else None
+        projection = Projection(
+            weight.to(device), None if bias is None else bias.to(device), 1e-12 if normalized else None
+        )
+        ours = project(hidden.to(device), rows.to(device), projection, torch.float32)
+        exact = torch.nn.functional.linear(hidden[rows].float(), weight.float(), bias)
+        if normalized:
+            exact = torch.nn.functional.normalize(exact, dim=-1)
+        torch.testing.assert_close(ours.cpu(), exact, atol=1e-5, rtol=1e-5)
+        rounded = project(hidden.to(device), rows.to(device), projection, torch.bfloat16)
+        assert rounded.dtype is torch.bfloat16
+        torch.testing.assert_close(rounded.float().cpu(), exact, atol=2e-2, rtol=1e-2)
+
+    compare()
+    nothing = torch.zeros(16, 16, device=device)
+    rows = torch.arange(2, device=device)
+    assert (project(nothing, rows, Projection(nothing, None, 1e-12), torch.float32) == 0).all()
+
+
+CHECKS = [
+    check_maxsim,
+    check_maxsim_of_scattered_texts,
+    check_maxsim_of_all_sizes,
+    check_maxsim_of_a_long_document,
+    check_maxsim_of_nan,
+    check_types_of_maxsim,
+    check_attention_of_whole_sequences,
+    check_attention_with_any_scaling,
+    check_attention_of_chunks,
+    check_attention_after_prefixes,
+    check_projection,
+]

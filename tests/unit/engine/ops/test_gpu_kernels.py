@@ -1,0 +1,170 @@
+"""The Triton kernels: interpreted on a CPU against plain torch, and compiled ahead of time for GPUs."""
+
+import importlib.metadata
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.bench.gpu.ahead_of_time import compiled
+from maxsimd.bench.gpu.attention_compiled import AttentionLaunch
+from maxsimd.bench.gpu.bounds import H100, most_tflops, resident_programs
+from maxsimd.bench.gpu.compiled import projection_source
+from maxsimd.bench.gpu.maxsim_compiled import LIMITS
+from maxsimd.engine.ops import triton as triton_ops
+from maxsimd.engine.ops.triton.attention_blocks import blocks_of, most_blocks
+from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
+from tests.unit.engine.ops.interpreted import run_interpreted
+from tests.unit.engine.ops.kernel_checks import CHECKS
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], None]) -> None:
+    run_interpreted(check, "cpu")
+
+
+# Compiling, for every generation that has a table of its own: a few kernels, and all before a release.
+
+# All that a sequence can be: with both causal variants a prefix, which a program passes over as well.
+ALL_ATTENTION = [(True, True, True), (True, False, True), (False, True, False)]
+FEW_ATTENTION = [("bf16", 128, 80), ("bf16", 64, 90), ("bf16", 128, 100), ("fp32", 128, 80)]
+FEW_PROJECTIONS = [("bf16", 90, 128), ("fp32", 80, 1024), ("fp16", 80, 128)]
+
+
+def exhaustive_unless(few: bool) -> Any:
+    return () if few else pytest.mark.exhaustive
+
+
+ATTENTION_VARIANTS = [
+    pytest.param(
+        dtype,
+        head_dim,
+        capability,
+        *variant,
+        marks=exhaustive_unless(
+            (dtype, head_dim, capability) in FEW_ATTENTION and variant == ALL_ATTENTION[0]
+        ),
+    )
+    for dtype, heads in (("bf16", (64, 80, 128, 256)), ("fp16", (64,)), ("fp32", (64, 128, 256)))
+    for head_dim in heads
+    for capability in LIMITS
+    for variant in ALL_ATTENTION
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "causal", "windowed", "prefixed"), ATTENTION_VARIANTS
+)
+def test_attention_compiles_without_spilling_registers(
+    dtype: str, head_dim: int, capability: int, causal: bool, windowed: bool, prefixed: bool
+) -> None:
+    launch = AttentionLaunch(capability, head_dim, dtype, causal, windowed, prefixed)
+    code = compiled(launch.source, capability)
+    for loop in code.loops:
+        assert loop.count(lambda instruction: "LDL" in instruction or "STL" in instruction) == 0
+    # Before its loops, a kernel compiled by Triton 3.6 puts a few aside.
+    assert code.spills <= (0 if importlib.metadata.version("triton") >= "3.9" else 4)
+    assert code.shared <= LIMITS[capability].shared_memory
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "most_instructions", "least_tflops", "programs"),
+    [(64, False, 330, 770, 4), (128, True, 400, 900, 2)],
+)
+def test_attention_on_an_h100_is_not_bound_by_its_instructions(
+    head_dim: int, causal: bool, most_instructions: int, least_tflops: float, programs: int
+) -> None:
+    """Blocks of 64 queries with several programs at a time, so that one multiplies while another computes."""
+    code = compiled(AttentionLaunch(90, head_dim, causal=causal).source, 90)
+    assert len(code.main_loop) <= most_instructions
+    assert resident_programs(code, H100) >= programs
+    assert most_tflops(code, H100) >= least_tflops
+
+
+def test_attention_has_tiles_for_every_head_and_device() -> None:
+    from maxsimd.engine.ops.triton import attention
+
+    for head_dim, kibibytes, itemsize, windowed in product(
+        (24, 32, 64, 80, 128, 256), (0, 48, 99, 163, 227), (2, 4), (False, True)
+    ):
+        tiles = attention.tiles_for(Limits(0, kibibytes * 1024, 1), head_dim, itemsize, windowed)
+        held = (tiles.queries + 2 * tiles.stages * tiles.keys) * next_power_of_two(head_dim) * itemsize
+        assert held <= max(99, kibibytes) * 1024, (head_dim, kibibytes, itemsize, windowed)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "dim"),
+    [
+        pytest.param(*each, marks=exhaustive_unless(each in FEW_PROJECTIONS))
+        for each in product(("fp32", "bf16", "fp16"), (80, 90, 100), (128, 1024))
+    ],
+)
+def test_projection_compiles(dtype: str, capability: int, dim: int) -> None:
+    code = compiled(projection_source(capability, dim, dtype), capability)
+    assert code.spills == 0
+    assert code.shared <= LIMITS[capability].shared_memory
+
+
+def test_documents_are_split_only_where_the_device_would_be_idle() -> None:
+    from maxsimd.engine.ops.triton.maxsim_tiles import MAX_SPLIT_K, choose_split_k
+
+    assert choose_split_k(132, programs=10_000, tiles_of_longest=200) == 1
+    assert choose_split_k(132, programs=1, tiles_of_longest=7) == 1
+    assert choose_split_k(132, programs=1, tiles_of_longest=50) == 12
+    assert choose_split_k(132, programs=1, tiles_of_longest=5000) == MAX_SPLIT_K
+    assert choose_split_k(132, programs=100, tiles_of_longest=64) == 3
+    assert choose_split_k(132, programs=1, tiles_of_longest=0) == 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=8),
+    st.sampled_from([16, 64]),
+)
+def test_blocks_cover_every_query_once_with_the_heaviest_first(
+    sequences: list[tuple[int, int]], queries: int
+) -> None:
+    table, row = [], 0
+    for length, earlier in sequences:
+        table.append((row, length, 7 * row, length + earlier))
+        row += length
+    blocks = blocks_of(table, True, 5, queries)
+    covered = sorted(row for first, count, *_ in blocks.tolist() for row in range(first, first + count))
+    assert covered == list(range(row))
+    of_row = {
+        start + i: (start, keys - length + i) for start, length, _, keys in table for i in range(length)
+    }
+    for first, count, position, key, keys in blocks.tolist():
+        start, among = of_row[first]
+        assert (position, key) == (5 + among, 7 * start)
+        assert count <= queries
+        assert keys in {all_keys for begin, _, _, all_keys in table if begin == start}
+    seen = [min(keys, position + count - 5) for _, count, position, _, keys in blocks.tolist()]
+    assert seen == sorted(seen, reverse=True)
+    assert len(blocks) <= most_blocks(row, len(sequences), queries)
+
+
+def test_a_captured_table_has_room_for_the_worst_step_and_no_more() -> None:
+    for rows, sequences, queries in ((512, 32, 128), (100, 512, 64), (129, 1, 128)):
+        longest = -(-rows // queries)
+        # As many sequences as possible with one query more than whole blocks.
+        lengths = [1] * min(rows, sequences)
+        left = rows - len(lengths)
+        while left >= queries:
+            lengths[0] += queries
+            left -= queries
+        lengths[0] += left
+        table = [(0, length, 0, length) for length in lengths]
+        worst = len(blocks_of(table, False, 0, queries))
+        assert longest <= worst <= most_blocks(rows, sequences, queries) <= worst + 1
+
+
+def test_kernels_run_on_a_cpu_only_when_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not triton_ops.runs_on(torch.device("cpu"))
+    monkeypatch.setattr("maxsimd.engine.ops.triton.launch.INTERPRETED", True)
+    assert triton_ops.runs_on(torch.device("cpu"))

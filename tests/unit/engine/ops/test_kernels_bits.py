@@ -1,0 +1,241 @@
+"""What the compiled kernels give for a row or a query is the same to the last bit, whatever is computed
+beside it, wherever it stands, and on however many threads."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
+from maxsimd.engine.execution.layout import Group, Layout, PrefillChunk, SharedGroup
+from maxsimd.engine.execution.prefill_kv import PrefillKV
+from maxsimd.engine.ops.cpu.linear import (
+    Norm,
+    Weights,
+    linear,
+    linear_norm,
+    pack_bfloat16,
+    pack_float32,
+    pack_int8,
+    use_amx,
+)
+from maxsimd.engine.ops.qkv import KV, QKV
+from tests.unit.engine.execution.test_packed import CPU, full
+from tests.unit.engine.ops.test_kernels import amx, needs_kernels
+
+ATTENTION = CompiledBackend()
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+# float32, and bfloat16 and int8 with and without AMX tiles
+WAYS = [
+    pytest.param(pack_float32, False, id="float32"),
+    *(
+        pytest.param(pack, tiles, id=f"{name}-{'amx' if tiles else 'vectors'}")
+        for name, pack in (("bfloat16", pack_bfloat16), ("int8", pack_int8))
+        for tiles in (False, True)
+    ),
+]
+# inputs and columns: whole tiles and such as leave something over, and rows that lie at distances of 2 KiB
+LAYERS = [(64, 96), (384, 160), (130, 33), (45, 7), (1100, 64), (1024, 40)]
+Layer = Callable[[torch.Tensor], torch.Tensor]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def products(tiles: bool) -> Iterator[None]:
+    if tiles and not use_amx(True):
+        pytest.skip("this processor has no AMX")
+    with amx(tiles):
+        yield
+
+
+def make_layer(pack: Callable[[torch.Tensor], Weights], inputs: int, columns: int, ending: str) -> Layer:
+    """A random layer, that ends in nothing more, in GELU, or in a layer norm of the sum with its inputs."""
+    random = torch.Generator().manual_seed(inputs + columns)
+    weights = pack(torch.randn(columns, inputs, generator=random) * inputs**-0.5)
+    bias, scale, shift = torch.randn(3, columns, generator=random)
+    if ending == "norm":
+        norm = Norm(scale, shift, 1e-12)
+        return lambda x: linear_norm(x, x.repeat(1, columns)[:, :columns], weights, bias, norm)
+    return lambda x: linear(x, weights, bias, gelu=ending == "gelu")
+
+
+def random_rows(pack: Callable[[torch.Tensor], Weights], rows: int, inputs: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, inputs, generator=random).to(pack(torch.zeros(1, 1)).dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("ending", ["plain", "gelu", "norm"])
+@pytest.mark.parametrize(("inputs", "columns"), LAYERS)
+@pytest.mark.parametrize(("pack", "tiles"), WAYS)
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    pack: Callable[[torch.Tensor], Weights], tiles: bool, inputs: int, columns: int, ending: str
+) -> None:
+    layer = make_layer(pack, inputs, columns, ending)
+    x = random_rows(pack, 700, inputs)
+    with products(tiles):
+        everything = layer(x)
+        for count in (1, 2, 7, 12, 13, 16, 17, 31, 33, 48, 65, 200, 511):
+            assert torch.equal(layer(x[:count]), everything[:count]), count
+
+
+@needs_kernels
+@pytest.mark.parametrize(("pack", "tiles"), WAYS)
+@given(
+    layer=st.sampled_from(LAYERS),
+    ending=st.sampled_from(["plain", "gelu", "norm"]),
+    chosen=st.lists(st.integers(0, 299), min_size=1, max_size=90),
+    offset=st.integers(0, 3),
+    spare=st.integers(0, 2),
+)
+@settings(deadline=None, max_examples=25)
+def test_a_row_has_the_same_bits_at_any_place_and_beside_any_others(
+    pack: Callable[[torch.Tensor], Weights],
+    tiles: bool,
+    layer: tuple[int, int],
+    ending: str,
+    chosen: list[int],
+    offset: int,
+    spare: int,
+) -> None:
+    """Also when rows lie apart in memory, or begin in the middle of a cache line."""
+    inputs, columns = layer
+    compute, x = make_layer(pack, inputs, columns, ending), random_rows(pack, 300, inputs)
+    rows = x.new_full((len(chosen), offset + inputs + spare), float("nan"))[:, offset : offset + inputs]
+    rows.copy_(x[chosen])
+    with products(tiles):
+        assert torch.equal(compute(rows), compute(x)[chosen])
+
+
+@needs_kernels
+@pytest.mark.parametrize(("pack", "tiles"), WAYS)
+@pytest.mark.parametrize("ending", ["plain", "gelu", "norm"])
+def test_rows_have_the_same_bits_on_any_number_of_threads(
+    pack: Callable[[torch.Tensor], Weights], tiles: bool, ending: str
+) -> None:
+    layer = make_layer(pack, 384, 160, ending)
+    for rows in (1, 5, 64, 700):
+        x = random_rows(pack, rows, 384)
+        found = []
+        for count in (1, 2, 3):
+            with products(tiles), threads(count):
+                found.append(layer(x))
+        assert all(torch.equal(out, found[0]) for out in found)
+
+
+# lengths of sequences, heads of keys and how often they are shared, and the size of heads
+CROWDS = st.tuples(
+    st.lists(st.integers(1, 80), min_size=2, max_size=6),
+    st.sampled_from([(1, 1), (2, 1), (1, 3)]),
+    st.sampled_from([16, 24, 64]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+WINDOWS = st.none() | st.integers(2, 30)
+Crowd = tuple[list[int], tuple[int, int], int, torch.dtype]
+
+
+def qkv_of(crowd: Crowd, rows: int, window: int | None = None) -> QKV:
+    _, (kv_heads, repeats), head_dim, dtype = crowd
+    random = torch.Generator().manual_seed(rows)
+    q, k, v = (
+        torch.randn(rows, heads, head_dim, generator=random).to(dtype).transpose(0, 1)
+        for heads in (kv_heads * repeats, kv_heads, kv_heads)
+    )
+    return QKV(q, k, v, 0.2, window)
+
+
+def side_by_side(lengths: list[int], causal: bool) -> Layout:
+    """Sequences end to end, the last key of each longer one unseen unless it is causal."""
+    groups, row = [], 0
+    for length in lengths:
+        groups.append(Group(row, 1, length, (length if causal or length < 3 else length - 1,)))
+        row += length
+    return Layout(causal, tuple(groups))
+
+
+@needs_kernels
+@given(CROWDS, st.booleans(), WINDOWS)
+@settings(deadline=None)
+def test_a_sequence_attends_to_the_same_bits_alone_and_in_a_crowd(
+    crowd: Crowd, causal: bool, window: int | None
+) -> None:
+    lengths = crowd[0]
+    qkv = qkv_of(crowd, sum(lengths), window)
+    everything = full(ATTENTION, qkv, side_by_side(lengths, causal))
+    with threads(1):
+        assert torch.equal(full(ATTENTION, qkv, side_by_side(lengths, causal)), everything)
+    for group in side_by_side(lengths, causal).groups:
+        layout = side_by_side([group.length], causal)
+        assert torch.equal(full(ATTENTION, qkv.of_rows(group.rows), layout), everything[group.rows])
+
+
+@needs_kernels
+@given(CROWDS)
+@settings(deadline=None)
+def test_first_rows_alone_attend_to_the_same_bits(crowd: Crowd) -> None:
+    lengths = crowd[0]
+    qkv = qkv_of(crowd, sum(lengths))
+    layout = side_by_side(lengths, False)
+    first = [group.first_row for group in layout.groups]
+    everything = full(ATTENTION, qkv, layout)
+    assert torch.equal(ATTENTION.first_rows(qkv, ATTENTION.prepare(layout, CPU))[first], everything[first])
+
+
+@needs_kernels
+@given(CROWDS, WINDOWS, st.data())
+@settings(deadline=None)
+def test_a_causal_sequence_attends_to_the_same_bits_in_chunks(
+    crowd: Crowd, window: int | None, data: st.DataObject
+) -> None:
+    length = sum(crowd[0])
+    qkv = qkv_of(crowd, length, window)
+    whole = full(ATTENTION, qkv, side_by_side([length], True))
+    start = 0
+    while start < length:
+        stop = start + data.draw(st.integers(1, length - start))
+        chunk = PrefillChunk(0, start, stop, PrefillKV(), is_stored=False)
+        metadata = ATTENTION.prepare(Layout(True, prefill_chunks=(chunk,)), CPU)
+        of_chunk = qkv.of_rows(slice(start, stop))
+        out = of_chunk.new_output()
+        context = KV(qkv.key[:, :stop], qkv.value[:, :stop])
+        ATTENTION.with_prefill_kv(of_chunk, [context], metadata, out)
+        assert torch.equal(out, whole[start:stop])
+        start = stop
+
+
+@needs_kernels
+@given(CROWDS, WINDOWS)
+@settings(deadline=None)
+def test_sequences_attend_to_the_same_bits_behind_a_prefix_and_whole(
+    crowd: Crowd, window: int | None
+) -> None:
+    """The first of the crowd is the beginning that the others share."""
+    before, *lengths = crowd[0]
+    qkv = qkv_of(crowd, sum(crowd[0]), window)
+    prefill_kv, groups, row = PrefillKV(), [], before
+    for length in lengths:
+        groups.append(SharedGroup(row, 1, length, prefill_kv))
+        row += length
+    after = torch.zeros_like(qkv.new_output())
+    prefixes = [KV(qkv.key[:, :before], qkv.value[:, :before])] * len(groups)
+    metadata = ATTENTION.prepare(Layout(True, shared_groups=tuple(groups)), CPU)
+    ATTENTION.shared_prefix(qkv, prefixes, metadata, after)
+    for group in groups:
+        rows = [*range(before), *range(group.first_row, group.rows.stop)]
+        q, k, v = (x[:, rows] for x in (qkv.query, qkv.key, qkv.value))
+        whole = full(ATTENTION, QKV(q, k, v, 0.2, window), side_by_side([len(rows)], True))
+        assert torch.equal(after[group.rows], whole[before:])

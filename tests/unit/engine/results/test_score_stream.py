@@ -1,0 +1,154 @@
+"""Scores as they are ready: the same as all at once, in several parts, and nothing left where a caller
+leaves."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from maxsimd.engine import (
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    RankedDocument,
+    RequestTimeoutError,
+    SyncEngine,
+    Truncation,
+)
+from tests.checkpoints import language_models
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+QUERY = "how is a file opened"
+DOCUMENTS = [f"{i} open the file number {i}, read it and close it" for i in range(120)]
+WINDOWS = Truncation(max_tokens=40, windows=True)
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["late interaction", "bi-encoder", "cross-encoder"]
+)
+async def engine(request: pytest.FixtureRequest, bert_cross_encoder: str) -> AsyncIterator[Engine]:
+    """An engine of small steps."""
+    options: dict[str, Any] = {"dtype": "float32", "max_batch_tokens": 256}
+    if request.param == "cross-encoder":
+        options["model"] = bert_cross_encoder
+    else:
+        options["score_type"] = request.param.replace(" ", "-")
+    async with Engine(EngineConfig(**options)) as engine:
+        yield engine
+
+
+async def _streamed(engine: Engine, *texts: Any, **options: Any) -> tuple[list[list[RankedDocument]], Any]:
+    async with engine.stream(*texts, **options) as stream:
+        parts = [part async for part in stream]
+        return parts, stream.result
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"explain": True, "normalize": True}, {"truncation": WINDOWS, "cache": "bypass"}],
+    ids=str,
+)
+async def test_parts_have_what_comes_all_at_once(engine: Engine, options: dict[str, Any]) -> None:
+    documents = [*DOCUMENTS, DOCUMENTS[0], " ".join(DOCUMENTS[:9])]
+    for _ in range(2):  # the second time from the cache
+        parts, result = await _streamed(engine, QUERY, documents, **options)
+        found = [one for part in parts for one in part]
+        assert sorted(one.index for one in found) == list(range(len(documents)))
+        assert all([one.index for one in part] == sorted(one.index for one in part) for part in parts)
+        assert all(one.document == documents[one.index] for one in found)
+        assert {one.index: one.score for one in found} == dict(enumerate(result.scores))
+        assert all((one.explanation is not None) == ("explain" in options) for one in found)
+        assert not result.unscored
+        whole = await engine.score(QUERY, documents, **(options | {"explain": False}))
+        assert whole.scores == pytest.approx(result.scores, abs=1e-5)
+        assert whole.usage.prompt_tokens == result.usage.prompt_tokens
+
+
+async def test_the_first_part_is_there_long_before_the_last(engine: Engine) -> None:
+    running: Any = engine._running
+    waiting = []
+    async with engine.stream(QUERY, DOCUMENTS * 3, cache="bypass") as stream:
+        async for part in stream:
+            assert part
+            waiting.append(running.scheduler.waiting_tokens)
+    assert waiting[0] > 0, "documents are still to be run"
+    assert waiting[-1] == 0
+
+
+async def test_queries_of_their_own_and_cached_documents(engine: Engine) -> None:
+    queries = [f"{QUERY} {i}" for i in range(len(DOCUMENTS))]
+    await engine.score(queries[:40], DOCUMENTS[:40])
+    parts, _ = await _streamed(engine, queries, DOCUMENTS)
+    expected = await engine.score(queries, DOCUMENTS)
+    scores = {one.index: one.score for part in parts for one in part}
+    assert [scores[i] for i in range(len(DOCUMENTS))] == pytest.approx(expected.scores, abs=1e-5)
+
+
+async def test_leaving_early_cancels_the_rest(engine: Engine) -> None:
+    running: Any = engine._running
+    async with engine.stream(QUERY, DOCUMENTS * 5, cache="bypass") as stream:
+        async for part in stream:
+            assert part
+            break
+        with pytest.raises(RuntimeError, match="the result is there"):
+            _ = stream.result
+    await until(lambda: engine.stats().open_requests == 0 and running.scheduler.waiting_tokens == 0)
+    await until(lambda: engine.stats().requests == 0)
+    task = asyncio.create_task(_streamed(engine, QUERY, DOCUMENTS * 5, cache="bypass"))
+    await until(lambda: running.scheduler.waiting_tokens > 0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: engine.stats().open_requests == 0 and running.scheduler.waiting_tokens == 0)
+
+
+async def test_errors_are_raised_by_the_iteration(engine: Engine) -> None:
+    for documents, options, error in (
+        ([], {}, InvalidRequestError),
+        (["a", "\ud800"], {}, InvalidRequestError),
+        (DOCUMENTS * 20, {"timeout": 1e-6}, RequestTimeoutError),
+    ):
+        with pytest.raises(error):
+            await _streamed(engine, QUERY, documents, **options)
+    with pytest.raises(TypeError, match="no argument top_n"):
+        engine.stream(QUERY, DOCUMENTS, top_n=3)  # type: ignore[call-arg]
+
+
+async def test_documents_without_a_score_are_left_out(engine: Engine) -> None:
+    parts, result = await _streamed(engine, QUERY, ["a", "\ud800", "b"], on_error="report")
+    assert [one.index for part in parts for one in part] == [0, 2]
+    assert list(result.errors) == [1]
+    assert math.isnan(result.scores[1])
+
+
+async def test_a_listwise_model_gives_all_at_once(checkpoints: SharedCheckpoints) -> None:
+    async with Engine(EngineConfig(model=checkpoints(language_models.jina_reranker_v3))) as engine:
+        for queries, documents in (
+            (QUERY, DOCUMENTS[:5]),
+            (QUERY, DOCUMENTS * 3),
+            ([QUERY] * 9, DOCUMENTS[:9]),
+        ):
+            parts, result = await _streamed(engine, queries, documents)
+            assert len(parts) == 1, "before all are scored none is"
+            assert [one.score for one in parts[-1]] == result.scores
+
+
+async def test_a_blocking_caller_gets_the_same(qwen3_embedding: str) -> None:
+    with SyncEngine(EngineConfig(model=qwen3_embedding, max_batch_tokens=256, dtype="float32")) as engine:
+        with engine.stream(QUERY, DOCUMENTS) as stream:
+            parts = list(stream)
+            scores = {one.index: one.score for part in parts for one in part}
+            assert scores == dict(enumerate(stream.result.scores))
+        assert len(parts) > 1
+        with engine.stream(QUERY, DOCUMENTS * 3, cache="bypass") as stream:
+            assert next(stream)
+        while engine.stats().open_requests:
+            await asyncio.sleep(0.01)
+        with pytest.raises(InvalidRequestError), engine.stream(QUERY, []) as stream:
+            next(stream)

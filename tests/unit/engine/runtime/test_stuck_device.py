@@ -1,0 +1,302 @@
+"""An engine whose device is stuck: it dies at once, leaves the thread behind, and starts again beside it."""
+
+import asyncio
+import logging
+import sqlite3
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from maxsimd.engine import Engine, EngineConfig, EngineDeadError
+from maxsimd.engine.actors import scoring as scoring_module
+from maxsimd.engine.actors.runner import RunnerActor
+from maxsimd.engine.cache import tables
+from maxsimd.engine.device.thread import num_left_behind
+from maxsimd.engine.runtime import launching as launch_module
+from maxsimd.engine.runtime import running as running_module
+from maxsimd.scheduler import Step
+from tests.waiting import until, wait_for
+
+DOCUMENTS = ["Paris is the capital of France.", "Berlin is in Germany."]
+
+
+class Sticking:
+    """Keeps the steps of engines from ending until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.reached = threading.Event()
+
+    def keep_here(self, *_: Any) -> None:
+        self.reached.set()
+        self.released.wait()
+
+    def stick(self, engine: Engine) -> None:
+        runner: Any = engine.device_model.prepared.runner
+        forward = runner.forward
+
+        def stuck(step: Step) -> Any:
+            self.keep_here()
+            return forward(step)
+
+        runner.forward = stuck
+
+
+@pytest.fixture
+def sticking() -> Iterator[Sticking]:
+    sticking = Sticking()
+    yield sticking
+    sticking.released.set()
+    wait_for(lambda: num_left_behind() == 0)
+
+
+@pytest.fixture
+def config(qwen3_embedding: str) -> EngineConfig:
+    return EngineConfig(model=qwen3_embedding, dtype="float32", threads=1, step_timeout_seconds=0.5)
+
+
+async def _score(engine: Engine) -> list[float]:
+    async with asyncio.timeout(60):
+        return (await engine.score("capital of France", DOCUMENTS, cache="bypass")).scores
+
+
+async def test_a_stuck_engine_says_so_and_starts_again_beside_the_stuck_thread_once(
+    sticking: Sticking, config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Engine(config) as engine:
+        right = await _score(engine)
+        sticking.stick(engine)
+        told = await asyncio.gather(*(_score(engine) for _ in range(3)), return_exceptions=True)
+        assert [type(one) for one in told] == [EngineDeadError] * 3
+        assert not engine.is_healthy
+        assert engine.death is not None
+        assert "a step has made no progress for" in engine.death
+        with pytest.raises(EngineDeadError):
+            await _score(engine)
+        (line,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+        assert line.exc_info is not None
+        cause: Any = line.exc_info[1]
+        assert "maxsimd-device:" in cause.__notes__[0]
+        assert "in keep_here" in cause.__notes__[0]
+
+        assert engine.restart_obstacle is None
+        await engine.start()
+        assert num_left_behind() == 1
+        assert engine.is_healthy
+        assert engine.death is None
+        assert await _score(engine) == right
+        assert engine.metrics.registry.get_sample_value("maxsimd_engine_restarts_total") == 1
+
+        sticking.stick(engine)
+        with pytest.raises(EngineDeadError):
+            await _score(engine)
+        again = "the device is stuck again, and the thread that was stuck before"
+        assert str(engine.restart_obstacle).startswith(again)
+        sticking.released.set()
+        await until(lambda: num_left_behind() == 0)
+
+
+async def test_numbers_that_never_arrive_end_the_engine_too(
+    sticking: Sticking, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+) -> None:
+    class Never:
+        def synchronize(self) -> None:
+            sticking.keep_here()
+
+    async with Engine(config) as engine:
+        right = await _score(engine)
+        with monkeypatch.context() as patched:
+            patched.setattr(scoring_module, "record_arrival", lambda device: Never())
+            with pytest.raises(EngineDeadError):
+                await _score(engine)
+        await engine.start()
+        assert await _score(engine) == right
+
+
+async def test_a_stop_with_a_stuck_step_ends_all_the_same(sticking: Sticking, config: EngineConfig) -> None:
+    async with Engine(config) as engine:
+        await _score(engine)
+        sticking.stick(engine)
+        asked = asyncio.create_task(_score(engine))
+        await asyncio.to_thread(sticking.reached.wait)
+        async with asyncio.timeout(60):
+            await engine.stop(grace=0)
+        assert num_left_behind() == 1
+        with pytest.raises(EngineDeadError):
+            await asked
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+async def test_only_an_error_of_a_gpu_itself_stands_against_another_start(
+    device: str, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+) -> None:
+    def broken(step: Step) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async with Engine(config) as engine:
+        running: Any = engine._running
+        running.device_model.prepared.runner.forward = broken
+        running.device_model = replace(running.device_model, device=torch.device(device))
+        with pytest.raises(EngineDeadError):
+            await _score(engine)
+        assert (engine.restart_obstacle is not None) == (device == "cuda")
+
+
+async def test_of_what_died_nothing_is_in_memory_when_the_next_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+) -> None:
+    def die(*_: object) -> None:
+        raise RuntimeError("beyond repair")
+
+    # pytest keeps what is logged, and with it the frames of the error.
+    monkeypatch.setattr(running_module.log, "critical", lambda *_, **__: None)
+    async with Engine(config) as engine:
+        old = weakref.ref(engine.device_model.model.backbone)
+        with monkeypatch.context() as broken:
+            broken.setattr(RunnerActor, "_finish", die)
+            with pytest.raises(EngineDeadError):
+                await _score(engine)
+        load, found = launch_module.load_device_model, []
+
+        def noting(given: EngineConfig) -> Any:
+            found.append(old())
+            return load(given)
+
+        monkeypatch.setattr(launch_module, "load_device_model", noting)
+        await engine.start()
+        assert found == [None]
+        assert await _score(engine)
+
+
+async def test_a_start_that_fails_leaves_the_engine_dead_and_the_next_one_counts(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+) -> None:
+    async def die(*_: object) -> None:
+        raise RuntimeError("beyond repair")
+
+    def fail(given: EngineConfig) -> Any:
+        raise OSError("the disk is gone")
+
+    def restarts() -> float | None:
+        return engine.metrics.registry.get_sample_value("maxsimd_engine_restarts_total")
+
+    async with Engine(config) as engine:
+        with monkeypatch.context() as broken:
+            broken.setattr(RunnerActor, "_run", die)
+            with pytest.raises(EngineDeadError):
+                await _score(engine)
+        with monkeypatch.context() as broken:
+            broken.setattr(launch_module, "load_device_model", fail)
+            with pytest.raises(OSError, match="the disk is gone"):
+                await engine.start()
+        assert not engine.is_healthy
+        with pytest.raises(EngineDeadError, match="beyond repair"):
+            await _score(engine)
+        assert restarts() == 0
+        await engine.start()
+        assert await _score(engine)
+        assert restarts() == 1
+
+
+async def test_a_start_that_is_stuck_can_be_given_up(
+    sticking: Sticking, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+) -> None:
+    engine = Engine(config)
+    with monkeypatch.context() as stuck:
+        stuck.setattr(launch_module, "load_device_model", sticking.keep_here)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.start(), 0.2)
+        assert num_left_behind() == 1
+    await engine.start()
+    assert await _score(engine)
+    await engine.stop()
+
+
+def _entries(folder: Path) -> int:
+    with sqlite3.connect(folder / "maxsimd-embeddings.sqlite3", timeout=20) as connection:
+        return int(connection.execute("SELECT count(*) FROM entries").fetchone()[0])
+
+
+async def test_what_was_cached_on_disk_is_found_by_the_next_start(
+    sticking: Sticking, tmp_path: Path, config: EngineConfig, stanford_colbert: str
+) -> None:
+    async with Engine(replace(config, model=stanford_colbert, cache_dir=str(tmp_path))) as engine:
+        first = await engine.score("capital of France", DOCUMENTS)
+        sticking.stick(engine)
+        with pytest.raises(EngineDeadError):
+            await _score(engine)
+        await engine.start()
+        second = await engine.score("capital of France", DOCUMENTS)
+        assert second.scores == first.scores
+        assert second.usage.cached_tokens > 0
+        await engine.score("capital of France", ["a third"])
+    assert _entries(tmp_path) == 3
+
+
+async def test_a_writer_that_is_stuck_while_it_writes_harms_neither_requests_nor_the_file(
+    sticking: Sticking,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: EngineConfig,
+    stanford_colbert: str,
+) -> None:
+    write = tables.write
+    stuck: list[Callable[..., Any]] = [sticking.keep_here]
+
+    def sticking_once(connection: sqlite3.Connection, entries: list[tuple[bytes, bytes]]) -> None:
+        if stuck:
+            connection.execute("BEGIN IMMEDIATE")
+            stuck.pop()()
+            connection.execute("ROLLBACK")
+        write(connection, entries)
+
+    monkeypatch.setattr(tables, "write", sticking_once)
+    async with Engine(replace(config, model=stanford_colbert, cache_dir=str(tmp_path))) as engine:
+        first = await engine.score("capital of France", DOCUMENTS)
+        await asyncio.to_thread(sticking.reached.wait)
+        sticking.stick(engine)
+        with pytest.raises(EngineDeadError):
+            await _score(engine)
+        await engine.start()
+        # The lock is still held: what it keeps from being read or written is encoded, or left out.
+        beside = await engine.score("capital of France", DOCUMENTS)
+        assert beside.scores == first.scores
+        sticking.released.set()
+        await until(lambda: num_left_behind() == 0)
+        await asyncio.sleep(1.1)  # a folder is left alone for a second after a failure
+        after = await engine.score("capital of France", [*DOCUMENTS, "new"])
+        assert after.scores[:2] == pytest.approx(first.scores, abs=1e-5)
+    with sqlite3.connect(tmp_path / "maxsimd-embeddings.sqlite3") as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    assert _entries(tmp_path) >= 1
+    assert not (tmp_path / "maxsimd-embeddings.damaged.sqlite3").exists()
+
+
+IN_A_SCRIPT = """
+import sys, threading
+from maxsimd.engine import EngineConfig, EngineDeadError, SyncEngine
+
+config = EngineConfig(sys.argv[1], dtype="float32", threads=1, step_timeout_seconds=0.5)
+with SyncEngine(config) as engine:
+    engine.score("a", ["b"])
+    engine._engine.device_model.prepared.runner.forward = lambda step: threading.Event().wait()
+    try:
+        engine.score("a", ["c"])
+    except EngineDeadError:
+        print("told")
+print("left")
+"""
+
+
+def test_a_script_ends_although_a_thread_is_stuck(qwen3_embedding: str) -> None:
+    command = [sys.executable, "-c", IN_A_SCRIPT, qwen3_embedding]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (ran.returncode, ran.stdout.split()) == (0, ["told", "left"]), ran.stderr

@@ -1,0 +1,158 @@
+"""Scores as probabilities: beside scikit-learn, over the command line, and refused for another model."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from sklearn.isotonic import IsotonicRegression
+
+from maxsimd.api.cli import main
+from maxsimd.api.judgements import read_judgements, read_texts
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+from maxsimd.engine.scoring.calibration import Calibration
+from tests.unit.calling_handlers import Caller, RecordingEngine
+
+
+def _sample(count: int) -> tuple[list[float], list[bool]]:
+    draw = np.random.default_rng(0)
+    scores = draw.random(count)
+    return scores.tolist(), (draw.random(count) < scores**2).tolist()
+
+
+def test_it_is_scikit_learns_isotonic_regression(tmp_path: Path) -> None:
+    scores, relevant = _sample(500)
+    calibration = Calibration.fitted("m", scores, relevant)
+    expected = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(scores, relevant)
+    asked = np.linspace(-0.5, 1.5, 1001, dtype=np.float32)
+    np.testing.assert_allclose(calibration(asked), expected.predict(asked), atol=1e-6)
+    assert np.isnan(calibration(np.array([np.nan], dtype=np.float32))).all()
+    calibration.write(tmp_path / "c.json")
+    again = Calibration.read(tmp_path / "c.json")
+    assert (again.model, again.judged) == ("m", 500)
+    np.testing.assert_array_equal(again(asked), calibration(asked))
+
+
+def test_it_needs_both_judgements() -> None:
+    for relevant in ([True, True], [False, False]):
+        with pytest.raises(ValueError, match="judged alike"):
+            Calibration.fitted("m", [0.1, 0.2], relevant)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "other"},
+        {"scores": [0.1]},
+        {"scores": "a"},
+        {"scores": [], "probabilities": []},
+        {"scores": [0.9, 0.1]},
+        {"probabilities": [0.9, 0.1]},
+        {"probabilities": [0.1, 1.1]},
+        {"probabilities": [0.1, float("nan")]},
+        {"judged": None},
+    ],
+)
+def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "c.json"
+    Calibration("m", np.array([0.1, 0.9]), np.array([0.2, 0.8]), 2).write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match="it"):
+        Calibration.read(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair]) -> Path:
+    """Real queries, each with its own document judged relevant."""
+    folder = tmp_path_factory.mktemp("judged")
+    some = pairs[:40]
+    lines = {
+        "queries.jsonl": [json.dumps({"_id": f"q{i}", "text": pair.query}) for i, pair in enumerate(some)],
+        "corpus.jsonl": [
+            json.dumps({"_id": f"d{i}", "title": "", "text": pair.document}) for i, pair in enumerate(some)
+        ],
+        "qrels.tsv": ["query-id\tcorpus-id\tscore", *(f"q{i}\td{i}\t1" for i in range(len(some)))],
+    }
+    for name, written in lines.items():
+        (folder / name).write_text("\n".join(written) + "\n", encoding="utf-8")
+    return folder
+
+
+def _calibrate(files: Path, out: Path, *more: str) -> Any:
+    given = ["--queries", "queries.jsonl", "--documents", "corpus.jsonl", "--qrels", "qrels.tsv"]
+    arguments = [str(files / each) if each.endswith(("l", "v")) else each for each in given]
+    return CliRunner().invoke(main, ["calibrate", *arguments, "--out", str(out), *more])
+
+
+def test_a_calibrated_server_gives_probabilities(
+    files: Path, tmp_path: Path, bert_cross_encoder: str, qwen3_embedding: str
+) -> None:
+    out = tmp_path / "calibration.json"
+    ran = _calibrate(files, out, qwen3_embedding, "--dtype", "float32", "--others", "5")
+    assert ran.exit_code == 0, ran.output
+    assert "40 queries" in ran.output
+    assert f"--calibration {out}" in ran.output
+
+    async def check() -> None:
+        query, document = "open a file", "Open a file and return a stream."
+        calibration = Calibration.read(out)
+        config = EngineConfig(model=qwen3_embedding, dtype="float32", calibration=str(out))
+        async with (
+            RecordingEngine(config) as engine,
+            Engine(EngineConfig(model=qwen3_embedding, dtype="float32")) as plain,
+        ):
+            normalized = await plain.score(query, [document, "x"], normalize=True)
+            found = await engine.score(query, [document, "x"], normalize=True)
+            expected = calibration(np.array(normalized.scores, dtype=np.float32))
+            np.testing.assert_allclose(found.scores, expected, rtol=1e-6)
+            assert (await engine.score(query, document)).scores == (await plain.score(query, document)).scores
+            body = {"query": query, "documents": [document], "normalize": True}
+            answer = await Caller(engine).json("/rerank", body)
+            assert answer["score_scale"]["transform"] == "calibrated probability"
+        # Precision, threads and the like change scores by rounding only.
+        async with Engine(
+            EngineConfig(model=qwen3_embedding, dtype="bfloat16", kernels="torch", calibration=str(out))
+        ):
+            pass
+        for other in (
+            EngineConfig(model=bert_cross_encoder, calibration=str(out)),
+            EngineConfig(model=qwen3_embedding, query_prompt="query: ", calibration=str(out)),
+            EngineConfig(model=qwen3_embedding, dimensions=8, calibration=str(out)),
+        ):
+            with pytest.raises(ModelLoadError, match="is of another model"):
+                await Engine(other).start()
+        with pytest.raises(ModelLoadError, match="cannot be read"):
+            await Engine(EngineConfig(model=qwen3_embedding, calibration=str(tmp_path / "none"))).start()
+
+    asyncio.run(check())
+
+
+def test_files_that_do_not_fit_are_named(files: Path, tmp_path: Path, qwen3_embedding: str) -> None:
+    for text, message in (
+        ("q0\td0\n", "line 1"),
+        ("heading\nq0 d0 high\n", "line 2"),
+        ("other d0 1\n", "no judgement names"),
+        ("q0 d0 1\n", "judged alike"),
+    ):
+        bad = tmp_path / "bad.tsv"
+        bad.write_text(text)
+        ran = _calibrate(files, tmp_path / "out.json", qwen3_embedding, "--qrels", str(bad), "--others", "0")
+        if message == "line 1":
+            message = "no judgement names"  # what it is taken for is a heading
+        assert ran.exit_code != 0
+        assert message in ran.output, ran.output
+
+
+def test_judgements_come_in_both_forms(tmp_path: Path) -> None:
+    path = tmp_path / "qrels"
+    path.write_text("1 0 a 2\n1 0 b 0\n2 c -1\n\n")
+    assert read_judgements(str(path)) == {"1": {"a": True, "b": False}, "2": {"c": False}}
+    path.write_text('{"_id": 1, "text": "b", "title": "a"}\n{"_id": "2", "text": "c"}\n')
+    assert read_texts(str(path)) == {"1": "a b", "2": "c"}
+    path.write_text('{"_id": 1}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        read_texts(str(path))

@@ -1,0 +1,374 @@
+"""Several models in one process: each scores as alone, and what befalls one is no other's business."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import maxsimd
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import (
+    Engine,
+    EngineConfig,
+    EngineDeadError,
+    EngineNotReadyError,
+    EngineRunningError,
+    Engines,
+    InvalidRequestError,
+    ModelDroppedError,
+    ModelFailedError,
+    ModelLoadError,
+    RequestTimeoutError,
+    ScoreResult,
+    Stage,
+    UnknownModelError,
+)
+from maxsimd.engine.actors.runner import RunnerActor
+from maxsimd.engine.device import load
+from tests.checkpoints import cross_encoders
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.waiting import until
+
+# Engines belong to one event loop.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+Config = Callable[..., EngineConfig]
+
+
+@pytest.fixture(scope="module")
+def config(qwen3_embedding: str) -> Config:
+    """The configuration of a small model, of this one unless another is named."""
+
+    def made(model: str | None = None, **options: Any) -> EngineConfig:
+        return EngineConfig(model=model or qwen3_embedding, dtype="float32", threads=1, **options)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def reranker(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(cross_encoders.bert)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both(reranker: str, config: Config) -> AsyncIterator[Engines]:
+    embedded = EngineConfig(dtype="float32", threads=1)
+    async with Engines({"embed": embedded, "rerank": config(reranker)}) as engines:
+        yield engines
+
+
+async def test_each_scores_as_alone(both: Engines, reranker: str, pairs: list[Pair], config: Config) -> None:
+    query, documents = pairs[0].query, [pair.document for pair in pairs[:30]]
+    embedded = EngineConfig(dtype="float32", threads=1)
+    for name, each in (("embed", embedded), ("rerank", config(reranker))):
+        async with Engine(each) as alone:
+            expected = (await alone.score(query, documents)).scores
+            assert alone._running is not None
+            assert alone._running._device.turn is None, "an engine by itself waits for no turn"
+        assert (await both[name].score(query, documents)).scores == expected
+
+
+async def test_a_cascade_is_the_two_calls_by_hand(both: Engines, pairs: list[Pair]) -> None:
+    query, documents = pairs[0].query, [pair.document for pair in pairs[:30]]
+    found = await both.rerank(
+        query, documents, [Stage("embed", keep=10), Stage("rerank", keep=4)], deadline=60
+    )
+    first = (await both["embed"].rerank(query, documents, top_n=10)).results
+    second = (await both["rerank"].rerank(query, [documents[one.index] for one in first], top_n=4)).results
+    assert [(one.index, one.score, one.model) for one in found.results] == [
+        (first[one.index].index, one.score, "rerank") for one in second
+    ]
+    assert [one.document for one in found.results] == [documents[one.index] for one in found.results]
+    assert [(stage.model, stage.documents) for stage in found.stages] == [("embed", 30), ("rerank", 10)]
+    assert all(stage.milliseconds > 0 for stage in found.stages)
+
+
+async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pairs: list[Pair]) -> None:
+    """The first would have most documents at 0, and let those with the least indexes go on."""
+    documents = [pair.document for pair in pairs[:60]][::-1]
+    query = pairs[0].query
+    plain = await both.rerank(query, documents, [Stage("embed", keep=3), Stage("rerank")])
+    found = await both.rerank(
+        query, documents, [Stage("embed", keep=3), Stage("rerank")], normalize=True, use_activation=True
+    )
+    assert {one.index for one in found.results} == {one.index for one in plain.results}
+    first = found.stages[0].ranking.results
+    assert first == (await both["embed"].rerank(query, documents, top_n=3)).results
+    raw = await both.rerank(query, documents, [Stage("embed", keep=3), Stage("rerank")], use_activation=False)
+    assert [one.score for one in raw.results] != [one.score for one in plain.results]
+
+
+async def test_one_stage_may_be_there_twice_and_one_document_alone(both: Engines, pairs: list[Pair]) -> None:
+    documents, stage = [pair.document for pair in pairs[:10]], Stage("embed", keep=3)
+    found = await both.rerank(pairs[4].query, documents, [stage, stage])
+    assert [one.documents for one in found.stages] == [10, 3]
+    assert all(one.document == documents[one.index] for one in found.results)
+    alone = await both.rerank("a", "one text", [Stage("embed", keep=1), Stage("rerank")])
+    assert [(one.index, one.document) for one in alone.results] == [(0, "one text")]
+
+
+async def test_what_a_later_stage_refuses_has_its_index_among_all_and_the_models_name(both: Engines) -> None:
+    documents = ["a cat", "a dog", "word " * 300, "rain"]
+    stages = [Stage("rerank", keep=4), Stage("embed")]
+    order = [one.index for one in (await both["rerank"].rerank("cat", documents)).results]
+    assert order.index(2) != 2, "its index in the stage must be another"
+    with pytest.raises(InvalidRequestError) as refused:
+        await both.rerank("cat", documents, stages, truncation="error")
+    assert str(refused.value).startswith("documents[2] has 302 tokens, but at most 256 can be run")
+    assert str(refused.value).endswith("(the model 'embed' of the cascade)")
+    assert refused.value.param == "documents"
+
+
+async def test_one_deadline_is_for_all_stages(both: Engines, pairs: list[Pair]) -> None:
+    documents = [pair.document for pair in pairs[:60]]
+    with pytest.raises(RequestTimeoutError, match=r"within 0\.0001 seconds"):
+        await both.rerank("a", documents, [Stage("embed"), Stage("rerank")], deadline=0.0001)
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "param"),
+    [
+        ([], InvalidRequestError, "stages"),
+        ([Stage("embed", keep=0), Stage("rerank")], InvalidRequestError, "stages[0].keep"),
+        ([Stage("embed", keep=1), Stage("other")], UnknownModelError, "model"),
+    ],
+)
+async def test_what_is_no_cascade_is_refused(
+    both: Engines, stages: list[Stage], error: type[InvalidRequestError], param: str
+) -> None:
+    with pytest.raises(error) as refused:
+        await both.rerank("a", ["b"], stages)
+    assert refused.value.param == param
+
+
+async def test_names_and_states(both: Engines, config: Config) -> None:
+    assert maxsimd.Engines is Engines
+    assert maxsimd.Stage is Stage
+    assert both.names == ("embed", "rerank")
+    assert [both.state(name) for name in both.names] == ["ok", "ok"]
+    assert "embed" in both
+    assert "other" not in both
+    with pytest.raises(UnknownModelError, match="there are: embed, rerank"):
+        both.state("other")
+    with pytest.raises(EngineRunningError, match="drop it first"):
+        await both.load("embed", config())
+
+
+async def test_one_that_cannot_be_loaded_takes_no_other_along(both: Engines, config: Config) -> None:
+    with pytest.raises(ModelLoadError):
+        await both.load("missing", config("/there/is/no/such/folder"))
+    assert both.state("missing").startswith("failed: ")
+    with pytest.raises(ModelFailedError, match="/there/is/no/such/folder"):
+        _ = both["missing"]
+    assert (await both["embed"].score("a", ["b"])).scores
+    await both.drop("missing")
+    assert both.state("missing") == "dropped"
+    assert both.names == ("embed", "rerank")
+
+
+async def test_one_that_dies_under_load_takes_no_other_along(
+    both: Engines, reranker: str, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, config: Config
+) -> None:
+    documents = [pair.document for pair in pairs[:20]]
+    await both.load("dying", config(reranker))
+    dying = both["dying"]
+    runner = dying.device_model.prepared.runner
+    finish = RunnerActor._finish
+
+    def fails(actor: Any, *arguments: Any) -> None:
+        if actor._runner is runner:
+            raise RuntimeError("beyond repair")
+        finish(actor, *arguments)
+
+    monkeypatch.setattr(RunnerActor, "_finish", fails)
+    others = [both["embed"].score(pair.query, documents, cache="bypass") for pair in pairs[:8]]
+    own = [dying.score(pair.query, documents) for pair in pairs[:8]]
+    answers = await asyncio.gather(*others, *own, return_exceptions=True)
+    assert [type(one) for one in answers[8:]] == [EngineDeadError] * 8
+    assert all(len(one.scores) == 20 for one in answers[:8] if not isinstance(one, BaseException))
+    assert not any(isinstance(one, BaseException) for one in answers[:8])
+    assert both.state("dying").startswith("failed: the engine has died")
+    with pytest.raises(ModelFailedError, match="beyond repair"):
+        _ = both["dying"]
+    monkeypatch.undo()
+    await both.load("dying", config(reranker))
+    assert (await both["dying"].score("a", ["b"])).scores
+    await both.drop("dying")
+
+
+async def test_one_that_is_dropped_finishes_within_its_grace_and_tells_the_rest(
+    both: Engines, reranker: str, pairs: list[Pair], config: Config
+) -> None:
+    documents = [pair.document for pair in pairs[:60]]
+    for grace, ends in ((None, True), (0, False)):
+        await both.load("going", config(reranker))
+        going = both["going"]
+        waiting = [asyncio.create_task(going.score(pair.query, documents)) for pair in pairs[:6]]
+        other = asyncio.create_task(both["embed"].score("a", documents, cache="bypass"))
+        await asyncio.sleep(0)
+        await both.drop("going", grace=grace)
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(one, EngineDeadError) != ends for one in answers)
+        assert len((await other).scores) == len(documents)
+        with pytest.raises(ModelDroppedError):
+            _ = both["going"]
+
+
+async def test_what_is_loading_when_all_are_stopped_does_not_stay_behind(
+    reranker: str, monkeypatch: pytest.MonkeyPatch, config: Config
+) -> None:
+    before = set(threading.enumerate())
+    read, go_on = threading.Event(), threading.Event()
+    load_model = load.load_model
+
+    def waiting(*arguments: Any) -> Any:
+        read.set()
+        go_on.wait()
+        return load_model(*arguments)
+
+    monkeypatch.setattr(load, "load_model", waiting)
+    engines = Engines({"slow": config(reranker)})
+    start = asyncio.create_task(engines.start())
+    await asyncio.to_thread(read.wait)
+    assert engines.state("slow") == "loading"
+    with pytest.raises(EngineNotReadyError, match="is being loaded"):
+        _ = engines["slow"]
+    stop = asyncio.create_task(engines.stop(grace=0))
+    await asyncio.sleep(0)
+    go_on.set()
+    await stop
+    await start
+    assert engines.state("slow") == "dropped"
+    await until(lambda: "maxsimd-device" not in {each.name for each in set(threading.enumerate()) - before})
+
+
+async def test_what_waits_to_be_loaded_when_all_are_stopped_is_not_loaded_afterwards(
+    reranker: str, config: Config
+) -> None:
+    engines = Engines({"first": config(reranker), "second": config(reranker)})
+    start = asyncio.create_task(engines.start())
+    await asyncio.sleep(0.05)
+    await engines.stop(grace=0)
+    await start
+    assert [engines.state(name) for name in ("first", "second")] == ["dropped", "dropped"]
+    assert not engines._devices._shared
+
+
+async def test_it_is_started_once_at_a_time(reranker: str, config: Config) -> None:
+    engines = Engines({"a": config(reranker)})
+    try:
+        with pytest.raises(EngineRunningError, match="or will be by start"):
+            await engines.load("a", config(reranker))
+        start = asyncio.create_task(engines.start())
+        await asyncio.sleep(0)
+        for again in (engines.start, engines.__aenter__):
+            with pytest.raises(EngineRunningError, match="being loaded already"):
+                await again()
+        await start
+        assert (await engines["a"].score("a", ["b"])).scores
+        await engines.start()  # there is nothing left to start
+    finally:
+        await engines.stop()
+
+
+@pytest.mark.parametrize(
+    ("first", "grace"),
+    [
+        ("drop", None),
+        ("drop", 0),
+        ("stop", 600),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (("drop", 600), ("stop", None), ("stop", 0))
+        ),
+    ],
+)
+async def test_a_stop_waits_for_what_is_being_dropped_no_longer_than_its_own_grace(
+    reranker: str, first: str, grace: float | None, pairs: list[Pair], config: Config
+) -> None:
+    engines = Engines({"a": config(reranker), "b": config()})
+    await engines.start()
+    documents = [pair.document for pair in pairs[:60]]
+    own = asyncio.create_task(engines["a"].score("a", documents))
+    await asyncio.sleep(0)
+    leaving = asyncio.create_task(engines.drop("a", None) if first == "drop" else engines.stop())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (engines.state("a"), engines.state("b")) == ("dropped", "ok" if first == "drop" else "dropped")
+    stop = asyncio.create_task(engines.stop(grace))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineRunningError, match="are being stopped"):
+        await engines.load("c", config())
+    await stop
+    (answer,) = await asyncio.gather(own, return_exceptions=True)
+    assert isinstance(answer, EngineDeadError if grace == 0 else ScoreResult)
+    await leaving
+    assert not engines._devices._shared
+
+
+async def test_one_whose_drop_is_cancelled_is_freed_before_its_device_is(
+    reranker: str, pairs: list[Pair], config: Config
+) -> None:
+    before = set(threading.enumerate())
+    engines = Engines({"a": config(reranker)})
+    await engines.start()
+    own = asyncio.create_task(engines["a"].score("a", [pair.document for pair in pairs[:60]]))
+    await asyncio.sleep(0)
+    drop = asyncio.create_task(engines.drop("a", None))
+    await asyncio.sleep(0)
+    drop.cancel()
+    await engines.stop(grace=0)
+    answers = await asyncio.gather(own, drop, return_exceptions=True)
+    assert [type(one) for one in answers] == [EngineDeadError, asyncio.CancelledError]
+    await until(lambda: not _of_maxsimd(set(threading.enumerate()) - before))
+
+
+def _of_maxsimd(threads: set[threading.Thread]) -> list[str]:
+    return [each.name for each in threads if each.name.startswith("maxsimd-")]
+
+
+async def test_who_drops_one_that_is_being_dropped_waits_for_its_end(
+    both: Engines, reranker: str, pairs: list[Pair], config: Config
+) -> None:
+    await both.load("going", config(reranker))
+    own = asyncio.create_task(both["going"].score("a", [pair.document for pair in pairs[:60]]))
+    await asyncio.sleep(0)
+    first = asyncio.create_task(both.drop("going", None))
+    await asyncio.sleep(0)
+    await both.drop("going")
+    assert first.done()
+    await own
+
+
+async def test_from_another_event_loop_they_are_refused_until_they_are_stopped(
+    reranker: str, config: Config
+) -> None:
+    engines = Engines({"a": config(reranker)})
+    await engines.start()
+    for act in (engines.start, engines.stop, lambda: engines.drop("a"), lambda: engines.load("b", config())):
+        with pytest.raises(EngineNotReadyError, match=r"within one asyncio\.run"):
+            await asyncio.to_thread(asyncio.run, act())
+    assert (await engines["a"].score("a", ["b"])).scores
+    await engines.stop()
+
+    async def elsewhere() -> int:
+        async with engines:
+            return len((await engines["a"].score("a", ["b"])).scores)
+
+    assert await asyncio.to_thread(asyncio.run, elsewhere()) == 1
+
+
+async def test_whose_load_is_cancelled_is_told_and_can_be_loaded(
+    both: Engines, reranker: str, config: Config
+) -> None:
+    load = asyncio.create_task(both.load("late", config(reranker)))
+    await asyncio.sleep(0.05)
+    load.cancel()
+    await asyncio.gather(load, return_exceptions=True)
+    assert both.state("late") == "failed: loading it was cancelled"
+    await both.load("late", config(reranker))
+    await both.drop("late")

@@ -1,0 +1,272 @@
+"""Several models share what one device has: its time by weight, its thread, memory for caches, a registry."""
+
+import asyncio
+import gc
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from maxsimd.api.garbage import resident_bytes
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import EngineConfig, EngineDeadError, Engines, ModelFailedError, ModelLoadError
+from maxsimd.engine.actors import runner, scheduler
+from maxsimd.engine.actors.turns import Turns
+from maxsimd.engine.device import load, shared
+from maxsimd.engine.device.allocators import give_back_memory
+from maxsimd.engine.device.shared import SharedDevices
+from maxsimd.engine.device.thread import num_left_behind
+from tests.waiting import until, wait_for
+
+Config = Callable[..., EngineConfig]
+
+
+@pytest.fixture(scope="module")
+def config(qwen3_embedding: str) -> Config:
+    """The configuration of a small model, of this one unless another is named."""
+
+    def made(model: str | None = None, **options: Any) -> EngineConfig:
+        return EngineConfig(model=model or qwen3_embedding, dtype="float32", threads=1, **options)
+
+    return made
+
+
+@pytest.mark.parametrize("weights", [pytest.param((1.0, 1.0), marks=pytest.mark.exhaustive), (3.0, 1.0)])
+async def test_time_on_the_device_is_shared_by_weight(
+    weights: tuple[float, float], pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, config: Config
+) -> None:
+    """Although the steps of one are as long again as those of the other. On a busy machine, too: time is what
+    the device's thread has computed, and each model has its next step waiting from the beginning of the one
+    before, however late the scheduler's thread is let run."""
+    monkeypatch.setattr(shared, "Turns", partial(Turns, time.thread_time))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=time.thread_time))
+    for name, value in (("_SHARE_LEFT", 1.0), ("_MOST_LEFT", math.inf)):
+        monkeypatch.setattr(scheduler, name, value)
+    documents = [pair.document for pair in pairs[:40]]
+    configs = {"a": config(max_batch_tokens=512), "b": config(max_batch_tokens=1024)}
+    async with Engines(configs, weights=dict(zip("ab", weights, strict=True))) as engines:
+
+        async def ask(name: str) -> None:
+            for i in count():
+                await engines[name].score(pairs[i % 40].query, documents, cache="bypass")
+
+        def used() -> list[float]:
+            return [engines.device_seconds(name) for name in "ab"]
+
+        async def next_share() -> float:
+            """That of the first model in the next second of the device."""
+            before = used()
+            while sum(used()) < sum(before) + 1:
+                await asyncio.wait(clients, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+                assert not any(client.done() for client in clients)
+            of_a, of_b = (now - then for now, then in zip(used(), before, strict=True))
+            return of_a / (of_a + of_b)
+
+        clients = [asyncio.create_task(ask(name)) for name in "aaabbb"]
+        due = pytest.approx(weights[0] / sum(weights), rel=0.1)
+        shares = [await next_share()]
+        while shares[-1] != due and len(shares) < 10:
+            shares.append(await next_share())
+        assert shares[-1] == due, shares
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+        def counts_them(name: str) -> bool:
+            counted = engines.registry.get_sample_value("maxsimd_device_seconds_total", {"model": name})
+            return bool(counted == pytest.approx(engines.device_seconds(name)))
+
+        for name in "ab":
+            await until(partial(counts_them, name))
+
+
+async def test_no_step_runs_while_a_checkpoint_is_read_and_all_do_afterwards(
+    monkeypatch: pytest.MonkeyPatch, pairs: list[Pair], config: Config
+) -> None:
+    """Reading one changes torch's default precision for all threads."""
+    load_model, meanwhile = load.load_model, []
+
+    async with Engines({"a": config()}) as engines:
+
+        def slowly(*arguments: Any) -> Any:
+            before = engines.device_seconds("a")
+            time.sleep(0.2)
+            meanwhile.append(engines.device_seconds("a") - before)
+            return load_model(*arguments)
+
+        async def ask() -> None:
+            for i in count():
+                await engines["a"].score("a", [pairs[i % 40].document], cache="bypass")
+
+        monkeypatch.setattr(load, "load_model", slowly)
+        traffic = asyncio.create_task(ask())
+        await until(lambda: engines.device_seconds("a") > 0)
+        await engines.load("b", config())
+        assert meanwhile == [0.0]
+        before = engines.device_seconds("a")
+        await until(lambda: engines.device_seconds("a") > before)
+        traffic.cancel()
+        await asyncio.gather(traffic, return_exceptions=True)
+
+
+async def test_no_step_runs_while_a_checkpoint_is_read_whose_load_was_cancelled(
+    monkeypatch: pytest.MonkeyPatch, config: Config
+) -> None:
+    load_model, is_read, go_on = load.load_model, threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        is_read.set()
+        go_on.wait()
+        return load_model(*arguments)
+
+    async with Engines({"a": config()}) as engines:
+        monkeypatch.setattr(load, "load_model", slowly)
+        loading = asyncio.create_task(engines.load("b", config()))
+        await asyncio.to_thread(is_read.wait)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        score = asyncio.create_task(engines["a"].score("a", ["b"], cache="bypass"))
+        await asyncio.wait({score}, timeout=0.2)
+        assert not score.done()
+        go_on.set()
+        assert (await score).scores
+
+
+async def test_caches_share_what_one_would_take(tmp_path: Path, config: Config) -> None:
+    def limits(engines: Engines) -> list[int]:
+        return [engines[name].metrics.cache._memory.limit >> 20 for name in engines.names]  # type: ignore[union-attr]
+
+    async with Engines({"a": config(), "own": config(cache_mb=7)}) as engines:
+        whole = limits(engines)[0]
+        assert limits(engines) == [whole, 7]
+        await engines.load("b", config())
+        assert limits(engines) == [whole // 2, 7, whole // 2]
+        await engines.drop("a")
+        assert limits(engines) == [7, whole]
+
+
+async def test_two_models_with_one_cache_folder_do_not_mix(
+    tmp_path: Path, stanford_colbert: str, config: Config
+) -> None:
+    folder = str(tmp_path)
+    async with Engines(
+        {"a": config(cache_dir=folder), "b": config(stanford_colbert, cache_dir=folder)}
+    ) as both:
+        for cached in (0, 2):
+            for name in "ab":
+                result = await both[name].score("a query", ["one text", "another"])
+                assert result.usage.cached_documents == cached
+                await until(lambda name=name: both[name].stats().device.staged_embeddings == 0)  # type: ignore[misc]
+
+
+async def test_another_number_of_threads_is_refused_and_said(config: Config) -> None:
+    async with Engines({"a": config()}) as engines:
+        with pytest.raises(ModelLoadError, match="threads is 1 for those that are there, and 2 for this one"):
+            await engines.load("b", replace(config(), threads=2))
+        await engines.drop("a")
+        await engines.load("b", replace(config(), threads=2))
+        assert (await engines["b"].score("a", ["b"])).scores
+
+
+async def test_an_engine_outlives_its_devices_thread_without_harm(config: Config) -> None:
+    devices = SharedDevices()
+    seat = devices.seat(config(), weight=1.0)
+    await asyncio.wrap_future(seat.run(asyncio.sleep(0)))
+    await asyncio.to_thread(devices.close)
+    assert await asyncio.wait_for(asyncio.to_thread(seat.close), 10)
+
+
+def _breaking(engines: Engines, name: str, act: Callable[[], Any]) -> None:
+    """Has the model's next step do this in place of running."""
+    runner: Any = engines[name].device_model.prepared.runner
+    runner.forward = lambda step: act()
+
+
+async def test_an_exit_in_one_models_code_ends_that_model_alone(config: Config) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    async with Engines({"a": config(), "b": config()}) as engines:
+        right = (await engines["a"].score("a", ["b"])).scores
+        _breaking(engines, "b", leave)
+        with pytest.raises(EngineDeadError, match="ended by SystemExit"):
+            await engines["b"].score("a", ["b"])
+        assert (await engines["a"].score("a", ["b"], cache="bypass")).scores == right
+        await until(lambda: engines.state("b").startswith("failed"))
+
+
+async def test_a_step_that_never_ends_fails_all_models_of_its_device_which_can_be_loaded_again(
+    config: Config,
+) -> None:
+    reached, released = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        reached.set()
+        released.wait()
+
+    stuck = config(step_timeout_seconds=0.5)
+    async with Engines({"a": config(step_timeout_seconds=0.5), "b": stuck}) as engines:
+        right = (await engines["a"].score("a", ["b"])).scores
+        await engines["b"].score("a", ["b"])
+        _breaking(engines, "b", stick)
+        try:
+            asked = [asyncio.create_task(engines["b"].score("a", ["c"], cache="bypass")) for _ in range(2)]
+            await asyncio.to_thread(reached.wait)
+            asked.append(asyncio.create_task(engines["a"].score("a", ["c"], cache="bypass")))
+            async with asyncio.timeout(60):
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(answer) for answer in answers] == [EngineDeadError] * 3
+            await until(lambda: all(engines.state(name).startswith("failed") for name in "ab"))
+            with pytest.raises(ModelFailedError, match="stuck with a step of another model"):
+                _ = engines["a"]
+            await engines.load("a", config())
+            assert (await engines["a"].score("a", ["b"])).scores == right
+        finally:
+            released.set()
+    wait_for(lambda: num_left_behind() == 0)
+
+
+@pytest.mark.parametrize("cycles", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
+async def test_loads_and_drops_under_traffic_lose_no_request_and_give_memory_back(
+    cycles: int, pairs: list[Pair], config: Config
+) -> None:
+    documents = [pair.document for pair in pairs[:5]]
+
+    def resident() -> int:
+        gc.collect()
+        give_back_memory()
+        return resident_bytes()
+
+    answered = 0
+
+    async def ask(engines: Engines) -> None:
+        nonlocal answered
+        while True:
+            await engines["stays"].score(pairs[answered % 40].query, documents, cache="bypass")
+            answered += 1
+
+    async with Engines({"stays": config()}) as engines:
+        traffic = asyncio.create_task(ask(engines))
+        for cycle in range(cycles):
+            await engines.load("comes", config())
+            comes = engines["comes"]
+            own = [asyncio.create_task(comes.score(pair.query, documents)) for pair in pairs[:4]]
+            await asyncio.sleep(0)  # they are in
+            await engines.drop("comes", grace=None)
+            assert all(len(result.scores) == len(documents) for result in await asyncio.gather(*own))
+            del comes, own
+            if cycle == 0:  # what libraries keep for ever is there by now
+                before, begun = resident(), answered
+        await until(lambda: answered > begun)
+        assert resident() == pytest.approx(before, rel=0.03)
+        assert not traffic.done()
+        traffic.cancel()
+        await asyncio.gather(traffic, return_exceptions=True)

@@ -1,0 +1,257 @@
+"""A ranking rather than an error: what is scored when the time is up, and beside documents that fail."""
+
+import asyncio
+import math
+import threading
+from collections.abc import AsyncIterator, Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import (
+    CUT_LONG,
+    WINDOW_LONG,
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    RequestFailedError,
+    Truncation,
+)
+from maxsimd.engine.stats import EngineStats
+from maxsimd.scheduler import Step
+from tests.checkpoints import language_models
+from tests.unit.calling_handlers import Caller, RecordingEngine
+from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+POISON = "poison"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["late interaction", "cross-encoder"])
+async def engine(request: pytest.FixtureRequest, bert_cross_encoder: str) -> AsyncIterator[RecordingEngine]:
+    """An engine of small steps, whose model fails on one word."""
+    model = None if request.param == "late interaction" else bert_cross_encoder
+    config = EngineConfig(model=model, dtype="float32", max_batch_tokens=512, cache_mb=0)
+    async with RecordingEngine(config) as engine:
+        _poison(engine)
+        yield engine
+
+
+def _poison(engine: Engine) -> None:
+    runner: Any = engine.device_model.prepared.runner
+    forward: Callable[[Step], Any] = runner.forward
+    poison = engine.tokenizer.encode([POISON], "texts")[0][0]
+
+    def fails_on_poison(step: Step) -> Any:
+        if any(poison in chunk.sequence.tokens.ids for chunk in step.chunks):
+            raise RuntimeError("cannot run this")
+        return forward(step)
+
+    runner.forward = fails_on_poison
+
+
+@pytest.fixture
+def documents(pairs: list[Pair]) -> list[str]:
+    texts = [f"{i} {pair.document}" for i, pair in enumerate(pairs)]
+    return [text for text in texts if POISON not in text.lower()][:200]
+
+
+async def test_one_document_that_breaks_the_model_has_an_error_and_the_others_scores(
+    engine: RecordingEngine, documents: list[str]
+) -> None:
+    whole = await engine.score("a query", documents, truncation=CUT_LONG)
+    documents = [*documents[:70], POISON, *documents[70:], f"{POISON} again"]
+    with pytest.raises(RequestFailedError):
+        await engine.score("a query", documents, truncation=CUT_LONG)
+    result = await engine.score("a query", documents, truncation=CUT_LONG, on_error="report")
+    assert result.errors == {70: "the model failed on it", 201: "the model failed on it"}
+    assert result.unscored == ()
+    assert math.isnan(result.scores[70])
+    assert [score for score in result.scores if not math.isnan(score)] == pytest.approx(
+        whole.scores, abs=1e-4
+    )
+    ranked = await engine.rerank("a query", documents, truncation=CUT_LONG, on_error="report")
+    assert len(ranked.results) == 200
+    assert set(ranked.errors) == {70, 201}
+    await until(lambda: engine.stats() == EngineStats())
+
+
+TOO_LONG = "word " * 600
+
+
+async def test_documents_that_cannot_be_read_have_errors_and_the_others_scores(
+    engine: RecordingEngine, documents: list[str]
+) -> None:
+    """One is too long, one breaks the model, and one is no Unicode."""
+    short = [" ".join(document.split()[:20]) for document in documents[:97]]
+    whole = await engine.score("a query", short)
+    mixed = [*short[:40], TOO_LONG, *short[40:], POISON, "\ud800"]
+    with pytest.raises(InvalidRequestError):
+        await engine.score("a query", mixed, truncation="error")
+    result = await engine.score("a query", mixed, truncation="error", on_error="report")
+    assert sorted(result.errors) == [40, 98, 99]
+    assert result.errors[40].startswith("documents[40] has ")
+    assert result.errors[98] == "the model failed on it"
+    assert "Unicode" in result.errors[99]
+    there = [result.scores[i] for i in range(100) if i not in result.errors]
+    assert there == pytest.approx(whole.scores, abs=1e-4)
+    assert result.unscored == ()
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_of_a_thousand_documents_two_have_errors_and_the_others_their_scores(
+    engine: RecordingEngine,
+) -> None:
+    fine = [f"text {i} of a thousand" for i in range(998)]
+    whole = await engine.score("a query", fine)
+    given = [*fine[:333], POISON, *fine[333:666], TOO_LONG, *fine[666:]]
+    ranked = await engine.rerank("a query", given, truncation=Truncation(), on_error="report")
+    assert len(ranked.results) == 998
+    assert sorted(ranked.errors) == [333, 667]
+    scores = {result.index: result.score for result in ranked.results}
+    there = [scores[i] for i in range(1000) if i not in ranked.errors]
+    assert there == pytest.approx(whole.scores, abs=1e-4)
+
+
+async def test_each_of_many_queries_keeps_its_document(engine: RecordingEngine) -> None:
+    queries, documents = ["one", "two", "three"], ["first", TOO_LONG, "third"]
+    result = await engine.score(queries, documents, truncation="error", on_error="report")
+    assert list(result.errors) == [1]
+    for i in (0, 2):
+        alone = await engine.score(queries[i], documents[i])
+        assert result.scores[i] == pytest.approx(alone.scores[0], abs=1e-4)
+
+
+async def test_a_request_of_which_no_document_can_be_read_has_an_empty_ranking(
+    engine: RecordingEngine,
+) -> None:
+    ranked = await engine.rerank("a", [TOO_LONG] * 3, truncation=Truncation(), on_error="report")
+    assert (ranked.results, sorted(ranked.errors), ranked.unscored) == ([], [0, 1, 2], ())
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="queries"):
+        await engine.score("\ud800", ["a", "b"], on_error="report")
+
+
+async def test_equal_documents_share_an_error(engine: RecordingEngine) -> None:
+    result = await engine.score("a", [POISON, "fine", POISON], on_error="report")
+    assert set(result.errors) == {0, 2}
+    assert math.isfinite(result.scores[1])
+
+
+async def test_a_document_of_which_a_window_fails_has_an_error(engine: RecordingEngine) -> None:
+    long = "word " * 400 + POISON + " word" * 400
+    result = await engine.score("a", [long, "fine"], truncation=WINDOW_LONG, on_error="report")
+    assert set(result.errors) == {0}
+    assert math.isfinite(result.scores[1])
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_a_request_of_which_every_document_fails_has_an_empty_ranking(engine: RecordingEngine) -> None:
+    ranked = await engine.rerank("a", [POISON], on_error="report")
+    assert (ranked.results, dict(ranked.errors)) == ([], {0: "the model failed on it"})
+
+
+async def test_a_query_that_breaks_the_model_fails_the_request(engine: RecordingEngine) -> None:
+    if engine.model.score_task == "classify":
+        ranked = await engine.rerank(POISON, ["a", "b"], on_error="report")
+        assert set(ranked.errors) == {0, 1}
+    else:
+        with pytest.raises(RequestFailedError):
+            await engine.rerank(POISON, ["a", "b"], on_error="report")
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_when_the_time_is_up_what_is_scored_comes_back(
+    engine: RecordingEngine, documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is held up after some steps, until the answer is there."""
+    whole = await engine.score("a query", documents, truncation=CUT_LONG)
+    runner: Any = engine.device_model.prepared.runner
+    forward: Callable[[Step], Any] = runner.forward
+    steps, answered = count(), threading.Event()
+
+    def held_up(step: Step) -> Any:
+        if next(steps) >= 4:
+            answered.wait()
+        return forward(step)
+
+    monkeypatch.setattr(runner, "forward", held_up)
+    try:
+        result = await engine.score(
+            "a query", documents, truncation=CUT_LONG, timeout=1.5, on_timeout="partial"
+        )
+    finally:
+        answered.set()
+    there = [i for i in range(len(documents)) if i not in result.unscored]
+    assert 0 < len(result.unscored) < len(documents)
+    assert [result.scores[i] for i in there] == pytest.approx([whole.scores[i] for i in there], abs=1e-4)
+    assert all(math.isnan(result.scores[i]) for i in result.unscored)
+    assert result.errors == {}
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_a_request_that_is_done_in_time_is_complete(engine: RecordingEngine) -> None:
+    for timeout in (None, 60):
+        ranked = await engine.rerank("a", ["b", "c"], timeout=timeout, on_timeout="partial")
+        assert (len(ranked.results), ranked.unscored) == (2, ())
+
+
+async def test_where_there_is_no_time_to_prepare_nothing_is_scored(
+    engine: RecordingEngine, documents: list[str]
+) -> None:
+    ranked = await engine.rerank("a", documents, timeout=1e-6, on_timeout="partial")
+    assert ranked.results == []
+    assert ranked.unscored == tuple(range(200))
+    assert ranked.usage.prompt_tokens == 0
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_a_partial_request_can_be_cancelled(engine: RecordingEngine, documents: list[str]) -> None:
+    task = asyncio.create_task(engine.rerank("a", documents, timeout=60, on_timeout="partial"))
+    await until(lambda: engine.stats().waiting_tokens > 0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    running: Any = engine._running
+    assert not running._awaited
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_the_wire_says_what_is_missing_where_it_is_asked(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    documents = ["fine", POISON, "also fine"]
+    rerank = {"query": "a", "documents": documents, "on_error": "report"}
+    answer = await caller.json("/rerank", rerank)
+    assert sorted(result["index"] for result in answer["results"]) == [0, 2]
+    assert answer["errors"] == [{"index": 1, "error": "the model failed on it"}]
+    assert "complete" not in answer
+    answer = await caller.json("/rerank", rerank | {"on_timeout": "partial", "timeout": 1e-6})
+    assert (answer["results"], answer["complete"], answer["unscored"]) == ([], False, [0, 1, 2])
+    score = {"queries": "a", "documents": documents, "on_error": "report", "on_timeout": "partial"}
+    answer = await caller.json("/score", score)
+    assert [item["index"] for item in answer["data"]] == [0, 2]
+    assert (answer["complete"], answer["unscored"]) == (True, [])
+    assert answer["object"] == "list"
+    plain = await caller.json("/score", {"queries": "a", "documents": ["fine"]})
+    assert not {"complete", "unscored", "errors"} & set(plain)
+    for option in ({"on_error": "report"}, {"on_timeout": "partial"}):
+        status, error = await caller.error("/rerank", {"query": "a", "texts": ["b"], **option})
+        assert (status, error["param"]) == (400, next(iter(option)))
+
+
+async def test_a_listwise_model_takes_neither(tmp_path: Path) -> None:
+    model = language_models.jina_reranker_v3(tmp_path / "jina-v3")
+    async with Engine(EngineConfig(model=model, dtype="float32")) as engine:
+        for option in ("on_timeout", "on_error"):
+            given: dict[str, Any] = {option: {"on_timeout": "partial", "on_error": "report"}[option]}
+            with pytest.raises(InvalidRequestError, match="scores documents by each other") as refused:
+                await engine.score("a", ["b"], **given)
+            assert refused.value.param == option
