@@ -177,7 +177,8 @@ async def _live(engine: Serving, door: _Door, stop: Stop, started: float) -> Non
 
 
 async def _say_where(door: _Door) -> None:
-    """Logs the address of the playground once all engines are there, or some seconds have passed, as the last line of the start."""
+    """Logs the address of the playground as the last line of the start: once all engines are there, or a
+    minute has passed."""
     fleet = door.state.fleet
     for _ in range(_MOST_LOOKS):
         if fleet is None or fleet.replicas[0] >= fleet.replicas[1]:

@@ -1,6 +1,9 @@
-"""Files of checkpoints on the hub. The hub is asked once a load whether it has the checkpoint, and with a short
-timeout, because each request to a hub that cannot be reached would be retried for seconds."""
+"""Files of checkpoints on the hub.
 
+The hub is asked once a load whether it has the checkpoint, with a short timeout: its client retries requests
+for files for seconds."""
+
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -25,13 +28,20 @@ class _Asked:
 
 _asked: dict[tuple[str, str, str | None], _Asked] = {}
 _lock = threading.Lock()
+# Whether this module has put the client offline, because the hub could not be reached.
+_went_offline = False
 
 
 def find_on_hub(model: str, name: str, revision: str | None) -> Path | None:
     """The path of a file of a hub's checkpoint, from the local cache where the hub cannot be reached; None
     when the checkpoint has no such file. Raises ModelLoadError when it is neither on the hub nor cached."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         said = _ask(constants.ENDPOINT, model, revision)
@@ -49,12 +59,14 @@ def find_on_hub(model: str, name: str, revision: str | None) -> Path | None:
         if name not in said.files:
             return None
         return Path(hf_hub_download(model, name, revision=revision, etag_timeout=_ASKING_SECONDS))
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(f"cannot download {name} of {model!r}: {_one_line(error)}") from error
     except EntryNotFoundError:
         return None
     except GatedRepoError as error:
         raise ModelLoadError(
-            f"{model!r} is gated on {constants.ENDPOINT}: ask for access there, and set HF_TOKEN to a token of "
-            f"an account that has it ({_one_line(error)})"
+            f"{model!r} is gated on {constants.ENDPOINT}: ask for access there, and set HF_TOKEN to a "
+            f"token of an account that has it ({_one_line(error)})"
         ) from error
     except HFValidationError as error:
         raise ModelLoadError(
@@ -76,20 +88,23 @@ def _ask(endpoint: str, model: str, revision: str | None) -> _Asked:
 
 
 def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
-    import httpx
+    global _went_offline
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
+    if _went_offline and not os.environ.get("HF_HUB_OFFLINE"):
+        constants.HF_HUB_OFFLINE = _went_offline = False
     if constants.HF_HUB_OFFLINE:
         return _Asked(time.monotonic(), None, "no hub is asked (--offline, or HF_HUB_OFFLINE)")
     try:
         info = HfApi().model_info(model, revision=revision, timeout=_ASKING_SECONDS)
-    except GatedRepoError:
+    except (GatedRepoError, HFValidationError):
         raise
     except RevisionNotFoundError as error:
         raise ModelLoadError(f"{model!r} has no revision {revision!r} on {endpoint}") from error
@@ -98,7 +113,10 @@ def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
             f"no checkpoint at {model!r}: there is no such folder, and {endpoint} has no such model or it is "
             "private; check the name, set HF_TOKEN for a private one, or serve a folder with --offline"
         ) from error
-    except (OSError, httpx.HTTPError, ValueError) as error:
+    except Exception as error:
+        # The client passes on what its HTTP library raises, which changes from version to version. Other
+        # libraries that read the checkpoint would ask the hub again.
+        constants.HF_HUB_OFFLINE = _went_offline = True
         what = "answers with an error" if isinstance(error, HfHubHTTPError) else "cannot be reached"
         return _Asked(
             time.monotonic(), None, f"{endpoint} {what} ({_one_line(error) or type(error).__name__})"
