@@ -150,7 +150,7 @@ def server(binaries: Path, outside: Path, environment: dict[str, str]) -> Iterat
         process = subprocess.Popen(command, cwd=outside, env=environment, stdout=out, stderr=out)
     try:
         deadline = time.monotonic() + READY_SECONDS
-        while (ready := re.search(r"is ready on (http://\S+)", log.read_text(encoding="utf-8"))) is None:
+        while (ready := re.search(r"INFO +(http://\S+)/\n", log.read_text(encoding="utf-8"))) is None:
             running = process.poll() is None and time.monotonic() < deadline
             require(running, f"the server did not become ready:\n{log.read_text(encoding='utf-8')}")
             time.sleep(0.05)

@@ -6,20 +6,16 @@ _STARTED = time.perf_counter()  # before the imports below, which take seconds
 
 import dataclasses
 import json
+import logging
 import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
-from importlib.metadata import version as installed_version
+from importlib import import_module
 from typing import Any
 
 import click
 
-from maxsimd.api.commands.download import download
-from maxsimd.api.commands.embedding import embed
-from maxsimd.api.commands.evaluation import evaluate
-from maxsimd.api.commands.ranking import rerank, score
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.config_file import config_file_option, models_in_file, shown
 from maxsimd.api.flags import in_flags
@@ -30,25 +26,45 @@ from maxsimd.api.models.setup import shown as several_shown
 from maxsimd.api.options import config_from, keys_of_environment, options_from
 from maxsimd.api.signals import leaving_when_asked
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.model_names import refuse_missing_folder, shown_name
 
 _FILE = click.Path(exists=True, dir_okay=False)
 
 
+# Commands by name, which are imported when they are asked for.
+_LATE = {
+    "download": ("download", "download"),
+    "embed": ("embedding", "embed"),
+    "eval": ("evaluation", "evaluate"),
+    "rerank": ("ranking", "rerank"),
+    "score": ("ranking", "score"),
+}
+
+
 class _Commands(click.Group):
-    """A group that also knows the commands which installed packages register."""
+    """A group that imports a command when it is asked for, and that also knows the commands which installed
+    packages register."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted({*super().list_commands(context), *(point.name for point in _registered())})
+        return sorted({*super().list_commands(context), *_LATE, *(point.name for point in _registered())})
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        for point in _registered():
+        command: click.Command | None = super().get_command(context, name)
+        if command is not None:
+            return command
+        if name in _LATE:
+            module, attribute = _LATE[name]
+            command = getattr(import_module(f"maxsimd.api.commands.{module}"), attribute)
+        for point in _registered() if command is None else ():
             if point.name == name:
-                command: click.Command = point.load()
-                return command
-        return super().get_command(context, name)
+                command = point.load()
+        return command
 
 
 def _registered() -> Any:
+    from importlib.metadata import entry_points
+
     return entry_points(group="maxsimd.commands")
 
 
@@ -63,6 +79,8 @@ def main() -> None:
 @main.command()
 def version() -> None:
     """Says which versions of maxsimd, Python and its libraries are installed."""
+    from importlib.metadata import version as installed_version
+
     for name in ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "aiohttp"):
         click.echo(f"{name:<22} {installed_version(name)}")
     click.echo(f"{'python':<22} {sys.version.split()[0]}")
@@ -84,10 +102,11 @@ def inspect(check: bool, supported: bool, as_json: bool, **values: Any) -> None:
         click.echo(json.dumps(rows_of_table, indent=2) if as_json else "\n".join(as_lines()))
         return
     config = config_from(EngineConfig, values)
-    from maxsimd.engine.errors import ModelLoadError
-    from maxsimd.engine.inspection import inspect_model, show
-
     try:
+        refuse_missing_folder(config.model)
+        click.echo(f"Loading {shown_name(config.model)} ...", err=True)
+        from maxsimd.engine.inspection import inspect_model, show
+
         rows = inspect_model(config, check)
     except ModelLoadError as error:
         raise click.ClickException(in_flags(str(error))) from error
@@ -123,6 +142,7 @@ def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, *
     """Fits the normalised scores of MODEL to judged documents: serve with --calibration, and they are
     probabilities. The files are BEIR's."""
     config = config_from(EngineConfig, values)
+    click.echo(f"Loading {shown_name(config.model)} ...", err=True)
     from maxsimd.api.calibrate import run
 
     run(config, queries, documents, qrels, others, out)
@@ -152,6 +172,7 @@ def serve(context: click.Context, /, print_config: bool, **values: Any) -> None:
 
     set_up_logging(server_config.log_level, server_config.log_format)
     with leaving_when_asked():
+        _say_loading([engine_config])
         if server_config.is_fleet:
             from maxsimd.api.fleet.supervisor import supervise as run
         else:
@@ -173,18 +194,28 @@ def _serve_several(models: Sequence[ModelSetup], print_config: bool, values: dic
 
     set_up_logging(server_config.log_level, server_config.log_format)
     with leaving_when_asked():
+        _say_loading([setup.engine for setup in models])
         from maxsimd.api.serve import serve_several
 
         sys.exit(serve_several(models, options, server_config, _STARTED))
 
 
+def _say_loading(configs: Sequence[EngineConfig]) -> None:
+    """Logs which models are loaded, before the imports that take seconds. Ends the process where a model's
+    folder is missing."""
+    log = logging.getLogger("maxsimd.serve")
+    for config in configs:
+        try:
+            refuse_missing_folder(config.model)
+        except ModelLoadError as error:
+            log.error("%s", error)
+            sys.exit(1)
+        log.info("Loading %s ...", shown_name(config.model))
+
+
 def _server_config(values: dict[str, Any]) -> ServerConfig:
     values["api_key"] += keys_of_environment()
     return config_from(ServerConfig, values)
-
-
-for command in (rerank, score, embed, evaluate, download):
-    main.add_command(command)
 
 
 def _ignore_service_links() -> None:

@@ -3,13 +3,15 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import yaml
 
 from maxsimd.api.config import ServerConfig
 from maxsimd.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    import yaml  # late at run time: a command line without a file does not need it
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,6 +42,8 @@ def config_file_option(command: F) -> F:
 
 def shown(*configs: Any) -> str:
     """Configurations as the YAML that gives them, without keys."""
+    import yaml
+
     values = {name: value for config in configs for name, value in values_of(config).items()}
     return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
@@ -91,6 +95,8 @@ def _use(context: click.Context, parameter: click.Parameter, path: str | None) -
 def _read_yaml(text: str) -> Any:
     """What YAML holds. Raises ValueError and yaml.YAMLError, and TwiceError for two entries whose names are
     the same text, 1 and "1" for instance: of two with one name YAML's loaders take the last."""
+    import yaml
+
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
@@ -102,8 +108,10 @@ def _read_yaml(text: str) -> Any:
         loader.dispose()
 
 
-def _check_no_entry_twice(loader: yaml.SafeLoader, whole: yaml.Node) -> None:
+def _check_no_entry_twice(loader: "yaml.SafeLoader", whole: "yaml.Node") -> None:
     """Before anything is made of the nodes: then what one has from another by << would be there, too."""
+    import yaml
+
     seen, left = {id(whole)}, [whole]
     while left:
         node = left.pop()
@@ -117,8 +125,10 @@ def _check_no_entry_twice(loader: yaml.SafeLoader, whole: yaml.Node) -> None:
         seen.update(map(id, parts))
 
 
-def _check_names(loader: yaml.SafeLoader, nodes: Sequence[yaml.Node]) -> None:
+def _check_names(loader: "yaml.SafeLoader", nodes: Sequence["yaml.Node"]) -> None:
     """The names of one mapping's entries."""
+    import yaml
+
     names = set()
     for node in nodes:
         if not isinstance(node, yaml.ScalarNode) or node.tag == _FROM_ANOTHER:
@@ -133,6 +143,8 @@ def _check_names(loader: yaml.SafeLoader, nodes: Sequence[yaml.Node]) -> None:
 def _read(path: str, names: set[str]) -> dict[str, Any]:
     """The options in a file by their names in Python, those of a command or of others that serve. Raises
     click.BadParameter for what is none."""
+    import yaml
+
     try:
         values = _read_yaml(Path(path).read_text(encoding="utf-8"))
     except TwiceError as error:

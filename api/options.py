@@ -1,6 +1,7 @@
 """Command-line options and their documentation, generated from configuration dataclasses."""
 
 import dataclasses
+import functools
 import os
 import re
 import types
@@ -77,8 +78,13 @@ def _fields(config: type, exclude: frozenset[str]) -> list["dataclasses.Field[An
     return [field for field in dataclasses.fields(config) if field.name not in exclude]
 
 
+@functools.cache
+def _types_of(config: type) -> dict[str, Any]:
+    return typing.get_type_hints(config)
+
+
 def _click_arguments(config: type, field: "dataclasses.Field[Any]") -> dict[str, Any]:
-    kind = typing.get_type_hints(config)[field.name]
+    kind = _types_of(config)[field.name]
     arguments: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not type(None))

@@ -36,6 +36,8 @@ log = logging.getLogger("maxsimd.serve")
 
 # For answers to requests that were ended, and for what is left of answers in the process's buffers.
 _LEAVING_SECONDS = 1.0
+# How often a front looks whether all engines of its fleet are there, in seconds, and how often at most.
+_LOOK_SECONDS, _MOST_LOOKS = 0.1, 600
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
@@ -166,10 +168,23 @@ async def _live(engine: Serving, door: _Door, stop: Stop, started: float) -> Non
     with garbage_left_alone():
         seconds = time.perf_counter() - started
         for name, facts in _served(engine).items():
-            log.info("%s is ready on %s after %.1f s: %s", name, door.url, seconds, facts.how_it_runs)
+            log.info("%s is ready after %.1f s: %s", name, seconds, facts.how_it_runs)
+        saying = asyncio.create_task(_say_where(door))
         collecting = asyncio.create_task(collect_when_quiet(lambda: door.state.is_quiet, resident_bytes))
         await _until_the_end(engine, stop)
         collecting.cancel()
+        saying.cancel()
+
+
+async def _say_where(door: _Door) -> None:
+    """Logs the address of the playground as the last line of the start: once all engines are there, or a
+    minute has passed."""
+    fleet = door.state.fleet
+    for _ in range(_MOST_LOOKS):
+        if fleet is None or fleet.replicas[0] >= fleet.replicas[1]:
+            break
+        await asyncio.sleep(_LOOK_SECONDS)
+    log.info("%s/", door.url)
 
 
 def _served(engine: Serving) -> dict[str, ModelFacts]:

@@ -1,6 +1,5 @@
 """How a process is asked to end, and how it ends at once where nothing else is in time."""
 
-import asyncio
 import logging
 import os
 import signal
@@ -41,6 +40,8 @@ class Stop:
     seconds after its deadline."""
 
     def __init__(self, grace: float) -> None:
+        import asyncio  # late: the command line says what it loads before this is imported
+
         self._loop = asyncio.get_running_loop()
         self._grace = grace
         self._asked = asyncio.Event()
@@ -58,6 +59,8 @@ class Stop:
 
     async def asked_within(self, seconds: float) -> bool:
         """Waits for a signal for so long; says whether one has come."""
+        import asyncio
+
         try:
             async with asyncio.timeout(seconds):
                 await self._asked.wait()

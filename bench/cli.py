@@ -337,14 +337,41 @@ def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
 
 @bench.command("startup")
 @click.option("--other", type=click.Path(exists=True, file_okay=False), help="Checkout of another version.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, resolve_path=True),
+    help="Folder of a model; repeatable. By default the embedded model.",
+)
+@click.option(
+    "--command",
+    type=click.Choice(["serve", "rerank"]),
+    default="serve",
+    show_default=True,
+    help="serve measures a server; rerank times the ranking of 100 lines.",
+)
+@click.option(
+    "--documents",
+    type=click.Path(exists=True, dir_okay=False),
+    help="File whose first 100 lines rerank ranks. By default the license.",
+)
 @click.option("--rounds", type=int, default=5, show_default=True, help="Starts of each; medians count.")
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_startup(other: str | None, rounds: int, json_file: str | None) -> None:
-    """Start, peak memory and lone requests of a server of the default model; run it in a checkout."""
+def bench_startup(
+    other: str | None,
+    models: tuple[str, ...],
+    command: str,
+    documents: str | None,
+    rounds: int,
+    json_file: str | None,
+) -> None:
+    """Start, memory and lone requests of a server, or the time of rerank; run it in a checkout."""
     from maxsimd.bench.startup import measure_startup
 
-    figures = measure_startup(Path.cwd(), None if other is None else Path(other), rounds)
-    publish({"rounds": rounds}, figures, json_file)
+    folder, lines = None if other is None else Path(other), None if documents is None else Path(documents)
+    figures = measure_startup(Path.cwd(), folder, rounds, models, command, lines)
+    publish({"command": command, "models": list(models), "rounds": rounds}, figures, json_file)
 
 
 @bench.command("plots")

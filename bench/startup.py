@@ -1,5 +1,5 @@
-"""How long a server of the default model takes until it is ready, the most memory that it then has had, and
-how long a lone request takes; beside another version of maxsimd, in turns."""
+"""How long a server takes until its first line of output and until it is ready, its memory, and how long a
+lone request takes; or how long `maxsimd rerank` takes. Beside another version of maxsimd, in turns."""
 
 import http.client
 import json
@@ -9,78 +9,173 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
-_BODY = json.dumps({"query": "how is a file read", "documents": ["Open a file."] * 20}).encode()
-_LONE = json.dumps({"query": "how is a file read", "documents": ["Open a file."], "cache": "bypass"}).encode()
+_QUERY = "how is a file read"
+_BODY = json.dumps({"query": _QUERY, "documents": ["Open a file."] * 20}).encode()
+_LONE = json.dumps({"query": _QUERY, "documents": ["Open a file."], "cache": "bypass"}).encode()
 _HEADERS = {"content-type": "application/json"}
 _WARM_UP, _LONE_REQUESTS = 20, 200
 _SECONDS = 120
-
-
-def measure_startup(checkout: Path, other: Path | None, rounds: int) -> dict[str, float]:
-    """Medians; `other` is a checkout of another version, whose code is run by the same interpreter."""
-    checkouts = {"this": checkout, **({} if other is None else {"other": other})}
-    found: dict[str, list[_Found]] = {name: [] for name in checkouts}
-    for round_ in range(rounds):
-        # Each comes first as often as the other.
-        for name in sorted(checkouts, reverse=round_ % 2 == 1):
-            found[name].append(_one(checkouts[name]))
-    medians = {
-        name: _Found(*(statistics.median(values) for values in zip(*each, strict=True)))
-        for name, each in found.items()
-    }
-    figures = {
-        f"{name}_{what}": round(value, 3)
-        for name, each in medians.items()
-        for what, value in each._asdict().items()
-    }
-    if other is not None:
-        for what in _Found._fields:
-            ratio = getattr(medians["this"], what) / getattr(medians["other"], what)
-            figures[f"{what}_this_over_other"] = round(ratio, 3)
-    return figures
+# Lines of a file that `rerank` ranks.
+_LINES = 100
 
 
 class _Found(NamedTuple):
-    """Of one server: seconds until it is ready, its peak of resident memory after a request in MiB, and the
-    median of lone requests in milliseconds."""
+    """Of one server: seconds until its first line of output and until it is ready, its resident memory when
+    it is ready and its peak after a request in MiB, and the median of lone requests in milliseconds."""
 
+    first_line_s: float
     ready_s: float
+    resident_mib: float
     peak_mib: float
     lone_request_ms: float
 
 
-def _one(folder: Path) -> _Found:
+class _FoundOfRerank(NamedTuple):
+    """Of one run of `maxsimd rerank`: seconds until its first line of output and until its end."""
+
+    first_line_s: float
+    total_s: float
+
+
+class _FirstLine:
+    """Reads what a process writes, so that it never waits, and notes when the first line came."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self.at = 0.0
+        self._out = out
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for _ in self._out:
+            self.at = self.at or time.perf_counter()
+
+    def join(self) -> None:
+        self._thread.join()
+
+
+def measure_startup(
+    checkout: Path,
+    other: Path | None,
+    rounds: int,
+    models: Sequence[str] = (),
+    command: str = "serve",
+    documents: Path | None = None,
+) -> dict[str, float]:
+    """Medians for each of the models (folders; the default model without any). `other` is a checkout of
+    another version, whose code is run by the same interpreter. `command` is serve or rerank; rerank ranks
+    the first 100 lines of `documents`."""
+    checkouts = {"this": checkout, **({} if other is None else {"other": other})}
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="maxsimd-bench-") as folder:
+        lines = _first_lines(documents or checkout / "LICENSE", Path(folder))
+        for model in models or (None,):
+            prefix = "" if len(models) < 2 or model is None else f"{Path(model).name}_"
+            found: dict[str, list[_Found | _FoundOfRerank]] = {name: [] for name in checkouts}
+            for round_ in range(rounds):
+                # Each comes first as often as the other.
+                for name in sorted(checkouts, reverse=round_ % 2 == 1):
+                    folder_of = checkouts[name]
+                    is_serve = command == "serve"
+                    found[name].append(
+                        _serve(folder_of, model) if is_serve else _rerank(folder_of, model, lines)
+                    )
+            figures |= {f"{prefix}{name}": value for name, value in _medians(found).items()}
+    return figures
+
+
+def _medians(found: "Mapping[str, Sequence[_Found | _FoundOfRerank]]") -> dict[str, float]:
+    medians = {
+        name: dict(zip(each[0]._fields, map(statistics.median, zip(*each, strict=True)), strict=True))
+        for name, each in found.items()
+    }
+    figures = {
+        f"{name}_{what}": round(value, 3) for name, each in medians.items() for what, value in each.items()
+    }
+    if "other" in medians:
+        for what, value in medians["this"].items():
+            figures[f"{what}_this_over_other"] = round(value / medians["other"][what], 3)
+    return figures
+
+
+def _first_lines(path: Path, folder: Path) -> Path:
+    """A file with the first lines that hold text."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    target = folder / "lines.txt"
+    target.write_text("\n".join(lines[:_LINES]) + "\n", encoding="utf-8")
+    return target
+
+
+@contextmanager
+def _process(
+    folder: Path, arguments: Sequence[str]
+) -> Iterator[tuple["subprocess.Popen[bytes]", _FirstLine]]:
+    """A command of the version in a checkout; its standard error is read."""
+    environment = {**os.environ, "PYTHONPATH": str(folder / "tests" / "typings")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "maxsimd", *arguments],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stderr is not None
+        first = _FirstLine(process.stderr)
+        try:
+            yield process, first
+        finally:
+            process.terminate()
+            process.wait()
+            first.join()
+
+
+def _serve(folder: Path, model: str | None) -> _Found:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    environment = {**os.environ, "PYTHONPATH": str(folder / "tests" / "typings")}
     started = time.perf_counter()
-    command = [sys.executable, "-m", "maxsimd", "serve", "--port", str(port)]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as server:
-        try:
-            while not _is_ready(url):
-                if server.poll() is not None or time.perf_counter() - started > _SECONDS:
-                    raise RuntimeError(f"the server of {folder} did not become ready")
-                time.sleep(0.02)
-            seconds = time.perf_counter() - started
-            request = urllib.request.Request(f"{url}/rerank", _BODY, _HEADERS)
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                answer.read()
-            status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
-            lone = _lone_request_ms(port)
-        finally:
-            server.terminate()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    arguments = ["serve", *([] if model is None else [model]), "--port", str(port)]
+    with _process(folder, arguments) as (server, first):
+        while not _is_ready(url):
+            if server.poll() is not None or time.perf_counter() - started > _SECONDS:
+                raise RuntimeError(f"the server of {folder} did not become ready")
+            time.sleep(0.02)
+        ready = time.perf_counter() - started
+        resident = _memory_mib(server.pid, "VmRSS")
+        request = urllib.request.Request(f"{url}/rerank", _BODY, _HEADERS)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.read()
+        peak = _memory_mib(server.pid, "VmHWM")
+        lone = _lone_request_ms(port)
+    return _Found(first.at - started, ready, resident, peak, lone)
+
+
+def _rerank(folder: Path, model: str | None, lines: Path) -> _FoundOfRerank:
+    started = time.perf_counter()
+    arguments = ["rerank", *([] if model is None else [model])]
+    with _process(folder, [*arguments, "--query", _QUERY, "--documents", str(lines)]) as (process, first):
+        status = process.wait(timeout=_SECONDS)
+        seconds = time.perf_counter() - started
+    if status != 0:
+        raise RuntimeError(f"maxsimd rerank of {folder} ended with {status}")
+    return _FoundOfRerank(first.at - started, seconds)
+
+
+def _memory_mib(pid: int, what: str) -> float:
+    """A figure of /proc/PID/status."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    found = re.search(rf"{what}:\s+(\d+) kB", status)
     assert found is not None
-    return _Found(seconds, int(found[1]) / 1024, lone)
+    return int(found[1]) / 1024
 
 
 def _lone_request_ms(port: int) -> float:

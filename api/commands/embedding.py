@@ -12,6 +12,7 @@ from maxsimd.api.commands.records import KINDS, Record, read_records
 from maxsimd.api.config_file import config_file_option
 from maxsimd.api.options import config_from, options_from
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.model_names import shown_name
 
 _INTERRUPTED = 130
 
@@ -49,7 +50,7 @@ def embed(**values: Any) -> None:
     progress.note(f"reading {values['texts']}")
     records = read_records(values["texts"], values["input_format"], values["field"])
     progress.total = len(records)
-    progress.note(f"{len(records):,} texts; loading {config.model or 'the embedded model'}")
+    progress.note(f"Loading {shown_name(config.model)} ... for {len(records):,} texts")
     from maxsimd.api.commands.embedding_texts import embed_records, write_array, write_arrays
     from maxsimd.api.commands.running import Interrupted, run
 

@@ -13,6 +13,7 @@ from maxsimd.api.config_file import config_file_option
 from maxsimd.api.judgements import Grades, read_candidates, read_grades, read_texts
 from maxsimd.api.options import config_from, options_from
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.model_names import shown_name
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _MEASURES = ("nDCG@10", "RR", "R@100")
@@ -131,7 +132,7 @@ def _ranked(
     from maxsimd.api.commands.running import Interrupted, run
 
     progress.total = sum(len(ids) for _, ids in work)
-    progress.note(f"{progress.total:,} pairs; loading {config.model or 'the embedded model'}")
+    progress.note(f"Loading {shown_name(config.model)} ... for {progress.total:,} pairs")
     try:
         return run(rank_all(config, work, queries, documents, progress))
     except Interrupted:

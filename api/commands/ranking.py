@@ -13,6 +13,7 @@ from maxsimd.api.commands.records import KINDS, Record, read_records
 from maxsimd.api.config_file import config_file_option
 from maxsimd.api.options import config_from, options_from
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.model_names import shown_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -103,7 +104,7 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
     progress.note(f"reading {values['documents']}")
     records = _records(values)
     progress.total = len(records)
-    progress.note(f"{len(records):,} documents; loading {config.model or 'the embedded model'}")
+    progress.note(f"Loading {shown_name(config.model)} ... for {len(records):,} documents")
     from maxsimd.api.commands.running import run
     from maxsimd.api.commands.scoring import Work, score_records
 

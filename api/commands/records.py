@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from maxsimd.engine.media import Content, PdfPage, PictureAt
+if TYPE_CHECKING:
+    from maxsimd.engine.media import Content, PdfPage, PictureAt
 
 # A page takes as long as a text of this many characters, or longer.
 _PAGE = 32_768
@@ -35,12 +36,16 @@ class Record:
 
     text: str
     id: str | None = None
-    page: PictureAt | PdfPage | None = None
+    page: "PictureAt | PdfPage | None" = None
 
     @property
-    def document(self) -> str | Content:
+    def document(self) -> "str | Content":
         """What is scored."""
-        return self.text if self.page is None else Content.of([self.page])
+        if self.page is None:
+            return self.text
+        from maxsimd.engine.media import Content
+
+        return Content.of([self.page])
 
     @property
     def size(self) -> int:

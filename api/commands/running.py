@@ -12,6 +12,7 @@ from maxsimd.api.commands.progress import Progress
 from maxsimd.api.commands.records import Record
 from maxsimd.api.flags import in_flags
 from maxsimd.engine import Engine, EngineConfig, MaxsimdError
+from maxsimd.engine.model_names import shown_name
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ async def started(config: EngineConfig, progress: Progress) -> AsyncIterator[Eng
         await asyncio.wait({start}, timeout=_LOADING_SECONDS)
         seconds += _LOADING_SECONDS
         if not start.done():
-            progress.note(f"loading {config.model or 'the embedded model'}, {seconds} s so far")
+            progress.note(f"Loading {shown_name(config.model)} ... {seconds} s so far")
     await start
     try:
         yield engine

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.config_file import values_of
 from maxsimd.engine.config import EngineConfig
@@ -92,6 +90,8 @@ def _is_name(name: str) -> bool:
 
 def shown(models: Sequence[ModelSetup], server: ServerConfig) -> str:
     """The configuration of several models as the YAML that gives it, without keys."""
+    import yaml
+
     each = {setup.name: {**values_of(setup.engine), WEIGHT: setup.weight} for setup in models}
     page: Mapping[str, Any] = {"models": each, **values_of(server)}
     return str(yaml.safe_dump(page, sort_keys=False, allow_unicode=True))

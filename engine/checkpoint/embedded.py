@@ -4,8 +4,9 @@ import importlib.util
 from pathlib import Path
 
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.model_names import EMBEDDED_MODEL
 
-NAME = "all-MiniLM-L6-v2"
+NAME = EMBEDDED_MODEL
 
 
 def embedded_model_path() -> str:

@@ -2,11 +2,14 @@
 them."""
 
 import json
+import posixpath
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from maxsimd.engine.checkpoint.hub import find_on_hub
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.model_names import refuse_missing_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +66,13 @@ def find_file(model: str, name: str, revision: str | None) -> Path | None:
     """The path of a checkpoint's file on this machine, downloaded from the hub if necessary; None when the
     checkpoint has no such file.
 
-    Raises ModelLoadError when the hub cannot be reached."""
+    Raises ModelLoadError when neither the hub nor the local cache has the checkpoint."""
     if Path(model).is_dir():
         path = Path(model) / name
         return path if path.is_file() else None
-    if model.startswith(("/", "./", "../", "~")):
-        raise ModelLoadError(f"there is no folder {model!r}")
-    from transformers.utils import cached_file
-
-    try:
-        found = cached_file(
-            model,
-            name,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=True,
-        )
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {name} of {model!r}: {error}") from error
-    return Path(found) if found else None
+    refuse_missing_folder(model)
+    # A module without a folder gives a name that begins with a slash.
+    return find_on_hub(model, posixpath.normpath(name).lstrip("/"), revision)
 
 
 # Files that hold a tokeniser's vocabulary; one of them is enough.

@@ -123,7 +123,7 @@ def _choose_threads(asked: int | None) -> None:
         if cores.threads < torch.get_num_threads():
             torch.set_num_threads(cores.threads)
             quota = "no quota" if cores.quota is None else f"a quota of {cores.quota:g}"
-            log.info("threads for computing: %d (%d cores, %s)", cores.threads, cores.affinity, quota)
+            log.debug("threads for computing: %d (%d cores, %s)", cores.threads, cores.affinity, quota)
 
 
 def _without_references(model: LoadedModel) -> LoadedModel:

@@ -65,5 +65,5 @@ def memory_limit(config: EngineConfig) -> int:
         return config.cache_mb * MIB
     free = free_memory()
     limit = _LEAST if free is None else min(_MOST, max(_LEAST, free // _SHARE))
-    log.info("the cache may take %d MiB of memory (cache_mb)", limit // MIB)
+    log.debug("the cache may take %d MiB of memory (cache_mb)", limit // MIB)
     return limit

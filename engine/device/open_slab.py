@@ -55,7 +55,7 @@ def open_slab(
         raise ModelLoadError(
             f"the GPU has no {limit // MIB} MiB left for cached embeddings; set device_cache_mb lower"
         ) from error
-    log.info("cached embeddings may take %d MiB of the GPU's memory (device_cache_mb)", slab.nbytes // MIB)
+    log.debug("cached embeddings may take %d MiB of the GPU's memory (device_cache_mb)", slab.nbytes // MIB)
     return slab
 
 

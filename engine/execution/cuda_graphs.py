@@ -118,7 +118,7 @@ class GraphedRunner:
             log.warning("no CUDA graphs: a step cannot be watched: %s", error)
             return False
         if waits:
-            log.info("no CUDA graphs: the model waits for the device (%s)", ", ".join(waits))
+            log.debug("no CUDA graphs: the model waits for the device (%s)", ", ".join(waits))
         return not waits
 
     def _capture(
@@ -130,10 +130,10 @@ class GraphedRunner:
         exact = [runner.forward(step)[0] for step in steps]
         eager = recorder.cost(lambda: runner.forward(full))
         if eager.memory > _MEMORY:
-            log.info("no CUDA graph of %s: it would take %.0f%% of the memory", size, 100 * eager.memory)
+            log.debug("no CUDA graph of %s: it would take %.0f%% of the memory", size, 100 * eager.memory)
             return None
         if not is_worth_capturing(eager.times.host, eager.times.device):
-            log.info("no CUDA graph of %s: its steps are bound by the device", size)
+            log.debug("no CUDA graph of %s: its steps are bound by the device", size)
             return None
         batch = runner.lay_out(full)
         inputs = runner.inputs_of(batch)
@@ -141,7 +141,7 @@ class GraphedRunner:
         runner.run({name: ids.to(self._device) for name, ids in inputs.items()}, tried)
         static = backend.prepare_for_capture(tried, size)
         if static is None:
-            log.info("no CUDA graph of %s: its attention would cost more than it saves", size)
+            log.debug("no CUDA graph of %s: its attention would cost more than it saves", size)
             return None
         if self._hidden is None:
             self._hidden = exact[0].new_empty(size.rows, exact[0].shape[-1])
@@ -207,7 +207,7 @@ def with_graphs(
     if not graphed.sizes:
         return runner
     seconds = time.perf_counter() - began
-    log.info("%d CUDA graphs, up to %s, took %.1f s", len(graphed.sizes), graphed.sizes[-1], seconds)
+    log.debug("%d CUDA graphs, up to %s, took %.1f s", len(graphed.sizes), graphed.sizes[-1], seconds)
     return graphed
 
 

@@ -115,7 +115,7 @@ def with_one_call(
     except Exception as error:
         log.warning("steps run layer by layer, which is slower: %s", error)
         return runner
-    log.info("steps run layer by layer: %s", reason)
+    log.debug("steps run layer by layer: %s", reason)
     return runner
 
 
@@ -145,7 +145,7 @@ def _why_not(fast: OneCallRunner, sequences: Sequence[TokenSequence], timer: Tim
     if not ours < plain:
         fast.most_rows = FEW_ROWS
     measured += f"; {_measured(many, ours, plain)}"
-    log.info("steps of up to %d rows run all layers in one call: %s", fast.most_rows, measured)
+    log.debug("steps of up to %d rows run all layers in one call: %s", fast.most_rows, measured)
     return None
 
 

@@ -163,7 +163,7 @@ def _may_fuse(config: EngineConfig, device: torch.device) -> bool:
 def _fuse(model: LoadedModel, mismatch: str | None) -> None:
     """Fuses the layers of a backbone that is as it will run, unless it does not give the same with them."""
     if mismatch is None:
-        log.info("%d modules are fused", fuse(model.backbone))
+        log.debug("%d modules are fused", fuse(model.backbone))
     else:
         log.warning("layers are not fused, which is slower: %s", mismatch)
 

@@ -97,7 +97,7 @@ def choose_way(dtype: torch.dtype) -> Way:
     name = fastest if _MARGIN * milliseconds[fastest] <= milliseconds[TORCH.name] else TORCH.name
     measured = ", ".join(f"{each} {taken:.2f} ms" for each, taken in milliseconds.items())
     precision = str(dtype).removeprefix("torch.")
-    log.info("%s: %s, by a short timing on a CPU with %s: %s", precision, name, in_words(), measured)
+    log.debug("%s: %s, by a short timing on a CPU with %s: %s", precision, name, in_words(), measured)
     return next(way for way in (TORCH, *right) if way.name == name)
 
 

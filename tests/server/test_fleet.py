@@ -201,7 +201,7 @@ def test_nobody_is_refused_while_the_only_front_is_started_again(
     with clients.asking():
         (front,) = _children(alone)["front"]
         os.kill(front, signal.SIGKILL)
-        wait_for(lambda: alone.log.count("all-MiniLM-L6-v2 is ready on") == 2, 60)
+        wait_for(lambda: alone.log.count("all-MiniLM-L6-v2 is ready after") == 2, 60)
     assert clients.wrong == []
     assert len(clients.failed) <= 8, "each client had at most one request there"
     assert not any("503" in reason for reason in clients.failed)

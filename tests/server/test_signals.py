@@ -44,7 +44,7 @@ def test_a_server_that_is_loading_ends_without_waiting_for_the_model(start_serve
     wait_for(lambda: _answers(server))
     assert server.terminate() == 0
     assert "stopped while loading" in server.log
-    assert "is ready on" not in server.log
+    assert "is ready after" not in server.log
 
 
 def _work(server: Server, threads: ThreadPoolExecutor) -> "Future[httpx.Response]":

@@ -61,7 +61,7 @@ def choose_attention(
         else:
             log.warning("attention by %s is not used: %s", candidate, mismatch)
     if not right:
-        log.info("attention: plain torch, because nothing else is right on this device")
+        log.debug("attention: plain torch, because nothing else is right on this device")
         return GroupedBackend()
     return right[_choose(right, model, device, dtype)]
 
@@ -73,12 +73,12 @@ def _choose(
     GPU to time it on."""
     if len(right) == 1 or device.type != "cuda":
         chosen = next(iter(right))
-        log.info("attention: %s, the first that is right on this device", chosen)
+        log.debug("attention: %s, the first that is right on this device", chosen)
         return chosen
     times = time_backends(right, model, device, dtype, time_on_cuda)
     chosen = fastest(times)
     measured = ", ".join(f"{name} {taken:.3f} ms" for name, taken in times.items())
-    log.info("attention: %s, by a short timing on this device: %s", chosen, measured)
+    log.debug("attention: %s, by a short timing on this device: %s", chosen, measured)
     return chosen
 
 

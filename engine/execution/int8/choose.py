@@ -49,7 +49,7 @@ def choose_path(compiled: bool) -> Path:
 
     How finely weights are rounded depends only on which paths are right, never on the timing."""
     path = choose(candidates(compiled))
-    log.info("int8: weights up to %d, on a CPU with %s", path.most, in_words())
+    log.debug("int8: weights up to %d, on a CPU with %s", path.most, in_words())
     return path
 
 
@@ -76,7 +76,7 @@ def choose(paths: Iterable[Path]) -> Path:
     chosen = min(milliseconds, key=milliseconds.__getitem__)
     measured = ", ".join(f"{name} {taken:.2f} ms" for name, taken in milliseconds.items())
     why = f"by a short timing: {measured}" if right else "because nothing else is right here"
-    log.info("int8: %s, %s", chosen, why)
+    log.debug("int8: %s, %s", chosen, why)
     if milliseconds[chosen] > _CLEARLY * in_float32:
         log.warning(
             "int8 saves memory alone on this CPU: a layer takes %.2f ms, and %.2f in float32; leave "

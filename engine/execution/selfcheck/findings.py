@@ -72,7 +72,7 @@ def findings_of(
     findings.append(Finding("alone and together", same if bits.difference == 0 else but_for_rounding))
     free_images(runner, [sample.sequence for sample in samples])
     for finding in findings:
-        log.info("checked %s", finding)
+        log.debug("checked %s", finding)
     return tuple(findings)
 
 

@@ -90,7 +90,7 @@ def test_a_model_that_waits_for_the_device_has_no_graphs(
     experts = packed_model(Path(nomic.v2_moe(tmp_path / "model")), layers=2)
     graphed = GraphedRunner(PackedRunner(experts, CPU, backend), CPU)
     recorder = CallRecorder()
-    with caplog.at_level(logging.INFO, logger="maxsimd"):
+    with caplog.at_level(logging.DEBUG, logger="maxsimd"):
         assert graphed.capture_all(backend, SIZES, texts_of(experts), recorder) == {}
     assert graphed.sizes == ()
     assert recorder.replays == []
@@ -181,7 +181,7 @@ def test_graphs_that_are_no_help_are_not_captured(
         (CallRecorder(memory=0.5), "50% of the memory"),
     ):
         graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
-        with caplog.at_level(logging.INFO, logger="maxsimd"):
+        with caplog.at_level(logging.DEBUG, logger="maxsimd"):
             assert graphed.capture_all(backend, SIZES[-1:], texts_of(model), recorder) == {}
         assert graphed.sizes == ()
         assert recorder.replays == []

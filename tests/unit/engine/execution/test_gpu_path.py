@@ -204,7 +204,7 @@ def test_right_attention_is_chosen_by_a_timing(
     monkeypatch.setattr(choice, "time_on_cuda", time)
     monkeypatch.setattr(torch.Tensor, "to", _to_cpu_instead(torch.Tensor.to))
     monkeypatch.setattr(choice, "time_backends", _on_cpu(choice.time_backends))
-    with caplog.at_level(logging.INFO, logger="maxsimd"):
+    with caplog.at_level(logging.DEBUG, logger="maxsimd"):
         chosen = choice.choose_attention("auto", model, torch.device("cuda"), torch.float32, False)
     assert chosen is fast
     assert "attention: fast, by a short timing on this device: slow 2.000 ms, fast 0.500 ms" in caplog.text

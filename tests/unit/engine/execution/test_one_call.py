@@ -211,7 +211,7 @@ def reason(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFi
     """Why a model runs layer by layer, as the log has it."""
     model, plain = served
     texts = random_sequences(model, next(iter(model.tasks)))
-    with caplog.at_level(logging.INFO, logger="maxsimd"):
+    with caplog.at_level(logging.DEBUG, logger="maxsimd"):
         assert with_one_call(plain, model.backbone, texts, timer) is plain
     return caplog.text.partition("steps run layer by layer: ")[2]
 
@@ -238,7 +238,7 @@ def test_large_steps_that_take_longer_in_one_call_run_layer_by_layer(
     model, plain = served
     texts = random_sequences(model, next(iter(model.tasks)))
     slow_if_large = turns(*[1.0, 2.0] * 5, *[2.0, 1.0] * 1000)
-    with caplog.at_level(logging.INFO, logger="maxsimd"):
+    with caplog.at_level(logging.DEBUG, logger="maxsimd"):
         fast = with_one_call(plain, model.backbone, texts, slow_if_large)
     assert isinstance(fast, OneCallRunner)
     assert fast.takes(make_step([FEW_ROWS]))
@@ -289,6 +289,6 @@ def test_the_choice_is_made_at_load_and_logged(
 ) -> None:
     config = EngineConfig(model=bert_cross_encoder, dtype="bfloat16", device="cpu")
     monkeypatch.setattr(one_call, "seconds_of", turns(0.001, 0.003))
-    with caplog.at_level(logging.INFO, logger="maxsimd"):
+    with caplog.at_level(logging.DEBUG, logger="maxsimd"):
         assert isinstance(prepare(load_model(config, CPU), config, CPU).runner, OneCallRunner)
     assert "run all layers in one call: 1.00 ms" in caplog.text

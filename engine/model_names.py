@@ -1,0 +1,19 @@
+"""How a model is named, without anything that takes long to import."""
+
+from pathlib import Path
+
+from maxsimd.engine.errors import ModelLoadError
+
+# The model that is served when none is named.
+EMBEDDED_MODEL = "all-MiniLM-L6-v2"
+
+
+def shown_name(model: str | None) -> str:
+    """The name of a model in messages; None is the embedded one."""
+    return EMBEDDED_MODEL if model is None else model.rstrip("/")
+
+
+def refuse_missing_folder(model: str | None) -> None:
+    """Raises ModelLoadError if the name is a path, and nothing is there. Other names may be hub ids."""
+    if model is not None and model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
+        raise ModelLoadError(f"there is no folder {model!r}")

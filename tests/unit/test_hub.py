@@ -1,0 +1,135 @@
+"""What loading says of a hub that hangs, refuses, or has no such model, and that it asks only once."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+FILES = ("config.json", "modules.json", "tokenizer.json")
+# Reads three files of a checkpoint as a load does, without torch.
+SCRIPT = """
+import sys, types, pathlib, maxsimd.engine
+package = types.ModuleType("maxsimd.engine.checkpoint")
+package.__path__ = [str(pathlib.Path(maxsimd.engine.__file__).parent / "checkpoint")]
+sys.modules[package.__name__] = package
+from maxsimd.engine.checkpoint.files import find_file
+from maxsimd.engine.errors import ModelLoadError
+try:
+    for name in sys.argv[2:]:
+        print(find_file(sys.argv[1], name, None))
+except ModelLoadError as error:
+    print(error)
+"""
+
+
+@contextmanager
+def hub(status: int | None, headers: dict[str, str] | None = None) -> Iterator[tuple[str, list[str]]]:
+    """A hub that answers every request with a status, or never; and the paths it was asked for."""
+    asked: list[str] = []
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if (
+                "/no-such/model" in self.path or "/some/model" in self.path
+            ):  # the client also asks about itself
+                asked.append(self.path)
+            if status is None:
+                over.wait()
+                return
+            self.send_response(status)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *values: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            over.set()
+            server.shutdown()
+            thread.join()
+
+
+def found(url: str, home: Path, model: str = "no-such/model", **variables: str) -> str:
+    """What is printed for the three files."""
+    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home)}
+    environment |= {"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": ""} | variables
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model, *FILES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def cached(home: Path) -> Path:
+    """A checkpoint in the local cache of the hub's client, with a config.json and no more."""
+    folder = home / "hub" / "models--some--model"
+    snapshot = folder / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(snapshot.name)
+    (snapshot / "config.json").write_text("{}")
+    return snapshot
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "said"),
+    [
+        (None, {}, "cannot be reached"),
+        (500, {}, "answers with an error"),
+        (404, {"X-Error-Code": "RepoNotFound"}, "has no such model or it is private"),
+        (401, {"X-Error-Code": "RepoNotFound"}, "has no such model or it is private"),
+        (403, {"X-Error-Code": "GatedRepo"}, "is gated on"),
+    ],
+)
+def test_a_hub_is_asked_once_and_the_error_names_it(
+    status: int | None, headers: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    with hub(status, headers) as (url, asked):
+        message = found(url, tmp_path)
+    assert said in message
+    assert url in message
+    assert "'no-such/model'" in message
+    assert "--offline" in message or "gated" in message
+    assert asked == ["/api/models/no-such/model"]
+
+
+def test_a_hub_that_refuses_connections_is_named(tmp_path: Path) -> None:
+    message = found("http://127.0.0.1:9", tmp_path)
+    assert "http://127.0.0.1:9 cannot be reached" in message
+    assert "--offline" in message
+
+
+@pytest.mark.parametrize("status", [None, 500])
+def test_a_cached_model_is_read_without_its_hub(status: int | None, tmp_path: Path) -> None:
+    snapshot = cached(tmp_path)
+    with hub(status) as (url, asked):
+        message = found(url, tmp_path, "some/model")
+    assert message.split() == [str(snapshot / "config.json"), "None", "None"]
+    assert len(asked) == 1
+
+
+def test_offline_asks_no_hub(tmp_path: Path) -> None:
+    with hub(404) as (url, asked):
+        message = found(url, tmp_path, HF_HUB_OFFLINE="1")
+    assert "no hub is asked" in message
+    assert asked == []
