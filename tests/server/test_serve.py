@@ -102,7 +102,7 @@ async def test_the_server_listens_where_it_should_until_a_signal(
         assert await asyncio.wait_for(server.status, 10) == 0
         assert not server.engine.is_healthy
     messages = [record.getMessage() for record in caplog.records]
-    assert messages[0].startswith(f"all-MiniLM-L6-v2 is ready after ")
+    assert messages[0].startswith("all-MiniLM-L6-v2 is ready after ")
     assert messages[0].endswith(f" s: late-interaction, float32, packed on cpu, {kernels}")
     assert messages[1] == f"{server.url}/"
     assert messages[-1] == "drained"
