@@ -23,7 +23,6 @@ from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, read_files
 from maxsimd.engine.checkpoint.recipe import Recipe
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models.bert import ENCODERS
 
 log = logging.getLogger(__name__)
@@ -70,18 +69,17 @@ class Source:
 
 def source_of(config: EngineConfig) -> Source | None:
     """What the configuration names, if it may have a recipe: an encoder of a family of ours, all of whose
-    files are on this machine."""
+    files are on this machine. Raises ModelLoadError if there is no checkpoint."""
     path = config.model if config.model is not None else embedded_model_path()
     if Path(path).is_file():
         return None
-    try:
-        files = read_files(path, config.revision)
-    except ModelLoadError:  # as of an adapter alone, or for good: reading it with the libraries tells
+    if find_file(path, "adapter_config.json", config.revision) is not None:
         return None
+    files = read_files(path, config.revision)
     if files.config.get("model_type") not in ENCODERS:
         return None
     folder = _folder(path, config.revision)
-    if folder is None or (folder / "adapter_config.json").exists():
+    if folder is None:
         return None
     content = _content(folder, config)
     if content is None:
