@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -13,22 +14,26 @@ from maxsimd.bench.fleet_command import bench_fleet
 from maxsimd.bench.fleet_simulation import FleetShape, Routing, simulate
 from maxsimd.scheduler.fleet import Member
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
+
+
+def exhaustive(*values: object) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
 @pytest.fixture(scope="module")
 def healthy() -> dict[str, float]:
-    return simulate(FleetShape(8, collection=6_000), 600)
+    return simulate(FleetShape(8, collection=3_000), 300)
 
 
-@pytest.mark.parametrize("routing", [Routing.ANYWHERE, Routing.LIGHTER_OF_TWO, Routing.RANDOM])
+@pytest.mark.parametrize("routing", [Routing.RANDOM, *exhaustive(Routing.ANYWHERE, Routing.LIGHTER_OF_TWO)])
 def test_owners_keep_more_and_answer_sooner(healthy: dict[str, float], routing: Routing) -> None:
-    other = simulate(FleetShape(8, collection=6_000, routing=routing), 600)
+    other = simulate(FleetShape(8, collection=3_000, routing=routing), 300)
     assert 1 - healthy["hits"] <= (1 - other["hits"]) / 2
     assert healthy["p99_ms"] < other["p99_ms"]
 
 
-@pytest.mark.parametrize("members", [9, 12, 20])
+@pytest.mark.parametrize("members", [9, *exhaustive(12, 20)])
 def test_the_busiest_engine_does_little_more_than_the_mean(members: int) -> None:
     figures = simulate(FleetShape(members, collection=6_000), 50 * members)
     assert figures["max_over_mean_load"] <= 1.3
@@ -37,31 +42,31 @@ def test_the_busiest_engine_does_little_more_than_the_mean(members: int) -> None
 
 def test_ten_engines_are_no_slower_than_eight() -> None:
     """Two engines beyond a cell do not have to answer requests by themselves."""
-    eight, ten = (simulate(FleetShape(members), 1_000) for members in (8, 10))
+    eight, ten = (simulate(FleetShape(members, collection=6_000), 300) for members in (8, 10))
     assert ten["p99_ms"] <= 1.2 * eight["p99_ms"]
     assert ten["hits"] >= eight["hits"] - 0.01
 
 
 def test_a_death_costs_no_request(healthy: dict[str, float]) -> None:
-    figures = simulate(FleetShape(8, collection=6_000, busy=0.8, dies=True), 600)
+    figures = simulate(FleetShape(8, collection=3_000, busy=0.8, dies=True), 300)
     assert figures["failed"] == 0
     assert figures["tried_again"] > 0
     assert figures["hits"] > healthy["hits"] - 0.1
 
 
 def test_a_slow_engine_is_noticed(healthy: dict[str, float]) -> None:
-    figures = simulate(FleetShape(8, collection=6_000, slowness=5.0), 600)
+    figures = simulate(FleetShape(8, collection=3_000, slowness=5.0), 300)
     assert figures["p99_ms"] > healthy["p99_ms"]
 
 
-@pytest.mark.parametrize("members", [1, 10, 100, 1_000])
+@pytest.mark.parametrize("members", [1, 10, *exhaustive(100, 1_000)])
 def test_a_member_that_comes_or_goes_moves_its_share(members: int) -> None:
     for change, times in moves_times_members(members, 8).items():
         assert times <= 1.2, change
 
 
 def test_each_step_of_growth_moves_the_share_of_who_comes() -> None:
-    assert max(moves_of_growth(26, 8)) <= 1.2
+    assert max(moves_of_growth(10, 8)) <= 1.2
 
 
 def test_nothing_moves_where_nothing_changes() -> None:
@@ -88,7 +93,7 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, monkeypatch: pytest
     assert "<svg" in drawn.read_text(encoding="utf-8")
 
 
-def test_the_figures_that_the_documentation_shows_are_within_bounds() -> None:
+def test_documented_figures_are_within_bounds() -> None:
     """A busiest engine at most 1.3 times the mean, 1,000 engines no slower than ten, and what moves."""
     figures = json.loads((ROOT / "bench" / "results" / "fleet-simulation.json").read_text(encoding="utf-8"))
     rows = {row["members"]: row for row in figures["fleets"] if row["documents"] == "by owner"}

@@ -48,7 +48,7 @@ def test_one_that_replaces_a_dead_member_may_take_its_part() -> None:
     assert second.member is newer
 
 
-def test_a_part_that_killed_two_is_halved_and_then_fails_with_its_documents() -> None:
+def test_a_part_that_killed_two_is_halved_and_then_fails() -> None:
     attempts = Attempts([part(4, 5, 6), part(7)], RetryBudget())
     sends = {tuple(send.part.indices.tolist()): send for send in attempts.begin()}
     [again] = attempts.lost(sends[4, 5, 6].attempt, MEMBERS[1:])
