@@ -22,7 +22,7 @@ SCORE = {"queries": "how is a file opened", "documents": DOCUMENTS}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def engine() -> AsyncIterator[RecordingEngine]:
-    config = EngineConfig(dtype="float32", max_batch_tokens=256, cache_mb=0)
+    config = EngineConfig(dtype="float32", threads=1, max_batch_tokens=256, cache_mb=0)
     async with RecordingEngine(config) as engine:
         yield engine
 

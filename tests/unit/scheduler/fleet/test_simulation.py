@@ -40,9 +40,10 @@ def test_the_busiest_engine_does_little_more_than_the_mean(members: int) -> None
     assert figures["failed"] == 0
 
 
+@pytest.mark.exhaustive
 def test_ten_engines_are_no_slower_than_eight() -> None:
     """Two engines beyond a cell do not have to answer requests by themselves."""
-    eight, ten = (simulate(FleetShape(members, collection=6_000), 300) for members in (8, 10))
+    eight, ten = (simulate(FleetShape(members), 1_000) for members in (8, 10))
     assert ten["p99_ms"] <= 1.2 * eight["p99_ms"]
     assert ten["hits"] >= eight["hits"] - 0.01
 
@@ -59,7 +60,7 @@ def test_a_slow_engine_is_noticed(healthy: dict[str, float]) -> None:
     assert figures["p99_ms"] > healthy["p99_ms"]
 
 
-@pytest.mark.parametrize("members", [1, 10, *exhaustive(100, 1_000)])
+@pytest.mark.parametrize("members", [10, *exhaustive(1, 100, 1_000)])
 def test_a_member_that_comes_or_goes_moves_its_share(members: int) -> None:
     for change, times in moves_times_members(members, 8).items():
         assert times <= 1.2, change
