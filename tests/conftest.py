@@ -28,12 +28,11 @@ settings.load_profile("default")
 FAST = (
     "unit/test_documentation.py",
     "unit/test_maxsim.py",
-    "unit/test_fleet*.py",
+    "unit/scheduler/fleet/test_*.py",
     "unit/test_pooling.py",
     "unit/test_rooms.py",
     "unit/test_scheduler*.py",
     "unit/test_shared_checkpoints.py",
-    "unit/test_words.py",
 )
 
 

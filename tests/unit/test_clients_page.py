@@ -45,7 +45,7 @@ def test_each_client_has_an_example_and_each_example_a_client() -> None:
     assert {example.client for example in EXAMPLES} == SHOWN | {CURL}
 
 
-def test_each_block_of_python_for_retrieval_is_an_example_and_asks_both_models_of_its_server() -> None:
+def test_each_retrieval_block_is_an_example_of_both_models() -> None:
     text, shown = RAG.read_text(encoding="utf-8"), examples(page=RAG)
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     assert blocks == [example.code for example in shown]
@@ -56,7 +56,7 @@ def test_each_block_of_python_for_retrieval_is_an_example_and_asks_both_models_o
         assert all(part in example.code for part in (f'"{URL}"', '"embed"', '"rerank"'))
 
 
-def test_each_block_of_code_is_an_example_but_the_command_that_starts_the_server() -> None:
+def test_each_block_of_code_is_an_example() -> None:
     blocks = re.findall(r"^```\w+\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
     assert blocks == ["maxsimd serve\n", *(example.code for example in EXAMPLES)]
 
@@ -76,12 +76,12 @@ def test_an_example_in_python_compiles_and_prints(example: Example) -> None:
     assert "print" in {node.id for node in called if isinstance(node, ast.Name)}
 
 
-def test_the_examples_ask_for_the_model_that_the_server_of_the_page_has() -> None:
+def test_the_examples_ask_for_the_model_of_their_server() -> None:
     for example in EXAMPLES:
         assert not [name for name in MODELS[1:] if name in example.code], example
 
 
-def test_each_row_of_the_table_has_a_section_whose_examples_use_its_base_url() -> None:
+def test_each_row_of_the_table_has_examples_with_its_url() -> None:
     sections = _sections()
     rows = _rows()
     assert len(rows) == TEXT.split("\n## Base URLs\n")[1].split("\n## ")[0].count("\n| [")
@@ -96,7 +96,7 @@ def test_each_row_of_the_table_has_a_section_whose_examples_use_its_base_url() -
             assert [example for example in shown if row.url + end in example.code], row
 
 
-def test_each_example_is_in_a_section_of_a_row_and_uses_no_other_base_url() -> None:
+def test_each_example_uses_no_other_base_url() -> None:
     sections = _sections()
     rows = _rows()
     in_sections = [one for anchor in {row.anchor for row in rows} for one in _examples_of(sections[anchor])]

@@ -80,12 +80,12 @@ def test_the_page_on_security_names_the_options_that_there_are() -> None:
         assert f"{name} " in shown, name
 
 
-def test_the_page_on_security_names_the_routes_that_ask_for_no_key() -> None:
+def test_the_page_on_security_names_routes_without_a_key() -> None:
     section = SECURITY.split("## Open routes")[1].split("##")[0]
     assert set(re.findall(r"`(/\w+)`", section)) == OPEN_ROUTES | (PAGES - {"/"})
 
 
-def test_the_page_on_security_names_every_reason_for_cutting_a_connection() -> None:
+def test_the_page_on_security_names_every_reason_to_cut() -> None:
     source = "".join((ROOT / "api" / name).read_text() for name in ("connections.py", "listener.py"))
     reasons = set(re.findall(r'(?:_count|cut_connections\.labels)\("(\w+)"\)', source))
     assert len(reasons) == 6
@@ -96,7 +96,7 @@ def test_the_page_on_security_names_every_reason_for_cutting_a_connection() -> N
 PROMISES = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
 
 
-def test_the_page_on_promises_names_options_and_tests_that_there_are() -> None:
+def test_the_page_on_promises_names_real_options_and_tests() -> None:
     """Options of maxsimd's own column; the others belong to other programs."""
     rows = [line.split(" | ") for line in PROMISES.splitlines() if line.startswith("| ")]
     ours = " ".join(row[1] for row in rows if len(row) == 4)
@@ -125,7 +125,7 @@ def test_each_statement_of_the_page_on_promises_has_its_source() -> None:
         assert "[^v-" in vllm, case
 
 
-def test_the_page_on_tenants_names_every_attribute_of_a_key_and_every_metric() -> None:
+def test_the_page_on_tenants_names_attributes_and_metrics() -> None:
     page = (ROOT / "docs" / "tenants.md").read_text(encoding="utf-8")
     section = page.split("## The file of keys")[1].split("## Shares")[0]
     assert re.findall(r"^\| `(\w+)`", section, flags=re.MULTILINE) == list(ATTRIBUTES)

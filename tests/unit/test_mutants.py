@@ -15,7 +15,7 @@ def test_every_part_names_folders_that_exist(part: workspace.Part) -> None:
     assert all((ROOT / folder).is_dir() for folder in part.source)
 
 
-def test_a_decorated_function_means_the_same_with_its_decorator_called_after_it() -> None:
+def test_calling_a_decorator_afterwards_means_the_same() -> None:
     source = (
         "class A:\n"
         "    @property\n"

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from maxsimd.api.config import ServerConfig
@@ -74,10 +73,10 @@ def test_compose_mounts_files_that_there_are() -> None:
     assert (FOLDER.parents[1] / compose["services"]["maxsimd"]["build"]["dockerfile"]).is_file()
 
 
-@pytest.mark.parametrize("name", ["Containerfile", "kubernetes.yaml", "compose.yaml"])
-def test_variables_are_those_of_options(name: str) -> None:
-    text = (FOLDER / name).read_text(encoding="utf-8")
-    options = {variable(field) for kind in (Config, ServerConfig) for field in kind.__dataclass_fields__}
-    assert set(re.findall(r"MAXSIMD_\w+", text)) <= options
-    flags = set(re.findall(r"\"(--[a-z-]+)\"", text))
-    assert flags <= {f"--{field.replace('_', '-')}" for field in ServerConfig.__dataclass_fields__}
+def test_variables_are_those_of_options() -> None:
+    for name in ("Containerfile", "kubernetes.yaml", "compose.yaml"):
+        text = (FOLDER / name).read_text(encoding="utf-8")
+        options = {variable(field) for kind in (Config, ServerConfig) for field in kind.__dataclass_fields__}
+        assert set(re.findall(r"MAXSIMD_\w+", text)) <= options
+        flags = set(re.findall(r"\"(--[a-z-]+)\"", text))
+        assert flags <= {f"--{field.replace('_', '-')}" for field in ServerConfig.__dataclass_fields__}

@@ -1,13 +1,11 @@
-"""The layout stays easy to see: few rooms, imports that go one way, short files, and a light front door."""
+"""The layout: few folders, imports that go one way, and a front door that loads little."""
 
 import ast
+import json
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,7 +38,6 @@ _IMPORTED = re.compile(r"^\s*(?:import|from) (\w+)", re.MULTILINE)
 _ASKED_FOR = re.compile(r"(?:is_package_available|find_spec|import_module)\(\s*[\"'](\w+)")
 
 
-@cache
 def _names_looked_up(library: str) -> set[str]:
     """The top-level modules that a library imports anywhere, or asks for by name."""
     spec = find_spec(library)
@@ -53,17 +50,11 @@ def _names_looked_up(library: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("library", ["transformers", "sentence_transformers"])
-def test_no_folder_has_the_name_of_a_module_that_a_library_looks_up(library: str) -> None:
+def test_no_folder_is_named_as_a_module_libraries_look_up() -> None:
     present = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    assert not present & (_names_looked_up(library) - {"tests"})
-
-
-@pytest.mark.parametrize("library", ["transformers", "sentence_transformers"])
-def test_those_names_would_be_noticed(library: str) -> None:
-    assert {"torch", "transformers"} <= _names_looked_up(library)
-    if library == "transformers":
-        assert "kernels" in _names_looked_up(library)
+    names = _names_looked_up("transformers") | _names_looked_up("sentence_transformers")
+    assert {"torch", "transformers", "kernels"} <= names
+    assert not present & (names - {"tests"})
 
 
 def test_the_package_list_equals_the_folders() -> None:
@@ -85,36 +76,29 @@ def test_the_front_door_loads_no_torch() -> None:
     assert not loaded & {"torch", "transformers", "sentence_transformers", "aiohttp"}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--help",
-        "--version",
-        "srve",
-        "serve --help",
-        "serve --prot 1",
-        "bench --help",
-        "bench peers --help",
-        "rerank --help",
-        "eval --help",
-        "embed --txts x",
-        "version",
-    ],
-)
-def test_the_command_line_says_what_there_is_without_loading_it(words: str) -> None:
+def test_the_command_line_helps_without_loading_torch() -> None:
     code = """
-import sys
+import contextlib, io, json, sys
 from maxsimd.api.cli import main
-try:
-    main(sys.argv[1:])
-finally:
-    print(sorted(sys.modules))
+found = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            main(words.split())
+            status = 0
+        except SystemExit as left:
+            status = left.code
+    found.append([words, status, sorted(sys.modules.keys() & {"torch", "transformers", "aiohttp"})])
+print(json.dumps(found))
 """
-    ran = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
-    assert ran.returncode == (2 if words in ("srve", "serve --prot 1", "embed --txts x") else 0)
-    loaded = set(ast.literal_eval(ran.stdout.splitlines()[-1]))
-    assert "maxsimd.api.cli" in loaded
-    assert not loaded & {"torch", "transformers", "sentence_transformers", "aiohttp"}
+    statuses = dict.fromkeys(("srve", "serve --prot 1", "embed --txts x"), 2) | dict.fromkeys(
+        ("--help", "--version", "serve --help", "bench --help", "bench peers --help", "rerank --help"), 0
+    )
+    statuses |= dict.fromkeys(("eval --help", "version"), 0)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([*statuses])], capture_output=True, text=True, check=True
+    )
+    assert json.loads(ran.stdout) == [[words, status, []] for words, status in statuses.items()]
 
 
 def test_all_that_the_bench_beside_peers_runs_has_a_name() -> None:
@@ -150,86 +134,19 @@ def test_the_package_runs_as_a_command() -> None:
     assert shown.stdout.startswith("maxsimd, version ")
 
 
-def _lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def test_imports_go_down_only() -> None:
+    ran = subprocess.run(
         [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
-        cwd=root,
-        env={"PYTHONPATH": str(root / "tests" / "typings"), "PATH": ""},
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT / "tests" / "typings"), "PATH": ""},
         capture_output=True,
         text=True,
         check=False,
     )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "2 kept, 0 broken" in ran.stdout
 
 
-@pytest.mark.parametrize(
-    ("file", "planted"),
-    [
-        ("scheduler/policy.py", "import torch"),
-        ("pooling/ragged.py", "from maxsimd.engine import config"),
-        ("engine/cache/store.py", "from maxsimd.engine.actors import messages"),
-        ("engine/scoring/similarity.py", "from maxsimd.engine.execution import layout"),
-        ("engine/engine.py", "from maxsimd.api import wire"),
-    ],
-)
-def test_an_import_that_goes_up_is_noticed(tmp_path: Path, file: str, planted: str) -> None:
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("*.so"))
-    shutil.copytree(ROOT / "tests" / "typings", tmp_path / "tests" / "typings", symlinks=True)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    sound = _lint_imports(tmp_path)
-    assert sound.returncode == 0, sound.stdout
-    changed = tmp_path / file
-    changed.write_text(changed.read_text(encoding="utf-8") + f"\n{planted}\n", encoding="utf-8")
-    broken = _lint_imports(tmp_path)
-    assert broken.returncode == 1, broken.stdout + broken.stderr
-    assert "BROKEN" in broken.stdout
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_file_holds_more_than_400_lines(room: str) -> None:
-    for path in _files(room):
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines <= 400, f"{path.relative_to(ROOT)} has {lines} lines: split it"
-
-
-def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_function_has_more_than_60_lines(room: str) -> None:
-    for path in _files(room):
-        for function in _functions(path):
-            assert function.end_lineno is not None
-            # The parameters of a kernel have a line each.
-            is_kernel = any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
-            first = function.body[0].lineno if is_kernel else function.lineno
-            lines = function.end_lineno - first + 1
-            assert lines <= 60, f"{path.relative_to(ROOT)}: {function.name} has {lines} lines: split it"
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_function_has_more_than_6_parameters(room: str) -> None:
-    """Keyword-only options of public functions do not count, nor do those of kernels and commands."""
-    for path in _files(room):
-        for function in _functions(path):
-            decorators = " ".join(ast.unparse(decorator) for decorator in function.decorator_list)
-            if "jit" in decorators or "click" in decorators or "option" in decorators:
-                continue
-            names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-            count = len([name for name in names if name not in ("self", "cls")])
-            if function.name.startswith("_") and function.name != "__init__":
-                count += len(function.args.kwonlyargs)
-            assert count <= 6, f"{path.relative_to(ROOT)}: {function.name} has {count} parameters"
-
-
-def test_few_modules_stand_directly_in_the_engine() -> None:
-    assert len([path for path in (ROOT / "engine").glob("*.py") if path.name != "__init__.py"]) <= 12
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_module_says_what_lives_in_it(room: str) -> None:
-    for path in _files(room):
+def test_every_module_says_what_lives_in_it() -> None:
+    for path in (path for room in ROOMS for path in _files(room)):
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} has no docstring"

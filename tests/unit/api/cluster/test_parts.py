@@ -1,0 +1,216 @@
+"""What an application on Ray Serve is made of, without Ray: configuration, ASGI, scaling, YAML."""
+
+import asyncio
+import gzip
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from maxsimd.api.answer import Answer
+from maxsimd.api.cli import main
+from maxsimd.api.cluster import asgi
+from maxsimd.api.cluster.asgi import AsgiAdapter
+from maxsimd.api.cluster.config import AppConfig
+from maxsimd.api.cluster.own_slot import OwnSlot
+from maxsimd.api.cluster.scaling import QueuedTokensPolicy
+from maxsimd.api.fleet.address import NetAddress
+from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.roster import Listed, Roster
+from maxsimd.api.state import ServerState
+from maxsimd.engine.tenants import Tenant
+
+
+def test_a_configuration_survives_flat_arguments() -> None:
+    arguments = {"model": "a/b", "replicas": 3, "num_cpus": 2, "served_model_name": ["x", "y"], "dtype": None}
+    config = AppConfig.of(arguments)
+    assert (config.engine.model, config.cluster.replicas, config.server.served_model_name) == (
+        "a/b",
+        3,
+        ("x", "y"),
+    )
+    assert config.engine.threads == 2, "Ray has libraries run on one thread otherwise"
+    assert AppConfig.of(config.arguments()) == config
+
+
+def test_what_does_not_serve_is_refused() -> None:
+    for arguments, message in (
+        ({"nonsense": 1}, "there is no option nonsense"),
+        ({"port": 1, "tls_key": "k"}, "port, tls_key: that is Ray's business"),
+        ({"replicas": 0}, "replicas must be at least 1"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas must be at least"),
+        ({"dtype": "float33"}, "dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AppConfig.of(arguments)
+
+
+def _wanted(queued: Sequence[float], rates: Sequence[float], busy: Sequence[float], target: int = 2) -> int:
+    metrics = {
+        name: dict(enumerate(values))
+        for name, values in (("queued_tokens", queued), ("tokens_per_second", rates), ("busy", busy))
+    }
+    context = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=target)
+    return QueuedTokensPolicy(wanted_seconds=2.0)(context)[0]
+
+
+def test_as_many_scorers_are_wanted_as_finish_what_waits_in_time() -> None:
+    assert _wanted([30_000, 30_000], [10_000, 10_000], [1.0, 1.0]) == 3
+    assert _wanted([0, 0, 0], [10_000] * 3, [0.1, 0.1, 0.1]) == 1
+    assert _wanted([0, 0, 0], [10_000] * 3, [0.6, 0.6, 0.6]) == 3, "none is to work all of the time"
+    assert _wanted([5_000], [0.0], [1.0]) == 2, "no speed has been measured: by how busy it is"
+    assert _wanted([], [], [], target=4) == 4, "nothing has been heard"
+
+
+class _Asked:
+    """Takes the place of the handlers, and notes what they were asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = ""
+        self.body = b""
+        self.headers: dict[str, str] = {}
+        monkeypatch.setattr(asgi, "handle", self._handle)
+
+    async def _handle(
+        self, state: object, method: str, path: str, headers: Any, body: Any, sink: object
+    ) -> Answer:
+        self.path, self.headers = path, headers
+        self.body = b"".join([chunk async for chunk in body])
+        return Answer(200, {"X-Request-Id": "ours", "Content-Type": "text/plain"}, b"four")
+
+    async def ask(self, messages: Sequence[dict[str, Any]], **scope: Any) -> list[dict[str, Any]]:
+        left, sent = list(messages), []
+
+        async def receive() -> dict[str, Any]:
+            return left.pop(0)
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        whole = {"type": "http", "method": "POST", "path": "/", "headers": [], **scope}
+        await AsgiAdapter(cast("ServerState", None))(whole, receive, send)
+        return sent
+
+
+_NO_BODY = [{"type": "http.request", "body": b""}]
+
+
+@pytest.mark.parametrize(
+    ("raw", "root", "path"),
+    [
+        (b"/rerank", "", "/rerank"),
+        (b"/app/rerank?a=b", "/app", "/rerank"),
+        (b"/app/v1/models/a%2Fb%20c", "/app", "/v1/models/a%2Fb c"),
+        (b"/v1/models/a%2fb", "", "/v1/models/a%2Fb"),
+        (b"/application", "/app", "/application"),
+    ],
+)
+async def test_a_path_is_that_behind_the_prefix(
+    raw: bytes, root: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = _Asked(monkeypatch)
+    await asked.ask(_NO_BODY, raw_path=raw, root_path=root)
+    assert asked.path == path
+
+
+async def test_a_body_comes_in_pieces_and_decompressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _Asked(monkeypatch)
+    packed = gzip.compress(b"some words")
+    pieces = [
+        {"type": "http.request", "body": packed[:9], "more_body": True},
+        {"type": "http.request", "body": packed[9:]},
+    ]
+    headers = [(b"Content-Encoding", b"gzip"), (b"X-Twice", b"first"), (b"x-twice", b"second")]
+    start, body = await asked.ask(pieces, headers=headers)
+    assert asked.body == b"some words"
+    assert asked.headers["x-twice"] == "first"
+    assert (start["status"], body["body"]) == (200, b"four")
+    assert dict(start["headers"]) == {b"content-type": b"text/plain", b"content-length": b"4"}
+
+
+async def test_a_head_request_gets_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, body = await _Asked(monkeypatch).ask(_NO_BODY, method="HEAD")
+    assert dict(start["headers"])[b"content-length"] == b"4"
+    assert body["body"] == b""
+
+
+async def test_a_client_that_goes_away_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(asyncio.CancelledError):
+        await _Asked(monkeypatch).ask([{"type": "http.disconnect"}])
+
+
+def test_the_yaml_has_what_the_application_is_built_from() -> None:
+    options = ["a/b", "--replicas", "2", "--num-cpus", "4", "--max-replicas", "5"]
+    plain = CliRunner().invoke(main, ["cluster", "config", *options])
+    arguments = yaml.safe_load(plain.output)["applications"][0]["args"]
+    assert AppConfig.of(arguments).cluster.max_replicas == 5
+    kubernetes = CliRunner().invoke(main, ["cluster", "config", *options, "--kuberay", "--image", "i"])
+    service = yaml.safe_load(kubernetes.output)
+    assert service["kind"] == "RayService"
+    inner = yaml.safe_load(service["spec"]["serveConfigV2"])
+    assert inner["applications"][0]["args"] == arguments
+    workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (2, 5)
+
+
+def test_numbers_of_replicas_can_be_changed_beside_the_arguments() -> None:
+    def numbers(*options: str) -> dict[str, int]:
+        result = CliRunner().invoke(
+            main, ["cluster", "config", "a/b", "--replicas", "3", "--fronts", "2", *options]
+        )
+        [application] = yaml.safe_load(result.output)["applications"]
+        return {each["name"]: each["num_replicas"] for each in application["deployments"]}
+
+    assert numbers() == {"Front": 2, "Scorer": 3}
+    assert numbers("--max-replicas", "5") == {"Front": 2}, "how many scorers there are is Serve's to choose"
+
+
+def test_a_scorer_stays_with_its_slot_where_ranks_change() -> None:
+    here, there = (NetAddress("127.0.0.1", port, "00") for port in (1, 2))
+    slot = OwnSlot()
+    slot.set_listed([Listed(1, there)])
+    slot.choose(1, here)
+    assert slot.number == 0, "the other has the slot of its rank"
+    slot.set_listed([Listed(1, there)])
+    slot.set_listed([Listed(7, here), Listed(1, there)])
+    assert slot.number == 0, "what is listed of itself is old"
+    slot.set_listed([Listed(0, there), Listed(0, here)])
+    other = OwnSlot()
+    other.choose(0, there)
+    other.set_listed([Listed(0, there), Listed(0, here)])
+    assert {slot.number, other.number} == {0, 1}, "of two that have one slot by chance one changes"
+
+
+async def test_limits_of_tenants_need_a_single_scorer() -> None:
+    roster = Roster(most=1)
+    engine = FleetEngine(roster)
+    limited, unlimited = {"a": Tenant(requests_per_minute=5)}, {"a": Tenant()}
+    engine.set_tenants(limited)
+    listed = [Listed(slot, NetAddress("127.0.0.1", slot + 1, "00")) for slot in range(2)]
+    given = []
+    for count in (1, 2, 2, 1):
+        engine.set_listed(listed[:count])
+        given.append(roster.tenants)
+    assert given == [limited, unlimited, unlimited, limited]
+    await engine.stop()
+
+
+def test_keys_are_not_written_into_yaml() -> None:
+    result = CliRunner().invoke(main, ["cluster", "config", "a/b", "--api-key", "secret"])
+    assert result.exit_code == 2
+    assert "give --api-key-file" in result.output
+    assert "secret" not in result.output
+
+
+def test_keys_of_the_environment_are_asked_for_on_ray_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from maxsimd.api.cluster import running
+
+    configs: list[AppConfig] = []
+    monkeypatch.setattr(running, "run", lambda config, *others: configs.append(config))
+    result = CliRunner().invoke(main, ["cluster", "serve"], env={"MAXSIMD_API_KEY": "one, two"})
+    assert result.exit_code == 0, result.output
+    assert configs[0].server.api_key == ("one", "two")

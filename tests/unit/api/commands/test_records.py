@@ -1,0 +1,106 @@
+"""Texts from files of all kinds that the commands read."""
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from maxsimd.api.commands.records import Record, read_records
+
+TEXTS = ["Open a file.", 'one, "two"', "Käse, 東京 and 🎉.", "a\tb"]
+
+
+def _written(kind: str) -> bytes:
+    if kind == "lines":
+        return "\n\n".join(TEXTS).encode()
+    if kind == "jsonl":
+        return "".join(
+            json.dumps({"_id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(TEXTS)
+        ).encode()
+    if kind == "json":
+        return json.dumps(TEXTS).encode()
+    if kind == "parquet":
+        out = io.BytesIO()
+        ids = [f"d{i}" for i in range(len(TEXTS))]
+        parquet.write_table(pyarrow.table({"id": ids, "passage": TEXTS}), out)
+        return out.getvalue()
+    table = io.StringIO()
+    writer = csv.writer(table, delimiter="\t" if kind == "tsv" else ",")
+    writer.writerows([["id", "body"], *([f"d{i}", text] for i, text in enumerate(TEXTS))])
+    return b"\xef\xbb\xbf" + table.getvalue().encode()
+
+
+def test_files_of_all_kinds_hold_the_same_texts(tmp_path: Path) -> None:
+    for kind in ("lines", "jsonl", "json", "csv", "tsv", "parquet"):
+        file = tmp_path / ("documents.txt" if kind == "lines" else f"documents.{kind}")
+        file.write_bytes(_written(kind))
+        records = read_records(str(file), None, ())
+        assert [record.text for record in records] == TEXTS
+        ids = [None] * 4 if kind in ("lines", "json") else [f"d{i}" for i in range(4)]
+        assert [record.id for record in records] == ids
+        other = tmp_path / "documents.unknown"
+        other.write_bytes(_written(kind))
+        assert read_records(str(other), "jsonl" if kind == "json" else kind, ()) == records
+
+
+def test_standard_input_is_read_as_what_it_looks_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    for data, expected in (
+        (b"one\ntwo", [Record("one"), Record("two")]),
+        (b' {"content": "one", "id": 7}\n', [Record("one", "7")]),
+        (b'["one", {"text": "two"}]', [Record("one"), Record("two")]),
+    ):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+        assert read_records("-", None, ()) == expected
+
+
+def test_lines_end_where_lines_end(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "c\x85d", "e\x0bf"]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), "utf-8")
+    assert [record.text for record in read_records(str(file), None, ())] == texts
+    lines = tmp_path / "a.txt"
+    lines.write_text("\r\n".join(texts), "utf-8")
+    assert [record.text for record in read_records(str(lines), None, ())] == texts
+
+
+def test_named_fields_are_joined(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"title": "T", "text": "x", "n": 1}', encoding="utf-8")
+    assert read_records(str(file), None, ("title", "text")) == [Record("T x")]
+    assert read_records(str(file), None, ()) == [Record("x")]
+
+
+def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    for name, content, message in (
+        ("a.jsonl", b'{"text": "a"}\n{', "line 2 is no JSON"),
+        ("a.jsonl", b'{"x": "a"}', "line 1 has no text in text, content"),
+        ("a.jsonl", b'{"text": 7}', "line 1 has no text"),
+        ("a.jsonl", b"7", "line 1 is no object with a text but int"),
+        ("a.csv", b"x,y\n1,2\n", "row 2 has no text"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8"),
+        ("a.csv", b'text\n"a"\rb\n', "cannot be read"),
+        ("a.txt", b" \n", "there is no text in"),
+        ("a.parquet", b"PAR1", "cannot be read"),
+        ("b.txt", None, "No such file"),
+    ):
+        file = tmp_path / name
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(click.ClickException, match=message) as raised:
+            read_records(str(file), None, ())
+        assert str(file) in str(raised.value)
+
+
+def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.parquet"
+    file.write_bytes(_written("parquet"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(click.ClickException, match=r"maxsimd\[files\]"):
+        read_records(str(file), None, ())

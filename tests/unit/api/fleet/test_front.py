@@ -1,0 +1,674 @@
+"""A front beside engines that are stand-ins: real sockets and the real protocol, without models."""
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.api.config import SetupError
+from maxsimd.api.fleet import messages
+from maxsimd.api.fleet.address import UnixAddress
+from maxsimd.api.fleet.door import Door, Send
+from maxsimd.api.fleet.engine_answers import fingerprint_of
+from maxsimd.api.fleet.failures import as_error, as_failed, renumbered
+from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.items import received_items, sent_items
+from maxsimd.api.fleet.limits import check_limits, without_limits
+from maxsimd.api.fleet.link import Link, LostError
+from maxsimd.api.fleet.messages import Answer, Arrived, Question, Score, Scored
+from maxsimd.api.fleet.pages import joined
+from maxsimd.api.fleet.roster import Listed, Roster
+from maxsimd.api.fleet.scoring import ScoreJob
+from maxsimd.api.fleet.setup import remove
+from maxsimd.engine import (
+    Engine,
+    EngineConfig,
+    EngineNotReadyError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
+from maxsimd.engine.config import ScoreType
+from maxsimd.engine.device.facts import ModelFacts, Scales, TaskFacts
+from maxsimd.engine.engine import SCORE_DEFAULTS
+from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
+from maxsimd.engine.requests import ScoreResult, Usage
+from maxsimd.engine.scoring.scale import ScoreScale
+from maxsimd.engine.tenants import Tenant
+from maxsimd.pooling.query_rows import QueryRows
+from maxsimd.pooling.vectors import Vectors
+from tests.waiting import until
+
+_SCALE = ScoreScale("maxsim", None, None)
+_PLAIN = b"cnumpy\nfloat64\n."  # a pickle of something small, in a tokeniser's place
+_LONG = " and so on" * 300
+
+
+def _introduction(
+    fingerprint: str, score_type: ScoreType = ScoreType.LATE_INTERACTION
+) -> messages.Introduction:
+    facts = ModelFacts(
+        name="stand-in",
+        score_type=score_type,
+        score_task="token_embed",
+        tasks={"token_embed": TaskFacts("all", 4, True)},
+        labels=(),
+        max_tokens=512,
+        step_tokens=2_048,
+        reads_pictures=False,
+        scales=Scales(_SCALE, _SCALE, _SCALE),
+        normalizes=True,
+        device="cpu",
+        kernels="",
+        precision="float32",
+        execution="packed",
+        findings=(),
+    )
+    return messages.Introduction(
+        facts=facts, config=EngineConfig(), tokenizer=_PLAIN, fingerprint=fingerprint
+    )
+
+
+Before = Callable[["StandIn", Score], Awaitable[None]] | None
+BeforeEncoding = Callable[["StandIn", messages.EncodeQuery], Awaitable[None]] | None
+ENCODED = messages.SentQuery(messages.SentVectors(np.ones((3, 4), np.float32), None), 10, True, "one")
+
+
+async def _dying(engine: "StandIn", comes_back: bool = True) -> None:
+    """What an engine answers with that dies of a question: nothing."""
+    asyncio.get_running_loop().create_task(engine.restart() if comes_back else engine.die())
+    await asyncio.sleep(10)
+
+
+class StandIn:
+    """Scores each document by its length. `before` is awaited before each answer, and may raise; and so is
+    `before_encoding` where a query is to be encoded."""
+
+    def __init__(self, path: str, before: Before = None, before_encoding: BeforeEncoding = None) -> None:
+        self.path = path
+        self.fingerprint = "one"
+        self.score_type = ScoreType.LATE_INTERACTION
+        self.asked: list[Score] = []
+        self.encoded: list[messages.EncodeQuery] = []
+        self.cancelled = 0
+        self._before = before
+        self._before_encoding = before_encoding
+        self.door = Door(self._answer, lambda: 7)
+
+    async def restart(self) -> None:
+        """Dies, and is there again."""
+        await self.die()
+        self.door = Door(self._answer, lambda: 7)
+        await self.door.open(self.path)
+
+    async def die(self) -> None:
+        remove(self.path)
+        await self.door.close()
+
+    async def _answer(self, question: Question, send: Send) -> Answer:
+        if isinstance(question, messages.Introduce):
+            return _introduction(self.fingerprint, self.score_type)
+        if isinstance(question, messages.EncodeQuery):
+            return await self._encode(question)
+        if not isinstance(question, Score):
+            return messages.Done()
+        self.asked.append(question)
+        texts = [text for text in question.documents if isinstance(text, str)]
+        try:
+            if question.streams:
+                first = ScoreResult([float(len(texts[0]))], Usage(0), 0)
+                await send(Arrived(first, [0]))
+            if self._before is not None:
+                await self._before(self, question)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        scores = [float(len(text)) for text in texts]
+        if (
+            question.on_timeout == "partial"
+            and question.run.timeout is not None
+            and question.run.timeout <= 0
+        ):
+            return Scored(
+                ScoreResult([math.nan] * len(texts), Usage(0), 0, unscored=tuple(range(len(texts))))
+            )
+        return Scored(ScoreResult(scores, Usage(10 + len(texts), 0, 0, 10), 1, truncated_queries=1))
+
+    async def _encode(self, question: messages.EncodeQuery) -> Answer:
+        self.encoded.append(question)
+        try:
+            if self._before_encoding is not None:
+                await self._before_encoding(self, question)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return messages.EncodedQuery(ENCODED)
+
+
+@asynccontextmanager
+async def fleet(
+    folder: Path,
+    count: int,
+    before: Before = None,
+    before_encoding: BeforeEncoding = None,
+    score_type: ScoreType = ScoreType.LATE_INTERACTION,
+) -> AsyncIterator[tuple[FleetEngine, list[StandIn]]]:
+    engines = [StandIn(str(folder / str(i)), before, before_encoding) for i in range(count)]
+    for engine in engines:
+        engine.score_type = score_type
+        await engine.door.open(engine.path)
+    front = FleetEngine(Roster.of_paths([engine.path for engine in engines]))
+    await front.start()
+    await until(lambda: front.size == (count, count))
+    try:
+        yield front, engines
+    finally:
+        await front.stop()
+        for engine in engines:
+            await engine.die()
+
+
+def _documents(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [f"{i} {'x' * rng.randrange(1, 900)}{_LONG}" for i in range(count)]
+
+
+async def test_a_large_request_is_spread_and_put_together(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 3) as (front, engines):
+        documents = _documents(60)
+        result = await front.score("q", documents)
+        assert result.scores == [float(len(text)) for text in documents]
+        assert result.usage == Usage(10 + 60, 0, 0, 10), "the query counts once"
+        assert result.truncated == 1
+        assert sum(len(engine.asked) for engine in engines) == 3
+        again = await front.score("q", documents)
+        assert again.scores == result.scores
+        for engine in engines:
+            first, second = (set(question.documents) for question in engine.asked)
+            assert first == second, "each document goes to its owner again"
+        small = await front.score("q", ["short"])
+        assert small.scores == [5.0]
+
+
+async def test_what_a_listwise_model_reads_together_stays_together(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2, score_type=ScoreType.LISTWISE) as (front, engines):
+        await front.score("q", _documents(60))
+        assert sorted(len(engine.asked) for engine in engines) == [0, 1]
+
+
+async def test_the_parts_of_an_engine_that_dies_go_to_another(tmp_path: Path) -> None:
+    died = []
+
+    async def die_once(engine: StandIn, question: Score) -> None:
+        if not died:
+            died.append(engine)
+            await _dying(engine, comes_back=False)
+
+    async with fleet(tmp_path, 3, die_once) as (front, _):
+        documents = _documents(60)
+        result = await front.score("q", documents)
+        assert result.scores == [float(len(text)) for text in documents]
+        assert len(died) == 1
+
+
+async def test_documents_that_belong_together_are_never_parted(tmp_path: Path) -> None:
+    deaths = []
+
+    async def die_twice(engine: StandIn, question: Score) -> None:
+        if len(deaths) < 2:
+            deaths.append(engine)
+            await _dying(engine)
+
+    async with fleet(tmp_path, 2, die_twice) as (front, engines):
+        documents = _documents(20)
+        result = await front.score(["a"] * 20, documents)
+        assert result.scores == [float(len(text)) for text in documents]
+        assert {len(question.documents) for engine in engines for question in engine.asked} == {20}
+
+
+async def test_documents_that_no_engine_caches_are_spread_each_time(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 3) as (front, engines):
+        for _ in range(3):
+            await front.score("q", _documents(60), cache="bypass")
+        assert [len(engine.asked) for engine in engines] == [3, 3, 3]
+
+
+async def test_parts_without_time_count_no_query(tmp_path: Path) -> None:
+    scored = ScoreJob(_introduction("f").facts, "q", ["a", "b", "c"], SCORE_DEFAULTS)
+    whole = ScoreResult([1.0], Usage(30, 0, 0, 10), 1, truncated_queries=1)
+    none = ScoreResult([math.nan], Usage(0), 0, unscored=(0,))
+    bad = ScoreResult([math.nan], Usage(0), 0, errors={0: "documents[0] is bad"})
+    for index, part in ((1, none), (0, whole), (2, bad)):
+        scored.commit(np.array([index]), Scored(part))
+    result = scored.result()
+    assert (result.usage, result.truncated, result.truncated_queries) == (Usage(30, 0, 0, 10), 1, 1)
+    assert result.unscored == (1,)
+    assert result.errors == {2: "documents[2] is bad"}
+
+
+async def test_a_number_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (front, _):
+        with pytest.raises(InvalidRequestError, match="64 bits"):
+            await front.score("q", ["a"], priority=2**70)
+        assert (await front.score("q", ["abc"])).scores == [3.0]
+
+
+def test_where_an_engine_runs_decides_no_scores() -> None:
+    def engine(**changes: object) -> Engine:
+        facts = replace(_introduction("f").facts, **changes)
+        return cast("Engine", SimpleNamespace(facts=facts, config=EngineConfig()))
+
+    one = fingerprint_of(engine(device="cuda:0", findings=("1.3e-07",)))
+    assert one == fingerprint_of(engine(device="cuda:1", findings=("1.4e-07",)))
+    assert one != fingerprint_of(engine(precision="bfloat16"))
+
+
+def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
+    def of(**options: Any) -> str:
+        return fingerprint_of(
+            cast("Engine", SimpleNamespace(facts=_introduction("f").facts, config=EngineConfig(**options)))
+        )
+
+    scored = {
+        "model": "a/b", "revision": "r", "dtype": "bfloat16", "cutoff_layer": 2, "query_prompt": "q: ",
+        "compress_ratio": 2, "compress_layers": "3",
+        "document_prompt": "d: ", "instruction": "i", "score_template": "{{ query }}", "calibration": "c",
+        "doc_token_pooling": 2.0, "hybrid_weights": "1,0,0", "cache_precision": "int8", "dimensions": 8,
+    }  # fmt: skip
+    fingerprints = [of(), *(of(**{name: value}) for name, value in scored.items())]
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert of() == of(threads=3, max_batch_tokens=99, cache_mb=7, device="cpu", max_wait_seconds=1.0)
+
+
+async def test_a_poisonous_document_kills_three_and_fails_alone(tmp_path: Path) -> None:
+    deaths = []
+
+    async def die_of_poison(engine: StandIn, question: Score) -> None:
+        if any(isinstance(text, str) and text.startswith("poison") for text in question.documents):
+            deaths.append(engine)
+            await _dying(engine)
+
+    async with fleet(tmp_path, 2, die_of_poison) as (front, _):
+        documents = _documents(24)
+        documents[17] = "poison" + _LONG
+        others = [asyncio.create_task(front.score("q", _documents(30, seed))) for seed in range(1, 4)]
+        with pytest.raises(RequestFailedError, match=r"documents\[17\]"):
+            await front.score("q", documents)
+        assert len(deaths) == 3
+        for seed, other in enumerate(others, start=1):
+            assert (await other).scores == [float(len(text)) for text in _documents(30, seed)]
+
+
+async def test_a_full_engine_is_passed_by_and_two_full_ones_refuse(tmp_path: Path) -> None:
+    full: set[str] = set()
+
+    async def refuse(engine: StandIn, question: Score) -> None:
+        if engine.path in full:
+            raise QueueFullError("too much waits", 3.0 + len(full))
+
+    async with fleet(tmp_path, 2, refuse) as (front, engines):
+        full.add(engines[0].path)
+        assert (await front.score("q", _documents(60))).scores
+        full.add(engines[1].path)
+        with pytest.raises(QueueFullError, match="too much waits") as refused:
+            await front.score("q", _documents(60))
+        assert refused.value.retry_after == 5.0
+
+
+async def test_an_error_ends_the_other_parts_and_names_the_document(tmp_path: Path) -> None:
+    async def refuse_one(engine: StandIn, question: Score) -> None:
+        for i, text in enumerate(question.documents):
+            if isinstance(text, str) and text.startswith("41 "):
+                raise InvalidRequestError(f"documents[{i}] is not good", "documents")
+        await asyncio.sleep(10)
+
+    async with fleet(tmp_path, 3, refuse_one) as (front, engines):
+        with pytest.raises(InvalidRequestError, match=r"documents\[41\] is not good") as refused:
+            await front.score("q", _documents(60))
+        assert refused.value.param == "documents"
+        await until(lambda: sum(engine.cancelled for engine in engines) == 2)
+
+
+async def test_cancelling_a_request_cancels_its_parts(tmp_path: Path) -> None:
+    async def never(engine: StandIn, question: Score) -> None:
+        await asyncio.sleep(100)
+
+    async with fleet(tmp_path, 2, never) as (front, engines):
+        asking = asyncio.create_task(front.score("q", _documents(60)))
+        await until(lambda: sum(len(engine.asked) for engine in engines) == 2)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(lambda: sum(engine.cancelled for engine in engines) == 2)
+
+
+async def test_without_engines_a_request_fails_by_its_timeout(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (front, engines):
+        await engines[0].die()
+        await until(lambda: not front.is_healthy)
+        with pytest.raises(RequestTimeoutError, match=r"not done within 0\.2 seconds"):
+            await front.score("q", ["a"], timeout=0.2)
+
+
+async def test_a_leaving_engine_serves_until_it_is_replaced(tmp_path: Path) -> None:
+    engines = [StandIn(str(tmp_path / str(i))) for i in range(2)]
+    await engines[0].door.open(engines[0].path)
+    listed = [Listed(slot, UnixAddress(engine.path)) for slot, engine in enumerate(engines)]
+    roster = Roster(listed[:1])
+    front = FleetEngine(roster)
+    await front.start()
+    roster.set_listed(listed[1:])
+    await asyncio.sleep(0.05)
+    assert front.is_healthy
+    assert (await front.score("q", ["abc"], timeout=5)).scores == [3.0]
+    await engines[1].door.open(engines[1].path)
+    while [member.slot for member in roster.members] != [1]:
+        assert front.is_healthy
+        await asyncio.sleep(0)
+    assert (await front.score("q", ["ab"], timeout=5)).scores == [2.0]
+    assert [len(engine.asked) for engine in engines] == [1, 1]
+    await asyncio.wait_for(engines[0].door.until_left(), 5)
+    await front.stop()
+    await engines[1].die()
+    await engines[0].die()
+
+
+async def test_an_engine_that_leaves_answers_what_it_was_asked(tmp_path: Path) -> None:
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: StandIn, question: Score) -> None:
+        asked.set()
+        await may_answer.wait()
+
+    engines = [StandIn(str(tmp_path / str(i)), wait) for i in range(2)]
+    listed: list[Listed] = []
+    for engine in engines:
+        listed.append(Listed(len(listed), await engine.door.open_port("127.0.0.1")))
+    roster = Roster(listed[:1])
+    front = FleetEngine(roster)
+    await front.start()
+    first = asyncio.create_task(front.score("q", ["abc"]))
+    await asked.wait()
+    roster.set_listed(listed[1:])
+    await until(lambda: [member.slot for member in roster.members] == [1])
+    second = asyncio.create_task(front.score("q", ["ab"]))
+    await until(lambda: bool(engines[1].asked))
+    may_answer.set()
+    assert (await first).scores == [3.0]
+    assert (await second).scores == [2.0]
+    assert [len(engine.asked) for engine in engines] == [1, 1]
+    roster.set_listed([replace(listed[1], slot=7)])
+    assert [member.slot for member in roster.members] == [7]
+    await front.stop()
+    for engine in engines:
+        await engine.door.close()
+
+
+async def test_who_has_not_the_secret_is_not_let_in() -> None:
+    engine = StandIn("")
+    address = await engine.door.open_port("127.0.0.1")
+    link = await Link.open(address)
+    assert isinstance((await link.ask(messages.Introduce())).answer, messages.Introduction)
+    await link.close()
+    stranger = await Link.open(replace(address, secret="00" * 32))
+    with pytest.raises(LostError):
+        await stranger.ask(messages.Introduce())
+    await stranger.close()
+    await engine.door.close()
+
+
+async def test_a_request_is_repeated_when_other_scores_take_over(tmp_path: Path) -> None:
+    following = {"one": "two"}
+
+    async def change(engine: StandIn, question: Score) -> None:
+        if engine.fingerprint in following:
+            engine.fingerprint = following[engine.fingerprint]
+            await _dying(engine)
+
+    async with fleet(tmp_path, 2, change) as (front, engines):
+        documents = _documents(60)
+        result = await front.score("q", documents, timeout=20)
+        assert result.scores == [float(len(text)) for text in documents]
+        of_another = [len(question.documents) for engine in engines for question in engine.asked[1:]]
+        assert sum(of_another) == 60, "nothing that the engines before them gave is in it"
+        following = {"two": "three"}
+        async with front.stream("q", documents) as stream:
+            with pytest.raises(EngineNotReadyError, match="taken over"):
+                [new async for new in stream]
+
+
+async def test_an_engine_that_serves_something_else_is_not_used(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2) as (front, engines):
+        await engines[0].die()
+        engines[0].fingerprint = "another"
+        await engines[0].restart()
+        await asyncio.sleep(0.5)
+        assert front.size == (1, 2)
+        asked = len(engines[0].asked)
+        await front.score("q", _documents(60))
+        assert len(engines[0].asked) == asked
+
+
+async def test_a_stream_gives_what_comes_and_then_the_rest(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2) as (front, _):
+        documents = _documents(60)
+        given: list[int] = []
+        async with front.stream("q", documents) as stream:
+            async for new in stream:
+                given += [one.index for one in new]
+                assert all(one.score == float(len(documents[one.index])) for one in new)
+        assert sorted(given) == list(range(60))
+        assert stream.result.scores == [float(len(text)) for text in documents]
+
+
+def _num_encoded(engines: list[StandIn]) -> list[int]:
+    return [len(engine.encoded) for engine in engines]
+
+
+async def test_a_query_is_encoded_once_and_sent_in_each_part(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 3) as (front, engines):
+        result = await front.score("q", _documents(60), instruction="find it")
+        assert sorted(_num_encoded(engines)) == [0, 0, 1]
+        (encoder,) = [engine for engine in engines if engine.encoded]
+        assert (encoder.encoded[0].query, encoder.encoded[0].instruction) == ("q", "find it")
+        asked = [question for engine in engines for question in engine.asked]
+        assert len(asked) == 3
+        for question in asked:
+            (query,) = question.queries
+            assert isinstance(query, messages.SentQuery)
+            assert np.array_equal(query.rows.values, ENCODED.rows.values)
+            assert (query.tokens, query.truncated, query.fingerprint) == (10, True, "one")
+            assert question.instruction is None, "it is part of the embedding"
+        tokens = {engine.path: sum(map(len, engine.asked[0].documents)) for engine in engines}  # type: ignore[arg-type]
+        assert tokens[encoder.path] == max(tokens.values())
+        assert (result.usage.query_tokens, result.truncated_queries) == (10, 1)
+
+
+async def test_one_part_has_the_query_as_it_came(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 3) as (front, engines):
+        await front.score("q", ["a", "b"], instruction="find it")
+        await front.score(np.ones((2, 4), np.float32), _documents(60))
+        assert _num_encoded(engines) == [0, 0, 0]
+        questions = [question for engine in engines for question in engine.asked]
+        (small,) = [question for question in questions if len(question.documents) == 2]
+        assert (small.queries, small.instruction) == (["q"], "find it")
+
+
+async def test_cross_encoders_get_the_query_as_it_came(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2, score_type=ScoreType.CROSS_ENCODER) as (front, engines):
+        await front.score("q", _documents(60))
+        queries = {query for engine in engines for question in engine.asked for query in question.queries}
+        assert (queries, _num_encoded(engines)) == ({"q"}, [0, 0])
+
+
+async def test_where_the_encoding_engine_dies_another_encodes(tmp_path: Path) -> None:
+    died = []
+
+    async def die_once(engine: StandIn, question: messages.EncodeQuery) -> None:
+        if not died:
+            died.append(engine)
+            await _dying(engine, comes_back=False)
+
+    async with fleet(tmp_path, 3, before_encoding=die_once) as (front, engines):
+        documents = _documents(60)
+        result = await front.score("q", documents)
+        assert result.scores == [float(len(text)) for text in documents]
+        assert sum(_num_encoded(engines)) == 2
+        assert not died[0].asked
+
+
+async def test_a_query_that_kills_engines_kills_three(tmp_path: Path) -> None:
+    deaths = []
+
+    async def die(engine: StandIn, question: messages.EncodeQuery) -> None:
+        deaths.append(engine)
+        await _dying(engine)
+
+    async with fleet(tmp_path, 2, before_encoding=die) as (front, _):
+        with pytest.raises(RequestFailedError, match="while they encoded the query"):
+            await front.score("q", _documents(60))
+        assert len(deaths) == 3
+
+
+async def test_an_error_of_the_query_comes_before_any_part(tmp_path: Path) -> None:
+    async def refuse(engine: StandIn, question: messages.EncodeQuery) -> None:
+        raise InvalidRequestError("queries[0] is not good", "queries")
+
+    async with fleet(tmp_path, 3, before_encoding=refuse) as (front, engines):
+        with pytest.raises(InvalidRequestError, match=r"^queries\[0\] is not good$") as refused:
+            await front.score("q", _documents(60))
+        assert refused.value.param == "queries"
+        assert [engine.asked for engine in engines] == [[], [], []]
+
+
+async def test_deadlines_and_cancelling_hold_while_encoding(tmp_path: Path) -> None:
+    async def slow(engine: StandIn, question: messages.EncodeQuery) -> None:
+        if question.run.timeout is None:
+            await asyncio.sleep(100)
+        await asyncio.sleep(question.run.timeout or 0)
+        raise RequestTimeoutError.after(question.run.timeout or 0)
+
+    async with fleet(tmp_path, 2, before_encoding=slow) as (front, engines):
+        with pytest.raises(RequestTimeoutError, match=r"not done within 0\.2 seconds"):
+            await front.score("q", _documents(60), timeout=0.2)
+        asking = asyncio.create_task(front.score("q", _documents(60)))
+        await until(lambda: sum(_num_encoded(engines)) == 2)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(lambda: sum(engine.cancelled for engine in engines) == 1)
+        assert [engine.asked for engine in engines] == [[], []]
+        partial = await front.score("q", _documents(60), timeout=0.2, on_timeout="partial")
+        assert partial.unscored == tuple(range(60))
+        assert partial.usage == Usage(0)
+
+
+items = st.one_of(
+    st.text(max_size=20),
+    st.builds(
+        lambda rows, dtype, tokens, cut: QueryRows(
+            torch.arange(rows * 4.0).reshape(rows, 4).to(dtype), tokens=tokens, truncated=cut, fingerprint="f"
+        ),
+        st.integers(0, 5),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+        st.integers(0, 2**40),
+        st.booleans(),
+    ),
+    st.builds(
+        lambda rows, dtype: Vectors(np.arange(rows * 4, dtype=dtype).reshape(rows, 4)),
+        st.integers(1, 5),
+        st.sampled_from(["float32", "float16", "int8"]),
+    ),
+    st.builds(lambda rows: Vectors(torch.arange(rows * 4.0).reshape(rows, 4).bfloat16()), st.integers(1, 5)),
+    st.builds(
+        lambda parts: Content.of(parts),
+        st.lists(
+            st.one_of(
+                st.text(max_size=9),
+                st.builds(PictureFile, st.binary(max_size=30)),
+                st.builds(EncodedPicture, st.text(max_size=30)),
+                st.builds(MissingPicture, st.text(max_size=30)),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+    ),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(items, min_size=1, max_size=6))
+def test_what_is_sent_is_received(documents: list) -> None:
+    run = messages.Run(messages.Truncation(), 0, "", None)
+    question = Score(queries=["q"], documents=sent_items(documents), run=run, explain="maps", instruction="i")
+    received = messages.decode_to_engine(messages.encode(messages.Ask(3, question)))
+    assert isinstance(received, messages.Ask)
+    assert isinstance(received.question, Score)
+    assert received.question.instruction == "i"
+    for sent, got in zip(documents, received_items(received.question.documents), strict=True):
+        if isinstance(sent, Vectors):
+            assert type(got) is type(sent)
+            assert isinstance(got, Vectors)
+            if isinstance(sent, QueryRows):
+                assert isinstance(got, QueryRows)
+                assert (got.tokens, got.truncated, got.fingerprint) == (sent.tokens, sent.truncated, "f")
+                assert got.rows.dtype == sent.rows.dtype
+            assert torch.equal(torch.as_tensor(got.values), torch.as_tensor(sent.values))
+        else:
+            assert got == sent
+
+
+def test_errors_survive_the_way() -> None:
+    for error in (
+        InvalidRequestError("m", "documents"),
+        QueueFullError("m", 2.5, "wait"),
+        RequestTimeoutError("m"),
+        RequestFailedError("m"),
+        EngineNotReadyError("m"),
+    ):
+        back = as_error(as_failed(error))
+        assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
+
+
+def test_only_documents_are_renumbered() -> None:
+    failed = as_failed(InvalidRequestError("documents[1] is like queries[1]", "documents"))
+    assert renumbered(failed, [4, 9]).message == "documents[9] is like queries[1]"
+    assert renumbered(failed, [4]).message == failed.message, "a number that is none of its documents"
+
+
+def test_pages_of_metrics_are_one() -> None:
+    page = b'# HELP a_total of a\n# TYPE a_total counter\na_total{x="1 2"} 3.0\na_total 4.0\n'
+    other = b"# HELP b of b\n# TYPE b gauge\nb 1.0\n" + page
+    assert joined([("replica", 0, page), ("front", 1, other)]).decode().splitlines() == [
+        "# HELP a_total of a",
+        "# TYPE a_total counter",
+        'a_total{replica="0",x="1 2"} 3.0',
+        'a_total{replica="0"} 4.0',
+        'a_total{front="1",x="1 2"} 3.0',
+        'a_total{front="1"} 4.0',
+        "# HELP b of b",
+        "# TYPE b gauge",
+        'b{front="1"} 1.0',
+    ]
+
+
+def test_limits_of_tenants_need_one_replica(caplog: pytest.LogCaptureFixture) -> None:
+    tenants = {"a": Tenant(weight=2.0, requests_per_minute=5), "b": Tenant(weight=3.0)}
+    check_limits(tenants, 1)
+    with pytest.raises(SetupError, match="'a' has limits"):
+        check_limits(tenants, 2)
+    assert without_limits(tenants, 1) == tenants
+    assert without_limits(tenants, 2) == {"a": Tenant(weight=2.0), "b": Tenant(weight=3.0)}
+    assert "'a' has limits" in caplog.text

@@ -1,0 +1,326 @@
+"""What the routes answer: every field of every answer, beside the engine's own results."""
+
+import base64
+import json
+import struct
+import time
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from maxsimd.api.vectors import encoded
+from tests.unit.calling_handlers import Caller, RecordingEngine
+
+QUERY = "What is the capital of France?"
+DOCUMENTS = ["Berlin is in Germany.", "Paris is the capital of France.", "Cats purr."]
+RERANKS = ["/rerank", "/v1/rerank", "/v2/rerank"]
+WITH_IDS: list[tuple[str, Any, str]] = [
+    ("/score", {"queries": "q", "documents": "d"}, "score"),
+    ("/v1/score", {"queries": "q", "documents": "d"}, "score"),
+    *((path, {"query": "q", "documents": ["d"]}, "rerank") for path in RERANKS),
+    ("/v1/embeddings", {"input": "d"}, "embd"),
+    ("/pooling", {"input": "d"}, "pooling"),
+]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def caller(engine: RecordingEngine) -> Caller:
+    """Of a server whose cache is empty and whose model has another name."""
+    await engine.clear_cache()
+    return Caller(engine, served_model_name=("mine",))
+
+
+async def test_answers_have_an_id_of_their_own_and_the_served_name(caller: Caller) -> None:
+    for path, body, prefix in WITH_IDS:
+        first, second = [await caller.json(path, body) for _ in range(2)]
+        assert first["model"] == "mine"
+        assert first["id"] != second["id"]
+        name, _, number = first["id"].partition("-")
+        assert (name, len(number)) == (prefix, 32)
+        if prefix != "rerank":
+            assert first["object"] == "list"
+            assert abs(first["created"] - time.time()) < 5
+            assert isinstance(first["created"], int)
+
+
+async def test_scores_are_the_engines_in_input_order(caller: Caller) -> None:
+    for path in ("/score", "/v1/score"):
+        expected = (await caller.engine.score(QUERY, DOCUMENTS)).scores
+        answer = await caller.json(path, {"queries": QUERY, "documents": DOCUMENTS})
+        assert set(answer) == {"id", "object", "created", "model", "data", "usage", "score_scale"}
+        assert [set(item) for item in answer["data"]] == [{"index", "object", "score"}] * 3
+        assert [item["index"] for item in answer["data"]] == [0, 1, 2]
+        assert {item["object"] for item in answer["data"]} == {"score"}
+        assert [item["score"] for item in answer["data"]] == pytest.approx(expected, abs=1e-4)
+        assert max(expected) == expected[1]
+
+
+@pytest.mark.parametrize("path", RERANKS)
+async def test_documents_are_ranked_best_first(caller: Caller, path: str) -> None:
+    expected = (await caller.engine.score(QUERY, DOCUMENTS)).scores
+    order = sorted(range(3), key=lambda i: -expected[i])
+    for value in (None, True, False):
+        body = {"query": QUERY, "documents": DOCUMENTS, "return_documents": value}
+        answer = await caller.json(path, body)
+        assert set(answer) == {"id", "model", "results", "usage", "meta", "score_scale"}
+        assert answer["meta"] == {
+            "api_version": {"version": "2"},
+            "billed_units": {"search_units": 1},
+            "tokens": {"input_tokens": answer["usage"]["prompt_tokens"]},
+        }
+        assert [item["index"] for item in answer["results"]] == order
+        for item in answer["results"]:
+            text = {} if value is False else {"document": {"text": DOCUMENTS[item["index"]]}}
+            score = pytest.approx(expected[item["index"]], abs=1e-4)
+            assert item == {"index": item["index"], "relevance_score": score} | text
+
+
+@pytest.mark.parametrize("path", RERANKS)
+async def test_rerank_of_texts_answers_with_a_bare_list(caller: Caller, path: str) -> None:
+    expected = (await caller.engine.score(QUERY, DOCUMENTS)).scores
+    for value in (None, True, False):
+        answer = await caller.json(path, {"query": QUERY, "texts": DOCUMENTS, "return_text": value})
+        assert [item["index"] for item in answer] == sorted(range(3), key=lambda i: -expected[i])
+        for item in answer:
+            text = {"text": DOCUMENTS[item["index"]]} if value else {}
+            score = pytest.approx(expected[item["index"]], abs=1e-4)
+            assert item == {"index": item["index"], "score": score} | text
+
+
+async def test_top_n_limits_the_results_and_0_means_all(caller: Caller) -> None:
+    for top_n in range(5):
+        for name, of in (("documents", "results"), ("texts", None)):
+            answer = await caller.json("/rerank", {"query": QUERY, name: DOCUMENTS, "top_n": top_n})
+            results = answer[of] if of else answer
+            assert len(results) == (min(top_n, 3) or 3)
+            assert results[0]["index"] == 1
+
+
+async def test_usage_counts_tokens_and_those_in_the_cache(caller: Caller) -> None:
+    # [CLS] hello [SEP], and two documents of 3 and of 4 tokens.
+    score = {"queries": "hello", "documents": ["world", "two words"]}
+    assert (await caller.json("/score", score))["usage"] == {"prompt_tokens": 10, "total_tokens": 10}
+    rerank = {"query": "hello", "documents": ["world", "two words", "of all three"]}
+    details = {"cached_tokens": 7, "cached_documents": 2}
+    assert (await caller.json("/rerank", rerank))["usage"] == {
+        "prompt_tokens": 15,
+        "total_tokens": 15,
+        "prompt_tokens_details": details,
+    }
+    assert (await caller.json("/score", score))["usage"] == {
+        "prompt_tokens": 10,
+        "total_tokens": 10,
+        "prompt_tokens_details": details,
+    }
+    for path in ("/v1/embeddings", "/pooling"):
+        answer = await caller.json(path, {"input": ["hello", "two words"]})
+        assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+
+
+async def test_a_warning_says_how_many_documents_were_cut(caller: Caller) -> None:
+    path = "/rerank"
+    long = "word " * 2000
+    body = {"query": "q", "documents": [long, "short", long + "x"]}
+    answer = await caller.json(path, body)
+    said = 'longer than the model reads and cut; send shorter texts, or long_documents "error" to have'
+    assert answer["warnings"] == [f"2 inputs were {said} them refused"]
+    fitting = await caller.json(path, {"query": "q", "documents": ["word " * 254]})
+    assert "warnings" not in fitting, "a document of exactly 256 tokens is not cut"
+    cut = await caller.json(path, {"query": "q", "documents": ["word " * 255]})
+    assert cut["warnings"] == [f"1 input was {said} them refused"]
+    assert await caller.error(path, body | {"long_documents": "error"}) == (
+        400,
+        {
+            "message": "documents[0] has 2002 tokens, but at most 256 can be run; shorten it, or let it be "
+            "cut with truncate_prompt_tokens (-1 cuts to the maximum)",
+            "type": "BadRequestError",
+            "param": "documents",
+            "code": 400,
+        },
+    )
+
+
+async def test_an_input_above_the_models_length_is_cut_or_a_400(caller: Caller) -> None:
+    for path, body in (
+        ("/score", lambda text: {"queries": "q", "documents": ["d", text]}),
+        ("/score", lambda text: {"queries": [text], "documents": ["d"]}),
+        ("/v1/score", lambda text: {"queries": "q", "documents": text}),
+        ("/v1/embeddings", lambda text: {"input": text}),
+        ("/pooling", lambda text: {"input": ["a", text]}),
+        ("/rerank", lambda text: {"query": "q", "texts": [text]}),
+    ):
+        strict = {"truncate": False} if path == "/rerank" else {"long_documents": "error"}
+        fits, too_long = body("word " * 254), body("word " * 255)
+        assert "x-maxsimd-warnings" not in (await caller.post(path, fits)).headers
+        assert (await caller.post(path, fits | strict)).status == 200
+        cut = await caller.post(path, too_long)
+        assert cut.status == 200
+        assert cut.headers["x-maxsimd-warnings"].startswith("1 input was longer")
+        if path != "/rerank":
+            assert json.loads(cut.body)["warnings"] == [cut.headers["x-maxsimd-warnings"]]
+        status, error = await caller.error(path, too_long | strict)
+        assert status == 400
+        assert "257 tokens, but at most 256 can be run" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/embeddings"])
+async def test_truncation_cuts_the_side_that_the_request_names(caller: Caller, path: str) -> None:
+    async def values(text: str, **options: Any) -> Any:
+        body = {"queries": "q", "documents": [text]} if path == "/score" else {"input": [text]}
+        (item,) = (await caller.json(path, body | options))["data"]
+        return np.array(item["score" if path == "/score" else "embedding"])
+
+    cut = {"truncate_prompt_tokens": 4}  # of which two are special
+    for side, remains in (("left", "gamma delta"), ("right", "alpha beta"), (None, "alpha beta")):
+        found = await values("alpha beta gamma delta", truncation_side=side, **cut)
+        np.testing.assert_allclose(found, await values(remains), atol=1e-4)
+
+
+async def test_cut_texts_differ_by_side_in_teis_words_too(caller: Caller) -> None:
+    filler = "word " * 300
+    body = {"query": "paris", "texts": ["paris " + filler, filler + "paris"]}
+    right, left, no = [
+        {item["index"]: item["score"] for item in await caller.json("/rerank", body | change)}
+        for change in ({}, {"truncation_direction": "Left"}, {"truncation_direction": "Right"})
+    ]
+    assert right[0] > right[1]
+    assert left[1] > left[0]
+    assert no == pytest.approx(right, abs=1e-4)
+
+
+async def test_embeddings_are_the_engines(caller: Caller) -> None:
+    expected = (await caller.engine.embed(["hello", "two words"])).embeddings
+    for path, name, kind, change in (
+        ("/v1/embeddings", "embedding", "embedding", {}),
+        ("/pooling", "data", "pooling", {"task": "embed"}),
+    ):
+        answer = await caller.json(path, {"input": ["hello", "two words"]} | change)
+        assert set(answer) == {"id", "object", "created", "model", "data", "usage"}
+        assert [set(item) for item in answer["data"]] == [{"index", "object", name}] * 2
+        assert [item["index"] for item in answer["data"]] == [0, 1]
+        assert {item["object"] for item in answer["data"]} == {kind}
+        np.testing.assert_allclose([item[name] for item in answer["data"]], expected, atol=1e-5)
+        short = await caller.json(path, {"input": "hello", "dimensions": 2} | change)
+        cut = expected[0, :2] / np.linalg.norm(expected[0, :2])
+        np.testing.assert_allclose(short["data"][0][name], cut, atol=1e-5)
+
+
+async def test_pooling_gives_token_vectors_by_default(caller: Caller) -> None:
+    expected = (await caller.engine.embed_tokens(["hello", "two words"])).embeddings
+    for task in ({}, {"task": "token_embed"}):
+        answer = await caller.json("/pooling", {"input": ["hello", "two words"]} | task)
+        for item, matrix in zip(answer["data"], expected, strict=True):
+            np.testing.assert_allclose(item["data"], matrix, atol=1e-5)
+    assert [matrix.shape for matrix in expected] == [(3, 384), (4, 384)]
+
+
+async def test_base64_is_little_endian_float32_in_row_order(caller: Caller) -> None:
+    for path, name in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
+        body = {"input": ["hello", "two words"]}
+        floats, named, encoded = [
+            (await caller.json(path, body | {"encoding_format": form}))["data"]
+            for form in (None, "float", "base64")
+        ]
+        for item, same, packed in zip(floats, named, encoded, strict=True):
+            np.testing.assert_allclose(item[name], same[name], atol=1e-6)
+            values = np.frombuffer(base64.b64decode(packed[name]), dtype="<f4")
+            np.testing.assert_allclose(values, np.ravel(item[name]), atol=1e-6)
+
+
+async def test_base64_is_little_endian_whatever_the_machines_order_is() -> None:
+    rows = np.array([[1, -2.5], [0.25, 3]])
+    expected = base64.b64encode(struct.pack("<4f", 1, -2.5, 0.25, 3)).decode()
+    for order in ("<f4", ">f4"):
+        for laid_out in (rows.astype(order), np.asfortranarray(rows.astype(order))):
+            assert encoded(laid_out, "float32", as_base64=True).data == expected
+
+
+async def test_more_vectors_than_an_answer_has_room_for_are_refused(engine: RecordingEngine) -> None:
+    """With 384 dimensions a mebibyte has room for 113 vectors, with 64 for 682."""
+    caller = Caller(engine, max_bodies_mb=1)
+    body = {"input": ["a " * 54] * 2, "task": "token_embed"}  # of 56 tokens each
+    assert len((await caller.json("/pooling", body))["data"]) == 2
+    body["input"] = ["a " * 55] * 2
+    status, error = await caller.error("/pooling", body)
+    assert status == 413
+    shown = "these texts have 114 tokens, a vector each, and an answer has room for 113 of them"
+    assert error["message"].startswith(shown)
+    assert len((await caller.json("/pooling", body | {"dimensions": 64}))["data"]) == 2
+
+
+async def test_logits_are_for_classification_only(caller: Caller) -> None:
+    for task in (None, "token_embed", "embed"):
+        body = {"input": "a", "task": task}
+        status, error = await caller.error("/pooling", body | {"use_activation": False})
+        assert (status, error["param"]) == (400, "use_activation")
+        assert error["message"] == "use_activation=false is only for the task classify"
+        await caller.json("/pooling", body | {"use_activation": True})
+
+
+async def test_a_model_without_classifier_does_not_classify(caller: Caller) -> None:
+    for path, body in (
+        ("/classify", {"input": "a"}),
+        ("/predict", {"inputs": "a"}),
+        ("/predict", {"inputs": ["a", "b"]}),
+        ("/pooling", {"input": "a", "task": "classify"}),
+    ):
+        status, error = await caller.error(path, body)
+        assert (status, error["param"]) == (400, "task")
+        assert error["message"] == "this model cannot classify; it can embed and token_embed"
+
+
+async def test_the_version_is_the_packages(caller: Caller) -> None:
+    answer = await caller.ask("GET", "/version")
+    assert answer.headers["Content-Type"] == "application/json; charset=utf-8"
+    assert json.loads(answer.body) == {"version": version("maxsimd")}
+
+
+async def test_the_model_card_says_what_runs(caller: Caller) -> None:
+    answer = await caller.ask("GET", "/v1/models")
+    listed = json.loads(answer.body)
+    assert set(listed) == {"object", "data"}
+    assert listed["object"] == "list"
+    (card,) = listed["data"]
+    assert abs(card.pop("created") - time.time()) < 5
+    findings = card.pop("checked")
+    assert len(findings) == 3
+    assert findings == [str(finding) for finding in caller.engine.device_model.prepared.findings]
+    assert card == {
+        "id": "mine",
+        "object": "model",
+        "owned_by": "maxsimd",
+        "root": "all-MiniLM-L6-v2",
+        "state": "ok",
+        "max_model_len": 256,
+        "score_type": "late-interaction",
+        "score_scale": {"transform": "maxsim", "min": None, "max": None},
+        "normalized_score_scale": {"transform": "clipped meanmaxsim", "min": 0.0, "max": 1.0},
+        "execution": "packed",
+        "device": "cpu",
+        "kernels": caller.engine.facts.kernels,
+    }
+
+
+async def test_metrics_are_prometheuss_text(caller: Caller) -> None:
+    await caller.json("/score", {"queries": "q", "documents": "d"})
+    answer = await caller.ask("GET", "/metrics")
+    assert answer.headers["Content-Type"] == "text/plain; version=1.0.0; charset=utf-8"
+    page = answer.body.decode()
+    assert 'maxsimd_http_requests_total{route="/score",status="200"} 1.0' in page
+    assert "maxsimd_request_documents_count 1.0" in page
+    assert "process_resident_memory_bytes" in page
+    assert "maxsimd_http_in_flight 1.0" in page, "this request itself"
+    assert "maxsimd_event_loop_lag_seconds_count 0.0" in page
+
+
+async def test_the_cache_can_be_emptied(caller: Caller) -> None:
+    body = {"query": "q", "documents": ["one", "two"]}
+    await caller.json("/rerank", body)
+    assert "prompt_tokens_details" in (await caller.json("/rerank", body))["usage"]
+    answer = await caller.ask("DELETE", "/cache")
+    assert (answer.status, answer.body) == (204, b"")
+    assert "Content-Type" not in answer.headers
+    assert "prompt_tokens_details" not in (await caller.json("/rerank", body))["usage"]

@@ -1,0 +1,247 @@
+"""How bodies are read, and the limits on them, without a web server."""
+
+import dataclasses
+import gc
+import json
+from typing import Any
+
+import pytest
+
+from maxsimd.api.handlers.route import LARGE_BODY
+from tests.unit.calling_handlers import (
+    GOOD,
+    POSTED,
+    RERANK,
+    Caller,
+    Pieces,
+    RecordingEngine,
+    error_of,
+    expected,
+)
+
+HALF = r"a string has half of a character, like \ud83d alone; send whole characters, or leave it out"
+NOT_UTF8 = "the body is UTF-16 or UTF-32, or no text; send JSON in UTF-8"
+
+
+@pytest.fixture
+def caller(engine: RecordingEngine) -> Caller:
+    return Caller(engine, max_body_mb=1, max_documents=10)
+
+
+WRONG_BODIES = [
+    (b"", "the body is not valid JSON: Input data was truncated"),
+    (b"{", "the body is not valid JSON: Input data was truncated"),
+    (b"[1, 2", "the body is wrong: Expected `object`, got `array`"),
+    (b"\xff", "the body is not valid JSON: JSON is malformed: invalid character (byte 0)"),
+    (b"\xff\xfe", NOT_UTF8),
+    *(('{"query": "q"}'.encode(f"utf-{kind}"), NOT_UTF8) for kind in ("16", "16-be", "32", "32-le")),
+    (b"\xef\xbb\xbf" * 2, "the body is not valid JSON: JSON is malformed: invalid character (byte 0)"),
+    (b'"text"', "the body is wrong: Expected `object`, got `str`"),
+    (b"null", "the body is wrong: Expected `object`, got `null`"),
+    (b'{"model": "\xff"}', "the body is not valid JSON: a string is not UTF-8 (invalid start byte)"),
+]
+
+
+async def test_a_body_that_is_no_json_object_is_a_400(caller: Caller) -> None:
+    for path in POSTED:
+        for body, message in WRONG_BODIES:
+            answer = await caller.post(path, body)
+            expected = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
+            assert (answer.status, error_of(answer)) == (400, expected), (path, body)
+
+
+async def test_a_byte_order_mark_of_utf8_is_skipped(caller: Caller) -> None:
+    body = b"\xef\xbb\xbf" + json.dumps(GOOD["POST", "/tokenize"]).encode()
+    assert (await caller.post("/tokenize", body)).status == 200
+
+
+async def test_half_of_a_character_is_a_400_that_says_so(caller: Caller) -> None:
+    for path in POSTED:
+        for escape in (r"\ud83d", r"\ude00", r"\ud83dx", r"\ud83d\ud83d"):
+            for body in (
+                json.dumps(GOOD["POST", path]).replace('"q"', f'"{escape}"').replace('"d"', f'"a{escape}"'),
+                json.dumps(GOOD["POST", path] | {"unknown": {"d": 1}}).replace('"d"', f'"{escape}"'),
+            ):
+                sent = body.replace("[101]", f'["{escape}"]').encode()
+                status, error = await caller.error(path, sent)
+                assert (status, error["type"], error["param"]) == (400, "BadRequestError", None), sent
+                assert error["message"].startswith("the body is not valid JSON: JSON is malformed:")
+                assert "surrogate pair (byte" in error["message"]
+                assert error["message"].endswith(HALF)
+
+
+async def test_a_body_above_the_limit_is_a_413_on_every_route(caller: Caller) -> None:
+    most = 1024 * 1024
+    for path in POSTED:
+        body = json.dumps(GOOD["POST", path]).encode()
+        answer = await caller.post(path, body.ljust(most + 1))
+        assert answer.status == 413
+        assert error_of(answer) == {
+            "message": "the body is too large; send fewer documents at a time, or raise --max-body-mb",
+            "type": "RequestTooLargeError",
+            "param": None,
+            "code": 413,
+        }
+    assert (await caller.post("/rerank", json.dumps(RERANK).encode().ljust(most))).status == 200
+
+
+async def test_the_limit_on_bodies_is_the_configured_one(engine: RecordingEngine) -> None:
+    caller = Caller(engine, max_body_mb=2)
+    body = json.dumps(RERANK).encode()
+    assert (await caller.post("/rerank", body.ljust(2 * 1024 * 1024))).status == 200
+    assert (await caller.post("/rerank", body.ljust(2 * 1024 * 1024 + 1))).status == 413
+
+
+async def test_a_body_may_arrive_in_pieces(caller: Caller) -> None:
+    body = json.dumps(RERANK).encode()
+    pieces = Pieces([body[:5], b"", body[5:6], body[6:]])
+    assert (await caller.post("/rerank", pieces)).status == 200
+    assert pieces.read == 4
+
+
+async def test_no_more_of_a_large_body_is_read_than_the_limit(caller: Caller) -> None:
+    pieces = Pieces([b" " * 512 * 1024] * 10)
+    assert (await caller.post("/rerank", pieces)).status == 413
+    assert pieces.read == 3
+
+
+async def test_the_body_is_not_read_for_those_who_are_turned_away(engine: RecordingEngine) -> None:
+    guarded = Caller(engine, api_key=("one",))
+    for path, status in (("/rerank", 401), ("/nope", 401)):
+        pieces = Pieces([b"x"])
+        assert (await guarded.post(path, pieces)).status == status
+        assert pieces.read == 0
+    caller = Caller(engine)
+    for path in ("/nope", "/health"):
+        pieces = Pieces([b"x"])
+        assert (await caller.post(path, pieces)).status in (404, 405)
+        assert pieces.read == 0
+    caller.state.draining = True
+    pieces = Pieces([b"x"])
+    assert (await caller.post("/rerank", pieces)).status == 503
+    assert pieces.read == 0
+
+
+async def test_large_bodies_are_parsed_in_the_thread_pool(caller: Caller, engine: RecordingEngine) -> None:
+    body = json.dumps({"text": "a"}).encode()
+    await caller.post("/tokenize", body.ljust(LARGE_BODY - 100))
+    assert engine.in_threads == 1  # which tokenises
+    await caller.post("/tokenize", body.ljust(LARGE_BODY + 1))
+    assert engine.in_threads == 4  # and which counts what the body has, and decodes it
+
+
+def large(body: Any) -> bytes:
+    """A body of which is counted what it has."""
+    return json.dumps(body).encode().ljust(LARGE_BODY + 1)
+
+
+async def test_a_body_of_more_containers_than_documents_need_is_a_413(caller: Caller) -> None:
+    """Ten documents are allowed, and twenty arrays and objects for each."""
+    empty = {"query": "q", "documents": ["d"], "unknown": [{}] * 197}
+    assert (await caller.post("/rerank", large(empty))).status == 200
+    status, error = await caller.error("/rerank", large(empty | {"more": {}}))
+    assert status == 413
+    assert error["message"].startswith("the body has more than 200 arrays and objects")
+    text = {"query": "q", "documents": ["[{" * 500]}
+    assert (await caller.post("/rerank", large(text))).status == 200
+
+
+async def test_a_body_of_more_strings_than_documents_need_is_a_413(caller: Caller) -> None:
+    """Ten documents are allowed, and forty strings for each; the names of fields are strings too."""
+    record = {"text": "a", "c": 1} | {f"f{i}": "b" for i in range(197)}
+    assert (await caller.post("/rerank", large({"query": "q", "documents": record}))).status == 200
+    status, error = await caller.error("/rerank", large({"query": "q", "documents": record | {"c": "d"}}))
+    assert (status, error["type"]) == (413, "RequestTooLargeError")
+    assert error["message"] == (
+        "the body has more than 400 strings, names of fields included; send fewer documents at a time, "
+        "or documents of fewer fields"
+    )
+    quoted = {"query": "q", "documents": ['"a", ' * 500]}
+    assert (await caller.post("/rerank", large(quoted))).status == 200
+
+
+async def test_a_body_of_more_values_than_tokens_is_a_413(
+    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = Caller(engine, max_documents=10, accept_token_ids=True)
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_request_tokens=1000))
+    allowed = 1000 + 10 * 20 + 10 * 40
+    status, error = await caller.error("/v1/embeddings", large({"input": [101] * (allowed + 2)}))
+    assert (status, error["type"]) == (413, "RequestTooLargeError")
+    assert error["message"] == (
+        "the body has more than 1600 values; send fewer token ids at a time, or raise --max-request-tokens"
+    )
+    ids = {"input": [101] * allowed, "truncate_prompt_tokens": -1}
+    assert (await caller.post("/v1/embeddings", large(ids))).status == 200
+
+
+async def test_decoded_values_count_as_memory_of_bodies(engine: RecordingEngine) -> None:
+    caller = Caller(engine, max_bodies_mb=1, accept_token_ids=True)
+    ids = {"input": [101] * 20_000, "truncate_prompt_tokens": -1}
+    with caller.state.bodies.hold() as other:
+        other.add(512 * 1024)
+        assert (await caller.post("/v1/embeddings", ids)).status == 429
+        assert (await caller.post("/tokenize", {"text": "a " * 50_000})).status == 200
+    assert (await caller.post("/v1/embeddings", ids)).status == 200
+    assert caller.state.bodies.bytes == 0
+
+
+async def test_a_failed_body_is_freed_without_the_collector(engine: RecordingEngine) -> None:
+    """Everything stands still while that walks through a large body."""
+    caller = Caller(engine)
+    body = json.dumps({"inputs": [["a"]] * 20_000}).encode()
+    assert len(body) > LARGE_BODY
+    await caller.post("/predict", body)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert (await caller.post("/predict", body)).status == 413
+        assert gc.collect() < 5_000
+    finally:
+        gc.enable()
+
+
+async def test_a_body_that_is_too_deep_is_a_400(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    for size in (5_000, 50_000):
+        deep = b'{"input":' + b"[" * size + b"]" * size + b"}"
+        status, error = await caller.error("/v1/embeddings", deep)
+        assert (status, error["message"]) == (
+            400,
+            "the body has too many arrays or objects within each other",
+        )
+
+
+async def test_bodies_beyond_their_memory_are_a_429(engine: RecordingEngine) -> None:
+    caller = Caller(engine, max_bodies_mb=1, max_body_mb=1)
+    with caller.state.bodies.hold() as other:
+        other.add(1024 * 1024)
+        answer = await caller.post("/tokenize", {"text": "a"})
+        assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+    assert (await caller.post("/tokenize", {"text": "a"})).status == 200
+    assert caller.state.bodies.bytes == 0
+
+
+async def test_more_texts_than_are_allowed_are_a_413(caller: Caller) -> None:
+    counted: list[tuple[str, dict[str, Any], str, Any]] = [
+        *((path, {"queries": "q"}, "documents", "d") for path in ("/score", "/v1/score")),
+        *((path, {"query": "q"}, "documents", "d") for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        ("/rerank", {"query": "q"}, "texts", "d"),
+        *((path, {}, "input", "d") for path in ("/v1/embeddings", "/pooling", "/classify")),
+        ("/predict", {}, "inputs", ["d"]),
+    ]
+    for path, body, param, text in counted:
+        assert (await caller.post(path, body | {param: [text] * 10})).status == expected(path)
+        assert await caller.error(path, body | {param: [text] * 11}) == (
+            413,
+            {
+                "message": f"{param} has 11 entries, but at most 10 are taken at a time; send them in parts",
+                "type": "RequestTooLargeError",
+                "param": param,
+                "code": 413,
+            },
+        )
+    assert (await caller.post("/score", {"queries": ["q"] * 10, "documents": ["d"] * 10})).status == 200
+    status, error = await caller.error("/score", {"queries": ["q"] * 11, "documents": ["d"]})
+    assert (status, error["param"]) == (413, "queries")

@@ -1,0 +1,123 @@
+"""Messages of a chat in place of a text, beside what transformers makes of them."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from transformers import AutoTokenizer
+
+from maxsimd.engine import EngineConfig
+from tests.checkpoints import bi_encoders
+from tests.unit.calling_handlers import Caller, RecordingEngine
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('no such role') }}"
+    "{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MESSAGES = [
+    {"role": "system", "content": "Represent the user's text."},
+    {"role": "user", "content": "Open a file."},
+]
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> str:
+    """A bi-encoder whose tokeniser has a template."""
+    path = bi_encoders.qwen3(folder / "with a chat template")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def engine(model: str) -> AsyncIterator[RecordingEngine]:
+    async with RecordingEngine(EngineConfig(model=model, dtype="float32", threads=1)) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/embeddings", {}),
+        ("/pooling", {"add_generation_prompt": True}),
+        ("/invocations", {"continue_final_message": True}),
+        ("/v1/multi-vector", {}),
+    ],
+)
+async def test_messages_are_read_as_the_template_writes_them(
+    engine: RecordingEngine, model: str, path: str, more: dict[str, Any]
+) -> None:
+    answer = await Caller(engine).json(path, {"messages": MESSAGES, **more})
+    read = AutoTokenizer.from_pretrained(model).apply_chat_template(MESSAGES, tokenize=True, **more)
+    ids = read if isinstance(read, list) else read["input_ids"]
+    (_, texts, _) = engine.calls[-1]
+    assert texts == ([ids],)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    (item,) = answer["data"]
+    if path == "/v1/multi-vector":
+        expected = (await engine.embed_tokens([ids])).embeddings[0]
+    else:
+        expected = (await engine.embed([ids])).embeddings[0]
+    (vectors,) = (item[name] for name in ("embedding", "embeddings", "data") if name in item)
+    np.testing.assert_array_equal(np.array(vectors, dtype=np.float32).reshape(expected.shape), expected)
+
+
+async def test_special_tokens_can_be_added(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    await caller.json("/v1/embeddings", {"messages": MESSAGES[1:], "add_special_tokens": True})
+    assert engine.calls[-1][1] == (["<|im_start|>user\nOpen a file.<|im_end|>\n"],)
+
+
+async def test_content_parts_are_text(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    parts = [{"type": "text", "text": "Open a file."}]
+    for content in ("Open a file.", parts):
+        await caller.json("/v1/embeddings", {"messages": [{"role": "user", "content": content}]})
+    first, second = (texts for _, texts, _ in engine.calls)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({"messages": []}, "messages is empty", "messages"),
+        ({"messages": MESSAGES, "input": "a"}, "exclude each other", "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "no such role", "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "neither a text nor",
+            "messages",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing", "messages"),
+        ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "cannot be chosen", "chat_template"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "cannot be", "chat_template_kwargs"),
+        ({}, "input is missing", "input"),
+    ],
+)
+async def test_what_cannot_be_read_is_refused(
+    engine: RecordingEngine, body: dict[str, Any], message: str, param: str
+) -> None:
+    status, error = await Caller(engine).error("/v1/embeddings", body)
+    assert status == 400
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+async def test_too_many_messages_are_refused(engine: RecordingEngine) -> None:
+    status, error = await Caller(engine, max_documents=1).error("/v1/embeddings", {"messages": MESSAGES})
+    assert (status, error["param"]) == (413, "messages")
+
+
+async def test_without_a_template_there_are_no_messages(qwen3_embedding: str) -> None:
+    async with RecordingEngine(EngineConfig(model=qwen3_embedding, threads=1)) as engine:
+        status, error = await Caller(engine).error("/v1/embeddings", {"messages": MESSAGES})
+        assert status == 400
+        assert "no chat template" in error["message"]

@@ -1,0 +1,190 @@
+"""What the routes answer where the model is a classifier, of three labels or of one."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from maxsimd.api import answer as answers
+from maxsimd.engine import EngineConfig
+from tests.nearly import nearly
+from tests.unit.calling_handlers import Caller, RecordingEngine
+
+TEXTS = ["some text", "another one", "and a last text that is longer"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def engine(three_label_classifier: str) -> AsyncIterator[RecordingEngine]:
+    config = EngineConfig(model=three_label_classifier, dtype="float32", threads=1)
+    async with RecordingEngine(config) as engine:
+        yield engine
+
+
+@pytest.fixture
+def caller(engine: RecordingEngine) -> Caller:
+    return Caller(engine, served_model_name=("mine",))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def one_label_engine(bert_cross_encoder: str) -> AsyncIterator[RecordingEngine]:
+    config = EngineConfig(model=bert_cross_encoder, dtype="float32", threads=1)
+    async with RecordingEngine(config) as engine:
+        yield engine
+
+
+async def test_classify_gives_the_engines_rows_with_labels(caller: Caller) -> None:
+    for activated in (True, False, None):
+        result = await caller.engine.classify(TEXTS, use_activation=activated is not False)
+        answer = await caller.json("/classify", {"input": TEXTS, "use_activation": activated})
+        assert set(answer) == {"id", "object", "created", "model", "data", "usage"}
+        assert (answer["object"], answer["model"]) == ("list", "mine")
+        assert answer["id"].startswith("classify-")
+        assert isinstance(answer["created"], int)
+        assert abs(answer["created"] - time.time()) < 5
+        assert answer["usage"] == {"prompt_tokens": 17, "total_tokens": 17}
+        assert [item["index"] for item in answer["data"]] == [0, 1, 2]
+        for item, row in zip(answer["data"], result.scores, strict=True):
+            assert set(item) == {"index", "label", "probs", "num_classes"}
+            np.testing.assert_allclose(item["probs"], row, atol=1e-5)
+            assert item["label"] == f"LABEL_{np.argmax(row)}"
+            assert item["num_classes"] == 3
+            assert (sum(item["probs"]) == pytest.approx(1, abs=1e-4)) == (activated is not False)
+
+
+async def test_the_size_of_an_answer_is_the_number_of_texts(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    async def aside(function: Any, work: int) -> Any:
+        given.append(work)
+        return function()
+
+    monkeypatch.setattr(answers, "aside", aside)
+    await caller.json("/classify", {"input": ["d"] * 20})
+    await caller.json("/predict", {"inputs": [["d"]] * 21})
+    assert given == [20, 21]
+
+
+async def test_predict_gives_all_labels_best_first(caller: Caller) -> None:
+    for raw in (True, False, None):
+        row = (await caller.engine.classify(TEXTS[0], use_activation=not raw)).scores[0]
+        answer = await caller.json("/predict", {"inputs": TEXTS[0], "raw_scores": raw})
+        order = sorted(range(3), key=lambda i: -row[i])
+        assert [item["label"] for item in answer] == [f"LABEL_{i}" for i in order]
+        np.testing.assert_allclose([item["score"] for item in answer], row[order], atol=1e-5)
+        assert [set(item) for item in answer] == [{"score", "label"}] * 3
+
+
+async def test_predict_answers_one_with_a_list_and_many_with_lists(caller: Caller) -> None:
+    one = await caller.json("/predict", {"inputs": ["some text"]})
+    many = await caller.json("/predict", {"inputs": [["some text"], ["another one"]]})
+    single = await caller.json("/predict", {"inputs": [["some text"]]})
+    assert [len(many), len(single), len(one)] == [2, 1, 3]
+    assert many[0] == nearly(single[0])
+    pair = await caller.json("/predict", {"inputs": ["a premise", "a hypothesis"]})
+    pairs = await caller.json("/predict", {"inputs": [["a premise", "a hypothesis"]]})
+    assert pairs == nearly([pair])
+    turned = await caller.json("/predict", {"inputs": ["a hypothesis", "a premise"]})
+    assert turned != pair
+
+
+async def test_hugging_faces_clients_get_a_list_for_each_text(caller: Caller) -> None:
+    plain = await caller.json("/predict", {"inputs": TEXTS[0]})
+    assert await caller.json("/predict", {"inputs": TEXTS[0], "parameters": {}}) == [plain]
+    assert await caller.json("/predict", {"inputs": TEXTS[0], "parameters": {"top_k": 2}}) == [plain[:2]]
+
+
+async def test_hugging_faces_clients_choose_what_becomes_of_logits(caller: Caller) -> None:
+    logits = (await caller.engine.classify(TEXTS[0], use_activation=False)).scores[0]
+    powers = np.exp(logits)
+    for name, expected in {
+        "none": logits,
+        "sigmoid": powers / (1 + powers),
+        "softmax": powers / powers.sum(),
+    }.items():
+        body = {"inputs": TEXTS[0], "parameters": {"function_to_apply": name}}
+        (answer,) = await caller.json("/predict", body)
+        given = {item["label"]: item["score"] for item in answer}
+        np.testing.assert_allclose([given[f"LABEL_{i}"] for i in range(3)], expected, atol=1e-5)
+
+
+async def test_infinitys_client_gets_all_labels_best_first(caller: Caller) -> None:
+    for raw in (True, False):
+        answer = await caller.json("/classify", {"input": TEXTS, "raw_scores": raw})
+        assert (answer["object"], answer["model"]) == ("classify", "mine")
+        plain = await caller.json("/predict", {"inputs": [[text] for text in TEXTS], "raw_scores": raw})
+        assert answer["data"] == plain
+
+
+async def test_the_order_of_equal_labels_is_the_models() -> None:
+    from maxsimd.api.handlers.classification import _ranked
+
+    assert [item.label for item in _ranked(("a", "b", "c"), [0.2, 0.6, 0.2])] == ["b", "a", "c"]
+
+
+async def test_over_long_texts_are_cut_unless_the_request_forbids_it(caller: Caller) -> None:
+    long = "word " * 600
+    status, error = await caller.error("/classify", {"input": long, "long_documents": "error"})
+    assert (status, error["param"]) == (400, "input")
+    assert len((await caller.json("/classify", {"input": long}))["warnings"]) == 1
+    await caller.json("/predict", {"inputs": long})
+    status, error = await caller.error("/predict", {"inputs": long, "truncate": False})
+    assert status == 400
+    text = "first " * 300 + "last " * 300
+    right = await caller.json("/predict", {"inputs": text})
+    left = await caller.json("/predict", {"inputs": text, "truncation_direction": "left"})
+    assert left != right
+
+
+async def test_pooling_classifies_where_the_models_scores_are_classes(caller: Caller) -> None:
+    expected = (await caller.engine.classify(TEXTS)).scores
+    logits = (await caller.engine.classify(TEXTS, use_activation=False)).scores
+    cases = (({}, expected), ({"task": "classify"}, expected), ({"use_activation": False}, logits))
+    for change, rows in cases:
+        answer = await caller.json("/pooling", {"input": TEXTS} | change)
+        np.testing.assert_allclose([item["data"] for item in answer["data"]], rows, atol=1e-5)
+        assert answer["usage"]["prompt_tokens"] == 17
+
+
+async def test_a_classifier_of_three_labels_does_not_score(caller: Caller) -> None:
+    for path, body in (
+        ("/score", {"queries": "a", "documents": ["b"]}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        status, error = await caller.error(path, body)
+        assert (status, error["param"]) == (400, "model")
+        assert "3 labels" in error["message"]
+
+
+async def test_a_classifier_does_not_embed(caller: Caller) -> None:
+    for path, change in (("/v1/embeddings", {}), ("/pooling", {"task": "embed"})):
+        status, error = await caller.error(path, {"input": "a"} | change)
+        assert (status, error["message"]) == (400, "this model cannot embed; it can classify")
+
+
+async def test_a_cross_encoder_gives_probabilities_or_logits(one_label_engine: RecordingEngine) -> None:
+    caller = Caller(one_label_engine)
+    logits = (await one_label_engine.score("q", TEXTS, use_activation=False)).scores
+    activated = 1 / (1 + np.exp(-np.array(logits)))
+
+    async def scores(path: str, name: str, **options: Any) -> list[float]:
+        answer = await caller.json(path, {name: "q", "documents": TEXTS} | options)
+        items = answer["data"] if path == "/score" else answer["results"]
+        values = sorted((item["index"], item.get("score", item.get("relevance_score"))) for item in items)
+        return [value for _, value in values]
+
+    for path, name in (("/score", "queries"), ("/rerank", "query")):
+        np.testing.assert_allclose(await scores(path, name), activated, atol=1e-5)
+        np.testing.assert_allclose(await scores(path, name, raw_scores=True), logits, atol=1e-5)
+        np.testing.assert_allclose(await scores(path, name, use_activation=False), logits, atol=1e-5)
+
+
+async def test_usage_counts_the_query_again_for_each_pair(one_label_engine: RecordingEngine) -> None:
+    caller = Caller(one_label_engine)
+    answer = await caller.json("/rerank", {"query": "hello", "documents": ["world", "two words"]})
+    # [CLS] hello [SEP] world [SEP], and one more
+    assert answer["usage"] == {"prompt_tokens": 11, "total_tokens": 11}

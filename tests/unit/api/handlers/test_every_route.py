@@ -1,0 +1,117 @@
+"""Routes, methods and answers, without a web server."""
+
+from typing import Any
+
+import pytest
+
+from maxsimd.api import answer as answers
+from maxsimd.api.handlers.operating import MODEL_PATH
+from maxsimd.api.handlers.routes import ROUTES
+from maxsimd.engine.runtime import Running
+from tests.unit.calling_handlers import GOOD, POSTED, RERANK, Caller, RecordingEngine, error_of, expected
+
+
+@pytest.fixture
+def caller(engine: RecordingEngine) -> Caller:
+    return Caller(engine, max_body_mb=1, max_documents=10)
+
+
+async def test_every_route_has_a_request_here() -> None:
+    offered = {(method, path) for path, methods in ROUTES.items() for method in methods if path != MODEL_PATH}
+    assert offered == {*GOOD, *(("HEAD", path) for method, path in GOOD if method == "GET")}
+
+
+async def test_every_route_answers_a_good_request(caller: Caller) -> None:
+    for method, path in GOOD:
+        answer = await caller.ask(method, path, GOOD[method, path])
+        assert answer.status == (204 if path == "/cache" else expected(path))
+        if method == "GET":
+            head = await caller.ask("HEAD", path)
+            assert head.status == 200
+            if path not in ("/metrics", "/v1/models", "/models"):  # which differ from call to call
+                assert head.body == answer.body
+
+
+async def test_an_unknown_path_is_a_404(caller: Caller) -> None:
+    for path in (
+        *("/nope", "//", "", "*", "//rerank", "/v3/score", "/v1%2Fscore", "/RERANK", "/v1"),
+        *("/v1/v1/v1/score", "/v1/nope", "/v3/rerank"),
+    ):
+        answer = await caller.post(path, RERANK)
+        assert answer.status == 404, path
+        assert error_of(answer) == {
+            "message": "there is no such route; GET /docs has those there are",
+            "type": "NotFoundError",
+            "param": None,
+            "code": 404,
+        }
+
+
+async def test_a_wrong_method_is_a_405_that_names_the_right_ones(caller: Caller) -> None:
+    for path, allowed in (
+        *((path, "POST") for path in POSTED if path != "/"),
+        *((path, "GET, HEAD") for method, path in GOOD if method == "GET" and path != "/"),
+        ("/", "GET, HEAD, POST"),
+        ("/cache", "DELETE"),
+    ):
+        for method in {"GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"} - set(allowed.split(", ")):
+            answer = await caller.ask(method, path)
+            assert (answer.status, answer.headers["Allow"]) == (405, allowed), path
+            assert error_of(answer) == {
+                "message": f"this route takes {allowed}",
+                "type": "MethodNotAllowedError",
+                "param": None,
+                "code": 405,
+            }
+
+
+# Each route with a body, and how many items its answer has, or as much text as that many items.
+ITEMS: list[tuple[str, Any, int]] = [
+    ("/score", {"queries": "q", "documents": ["d"] * 501}, 501),
+    ("/rerank", {"query": "q", "documents": ["d"] * 501}, 501),
+    ("/rerank", {"query": "q", "documents": ["d " * 500] * 9}, 45),
+    ("/rerank", {"query": "q", "documents": ["d " * 500] * 9, "return_documents": False}, 9),
+    ("/rerank", {"query": "q", "documents": ["d " * 500] * 9, "top_n": 2}, 10),
+    ("/rerank", {"query": "q", "texts": ["d"] * 501}, 501),
+    ("/rerank", {"query": "q", "texts": ["d " * 500] * 9, "return_text": True}, 45),
+    ("/rerank", {"query": "q", "texts": ["d " * 500] * 9}, 9),
+    ("/v1/embeddings", {"input": ["a", "b"]}, 768),
+    ("/v1/embeddings", {"input": ["a", "b"], "dimensions": 250}, 500),
+    ("/pooling", {"input": ["a"], "dimensions": 167}, 501),
+    ("/detokenize", {"tokens": [1037] * 501}, 10),
+]
+
+
+async def test_every_route_says_how_large_its_answer_is(
+    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = Caller(engine)
+    given: list[int] = []
+
+    async def aside(function: Any, work: int) -> Any:
+        given.append(work)
+        return function()
+
+    monkeypatch.setattr(answers, "aside", aside)
+    for path, body, items in ITEMS:
+        given.clear()
+        await caller.json(path, body)
+        assert given == [items], path
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/embeddings"])
+async def test_results_are_answered_though_the_engine_died_since(
+    engine: RecordingEngine, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = Caller(engine)
+    work = Running.run
+    body = next(body for name, body, items in ITEMS if name == path and items > 500)
+
+    async def die(running: Running, *arguments: Any) -> Any:
+        result = await work(running, *arguments)
+        monkeypatch.setattr(engine, "death", "of old age")
+        return result
+
+    monkeypatch.setattr(Running, "run", die)
+    assert (await caller.post(path, body)).status == 200
+    assert (await caller.post(path, body)).status == 503

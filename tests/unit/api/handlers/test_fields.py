@@ -1,0 +1,476 @@
+"""Every field of every request on its way from the wire to the engine, route by route."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from maxsimd.api import wire, wire_cohere, wire_reranks, wire_tei, wire_voyage
+from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, InvalidRequestError, Truncation
+from tests.unit.calling_handlers import GOOD, POSTED, Caller, RecordingEngine
+
+REFUSE = Truncation()
+PAIRS = {
+    "truncation": CUT_LONG,
+    "use_activation": True,
+    "normalize": False,
+    "instruction": None,
+    "cache": "use",
+    "priority": 0,
+    "tenant": "",
+    "timeout": None,
+    "on_timeout": "error",
+    "on_error": "fail",
+    "explain": False,
+}
+RANK = PAIRS | {"top_n": None, "score_threshold": None}
+RAW_RANK = RANK | {"use_activation": False}
+EMBED = {
+    "input_type": None,
+    "prompt_name": None,
+    "dimensions": None,
+    "truncation": CUT_LONG,
+    "priority": 0,
+    "tenant": "",
+    "timeout": None,
+}
+CLASSIFY = {"truncation": CUT_LONG, "use_activation": True, "priority": 0, "tenant": "", "timeout": None}
+COHERE_EMBED = {"input_type": None, "dimensions": None, "truncation": CUT_LONG, "tenant": ""}
+VOYAGE_EMBED = {"input_type": None, "truncation": CUT_LONG, "tenant": ""}
+TEI_EMBED = {"prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
+PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
+
+SCORE_BODY = {"queries": "q", "documents": ["d", "e"]}
+RERANK_BODY = {"query": "q", "documents": ["d", "e"]}
+MIXEDBREAD_BODY = {"query": "q", "input": ["d", "e"]}
+NVIDIA_BODY = {"query": {"text": "q"}, "passages": [{"text": "d"}, {"text": "e"}]}
+SIMILARITY_BODY = {"inputs": {"source_sentence": "d", "sentences": ["e", "f"]}}
+TOKENS_BODY = {"input": "d", "task": "token_embed"}
+VOYAGE_BODY = {"inputs": [{"content": [{"type": "text", "text": "d"}]}]}
+TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
+
+# What each route calls with the plainest request: the method, the texts and all options.
+PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]]] = {
+    "score": ("/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
+    "v1/score": ("/v1/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
+    "rerank": ("/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "v1/rerank": ("/v1/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "v2/rerank": ("/v2/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "rerank texts": ("/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "v1/rerank texts": ("/v1/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "v2/rerank texts": ("/v2/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "reranking": ("/v1/reranking", MIXEDBREAD_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "ranking": ("/v1/ranking", NVIDIA_BODY, "rerank", ("q", ["d", "e"]), RAW_RANK),
+    "infinity": ("/infinity/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "infinity/v1": ("/infinity/v1/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "embeddings": ("/v1/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
+    "multi-vector": ("/v1/multi-vector", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
+    "pooling": ("/pooling", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
+    "pooling embed": ("/pooling", {"input": "d", "task": "embed"}, "embed", (["d"],), EMBED),
+    "pooling tokens": ("/pooling", TOKENS_BODY, "embed_tokens", (["d"],), EMBED),
+    "pooling classify": ("/pooling", {"input": "d", "task": "classify"}, "classify", (["d"],), CLASSIFY),
+    "classify": ("/classify", {"input": "d"}, "classify", (["d"],), CLASSIFY),
+    "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
+    "embeddings without a version": ("/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
+    "v1/embed": ("/v1/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
+    "multimodal": ("/v1/multimodalembeddings", VOYAGE_BODY, "embed", (["d"],), VOYAGE_EMBED),
+    "v2/embed": ("/v2/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
+    "embed": ("/embed", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
+    "embed_all": ("/embed_all", {"inputs": "d"}, "embed_tokens", (["d"],), TEI_EMBED),
+    "similarity": ("/similarity", SIMILARITY_BODY, "embed", (["d", "e", "f"],), TEI_EMBED),
+    "root": ("/", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
+    "root similarity": ("/", SIMILARITY_BODY, "embed", (["d", "e", "f"],), TEI_EMBED),
+}
+SCORES = ("score", "v1/score")
+JINA_RERANKS = ("rerank", "v1/rerank", "v2/rerank")
+INFINITY_RERANKS = ("infinity", "infinity/v1")
+RERANKS = (*JINA_RERANKS, "reranking", "ranking", *INFINITY_RERANKS)
+TEI_RERANKS = ("rerank texts", "v1/rerank texts", "v2/rerank texts")
+OPENAI_EMBEDS = ("embeddings", "embeddings without a version", "multi-vector")
+EMBEDS = (*OPENAI_EMBEDS, "pooling", "pooling embed", "pooling tokens")
+COHERE_EMBEDS = ("v1/embed", "v2/embed")
+TEI_VECTORS = ("embed", "embed_all", "root")
+SIMILARITIES = ("similarity", "root similarity")
+TEI = (*TEI_RERANKS, "predict", *TEI_VECTORS)
+CLASSIFIES = ("pooling classify", "classify")
+SCORING = (*SCORES, *RERANKS, *TEI_RERANKS)
+PAIRED = (*SCORES, *RERANKS)
+QUEUED = (*SCORING, *EMBEDS, *CLASSIFIES)
+TRUNCATING = (*SCORES, *RERANKS, *EMBEDS, *CLASSIFIES)
+LEFT = Truncation(side="left")
+CUT_LEFT = Truncation(max_tokens=-1, side="left")
+
+
+def _call(caller: Caller) -> tuple[str, Any, dict[str, Any]]:
+    """Of the engine, without what no field says: how many vectors an answer has room for."""
+    method, texts, options = caller.engine.calls[0]
+    return method, texts, {name: value for name, value in options.items() if name != "max_tokens"}
+
+
+def _truncation(**changes: Any) -> dict[str, Any]:
+    return {"truncation": Truncation(**changes)}
+
+
+def _cut(**changes: Any) -> dict[str, Any]:
+    return {"truncation": Truncation(**{"max_tokens": -1} | changes)}
+
+
+# Which routes, what is added to the plainest request, and what that changes in the call.
+Change = tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]
+CHANGES: list[Change] = [
+    (TRUNCATING, {"truncate_prompt_tokens": 7}, _truncation(max_tokens=7)),
+    (TRUNCATING, {"truncation_side": "left"}, _cut(side="left")),
+    (TRUNCATING, {"long_documents": "error"}, {"truncation": REFUSE}),
+    (QUEUED, {"priority": 3}, {"priority": 3}),
+    (QUEUED, {"priority": "batch"}, {"priority": "batch"}),
+    (QUEUED, {"timeout": 17.5}, {"timeout": 17.5}),
+    (PAIRED, {"max_tokens_per_query": 5}, _cut(max_query_tokens=5)),
+    (PAIRED, {"max_tokens_per_doc": 6}, _cut(max_document_tokens=6)),
+    (SCORING, {"use_activation": False}, {"use_activation": False}),
+    (SCORING, {"raw_scores": True}, {"use_activation": False}),
+    (SCORING, {"normalize": True}, {"normalize": True, "use_activation": True}),
+    (SCORING, {"normalize": False}, {}),
+    ((*RERANKS, *TEI_RERANKS), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
+    (SCORING, {"instruction": "find"}, {"instruction": "find"}),
+    (PAIRED, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
+    (
+        PAIRED,
+        {"long_documents": "window", "truncate_prompt_tokens": 9},
+        _truncation(max_tokens=9, windows=True),
+    ),
+    (PAIRED, {"window_overlap": 4}, _cut(window_overlap=4)),
+    (SCORING, {"cache": "bypass"}, {"cache": "bypass"}),
+    (SCORING, {"cache": "refresh"}, {"cache": "refresh"}),
+    (SCORING, {"cache": "use"}, {}),
+    ((*SCORES, *JINA_RERANKS), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
+    (SCORING, {"on_timeout": "error"}, {}),
+    ((*SCORES, *JINA_RERANKS), {"on_error": "report"}, {"on_error": "report"}),
+    (SCORING, {"on_error": "fail"}, {}),
+    ((*SCORES, *JINA_RERANKS), {"explain": True}, {"explain": True}),
+    (SCORING, {"explain": False}, {}),
+    (SCORING, {"stream": False}, {}),
+    ((*JINA_RERANKS, *TEI_RERANKS, *INFINITY_RERANKS), {"top_n": 1}, {"top_n": 1}),
+    ((*JINA_RERANKS, *TEI_RERANKS, *INFINITY_RERANKS), {"top_n": 0}, {"top_n": 0}),
+    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": "1"}, {"top_n": 1}),
+    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": 1.0}, {"top_n": 1}),
+    ((*JINA_RERANKS, "reranking"), {"top_k": 1}, {"top_n": 1}),
+    (JINA_RERANKS, {"truncation": True}, {}),
+    (JINA_RERANKS, {"truncation": False}, {"truncation": REFUSE}),
+    (("ranking",), {"truncate": "NONE"}, {"truncation": REFUSE}),
+    (("ranking",), {"truncate": "END"}, {}),
+    (TEI, {"truncate": False}, {"truncation": REFUSE}),
+    (TEI, {"truncate": True}, {}),
+    (TEI, {"truncation_direction": "Left"}, {"truncation": CUT_LEFT}),
+    (TEI, {"truncate": False, "truncation_direction": "Left"}, {"truncation": LEFT}),
+    (EMBEDS, {"dimensions": 3}, {"dimensions": 3}),
+    (EMBEDS, {"dimensions": 0}, {}),
+    (EMBEDS, {"output_dimension": 3}, {"dimensions": 3}),
+    (EMBEDS, {"truncation": True}, {}),
+    (EMBEDS, {"truncation": False}, {"truncation": REFUSE}),
+    (OPENAI_EMBEDS, {"task": "retrieval.query"}, {"input_type": "query"}),
+    (OPENAI_EMBEDS, {"task": "text-matching"}, {}),
+    (EMBEDS, {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
+    (EMBEDS, {"input_type": "search_query"}, {"input_type": "query"}),
+    (EMBEDS, {"input_type": "passage"}, {"input_type": "document"}),
+    (CLASSIFIES, {"use_activation": False}, {"use_activation": False}),
+    (CLASSIFIES, {"use_activation": True}, {}),
+    (TEI_VECTORS, {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
+    (COHERE_EMBEDS, {"output_dimension": 3}, {"dimensions": 3}),
+    (COHERE_EMBEDS, {"truncate": "NONE"}, {"truncation": REFUSE}),
+    (COHERE_EMBEDS, {"truncate": "START"}, {"truncation": CUT_LEFT}),
+    (COHERE_EMBEDS, {"truncate": "END"}, {}),
+    (COHERE_EMBEDS, {"input_type": "search_query"}, {"input_type": "query"}),
+    (COHERE_EMBEDS, {"input_type": "search_document"}, {"input_type": "document"}),
+    (COHERE_EMBEDS, {"input_type": "clustering"}, {}),
+    (COHERE_EMBEDS, {"input_type": "classification"}, {}),
+    (("multimodal",), {"input_type": "query"}, {"input_type": "query"}),
+    (("multimodal",), {"input_type": "document"}, {"input_type": "document"}),
+    (("multimodal",), {"truncation": False}, {"truncation": REFUSE}),
+    (("multimodal",), {"truncation": True}, {}),
+    (("embed", "root"), {"dimensions": 3}, {"dimensions": 3}),
+    (("embed", "root"), {"normalize": True}, {}),
+    (("embed", "root"), {"normalize": False}, {}),
+    (SIMILARITIES, {"parameters": {"truncate": False}}, {"truncation": REFUSE}),
+    (SIMILARITIES, {"parameters": {"truncation_direction": "Left"}}, {"truncation": CUT_LEFT}),
+    (SIMILARITIES, {"parameters": {"prompt_name": "clustering"}}, {"prompt_name": "clustering"}),
+    (("predict",), {"raw_scores": True}, {"use_activation": False}),
+    (("predict",), {"raw_scores": False}, {}),
+    (("classify",), {"raw_scores": True}, {"use_activation": False}),
+    (("classify",), {"raw_scores": False}, {}),
+    (("predict",), {"parameters": {}}, {}),
+    (("predict",), {"parameters": {"top_k": 1}}, {}),
+    *(
+        (("predict",), {"parameters": {"function_to_apply": name}}, {"use_activation": False})
+        for name in ("sigmoid", "softmax", "none")
+    ),
+]
+KINDS: dict[str, type[msgspec.Struct]] = {
+    **dict.fromkeys(("/score", "/v1/score"), wire.ScoreRequest),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), wire.RerankRequest),
+    "/v1/reranking": wire_reranks.MixedbreadRequest,
+    "/v1/ranking": wire_reranks.NvidiaRequest,
+    **dict.fromkeys(("/infinity/rerank", "/infinity/v1/rerank"), wire_reranks.InfinityRequest),
+    **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings", "/embeddings"), wire.EmbeddingsRequest),
+    "/pooling": wire.PoolingRequest,
+    "/classify": wire.ClassifyRequest,
+    "/predict": wire.PredictRequest,
+    **dict.fromkeys(("/v1/embed", "/v2/embed"), wire_cohere.CohereEmbedRequest),
+    "/v1/multimodalembeddings": wire_voyage.MultimodalRequest,
+    "/embed": wire_tei.TeiEmbedRequest,
+    "/embed_all": wire_tei.TeiEmbedAllRequest,
+    "/similarity": wire_tei.TeiSimilarityRequest,
+    "/": wire_tei.TeiVectorsRequest,
+    "/decode": wire_tei.TeiDecodeRequest,
+    "/tokenize": wire.TokenizeRequest,
+    "/detokenize": wire.DetokenizeRequest,
+}
+# Fields that change what is answered and not what the engine is asked: see the tests of answers.
+ANSWERED = {
+    *("model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"),
+    *("output_encoding", "modality"),
+    *("ids", "skip_special_tokens", "embedding_types", "embed_dtype", "output_dtype", "embedding_type"),
+    *("return_input", "add_special_tokens", "score_threshold"),
+    # Of several models: see the tests of those.
+    "cascade",
+    # Of a chat.
+    *("messages", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
+}
+# Fields of one vector a text: tested in test_late_chunking and test_encodings.
+ONE_VECTOR = {"late_chunking", "chunks", "encoding", "muvera"}
+# Fields that hold the texts: tested below.
+TEXTS = {
+    *("query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2", "texts"),
+    *("rank_fields", "input", "inputs", "images", "task", "text", "prompt", "passages"),
+}
+
+
+@pytest.fixture
+def caller(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> Caller:
+    """Its engine notes how it is called, which is all that is looked at here, and runs nothing."""
+
+    async def refuse(*texts: Any, **options: Any) -> Any:
+        raise InvalidRequestError("not run")
+
+    for method in ("score", "rerank", "embed", "embed_tokens", "classify"):
+        monkeypatch.setattr(Engine, method, refuse)
+    return Caller(engine)
+
+
+async def test_every_field_of_every_request_is_tested() -> None:
+    assert sorted([*KINDS, "/invocations", "/embed_sparse"]) == POSTED
+    for path, kind in KINDS.items():
+        tested = {
+            field for names, body, _ in CHANGES for name in names if PLAIN[name][0] == path for field in body
+        }
+        fields = {field.name for field in msgspec.structs.fields(kind)}
+        assert fields - tested <= ANSWERED | TEXTS | ONE_VECTOR, path
+
+
+@pytest.mark.parametrize("name", PLAIN)
+async def test_every_field_of_a_request_reaches_the_engine(caller: Caller, name: str) -> None:
+    path, body, method, texts, options = PLAIN[name]
+    nulls = {field.name: None for field in msgspec.structs.fields(KINDS[path])}
+    unknown = {"user": "me", "cache_salt": {"a": [1]}}
+    asked = [(body, {}), (nulls | {"user": None} | body, {}), (unknown | body, {})]
+    asked += [(body | added, change) for names, added, change in CHANGES if name in names]
+    for request, change in asked:
+        caller.engine.calls.clear()
+        await caller.post(path, request)
+        assert _call(caller) == (method, texts, options | change), request
+
+
+# What each field refuses: on every route that has it.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "model": (7, ["m"]),
+    "truncate_prompt_tokens": (-2, "seven", 7.5, True),
+    "truncation_side": ("up", "Left", 1),
+    "priority": ("urgent", 1.5),
+    "timeout": (0, -1, "soon", "nan"),
+    "max_tokens_per_query": (-1, "five"),
+    "max_tokens_per_doc": (-1, "five"),
+    "use_activation": ("yes", 2),
+    "raw_scores": ("yes", 2),
+    "instruction": (3, ["x"]),
+    "long_documents": ("all", True),
+    "window_overlap": (-1, "four"),
+    "cache": ("yes", True),
+    "on_timeout": ("stop", True),
+    "on_error": ("ignore", True),
+    "explain": ("yes", 2),
+    "stream": ("yes", 2),
+    "queries": (7, [7]),
+    "documents": (7, ["a", 7]),
+    "items": (7, [7]),
+    "text_1": (7, [7]),
+    "text_2": (7, [7]),
+    "data_1": (7, [7]),
+    "data_2": (7, [7]),
+    "query": (7, ["q"], None),
+    "texts": ("a", [7], [{"text": "a"}]),
+    "top_n": (-1, "two", 1.5),
+    "top_k": (-1, "two", 1.5),
+    "truncation": ("yes", 2),
+    "score_threshold": ("high", "nan", "inf"),
+    "return_input": ("yes", 2),
+    "passages": (7, ["a", 7]),
+    "embed_dtype": ("float64", 1),
+    "output_dtype": ("float64", 1),
+    "embedding_type": ("float64", ["float", "binary"], 1),
+    "add_special_tokens": ("yes", 2),
+    "return_documents": ("yes", 2),
+    "return_text": ("yes", 2),
+    "rank_fields": ("a", [1]),
+    "cascade": (7, "a", {}, [7], [{"model": "m", "keep": 0}], [{"model": "m", "keep": "all"}]),
+    "truncate": ("yes", 2),
+    "truncation_direction": ("up", 1),
+    "input": (None, [], 7, True, {"a": 1}, [[]], ["a", 1], [1, "a"], [True], [[1], "a"], [[True]], [1.5]),
+    "messages": (7, "a", []),
+    "add_generation_prompt": ("yes", 2),
+    "continue_final_message": ("yes", 2),
+    "chat_template": (7, ["x"]),
+    "chat_template_kwargs": (7, "a"),
+    "dimensions": (-1, "three", 1.5),
+    "encoding_format": ("hex", 1),
+    "input_type": ("poem", "", 1),
+    "prompt_name": (1, ["x"]),
+    "task": ("plugin", 1),
+    "inputs": (
+        None,
+        [],
+        3,
+        True,
+        [["a"], ["b", "c"]],
+        [["a", "b", "c"]],
+        [[]],
+        [["a", 1]],
+        ["a", 1],
+        {"a": "b"},
+    ),
+    "text": (1, ["a"]),
+    "prompt": (1, ["a"]),
+    "return_token_strs": ("yes", 2),
+    "tokens": ("a", [-1], ["a"], [1.5], None),
+    "ids": ("a", [-1], ["a"], [1.5], None, [1, [2]]),
+    "skip_special_tokens": ("yes", 2),
+    "normalize": ("yes", 2),
+    "images": (["data:image/png;base64,"], 1),
+    "embedding_types": ("float", ["int4"], ["int8"], [1]),
+    "output_dimension": (0, -1, "three", 1.5),
+    "output_encoding": ("float", 1),
+    "modality": ("audio", 1),
+    "late_chunking": ("yes", 2),
+    "chunks": (1, [1], [[1]], [[-1, 2]], [["a", 2]]),
+    "encoding": ("other", 1),
+    "muvera": (1, "a", [1], {"k_sim": -1}, {"r_reps": 0}, {"seed": 1.5}, {"full_length": "yes"}),
+    "parameters": (1, "a", ["truncate"]),
+}
+# The same where a route refuses something else: texts come before inputs.
+REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
+    **{(path, "inputs"): ("a", 3, [1]) for path in ("/v1/embed", "/v2/embed")},
+    ("/v1/multimodalembeddings", "inputs"): (None, [], 3, "a", [1], [{"content": [{"type": "other"}]}]),
+    **{(path, "dimensions"): (0, -1, "three", 1.5) for path in ("/embed", "/")},
+    **{(path, "inputs"): (None, [], 3, True, [["a", 1]], ["a", 1]) for path in ("/similarity", "/")},
+    ("/tokenize", "inputs"): (3, [1]),
+    ("/v1/reranking", "input"): (7, ["a", 7]),
+    ("/v1/ranking", "truncate"): ("START", True),
+}
+BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.values()} | {
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RERANK_BODY),
+    "/pooling": {"input": "d"},
+    "/tokenize": {"text": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/": {"inputs": "d"},
+    "/decode": {"ids": [1]},
+    "/invocations": RERANK_BODY,
+}
+
+
+@pytest.mark.parametrize("path", KINDS)
+async def test_a_wrong_value_is_a_400_that_names_the_field(caller: Caller, path: str) -> None:
+    for field in (field.name for field in msgspec.structs.fields(KINDS[path])):
+        for value in REFUSED_OF.get((path, field), REFUSED[field]):
+            status, error = await caller.error(path, BODIES[path] | {field: value})
+            shown = (status, error["param"], error["code"], error["type"])
+            assert shown == (400, field, 400, "BadRequestError"), (field, value)
+            assert field in error["message"]
+            assert caller.engine.calls == [], (field, value)
+
+
+NEEDED = {
+    **dict.fromkeys(("/score", "/v1/score"), ("documents",)),
+    **dict.fromkeys(("/rerank", "/infinity/rerank", "/infinity/v1/rerank"), ("query", "documents")),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank"), ("query",)),
+    "/v1/reranking": ("query", "input"),
+    "/v1/ranking": ("query", "passages"),
+    **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), ("input",)),
+    **dict.fromkeys(("/v1/embed", "/v2/embed"), ("texts",)),
+    **dict.fromkeys(
+        ("/predict", "/v1/multimodalembeddings", "/embed", "/embed_all", "/similarity", "/"), ("inputs",)
+    ),
+    "/decode": ("ids",),
+    "/tokenize": ("text",),
+    "/detokenize": ("tokens",),
+}
+
+
+async def test_a_missing_field_is_a_400_that_names_it(caller: Caller) -> None:
+    for path, fields in NEEDED.items():
+        for field in fields:
+            body = {name: value for name, value in BODIES[path].items() if name != field}
+            status, error = await caller.error(path, body)
+            assert (status, error["param"], error["message"]) == (400, field, f"{field} is missing"), path
+
+
+async def test_the_message_says_where_and_what(caller: Caller) -> None:
+    for body, message, param in (
+        ({"query": 7}, "query: expected `str | object`, got `int`", "query"),
+        ({"documents": ["a", 7]}, "documents[1]: expected `str | object`, got `int`", "documents"),
+        ({"top_n": -1}, "top_n: expected `int` >= 0", "top_n"),
+    ):
+        status, error = await caller.error("/rerank", RERANK_BODY | body)
+        assert (status, error["message"], error["param"]) == (400, message, param)
+
+
+SETTINGS: list[tuple[str, dict[str, Any], Truncation]] = [
+    ("truncate", {}, CUT_LONG),
+    ("error", {}, REFUSE),
+    ("error", {"long_documents": "truncate"}, CUT_LONG),
+    ("window", {"long_documents": "error"}, REFUSE),
+    ("error", {"truncate_prompt_tokens": 7}, Truncation(max_tokens=7)),
+]
+TEI_SETTINGS: list[tuple[str, dict[str, Any], Truncation]] = [
+    ("truncate", {}, CUT_LONG),
+    ("error", {}, REFUSE),
+    ("window", {"truncate": True}, CUT_LONG),
+    ("window", {"truncate": False}, REFUSE),
+    ("error", {"truncate": True}, CUT_LONG),
+]
+
+
+@pytest.mark.parametrize("name", [*TRUNCATING, *TEI])
+async def test_long_documents_of_the_server_hold_by_default(caller: Caller, name: str) -> None:
+    are_scored = name in (*SCORING, "predict")
+    windowed = ("window", {}, WINDOW_LONG if are_scored else CUT_LONG)
+    path, body, *_ = PLAIN[name]
+    for setting, added, truncation in (*(TEI_SETTINGS if name in TEI else SETTINGS), windowed):
+        one = Caller(caller.engine, long_documents=setting)
+        await one.post(path, body | added)
+        assert one.engine.calls[0][2]["truncation"] == truncation, (setting, added)
+
+
+async def test_a_model_may_be_named_by_either_name_and_no_other(caller: Caller) -> None:
+    for path in POSTED:
+        caller = Caller(caller.engine, served_model_name=("mine",))
+        body = GOOD["POST", path]
+        usual = (await caller.post(path, body)).status
+        for name in ("mine", "all-MiniLM-L6-v2", "default/not-specified", "", None):
+            assert (await caller.post(path, body | {"model": name})).status == usual
+        assert await caller.error(path, body | {"model": "nope"}) == (
+            404,
+            {
+                "message": "The model `nope` does not exist; served here: `mine`.",
+                "type": "NotFoundError",
+                "param": "model",
+                "code": 404,
+            },
+        )

@@ -1,0 +1,364 @@
+"""Several models behind the handlers: where requests go, cascades, models that come, go, fail and die."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from maxsimd.api.answer import Answer
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.handlers import handle
+from maxsimd.api.models.setup import Loadable, ModelSetup
+from maxsimd.api.models.several import SeveralModels
+from maxsimd.api.state import ServerState
+from maxsimd.engine import EngineConfig, EngineDeadError, Engines
+from tests.checkpoints import cross_encoders
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.unit.calling_handlers import GOOD, Pieces
+from tests.waiting import until
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1}
+DOCUMENTS = ["a cat sits", "a dog runs", "stocks fell", "cats and dogs", "rain", "a kitten"]
+BODY = {"query": "cat", "documents": DOCUMENTS}
+CASCADE = [{"model": "embed", "keep": 3}, {"model": "rerank"}]
+
+
+class Asking:
+    """Asks the handlers of several models, as one of two keys."""
+
+    def __init__(self, models: SeveralModels, keys: Path, **options: Any) -> None:
+        self.models = models
+        self.state = ServerState(models, ServerConfig(api_key_file=str(keys), **options))
+
+    async def __call__(self, method: str, path: str, body: Any = None, key: str = "boss") -> Answer:
+        sent = b"" if body is None else json.dumps(body).encode()
+        return await handle(self.state, method, path, {"authorization": f"Bearer {key}"}, Pieces([sent]))
+
+    async def json(self, path: str, body: Any) -> Any:
+        answer = await self("POST", path, body)
+        assert answer.status == 200, answer.body
+        return json.loads(answer.body)
+
+    async def error(self, path: str, body: Any, method: str = "POST", key: str = "boss") -> tuple[int, str]:
+        answer = await self(method, path, body, key)
+        return answer.status, json.loads(answer.body)["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("boss admin=yes\nuser name=user admin=no\n")
+    return file
+
+
+def _models(setups: dict[str, EngineConfig], folder: str | None = None) -> SeveralModels:
+    configured = [ModelSetup(name=name, engine=engine) for name, engine in setups.items()]
+    loadable = Loadable(configured, folder, EngineConfig(**OPTIONS))
+    return SeveralModels(Engines(setups), configured, loadable, grace=0.2)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def asking(checkpoints: SharedCheckpoints, keys: Path) -> AsyncIterator[Asking]:
+    reranker = checkpoints(cross_encoders.bert)
+    models = _models(
+        {
+            "embed": EngineConfig(score_type="bi-encoder", **OPTIONS),
+            "rerank": EngineConfig(model=reranker, **OPTIONS),
+            "broken": EngineConfig(model="/nowhere", **OPTIONS),
+        },
+        str(Path(reranker).parent),
+    )
+    asking = Asking(models, keys)
+    await models.start()
+    yield asking
+    await models.stop(0)
+
+
+@pytest.fixture
+def folder_name(checkpoints: SharedCheckpoints) -> Iterator[str]:
+    return iter([Path(checkpoints(cross_encoders.bert)).name])
+
+
+async def test_requests_go_to_the_named_or_the_fitting_model(asking: Asking) -> None:
+    vectors = await asking.json("/v1/embeddings", {"input": "cat"})
+    assert vectors["model"] == "embed"
+    assert (await asking.json("/rerank", BODY))["model"] == "rerank"
+    assert (await asking.json("/score", {"queries": "a", "documents": "b"}))["model"] == "rerank"
+    assert (await asking.json("/rerank", {**BODY, "model": "embed"}))["model"] == "embed"
+    assert (await asking.json("/rerank", {**BODY, "model": "all-MiniLM-L6-v2"}))["model"] == "embed"
+    assert (await asking.json("/pooling", {"input": "cat"}))["model"] == "embed"
+    assert (await asking.json("/invocations", BODY))["model"] == "rerank"
+    assert (await asking.json("/invocations", {"input": "cat"}))["model"] == "embed"
+    assert await asking.json("/", {"inputs": "cat"}) == [vectors["data"][0]["embedding"]]
+    assert (await asking.json("/tokenize", {"text": "cat"}))["max_model_len"] == 256
+    assert (await asking.json("/tokenize", {"text": "cat", "model": "rerank"}))["max_model_len"] == 512
+
+
+async def test_tei_routes_go_to_the_model_that_they_name(asking: Asking) -> None:
+    for path in (
+        "/embed",
+        "/embed_all",
+        "/embed_sparse",
+        "/similarity",
+        "/predict",
+        "/decode",
+        "/rerank",
+        "/",
+    ):
+        body = {"query": "q", "texts": ["d"]} if path in ("/rerank", "/") else GOOD["POST", path]
+        assert await asking.error(path, {**body, "model": "nope"}) == (
+            404,
+            "The model `nope` does not exist; served here: `embed`, `rerank`.",
+        )
+        assert (await asking.error(path, {**body, "model": "broken"}))[0] == 503
+        assert (await asking.error(path, {**body, "model": 3}))[0] == 400
+        of_embed, of_rerank = [
+            (await asking("POST", path, {**body, "model": name})).status for name in ("embed", "rerank")
+        ]
+        assert of_embed == (400 if path in ("/embed_sparse", "/predict", "/") else 200)
+        assert of_rerank == (200 if path in ("/predict", "/decode", "/rerank", "/") else 400)
+
+
+async def test_the_root_does_what_the_named_model_is_for(asking: Asking) -> None:
+    ranking = {"query": "cat", "texts": DOCUMENTS}
+    vectors = {"inputs": "cat"}
+    assert await asking.json("/", vectors) == await asking.json("/embed", {**vectors, "model": "embed"})
+    assert await asking.json("/", {**ranking, "model": "rerank"}) == await asking.json("/rerank", ranking)
+    assert await asking.error("/", ranking) == (400, "inputs is missing")
+    assert await asking.error("/", {**vectors, "model": "rerank"}) == (400, "query is missing")
+    staged = {"query": "cat", "documents": DOCUMENTS, "model": "rerank", "cascade": CASCADE}
+    assert len((await asking.json("/", staged))["stages"]) == 2
+
+
+async def test_an_unloaded_model_fails_only_its_own_requests(asking: Asking) -> None:
+    reason = "the model `broken` is not served: there is no folder '/nowhere'"
+    for path, body in (("/rerank", BODY), ("/v1/embeddings", {"input": "a"})):
+        status, message = await asking.error(path, {**body, "model": "broken"})
+        assert (status, message) == (503, f"{reason}; served here: `embed`, `rerank`")
+    assert (await asking.error("/rerank", {**BODY, "model": "nope"}))[0] == 404
+    # Whether it classifies is not known, and no other does.
+    status, message = await asking.error("/classify", {"input": "a"})
+    assert status == 503
+    assert "may be for `broken`" in message
+
+
+async def test_a_cascade_is_the_two_calls_by_hand(asking: Asking) -> None:
+    first = (await asking.json("/rerank", {**BODY, "model": "embed", "top_n": 3}))["results"]
+    best = [document["index"] for document in first]
+    by_hand = await asking.json(
+        "/rerank", {"query": "cat", "documents": [DOCUMENTS[i] for i in best], "model": "rerank"}
+    )
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/invocations"):
+        found = await asking.json(path, {**BODY, "cascade": CASCADE})
+        assert [(one["index"], one["relevance_score"]) for one in found["results"]] == [
+            (best[one["index"]], one["relevance_score"]) for one in by_hand["results"]
+        ]
+        assert {one["model"] for one in found["results"]} == {found["model"]} == {"rerank"}
+        assert [one["document"]["text"] for one in found["results"]] == [
+            one["document"]["text"] for one in by_hand["results"]
+        ]
+        assert [(stage["model"], stage["documents"]) for stage in found["stages"]] == [
+            ("embed", 6),
+            ("rerank", 3),
+        ]
+        assert all(stage["milliseconds"] > 0 for stage in found["stages"])
+        assert found["score_scale"] == by_hand["score_scale"]
+    few = await asking.json("/rerank", {**BODY, "cascade": CASCADE, "top_n": 1, "return_documents": False})
+    assert [one["index"] for one in few["results"]] == [best[by_hand["results"][0]["index"]]]
+    assert "document" not in few["results"][0]
+
+
+async def test_what_is_no_cascade_is_refused(asking: Asking) -> None:
+    for added, status, message in (
+        ({"cascade": []}, 400, "2 to 8 stages, not 0"),
+        ({"cascade": CASCADE[:1]}, 400, "2 to 8 stages, not 1"),
+        ({"cascade": [CASCADE[0]] * 9}, 400, "2 to 8 stages, not 9"),
+        ({"cascade": [{"model": "embed"}, {"model": "rerank"}]}, 400, "cascade[0] must say how many"),
+        ({"cascade": [{"model": "embed", "keep": 0}, {"model": "rerank"}]}, 400, "`int` >= 1"),
+        ({"cascade": [CASCADE[0], CASCADE[0]]}, 400, "the last stage of a cascade has no keep"),
+        ({"cascade": [CASCADE[0], {"model": "nope"}]}, 404, "The model `nope` does not exist"),
+        ({"cascade": [CASCADE[0], {"model": "broken"}]}, 503, "the model `broken` is not served"),
+        ({"cascade": CASCADE, "model": "nope"}, 404, "The model `nope` does not exist"),
+        ({"cascade": CASCADE, "timeout": 1e-9}, 504, "not done within"),
+        *(
+            ({"cascade": CASCADE, **option}, 400, "is not for a cascade")
+            for option in (
+                *({"texts": ["a"], "documents": None}, {"top_k": 1}, {"truncation": True}, {"stream": True}),
+                *({"explain": True}, {"on_timeout": "partial"}, {"on_error": "report"}),
+            )
+        ),
+    ):
+        answer = await asking.error("/rerank", {**BODY, **added})
+        assert answer[0] == status
+        assert message in answer[1]
+
+
+async def test_a_stages_errors_say_which_it_is(asking: Asking) -> None:
+    first, second = CASCADE
+    for stages, message in (
+        ([first, {}], "cascade[1].model is missing"),
+        (
+            [first, {**second, "instruction": "a"}],
+            "this model takes no instruction; leave it out (the model 'rerank' of the cascade)",
+        ),
+    ):
+        assert await asking.error("/rerank", {**BODY, "cascade": stages}) == (400, message)
+
+
+async def test_an_ambiguous_name_is_refused_until_one_is_dropped(
+    checkpoints: SharedCheckpoints, keys: Path
+) -> None:
+    path = checkpoints(cross_encoders.bert)
+    names = ("a", "100% %2F b")
+    asking = Asking(_models({name: EngineConfig(model=path, **OPTIONS) for name in names}), keys)
+    await asking.models.start()
+    try:
+        assert await asking.error("/rerank", {**BODY, "model": path}) == (
+            404,
+            f"several models are `{path}`; say which you mean by its name: `a`, `100% %2F b`",
+        )
+        encoded = "100%25 %252F b"  # as paths are decoded
+        card = json.loads((await asking("GET", f"/v1/models/{encoded}")).body)
+        assert card["id"] == "100% %2F b"
+        assert (await asking("DELETE", f"/v1/models/{encoded}")).status == 204
+        assert (await asking.json("/rerank", {**BODY, "model": path}))["model"] == "a"
+        health = json.loads((await asking("GET", "/health")).body)
+        assert health == {"status": "ok", "models": {"ready": 1, "of": 1}}
+    finally:
+        await asking.models.stop(0)
+
+
+async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) -> None:
+    async def page(path: str) -> Any:
+        return json.loads((await asking("GET", path)).body)
+
+    cards = {card["id"]: card for card in (await page("/v1/models"))["data"]}
+    assert [(name, card["state"]) for name, card in cards.items()] == [
+        ("embed", "ok"),
+        ("rerank", "ok"),
+        ("broken", "failed: there is no folder '/nowhere'"),
+    ]
+    assert cards["embed"]["score_type"] == "bi-encoder"
+    assert cards["rerank"]["score_scale"] == {"transform": "sigmoid", "min": 0.0, "max": 1.0}
+    for path in ("rerank", "rerank/", "rerank%2F", "rerank//"):
+        assert (await page(f"/v1/models/{path}"))["id"] == "rerank"
+    for path in ("..", ".", "%2F", "/", "..%2Frerank", "%00", "rerank%25"):
+        assert (await asking("GET", f"/v1/models/{path}")).status == (200 if path == "/" else 404)
+        assert (await asking("POST", f"/v1/models/{path}")).status == (405 if path == "/" else 404)
+    assert (await asking("GET", "/v1/models/nope")).status == 404
+    assert "`a/b`" in (await asking.error("/v1/models/a%2Fb", None, "GET"))[1]
+    assert (await page("/health")) == {"status": "ok", "models": {"ready": 2, "of": 3}}
+    assert (await asking("GET", "/ready")).status == 200
+    assert (await page("/info"))["models"] == ["embed", "rerank"]
+    metrics = (await asking("GET", "/metrics")).body.decode()
+    for line in (
+        'model_served{model="embed"} 1.0',
+        'model_served{model="broken"} 0.0',
+        "tokens_total{model=",
+    ):
+        assert f"maxsimd_{line}" in metrics
+    described = (await page("/openapi.json"))["paths"]["/v1/models/{name}"]
+    assert set(described) == {"get", "post", "delete"}
+    refused = await asking("PUT", "/v1/models/rerank")
+    assert (refused.status, refused.headers["Allow"]) == (405, "DELETE, GET, HEAD, POST")
+
+
+async def test_only_an_admin_loads_and_drops_models(asking: Asking, folder_name: Iterator[str]) -> None:
+    name = next(folder_name)
+    for method in ("POST", "DELETE"):
+        status, message = await asking.error(f"/v1/models/{name}", None, method, "user")
+        assert (status, "admin=yes" in message) == (403, True)
+        assert (await asking(method, f"/v1/models/{name}", None, "nobody")).status == 401
+        assert (await asking.error("/v1/models/nope", None, method))[0] == 404
+    assert (await asking.error("/v1/models/broken", None))[0] == 422
+    loaded, again = await asyncio.gather(*(asking("POST", f"/v1/models/{name}") for _ in range(2)))
+    assert (loaded.status, again.status) == (200, 200)
+    assert json.loads(loaded.body)["score_type"] == "cross-encoder"
+    expected = (await asking.json("/rerank", {**BODY, "model": "rerank"}))["results"]
+    assert (await asking.json("/rerank", {**BODY, "model": name}))["results"] == expected
+    assert (await asking("DELETE", f"/v1/models/{name}")).status == 204
+    assert (await asking.error("/rerank", {**BODY, "model": name})) == (
+        404,
+        f"the model `{name}` has been dropped; served here: `embed`, `rerank`",
+    )
+
+
+async def test_without_admins_the_routes_are_off_and_not_listed(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("boss\n")
+    without = Asking(_models({"rerank": EngineConfig()}), tmp_path / "keys")
+    for method in ("POST", "DELETE"):
+        status, message = await without.error("/v1/models/rerank", None, method)
+        assert (status, "--api-key-file" in message) == (403, True)
+    assert (await without("PUT", "/v1/models/rerank")).headers["Allow"] == "GET, HEAD"
+    paths = json.loads((await without("GET", "/openapi.json")).body)["paths"]
+    assert set(paths["/v1/models/{name}"]) == {"get"}
+
+
+async def test_dropping_a_model_fails_only_its_waiting_requests(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = asking.models.engine("rerank")
+    assert engine is not None
+    begun, rerank = asyncio.Event(), engine.rerank
+
+    async def slow(*texts: Any, **options: Any) -> Any:
+        begun.set()
+        return await rerank(texts[0], [f"{i} {'word ' * 400}" for i in range(2000)], **options)
+
+    monkeypatch.setattr(engine, "rerank", slow)
+    waiting = asyncio.create_task(asking.error("/rerank", {**BODY, "cache": "bypass"}))
+    await begun.wait()
+    await asyncio.sleep(0.05)
+    dropping = asyncio.create_task(asking("DELETE", "/v1/models/rerank"))
+    expected = (await asking.json("/rerank", {**BODY, "model": "embed"}))["results"]
+    assert await waiting == (503, "the model `rerank` was dropped before the request was done")
+    assert (await dropping).status == 204
+    assert (await asking.json("/rerank", {**BODY, "model": "embed"}))["results"] == expected
+    status, message = await asking.error("/v1/models/embed", None, "DELETE")
+    assert (status, "the last model" in message) == (409, True)
+    assert (await asking("POST", "/v1/models/rerank")).status == 200
+    assert (await asking.json("/rerank", {**BODY, "model": "rerank"}))["model"] == "rerank"
+
+
+async def test_a_dead_model_is_reloaded_and_the_last_death_is_final(
+    checkpoints: SharedCheckpoints, keys: Path
+) -> None:
+    reranker = EngineConfig(model=checkpoints(cross_encoders.bert), **OPTIONS)
+    models = _models({"a": reranker, "b": reranker})
+    asking = Asking(models, keys)
+    await models.start()
+    try:
+        expected = (await asking.json("/rerank", {**BODY, "model": "b"}))["results"]
+        _kill(models, "a")
+        status, message = await asking.error("/rerank", {**BODY, "cache": "bypass"})
+        assert status == 503
+        assert "the model `a` is not served: the engine has died" in message
+        assert (await asking.json("/rerank", {**BODY, "model": "b"}))["results"] == expected
+        assert models.is_healthy
+        assert (await asking("POST", "/v1/models/a")).status == 200
+        assert (await asking.json("/rerank", BODY))["model"] == "a"
+        for name in ("a", "b"):
+            _kill(models, name)
+            assert (await asking.error("/rerank", {**BODY, "model": name, "cache": "bypass"}))[0] == 503
+        await asyncio.wait_for(models.until_dead(), 10)
+        assert "no model is left" in (models.death or "")
+        await until(lambda: asking.state.phase == "dead")
+        with pytest.raises(EngineDeadError):
+            asking.state.check_ready()
+    finally:
+        await models.stop(0)
+
+
+def _kill(models: SeveralModels, name: str) -> None:
+    """The next step of a model is its engine's last."""
+    engine = models.engine(name)
+    assert engine is not None
+
+    def fail(step: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine.device_model.prepared.runner.forward = fail  # type: ignore[method-assign]

@@ -1,0 +1,165 @@
+"""Reranking as each client knows it: the same ranking in every shape."""
+
+import json
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from maxsimd.engine import RerankResult
+from tests.nearly import nearly
+from tests.unit.calling_handlers import Caller, RecordingEngine
+
+QUERY = "the capital of France"
+DOCUMENTS = ["Berlin is in Germany.", "Paris is the capital of France.", "Cats sleep a lot."]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def ranked(engine: RecordingEngine) -> RerankResult:
+    return await engine.rerank(QUERY, DOCUMENTS)
+
+
+async def test_voyages_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "model": None, "top_k": 2, "truncation": True}
+    answer = await caller.json("/v1/rerank", body)
+    assert answer == nearly(
+        {
+            "object": "list",
+            "data": [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]],
+            "model": caller.state.model_name,
+            "usage": {"prompt_tokens": ranked.usage.prompt_tokens, "total_tokens": ranked.usage.prompt_tokens}
+            | _cached(answer),
+        }
+    )
+    answer = await caller.json("/v1/rerank", body | {"return_documents": True})
+    assert [item["document"] for item in answer["data"]] == [one.document for one in ranked.results[:2]]
+
+
+async def test_mixedbreads_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"query": QUERY, "input": DOCUMENTS, "top_k": 2, "return_input": True}
+    answer = await caller.json("/v1/reranking", body)
+    assert answer["data"] == nearly(
+        [
+            {"index": one.index, "score": one.score, "input": one.document, "object": "rank_result"}
+            for one in ranked.results[:2]
+        ]
+    )
+    assert (answer["object"], answer["top_k"], answer["return_input"]) == ("list", 2, True)
+    del body["return_input"]
+    assert [item["input"] for item in (await caller.json("/v1/reranking", body))["data"]] == [None, None]
+    record = {"query": QUERY, "input": [{"title": DOCUMENTS[1], "x": "y"}], "rank_fields": ["title"]}
+    expected = await caller.engine.score(QUERY, f"title: {DOCUMENTS[1]}")
+    assert (await caller.json("/v1/reranking", record))["data"][0]["score"] == nearly(expected.scores[0])
+
+
+async def test_nvidias_shape(caller: Caller, ranked: RerankResult) -> None:
+    passages = [{"text": document} for document in DOCUMENTS]
+    answer = await caller.json("/v1/ranking", {"query": {"text": QUERY}, "passages": passages})
+    assert answer["rankings"] == nearly([{"index": one.index, "logit": one.score} for one in ranked.results])
+    assert answer["usage"]["prompt_tokens"] == ranked.usage.prompt_tokens
+
+
+async def test_infinitys_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
+    answer = await caller.json("/infinity/rerank", body)
+    assert answer["results"] == nearly(
+        [
+            {"relevance_score": one.score, "index": one.index, "document": one.document}
+            for one in ranked.results[:2]
+        ]
+    )
+    assert answer["object"] == "rerank"
+    assert answer["usage"]["total_tokens"] == ranked.usage.prompt_tokens
+    del body["return_documents"]
+    assert [one["document"] for one in (await caller.json("/infinity/rerank", body))["results"]] == [
+        None,
+        None,
+    ]
+
+
+async def test_infinitys_card_of_a_model(caller: Caller) -> None:
+    card, other = [
+        json.loads((await caller.ask("GET", path)).body)["data"][0]
+        for path in ("/infinity/models", "/models")
+    ]
+    assert card["owned_by"] == "infinity"
+    assert set(card) - set(other) == {"backend", "stats"}
+    assert card["stats"] == {"queue_absolute": 0, "results_pending": 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/rerank", {"query": QUERY, "texts": DOCUMENTS}),
+        ("/infinity/rerank", {"query": QUERY, "documents": DOCUMENTS}),
+        ("/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_k": 1}),
+        ("/v1/reranking", {"query": QUERY, "input": DOCUMENTS}),
+        ("/v1/ranking", {"query": QUERY, "passages": DOCUMENTS}),
+    ],
+)
+@pytest.mark.parametrize("option", [{"on_timeout": "partial"}, {"on_error": "report"}])
+async def test_what_has_no_place_in_a_shape_is_refused(
+    caller: Caller, path: str, body: dict[str, Any], option: dict[str, str]
+) -> None:
+    status, error = await caller.error(path, body | option)
+    assert (status, error["param"]) == (400, next(iter(option)))
+
+
+async def test_errors_are_in_the_words_of_the_request(caller: Caller) -> None:
+    for path, body, name in (
+        ("/rerank", {"query": QUERY, "documents": []}, "documents"),
+        ("/rerank", {"query": QUERY, "texts": []}, "texts"),
+        ("/v1/reranking", {"query": QUERY, "input": []}, "input"),
+        ("/v1/ranking", {"query": QUERY, "passages": []}, "passages"),
+        ("/infinity/rerank", {"query": QUERY, "documents": []}, "documents"),
+    ):
+        status, error = await caller.error(path, body)
+        assert (status, error["param"]) == (400, name)
+        assert error["message"].startswith(f"{name} is empty")
+
+
+async def test_scores_below_a_threshold_are_left_out(caller: Caller, ranked: RerankResult) -> None:
+    best, second = ranked.results[0], ranked.results[1]
+    for threshold, count in ((best.score, 1), (second.score, 2), (best.score + 1, 0), (-1e3, 3)):
+        body = {"query": QUERY, "documents": DOCUMENTS, "score_threshold": threshold}
+        assert len((await caller.json("/rerank", body))["results"]) == count
+        scored = await caller.json("/score", body | {"queries": QUERY})
+        assert {item["index"] for item in scored["data"]} == {one.index for one in ranked.results[:count]}
+
+
+async def test_normalized_scores_by_request_and_by_the_servers_option(
+    caller: Caller, engine: RecordingEngine, ranked: RerankResult
+) -> None:
+    expected = await engine.rerank(QUERY, DOCUMENTS, normalize=True)
+    assert all(0 <= one.score <= 1 for one in expected.results)
+    assert [one.score for one in expected.results] != [one.score for one in ranked.results]
+    body = {"query": QUERY, "documents": DOCUMENTS}
+    by_default = Caller(engine, normalize_scores=True)
+    for one, change, found in (
+        (caller, {"normalize": True}, expected),
+        (by_default, {}, expected),
+        (by_default, {"normalize": False}, ranked),
+        (by_default, {"raw_scores": True}, ranked),
+        (caller, {}, ranked),
+    ):
+        answer = await one.json("/rerank", body | change)
+        assert [each["relevance_score"] for each in answer["results"]] == nearly(
+            [each.score for each in found.results]
+        )
+    status, error = await caller.error("/rerank", body | {"normalize": True, "raw_scores": True})
+    assert (status, error["param"]) == (400, "normalize")
+
+
+async def test_an_answer_in_another_shape_says_where_the_time_went(caller: Caller) -> None:
+    answer = await caller.post("/rerank", {"query": QUERY, "texts": DOCUMENTS})
+    assert answer.headers["x-compute-type"] == "cpu"
+    assert answer.headers["x-compute-characters"] == str(len(QUERY) + sum(map(len, DOCUMENTS)))
+    for name in ("compute-time", "total-time", "tokenization-time", "queue-time", "inference-time"):
+        assert int(answer.headers[f"x-{name}"]) >= 0
+    assert int(answer.headers["x-compute-tokens"]) > 20
+    assert "model;dur=" in answer.headers["server-timing"]
+
+
+def _cached(answer: Any) -> dict[str, Any]:
+    details = answer["usage"].get("prompt_tokens_details")
+    return {} if details is None else {"prompt_tokens_details": details}

@@ -1,0 +1,199 @@
+"""/score and /rerank with `stream`: lines as they are ready, and a last one with all that a client needs."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from maxsimd.api.answer import Answer
+from maxsimd.api.handlers import handle
+from maxsimd.engine import EngineConfig
+from tests.unit.calling_handlers import Caller, Pieces, RecordingEngine, error_of
+from tests.waiting import until
+
+DOCUMENTS = [f"{i} open the file number {i}, read it and close it" for i in range(60)]
+RERANK = {"query": "how is a file opened", "documents": DOCUMENTS}
+LONG = "word " * 1_000
+SCORE = {"queries": "how is a file opened", "documents": DOCUMENTS}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def engine() -> AsyncIterator[RecordingEngine]:
+    config = EngineConfig(dtype="float32", threads=1, max_batch_tokens=256, cache_mb=0)
+    async with RecordingEngine(config) as engine:
+        yield engine
+
+
+async def _lines(caller: Caller, path: str, body: dict[str, Any]) -> list[Any]:
+    answer = await caller.post(path, body | {"stream": True})
+    assert answer.status == 200, answer.body
+    assert answer.headers["Content-Type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.body.splitlines()]
+
+
+async def test_reranked_lines_and_the_ranking(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    whole = await caller.json("/rerank", RERANK)
+    *lines, last = await _lines(caller, "/rerank", RERANK)
+    assert sorted(line["index"] for line in lines) == list(range(60))
+    by_index = {line["index"]: line for line in lines}
+    for one in whole["results"]:
+        line = by_index[one["index"]]
+        assert line["document"] == one["document"]
+        assert line["relevance_score"] == pytest.approx(one["relevance_score"], abs=1e-5)
+    assert last.keys() == whole.keys()
+    assert [one["index"] for one in last["results"]] == [one["index"] for one in whole["results"]]
+    assert all(one.keys() == {"index", "relevance_score"} for one in last["results"])
+    assert last["usage"] == whole["usage"]
+    assert last["score_scale"] == whole["score_scale"]
+
+
+async def test_scored_lines_and_all_scores(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    whole = await caller.json("/score", SCORE)
+    *lines, last = await _lines(caller, "/v1/score", SCORE)
+    scores = {line["index"]: line["score"] for line in lines}
+    assert [scores[i] for i in range(60)] == pytest.approx([one["score"] for one in whole["data"]], abs=1e-5)
+    assert [one["index"] for one in last["data"]] == list(range(60))
+    assert last["usage"] == whole["usage"]
+
+
+async def test_options_of_the_answer(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    whole = await caller.json("/rerank", RERANK)
+    least = whole["results"][10]["relevance_score"]
+    *lines, last = await _lines(
+        caller, "/rerank", RERANK | {"top_n": 3, "score_threshold": least, "return_documents": False}
+    )
+    assert {line["index"] for line in lines} <= {one["index"] for one in whole["results"][:12]}
+    assert len(lines) >= 10
+    assert all("document" not in line for line in lines)
+    assert [one["index"] for one in last["results"]] == [one["index"] for one in whole["results"][:3]]
+    *lines, last = await _lines(caller, "/rerank", RERANK | {"score_threshold": 1e6})
+    assert (lines, last["results"]) == ([], [])
+    *lines, last = await _lines(caller, "/rerank", RERANK | {"explain": True})
+    assert all(line["explanation"]["matches"] for line in lines)
+    assert not any("explanation" in one for one in last["results"])
+    *lines, last = await _lines(
+        caller, "/score", SCORE | {"documents": ["a", LONG], "long_documents": "error", "on_error": "report"}
+    )
+    assert [line["index"] for line in lines] == [0]
+    assert last["errors"][0]["index"] == 1
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/score"])
+async def test_a_bad_request_is_refused_with_a_status(path: str, engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    named = {"/rerank": "query", "/score": "queries"}[path]
+    refuse = {"long_documents": "error"}
+    for change in (
+        {"documents": []},
+        {"documents": [LONG]} | refuse,
+        {named: LONG} | refuse,
+        {"instruction": "x"},
+    ):
+        answer = await caller.post(path, {named: "q", "documents": ["d"], "stream": True} | change)
+        assert answer.status == 400, change
+        assert error_of(answer)["param"] == next(iter(change))
+
+
+async def test_other_shapes_do_not_stream(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    for path, body in (
+        ("/rerank", {"query": "q", "texts": ["d"]}),
+        ("/rerank", {"query": "q", "documents": ["d"], "top_k": 1}),
+        ("/v1/reranking", {"query": "q", "input": ["d"]}),
+        ("/v1/ranking", {"query": {"text": "q"}, "passages": [{"text": "d"}]}),
+    ):
+        for option in ("stream", "explain"):
+            answer = await caller.post(path, body | {option: True})
+            assert (answer.status, error_of(answer)["param"]) == (400, option), path
+
+
+class _Sink:
+    """Notes what is sent; fails as if the client had gone away after `most` parts."""
+
+    def __init__(self, most: int = 1_000) -> None:
+        self.begun: Answer | None = None
+        self.parts: list[bytes] = []
+        self.has_ended = False
+        self._most = most
+
+    async def begin(self, answer: Answer) -> None:
+        self.begun = answer
+
+    async def send(self, part: bytes) -> None:
+        if len(self.parts) == self._most:
+            raise ConnectionResetError
+        self.parts.append(part)
+
+    async def end(self) -> None:
+        self.has_ended = True
+
+
+async def _ask(caller: Caller, sink: _Sink, body: dict[str, Any]) -> Answer:
+    pieces = Pieces([json.dumps(body | {"stream": True}).encode()])
+    return await handle(caller.state, "POST", "/rerank", {}, pieces, sink)
+
+
+async def test_lines_are_sent_before_all_is_scored(engine: RecordingEngine) -> None:
+    caller, sink = Caller(engine), _Sink()
+    answer = await _ask(caller, sink, RERANK)
+    assert answer.status == 200
+    assert sink.begun is not None
+    assert sink.begun.headers["x-request-id"]
+    assert sink.has_ended
+    assert len(sink.parts) > 2, "steps are small"
+    assert caller.state.is_quiet
+
+
+async def test_a_client_that_leaves_ends_the_work(engine: RecordingEngine) -> None:
+    caller, sink = Caller(engine), _Sink(most=1)
+    many = RERANK | {"documents": [f"{i} {text}" for i in range(20) for text in DOCUMENTS]}
+    await _ask(caller, sink, many)
+    assert not sink.has_ended
+    await until(lambda: engine.stats().open_requests == 0 and engine.stats().requests == 0)
+    assert caller.state.is_quiet
+    requests = caller.state.metrics.requests.labels("/rerank", "499")
+    assert requests._value.get() == 1
+
+
+async def test_what_goes_wrong_later_is_the_last_line(
+    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, sink = Caller(engine), _Sink()
+    scheduler: Any = engine._running.scheduler  # type: ignore[union-attr]
+
+    async def fail_soon() -> None:
+        await until(lambda: bool(sink.parts))
+        for request_id in [*scheduler._open]:
+            scheduler._fail(request_id, "the model failed on it")
+
+    failing = asyncio.create_task(fail_soon())
+    many = RERANK | {"documents": [f"{i} {text}" for i in range(20) for text in DOCUMENTS]}
+    answer = await _ask(caller, sink, many)
+    await failing
+    assert answer.status == 500
+    assert sink.has_ended
+    last = json.loads(sink.parts[-1])
+    assert last["error"]["message"] == "the model failed on it"
+    assert json.loads(sink.parts[0].splitlines()[0])["document"]
+
+
+async def test_a_streamed_request_holds_its_body_until_its_last_line(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    held = []
+
+    class Noting(_Sink):
+        async def send(self, part: bytes) -> None:
+            held.append(caller.state.bodies.bytes)
+            await super().send(part)
+
+    for sink in (Noting(), Noting(most=1)):
+        await _ask(caller, sink, RERANK)
+        assert held
+        assert min(held) > 0
+        assert caller.state.bodies.bytes == 0

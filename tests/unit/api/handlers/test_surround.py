@@ -1,0 +1,252 @@
+"""What surrounds every request: keys, ids, timing, log lines and metrics, without a web server."""
+
+import asyncio
+import importlib
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from maxsimd.api.answer import Answer
+from maxsimd.api.handlers.routes import OPEN_ROUTES
+from tests.unit.calling_handlers import (
+    GOOD,
+    HEAVY,
+    POSTED,
+    RERANK,
+    Caller,
+    Pieces,
+    RecordingEngine,
+    error_of,
+    expected,
+)
+from tests.waiting import until
+
+
+@pytest.fixture
+def caller(engine: RecordingEngine) -> Caller:
+    return Caller(engine, max_body_mb=1, max_documents=10)
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, logger="maxsimd.http")
+    return caplog
+
+
+GUARDED = [
+    (method, path)
+    for method, path in GOOD
+    if path not in OPEN_ROUTES and (method, path) not in (("GET", "/"), ("GET", "/docs"))
+]
+
+
+async def test_without_a_key_every_guarded_route_is_a_401(engine: RecordingEngine) -> None:
+    """Which headers hold a key: `tests/unit/api/test_keys.py`."""
+    caller = Caller(engine, api_key=("one", "two"))
+    for method, path in (*GUARDED, ("GET", "/nope"), ("GET", "/rerank")):
+        for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}):
+            answer = await caller.ask(method, path, GOOD.get((method, path)), headers)
+            assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), (path, headers)
+            assert error_of(answer) == {
+                "message": "send a valid key as Authorization: Bearer KEY",
+                "type": "AuthenticationError",
+                "param": None,
+                "code": 401,
+            }
+    assert engine.calls == []
+
+
+async def test_with_any_of_the_keys_every_guarded_route_answers(engine: RecordingEngine) -> None:
+    caller = Caller(engine, api_key=("one", "two"))
+    for method, path in GUARDED:
+        headers = {"authorization": "bearer two"}
+        answer = await caller.ask(method, path, GOOD[method, path], headers)
+        assert answer.status == (204 if path == "/cache" else expected(path)), path
+
+
+async def test_probes_need_no_key(engine: RecordingEngine) -> None:
+    assert set(OPEN_ROUTES) == {"/health", "/ready", "/ping"}
+    for path in OPEN_ROUTES:
+        assert (await Caller(engine, api_key=("one",)).ask("GET", path)).status == 200
+
+
+async def test_the_server_asks_for_the_keys_of_its_file(engine: RecordingEngine, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("two\n")
+    caller = Caller(engine, api_key_file=str(file))
+    assert (await caller.post("/rerank", RERANK)).status == 401
+    assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer two"})).status == 200
+
+
+# Of these the engine is asked nothing.
+UNASKED = {"/tokenize", "/detokenize", "/decode", "/embed_sparse"}
+
+
+async def test_a_request_is_its_keys_tenants_whatever_it_says(
+    engine: RecordingEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one name=search weight=2\ntwo name=nightly\nthree\n")
+    caller = Caller(engine, api_key_file=str(file), api_key=("four",))
+    tenants = {"one": "search", "two": "nightly", "three": "key-2", "four": "key-1"}
+    for path in (path for path in POSTED if path not in UNASKED):
+        body = GOOD["POST", path] | {"tenant": "search", "user": "search"}
+        for key in tenants if path == "/rerank" else ("two",):
+            headers = {"authorization": f"Bearer {key}", "x-tenant": "search"}
+            assert (await caller.post(path, body, headers)).status == expected(path)
+            assert engine.calls[-1][2]["tenant"] == tenants[key], path
+    without = Caller(engine)
+    await without.post("/rerank", RERANK | {"tenant": "search"})
+    assert {call[2]["tenant"] for call in engine.calls} == {""}, "without keys there is one tenant"
+
+
+async def test_nothing_is_read_of_a_tenant_that_has_used_up_its_rate(
+    engine: RecordingEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one name=a requests_per_minute=1\ntwo name=b\n")
+    caller = Caller(engine, api_key_file=str(file))
+    headers = {"authorization": "Bearer one"}
+    assert (await caller.post("/rerank", RERANK, headers)).status == 200
+    body = Pieces([b"not ", b"read"])
+    answer = await caller.post("/rerank", body, headers)
+    assert (answer.status, error_of(answer)["type"], body.read) == (429, "RateLimitError", 0)
+    assert 1 <= int(answer.headers["Retry-After"]) <= 60
+    assert (await caller.post("/tokenize", GOOD["POST", "/tokenize"], headers)).status == 200
+    assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer two"})).status == 200
+
+
+async def test_the_clients_request_id_comes_back(caller: Caller) -> None:
+    for given in ("mine-1", "!", "~", "a" * 128):
+        for method, path in (("GET", "/health"), ("POST", "/nope"), ("POST", "/rerank")):
+            answer = await caller.ask(method, path, b"{", {"x-request-id": given})
+            assert answer.headers["x-request-id"] == given
+
+
+async def test_an_unusable_request_id_is_replaced(caller: Caller) -> None:
+    for given in (None, "", " ", "a b", "a" * 129, "ä", "a\n", "\x7f", "a\x1f"):
+        headers = {} if given is None else {"x-request-id": given}
+        first, second = [await caller.ask("GET", "/health", headers=headers) for _ in range(2)]
+        assert first.headers["x-request-id"] != second.headers["x-request-id"]
+        assert len(first.headers["x-request-id"]) == 32, given
+
+
+def _timings(answer: Answer) -> dict[str, float]:
+    """Milliseconds by name."""
+    parts = (part.partition(";dur=") for part in answer.headers["server-timing"].split(", "))
+    return {name: float(milliseconds) for name, _, milliseconds in parts}
+
+
+async def test_every_answer_tells_its_time(caller: Caller) -> None:
+    for method, path, body in (("POST", "/rerank", RERANK), ("GET", "/nope", b""), ("POST", "/rerank", b"")):
+        answer = await caller.ask(method, path, body)
+        assert 0 <= _timings(answer)["total"] < 60_000
+    slow = await caller.post("/rerank", HEAVY | {"documents": HEAVY["documents"][:10], "cache": "bypass"})
+    timings = _timings(slow)
+    assert list(timings) == ["queue", "tokenise", "model", "score", "total"]
+    assert timings["model"] > 2
+    assert timings["tokenise"] > 0
+    assert sum(timings.values()) - timings["total"] <= timings["total"] + 1
+
+
+async def test_the_time_is_from_arrival_to_answer(
+    caller: Caller, lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter((10.0, 12.5))
+    # The package has a function of the module's name.
+    module = importlib.import_module("maxsimd.api.handlers.handle")
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    answer = await caller.ask("GET", "/version")
+    assert answer.headers["server-timing"] == "total;dur=2500.0"
+    assert " 2500.0 ms " in lines.records[-1].getMessage()
+    assert caller.metric("maxsimd_http_request_seconds_sum", route="/version") == 2.5
+
+
+async def test_every_request_has_a_line_in_the_log(caller: Caller, lines: pytest.LogCaptureFixture) -> None:
+    no_documents = RERANK | {"documents": []}
+    for method, path, body, status, level, why in (
+        ("POST", "/rerank", RERANK, 200, logging.INFO, ""),
+        ("POST", "/rerank", b"{", 400, logging.INFO, " why=BadRequestError"),
+        ("POST", "/rerank", no_documents, 400, logging.INFO, " why=BadRequestError:documents"),
+        ("DELETE", "/cache", b"", 204, logging.INFO, ""),
+        ("GET", "/health", b"", 200, logging.DEBUG, ""),
+        ("GET", "/nope", b"", 404, logging.DEBUG, " why=NotFoundError"),
+    ):
+        lines.clear()
+        answer = await caller.ask(method, path, body, {"x-request-id": "mine"})
+        (line,) = [record for record in lines.records if record.name == "maxsimd.http"]
+        assert answer.status == status
+        assert line.levelno == level
+        start, _, rest = line.getMessage().partition(f"{method} {path} {status} ")
+        assert start == ""
+        milliseconds, _, end = rest.partition(" ms ")
+        assert float(milliseconds) == _timings(answer)["total"]
+        assert end == f"id=mine{why}"
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/a\n20:00:00 ERROR x\x1b[1m", "/a\\n20:00:00%20ERROR%20x\\x1b[1m"),
+        ("/" + "x" * 1000, "/" + "x" * 99 + "..."),
+    ],
+)
+async def test_a_path_is_logged_escaped_and_cut(
+    caller: Caller, lines: pytest.LogCaptureFixture, path: str, shown: str
+) -> None:
+    await caller.ask("POST", path)
+    (record,) = lines.records
+    assert record.getMessage().startswith(f"POST {shown} 404 ")
+
+
+async def test_every_answer_says_that_it_is_data_and_for_nobody_else(caller: Caller) -> None:
+    for method, path, body in (("POST", "/rerank", RERANK), ("POST", "/rerank", b"{"), ("GET", "/nope", b"")):
+        headers = (await caller.ask(method, path, body)).headers
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert not [name for name in headers if name.startswith("Access-Control")]
+
+
+async def test_a_request_that_is_ended_is_a_503(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    asked = asyncio.create_task(caller.post("/rerank", HEAVY | {"cache": "bypass"}))
+    await until(lambda: engine.queued_tokens > 0)
+    assert caller.state.end_requests() == 1
+    answer = await asked
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
+    assert error_of(answer)["message"] == "the server is starting or shutting down; try again shortly"
+    assert caller.state.end_requests() == 0
+    await until(lambda: engine.queued_tokens == 0)
+
+
+async def test_no_text_of_a_user_is_logged(caller: Caller, lines: pytest.LogCaptureFixture) -> None:
+    body = {"query": "a secret question", "documents": ["a secret document"]}
+    await caller.post("/rerank", body)
+    await caller.post("/rerank", body | {"top_n": -1})
+    assert len(lines.records) == 2
+    assert "secret" not in "".join(record.getMessage() for record in lines.records)
+
+
+async def test_requests_are_counted_by_route_and_status(caller: Caller) -> None:
+    await caller.post("/rerank", RERANK)
+    await caller.post("/rerank", RERANK)
+    await caller.post("/v1/rerank", b"{")
+    await caller.ask("GET", "/rerank")
+    await caller.ask("GET", "/nope")
+    for route, status, number in (
+        ("/rerank", "200", 2),
+        ("/rerank", "405", None),
+        ("/v1/rerank", "400", 1),
+        ("unknown", "405", 1),
+        ("unknown", "404", 1),
+    ):
+        assert caller.metric("maxsimd_http_requests_total", route=route, status=status) == number
+    for route, number in (("/rerank", 2), ("/v1/rerank", 1), ("unknown", 2)):
+        assert caller.metric("maxsimd_http_request_seconds_count", route=route) == number
+    seconds = caller.metric("maxsimd_http_request_seconds_sum", route="/rerank")
+    assert seconds is not None
+    assert 0.0005 < seconds < 60

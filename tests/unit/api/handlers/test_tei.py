@@ -1,0 +1,147 @@
+"""What text-embeddings-inference's own routes answer, beside the engine's results."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxsimd.engine import EngineConfig
+from tests.unit.calling_handlers import Caller, RecordingEngine
+
+TEXTS = ["Paris is in France.", "Berlin is in Germany.", "Cats purr."]
+SENTENCES = {"source_sentence": "Where is Paris?", "sentences": TEXTS}
+
+
+async def test_vectors_are_a_bare_list_of_length_one_each(caller: Caller, engine: RecordingEngine) -> None:
+    for path in ("/embed", "/"):
+        expected = (await engine.embed(TEXTS)).embeddings
+        answer = np.array(await caller.json(path, {"inputs": TEXTS}))
+        np.testing.assert_allclose(
+            answer, expected / np.linalg.norm(expected, axis=1, keepdims=True), atol=1e-6
+        )
+        one = np.array(await caller.json(path, {"inputs": TEXTS[0]}))
+        np.testing.assert_allclose(one, answer[:1], atol=1e-5)
+
+
+async def test_normalize_false_cannot_undo_the_models_own(caller: Caller) -> None:
+    answer = await caller.post("/embed", {"inputs": TEXTS, "normalize": False})
+    assert json.loads(answer.body) == await caller.json("/embed", {"inputs": TEXTS})
+    assert "changes nothing" in answer.headers["x-maxsimd-warnings"]
+
+
+async def test_every_tokens_vector_is_answered(caller: Caller, engine: RecordingEngine) -> None:
+    answer = await caller.json("/embed_all", {"inputs": TEXTS[:2]})
+    expected = (await engine.embed_tokens(TEXTS[:2])).embeddings
+    for given, right in zip(answer, expected, strict=True):
+        np.testing.assert_allclose(given, right, atol=1e-5)
+
+
+async def test_similarities_are_cosines(caller: Caller, engine: RecordingEngine) -> None:
+    for path in ("/similarity", "/"):
+        answer = await caller.json(path, {"inputs": SENTENCES})
+        first, *others = (await engine.embed([SENTENCES["source_sentence"], *TEXTS])).embeddings
+        cosines = [first @ each / np.linalg.norm(first) / np.linalg.norm(each) for each in others]
+        assert answer == pytest.approx(cosines, abs=1e-5)
+        assert int(np.argmax(answer)) == 0
+
+
+async def test_something_to_compare_with_is_needed(caller: Caller) -> None:
+    for path in ("/similarity", "/"):
+        status, error = await caller.error(path, {"inputs": {"source_sentence": "a", "sentences": []}})
+        assert (status, error["message"]) == (400, "inputs.sentences is empty; give at least one text")
+        status, error = await caller.error(path, {"inputs": {"source_sentence": "a"}})
+        assert status == 400
+        assert "sentences" in error["message"]
+
+
+async def test_what_is_cut_is_said_in_a_header(caller: Caller) -> None:
+    for path, inputs in (
+        ("/embed", "word " * 300),
+        ("/embed_all", ["a", "word " * 300]),
+        ("/similarity", {"source_sentence": "a", "sentences": ["word " * 300]}),
+    ):
+        answer = await caller.post(path, {"inputs": inputs})
+        assert answer.headers["x-maxsimd-warnings"].startswith("1 input was longer")
+
+
+async def test_token_ids_are_refused_unless_they_are_accepted(engine: RecordingEngine) -> None:
+    for path in ("/embed", "/embed_all", "/"):
+        status, error = await Caller(engine).error(path, {"inputs": [101, 102]})
+        assert (status, error["param"]) == (400, "inputs")
+    accepting = Caller(engine, accept_token_ids=True)
+    assert np.array(await accepting.json("/embed", {"inputs": [101, 102]})).shape == (1, 384)
+
+
+async def test_decoding_skips_special_tokens_by_default(caller: Caller) -> None:
+    ids = (await caller.json("/tokenize", {"text": "hello world"}))["tokens"]
+    assert await caller.json("/decode", {"ids": ids}) == ["hello world"]
+    assert await caller.json("/decode", {"ids": [ids, ids]}) == ["hello world"] * 2
+    with_special = await caller.json("/decode", {"ids": ids, "skip_special_tokens": False})
+    assert with_special == ["[CLS] hello world [SEP]"]
+    assert await caller.json("/decode", {"ids": []}) == [""]
+    status, error = await caller.error("/decode", {"ids": [[1], [99_999_999]]})
+    assert (status, error["param"]) == (400, "ids")
+
+
+async def test_info_says_what_the_model_is_for(caller: Caller) -> None:
+    info = json.loads((await caller.ask("GET", "/info")).body)
+    assert info["model_id"] == "all-MiniLM-L6-v2"
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert info["max_input_length"] == 256
+    assert info["auto_truncate"] is True
+
+
+async def test_the_root_does_what_the_model_is_for(
+    bert_cross_encoder: str, three_label_classifier: str
+) -> None:
+    kinds: list[tuple[str, dict[str, Any], str, str]] = [
+        (bert_cross_encoder, {"query": "q", "texts": ["a", "b"]}, "/rerank", "reranker"),
+        (three_label_classifier, {"inputs": "a"}, "/predict", "classifier"),
+    ]
+    for checkpoint, body, path, kind in kinds:
+        async with RecordingEngine(EngineConfig(model=checkpoint, dtype="float32", threads=1)) as engine:
+            caller = Caller(engine)
+            assert await caller.json("/", body) == await caller.json(path, body)
+            info = json.loads((await caller.ask("GET", "/info")).body)
+            assert list(info["model_type"]) == [kind]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("/rerank/", "/rerank"),
+        ("/v1/embeddings/", "/v1/embeddings"),
+        ("/v1/v2/rerank", "/v2/rerank"),
+        ("/v2/v1/rerank", "/v1/rerank"),
+        ("/v1/v1/embeddings", "/v1/embeddings"),
+        ("/v1/embed_all", "/embed_all"),
+        ("/v1/pooling/", "/pooling"),
+        ("/infinity/embeddings", "/embeddings"),
+        ("/infinity/v1/rerank/", "/infinity/v1/rerank"),
+    ],
+)
+async def test_a_trailing_slash_or_a_base_is_ignored(caller: Caller, given: str, meant: str) -> None:
+    body = {"query": "q", "documents": ["d"], "input": "d", "inputs": "d"}
+    answer = await caller.post(given, body)
+    expected = await caller.post(meant, body)
+    assert (answer.status, expected.status) == (200, 200)
+    assert len(json.loads(answer.body)) == len(json.loads(expected.body))
+    assert caller.metric("maxsimd_http_requests_total", route=meant, status="200") == 2
+
+
+async def test_a_model_has_a_card_under_each_of_its_names(engine: RecordingEngine) -> None:
+    caller = Caller(engine, served_model_name=("mine", "org/other"))
+    listed = json.loads((await caller.ask("GET", "/v1/models")).body)["data"]
+    assert [card["id"] for card in listed] == ["mine", "org/other"]
+    for name in ("mine", "org/other"):
+        answer = await caller.ask("GET", f"/v1/models/{name}")
+        assert json.loads(answer.body)["id"] == name
+        assert (await caller.post("/rerank", {"model": name, "query": "q", "documents": ["d"]})).status == 200
+    answer = await caller.ask("GET", "/v1/models/nope")
+    assert (answer.status, json.loads(answer.body)["error"]["message"]) == (
+        404,
+        "The model `nope` does not exist; served here: `mine`, `org/other`.",
+    )
+    assert (await caller.ask("POST", "/v1/models/mine")).status == 405
+    assert caller.metric("maxsimd_http_requests_total", route="/v1/models/{name}", status="200") == 2

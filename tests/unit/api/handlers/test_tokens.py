@@ -1,0 +1,85 @@
+"""The routes that show how the model reads a text: as tokens, and back."""
+
+import pytest
+
+from maxsimd.engine.preprocess.pieces import LONGEST_PIECE
+from maxsimd.engine.preprocess.tokenization import MOST_DECODED
+from tests.unit.calling_handlers import Caller
+
+
+@pytest.mark.parametrize("name", ["text", "prompt"])
+@pytest.mark.parametrize(("strings", "shown"), [(True, True), (False, False), (None, False)])
+async def test_text_becomes_tokens(caller: Caller, name: str, strings: bool | None, shown: bool) -> None:
+    answer = await caller.json("/tokenize", {name: "Hello world", "return_token_strs": strings})
+    assert answer == {
+        "tokens": [101, 7592, 2088, 102],
+        "count": 4,
+        "max_model_len": 256,
+        "token_strs": ["[CLS]", "hello", "world", "[SEP]"] if shown else None,
+    }
+
+
+async def test_the_tokens_of_a_long_text_are_those_that_are_run(caller: Caller) -> None:
+    """Piece by piece they are written, and one after the other."""
+    text = "Hello world. " * 5000
+    answer = await caller.json("/tokenize", {"text": text, "return_token_strs": True})
+    (tokens,) = caller.engine.tokenizer.encode([text], "text")
+    assert answer["tokens"] == [101, *tokens.tolist(), 102]
+    assert answer["count"] == 15_002
+    assert answer["token_strs"] == ["[CLS]", *["hello", "world", "."] * 5000, "[SEP]"]
+
+
+async def test_a_text_that_cannot_be_tokenised_is_refused_by_its_name(caller: Caller) -> None:
+    for name in ("text", "prompt"):
+        status, error = await caller.error("/tokenize", {name: "x" * (LONGEST_PIECE + 1)})
+        assert (status, error["param"]) == (400, name)
+
+
+async def test_an_empty_text_is_a_text_and_comes_before_the_prompt(caller: Caller) -> None:
+    assert (await caller.json("/tokenize", {"text": "", "prompt": "hello"}))["count"] == 2
+
+
+async def test_tokens_become_text_up_to_the_last_of_the_vocabulary(caller: Caller) -> None:
+    answer = await caller.json("/detokenize", {"tokens": [7592, 2088]})
+    assert answer == {"text": "hello world", "prompt": "hello world"}
+    size = caller.engine.tokenizer.vocabulary_size
+    await caller.json("/detokenize", {"tokens": [0, size - 1]})
+    status, error = await caller.error("/detokenize", {"tokens": [0, size]})
+    assert (status, error["param"], error["message"]) == (400, "tokens", f"tokens must be below {size}")
+    assert (await caller.json("/detokenize", {"tokens": []}))["text"] == ""
+
+
+async def test_no_more_tokens_become_text_than_may_be_decoded_at_once(caller: Caller) -> None:
+    assert len((await caller.json("/detokenize", {"tokens": [101] * MOST_DECODED}))["text"]) > MOST_DECODED
+    status, error = await caller.error("/detokenize", {"tokens": [101] * (MOST_DECODED + 1)})
+    assert (status, error["param"]) == (400, "tokens")
+    assert f"has {MOST_DECODED + 1} tokens, but at most {MOST_DECODED} are decoded" in error["message"]
+
+
+async def test_inputs_become_tokens_with_their_characters(caller: Caller) -> None:
+    """text-embeddings-inference's shape."""
+    text = "Hello world"
+    [tokens] = await caller.json("/tokenize", {"inputs": text})
+    assert tokens[0] == {"id": 101, "text": "[CLS]", "special": True, "start": None, "stop": None}
+    assert tokens[1] == {"id": 7592, "text": "Hello", "special": False, "start": 0, "stop": 5}
+    assert tokens[2] == {"id": 2088, "text": "world", "special": False, "start": 6, "stop": 11}
+    assert tokens[3]["id"] == 102
+    bare = await caller.json("/tokenize", {"inputs": [text, ""], "add_special_tokens": False})
+    assert bare == [tokens[1:3], []]
+
+
+async def test_characters_are_counted_from_a_long_texts_beginning(caller: Caller) -> None:
+    text = "Hello world. " * 5000
+    [tokens] = await caller.json("/tokenize", {"inputs": [text], "add_special_tokens": False})
+    assert len(tokens) == 15_000
+    assert [text[token["start"] : token["stop"]].lower() for token in tokens] == [
+        "hello",
+        "world",
+        ".",
+    ] * 5000
+    assert all(text[token["start"] : token["stop"]] == token["text"] for token in tokens)
+
+
+async def test_special_tokens_are_left_out_on_request(caller: Caller) -> None:
+    answer = await caller.json("/tokenize", {"text": "hello world", "add_special_tokens": False})
+    assert answer["tokens"] == [7592, 2088]

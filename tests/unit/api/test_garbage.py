@@ -1,0 +1,155 @@
+"""Python's garbage collector in a process that serves: all is collected, at moments that cost nobody."""
+
+import asyncio
+import gc
+import itertools
+import resource
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from maxsimd.api import garbage
+from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
+from tests.waiting import until
+
+
+class Circle:
+    """Refers to itself: only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def aged_circle() -> Callable[[], object]:
+    """A circle that nothing refers to and that has outlived its youth."""
+    circle = Circle()
+    gc.collect(1)
+    return weakref.ref(circle)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "_LOOK_SECONDS", 0.001)
+
+
+def test_older_objects_are_frozen_and_unfrozen_after() -> None:
+    before = gc.get_threshold()
+    with garbage_left_alone():
+        assert gc.get_freeze_count() > 1000
+        assert gc.get_threshold()[:2] == before[:2]
+        assert gc.get_threshold()[2] >= 1_000_000_000
+        circle = aged_circle()
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert circle() is None
+
+
+async def _collecting(is_quiet: Callable[[], bool], resident: Callable[[], int], seconds: float) -> None:
+    task = asyncio.create_task(collect_when_quiet(is_quiet, resident))
+    await asyncio.sleep(seconds)
+    task.cancel()
+
+
+async def test_what_has_aged_is_collected_when_it_is_quiet() -> None:
+    with garbage_left_alone():
+        circle = aged_circle()
+        await _collecting(lambda: False, lambda: 0, 0.1)
+        assert circle() is not None
+        task = asyncio.create_task(collect_when_quiet(lambda: True, lambda: 0))
+        await until(lambda: circle() is None)
+        task.cancel()
+
+
+async def test_a_server_that_is_never_quiet_collects_once_it_has_grown() -> None:
+    sizes = [0]
+    with garbage_left_alone():
+        circle = aged_circle()
+        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: sizes[-1]))
+        await asyncio.sleep(0.05)
+        sizes.append(128 << 20)
+        await asyncio.sleep(0.05)
+        assert circle() is not None
+        sizes.append((128 << 20) + 1)
+        await until(lambda: circle() is None)
+        task.cancel()
+
+
+async def test_a_server_that_is_never_quiet_collects_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "_LONGEST_SECONDS", 0.05)
+    with garbage_left_alone():
+        circle = aged_circle()
+        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: 0))
+        await until(lambda: circle() is None)
+        task.cancel()
+
+
+async def test_a_long_collection_delays_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    collections: list[float] = []
+
+    def collect() -> None:
+        time.sleep(0.002)
+        collections.append(time.monotonic())
+
+    with garbage_left_alone():
+        monkeypatch.setattr(garbage.gc, "collect", collect)
+        monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, 1))
+        task = asyncio.create_task(collect_when_quiet(lambda: True, lambda: 0))
+        await until(lambda: len(collections) >= 2)
+        task.cancel()
+    assert all(later - earlier >= 200 * 0.002 for earlier, later in itertools.pairwise(collections))
+
+
+async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured from the least since the last collection."""
+    sizes, collections = [500 << 20], list[int]()
+    with garbage_left_alone():
+        monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
+        monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, 0))
+        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: sizes[-1]))
+        for size in (500, 100, 228):
+            sizes.append(size << 20)
+            await asyncio.sleep(0.05)
+        assert collections == []
+        sizes.append((228 << 20) + 1)
+        await until(lambda: len(collections) > 0)
+        task.cancel()
+
+
+async def test_nothing_is_walked_through_while_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
+    collections: list[int] = []
+    with garbage_left_alone():
+        monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
+        monkeypatch.setattr(garbage.gc, "get_count", lambda: (600, 9, 0))
+        await _collecting(lambda: True, lambda: 0, 0.05)
+    assert collections == []
+
+
+async def test_memory_goes_back_after_each_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+    with garbage_left_alone():
+        circle = aged_circle()
+        monkeypatch.setattr(garbage, "give_back_memory", lambda: given.append(circle() is None))
+        task = asyncio.create_task(collect_when_quiet(lambda: True, lambda: 0))
+        await until(lambda: given == [True])
+        task.cancel()
+
+
+def test_the_memory_of_this_process_is_known() -> None:
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert 10 << 20 < resident_bytes() < most + (10 << 20)
+
+
+def test_where_the_system_does_not_say_nothing_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "Path", _Missing)
+    assert resident_bytes() == 0
+
+
+class _Missing:
+    def __init__(self, path: str) -> None:
+        pass
+
+    def read_text(self) -> str:
+        raise FileNotFoundError

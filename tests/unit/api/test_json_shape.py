@@ -1,0 +1,82 @@
+"""Counting what JSON text has, compared with what Python's own reader finds."""
+
+import json
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.api import json_shape
+from maxsimd.api.json_shape import JsonShape, shape_of
+
+NOTHING = JsonShape(0, 0, 0)
+
+
+def _shape(value: Any) -> JsonShape:
+    """The shape of a value, by Python's own means."""
+    if isinstance(value, str):
+        return JsonShape(0, 1, 0)
+    if not isinstance(value, dict | list):
+        return NOTHING
+    children = [*value, *value.values()] if isinstance(value, dict) else value
+    inner = [_shape(child) for child in children]
+    return JsonShape(
+        1 + sum(shape.containers for shape in inner),
+        sum(shape.strings for shape in inner),
+        max(0, len(value) - 1) + sum(shape.commas for shape in inner),
+    )
+
+
+TEXT = st.text(st.sampled_from('{}[],:"\\ a\nü'), max_size=12)
+VALUES = st.recursive(
+    TEXT | st.integers() | st.none(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@given(value=VALUES, block=st.integers(1, 40), is_ascii=st.booleans())
+def test_what_there_is_is_counted_and_what_texts_say_is_not(value: Any, block: int, is_ascii: bool) -> None:
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    shape = _shape(value)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(json_shape, "_BLOCK", block)
+        assert shape_of(body, NOTHING) == shape or shape == NOTHING
+        assert shape_of(body, shape).is_within(shape)
+
+
+def test_a_small_text_is_counted_with_its_strings_contents() -> None:
+    body = json.dumps(["a, b [c]" + " " * 1000]).encode()
+    assert shape_of(body, JsonShape(2, 1, 1)) == JsonShape(2, 1, 1)
+    for most in (JsonShape(1, 1, 1), JsonShape(2, 0, 1), JsonShape(2, 1, 0)):
+        assert shape_of(body, most) == JsonShape(1, 1, 0)
+
+
+def test_contents_of_strings_count_as_no_further_memory() -> None:
+    assert shape_of(b'["[[[[[["]', JsonShape(9, 9, 9)) == JsonShape(1, 1, 0)
+
+
+def test_memory_is_no_less_than_python_takes() -> None:
+    """Compared with what a list of many takes, as `tracemalloc` measures it."""
+    for small in ([], {}, "", "a", 300, 0.5, {"a": 0}):
+        if isinstance(small, dict) and small:
+            # Each name is another, as the names of an object are.
+            body = json.dumps({f"{i:x}": 0 for i in range(10_000)}).encode()
+        else:
+            body = json.dumps([small] * 10_000).encode()
+        tracemalloc.start()
+        decoded = msgspec.json.decode(body)
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(decoded) == 10_000
+        assert taken <= shape_of(body, NOTHING).memory + len(body)
+
+
+def test_what_is_no_json_breaks_nothing() -> None:
+    for body in (b"", b"[" * 5, b'"[[[', b"\\", b'"\\', b"]]]]{{"):
+        most = JsonShape(10, 10, 10)
+        assert shape_of(body, most).is_within(most)
+        assert shape_of(body, NOTHING).is_within(most)

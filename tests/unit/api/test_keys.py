@@ -1,0 +1,304 @@
+"""API keys: which are accepted, whose they are, and what becomes of a file of them that changes."""
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.api.config import ServerConfig, SetupError
+from maxsimd.api.key_file import digest_of, read_keys
+from maxsimd.api.keys import ApiKeys
+from maxsimd.api.state import ServerState
+from maxsimd.engine import Engine, Tenant
+
+
+class Clock:
+    """Stands still unless it is moved."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _keys(*given: str, file: Path | None = None, clock: Clock | None = None) -> ApiKeys:
+    path = None if file is None else str(file)
+    return ApiKeys(ServerConfig(api_key=given, api_key_file=path), clock or Clock())
+
+
+def test_without_keys_none_is_asked_for_and_none_accepted() -> None:
+    keys = _keys()
+    assert not keys.are_asked_for
+    for header in ("", "Bearer", "Bearer ", "Bearer one"):
+        assert not keys.accept(header)
+
+
+def test_keys_come_from_options_and_from_a_file_with_one_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbftwo\r\n  three \n\n   \nfo ur\n")
+    keys = _keys(" one ", file=file)
+    assert keys.are_asked_for
+    for key in ("one", "two", "three", "fo ur"):
+        assert keys.accept(f"Bearer {key}"), key
+    for key in ("", "o", "on", "fo", "five", "two three"):
+        assert not keys.accept(f"Bearer {key}"), key
+
+
+def test_keys_may_hold_any_character() -> None:
+    keys = _keys("schlüssel", "o ne")
+    assert keys.accept("Bearer schlüssel")
+    assert keys.accept("Bearer o ne")
+    assert not keys.accept("Bearer \udcff")
+
+
+def test_nothing_but_a_bearer_token_is_a_key() -> None:
+    for header in ("Bearer one", "bearer two", "BEARER  one "):
+        assert _keys("one", "two").accept(header)
+        assert not _keys("three").accept(header)
+    for header in ("", "Bearer", "Bearer ", "Bearer one two", "Basic one", "one Bearer", "one"):
+        assert not _keys("one", "two").accept(header), header
+
+
+def test_a_file_that_holds_no_keys_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for content, reason in (
+        (b"", "it holds no key"),
+        (b" \n\n", "it holds no key"),
+        (b"\xff\xfe", "it is not UTF-8"),
+        (b"x\n" * 600_000, "it is larger than 1 MiB"),
+        ("folder", "Is a directory"),
+        ("nowhere", "No such file or directory"),
+    ):
+        file = tmp_path / (content if isinstance(content, str) else "keys")
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        with pytest.raises(SetupError) as refused:
+            ServerState(Engine(), ServerConfig(api_key=("one",), api_key_file=str(file)))
+        expected = f"cannot read keys from '{file}': {reason}; give a readable file with one key a line"
+        assert str(refused.value) == expected
+
+
+def test_a_file_that_changes_is_read_again_within_a_second(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    file.write_text("one\n")
+    keys = _keys("fixed", file=file, clock=clock)
+    file.write_text("two\nthree\n")
+    clock.now = 0.9
+    assert keys.accept("Bearer one"), "not each request looks at the file"
+    clock.now = 1.0
+    assert not keys.accept("Bearer one")
+    for key in ("two", "three", "fixed"):
+        assert keys.accept(f"Bearer {key}")
+    # As a secret that is mounted changes: another file under the same name, as long and as old.
+    status = file.stat()
+    other = tmp_path / "other"
+    other.write_text("for\nfives\n")
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.rename(file)
+    clock.now = 2.0
+    assert keys.accept("Bearer for")
+    assert not keys.accept("Bearer two")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", None])
+def test_an_unusable_file_leaves_the_keys_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    file.write_text("one\n")
+    keys = _keys(file=file, clock=clock)
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    for clock.now in (1.0, 2.0, 3.0):
+        assert keys.accept("Bearer one")
+        assert not keys.accept("Bearer")
+    (record,) = caplog.records
+    assert "the keys read before stay in use" in record.getMessage()
+    assert "one\n" not in record.getMessage()
+    file.unlink(missing_ok=True)
+    file.write_text("two\n")
+    clock.now = 4.0
+    assert keys.accept("Bearer two")
+    assert not keys.accept("Bearer one")
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"one\n")
+    os.close(writing)
+    clock = Clock()
+    keys = _keys(file=Path(f"/dev/fd/{reading}"), clock=clock)
+    clock.now = 1.0
+    assert keys.accept("Bearer one")
+    os.close(reading)
+
+
+SECRET = "sk-3cr3t"
+
+
+class Keys:
+    """The keys of a file, and the tenants that the engine is given."""
+
+    def __init__(self, file: Path, content: str, *given: str) -> None:
+        self.file, self.clock = file, Clock()
+        self.tenants: list[Mapping[str, Tenant]] = []
+        file.write_text(content)
+        config = ServerConfig(api_key=given, api_key_file=str(file))
+        self.keys = ApiKeys(config, self.clock, self.tenants.append)
+
+    def rewrite(self, content: str) -> None:
+        self.file.write_text(content)
+        self.clock.now += 1.0
+
+    def owner(self, key: str) -> str | None:
+        return self.keys.accept(f"Bearer {key}")
+
+
+def test_a_line_names_a_tenant_and_what_it_may_use() -> None:
+    table = read_keys(
+        b"one name=search weight=3 requests_per_minute=600 tokens_per_minute=2_000_000\n"
+        b"  two\tname=nightly  priority=batch max_queued_tokens=500000 max_request_tokens=70\n"
+        b"three\n"
+        b"fo ur weight=0.5\n"
+    )
+    assert table.tenants == {
+        "search": Tenant(weight=3, requests_per_minute=600, tokens_per_minute=2_000_000),
+        "nightly": Tenant(priority="batch", max_queued_tokens=500_000, max_request_tokens=70),
+    }
+    assert table.names == {
+        digest_of("one"): "search",
+        digest_of("two"): "nightly",
+        digest_of("three"): None,
+        digest_of("fo ur"): None,
+    }
+    assert table.nameless == {digest_of("three"): Tenant(), digest_of("fo ur"): Tenant(weight=0.5)}
+
+
+def test_keys_of_one_name_are_one_tenant() -> None:
+    table = read_keys(
+        b"old name=search weight=3\nnew name=search\nnext name=search max_queued_tokens=7 weight=3"
+    )
+    assert table.tenants == {"search": Tenant(weight=3, max_queued_tokens=7)}
+    assert set(table.names.values()) == {"search"}
+
+
+def test_a_key_may_end_with_equals_signs_and_stand_twice() -> None:
+    table = read_keys(b"c2VjcmV0==\nx=y name=a\nc2VjcmV0==\n")
+    assert table.names == {digest_of("c2VjcmV0=="): None, digest_of("x=y"): "a"}
+
+
+def test_only_keys_that_say_so_are_admins(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", "one name=a admin=yes\ntwo name=a\nthree admin=no\n", "given")
+    assert keys.keys.has_admins
+    assert [keys.keys.is_admin(f"Bearer {key}") for key in ("one", "two", "three", "given", "")] == [
+        *(True, False, False, False, False)
+    ]
+    assert not keys.keys.is_admin("Basic one")
+    keys.rewrite("one name=a\ntwo name=a admin=yes\n")
+    assert keys.owner("one") == "a"
+    assert not keys.keys.is_admin("Bearer one")
+    assert keys.keys.is_admin("Bearer two")
+
+
+KNOWN = (
+    "these are name=, weight=, priority=, requests_per_minute=, tokens_per_minute=, max_queued_tokens=, "
+    "max_request_tokens=, admin="
+)
+WRONG = [
+    ("wait=3", f"line 2 has something behind its key that is no attribute; {KNOWN}"),
+    ("weight=3 search", f"line 2 has something behind its key that is no attribute; {KNOWN}"),
+    ("weight = 3", f"line 2 has something behind its key that is no attribute; {KNOWN}"),
+    ("weight=", "line 2: weight must be a number"),
+    ("weight=heavy", "line 2: weight must be a number"),
+    ("weight=0", "line 2: weight must be from 0.001 to 1000"),
+    ("weight=inf", "line 2: weight must be from 0.001 to 1000"),
+    ("weight=3 weight=3", "line 2 has weight twice"),
+    ("priority=4", "line 2: priority must be interactive or batch"),
+    ("requests_per_minute=0", "line 2: requests_per_minute must be at least 1"),
+    ("requests_per_minute=1.5", "line 2: requests_per_minute must be a whole number"),
+    ("tokens_per_minute=-1", "line 2: tokens_per_minute must be a whole number"),
+    ("tokens_per_minute=" + "9" * 400, "line 2: tokens_per_minute must be a whole number"),
+    ("max_queued_tokens=many", "line 2: max_queued_tokens must be a whole number"),
+    ("max_request_tokens=", "line 2: max_request_tokens must be a whole number"),
+    ("admin=", "line 2: admin must be yes or no"),
+    ("admin=true", "line 2: admin must be yes or no"),
+    (f"admin=yes\n{SECRET} admin=no", "lines 2 and 3 have the same key with other attributes"),
+    ("name=", "line 2: name must be 1 to 64 letters, digits, dots, hyphens and underscores (ASCII)"),
+    ("name=süd", "line 2: name must be 1 to 64 letters, digits, dots, hyphens and underscores (ASCII)"),
+    ("name=other", "line 2: name must not be other, nor key- and a number: those are taken"),
+    ("name=key-1", "line 2: name must not be other, nor key- and a number: those are taken"),
+    (f"name=a\n{SECRET} name=b", "lines 2 and 3 have the same key with other attributes"),
+    (
+        "name=a weight=3\nx name=a weight=2",
+        "lines 2 and 3 have the same name with another weight; give it once",
+    ),
+    ("\nname=a b", "line 3 begins with an attribute; put the key before it"),
+    ("\nweight=3", "line 3 begins with an attribute; put the key before it"),
+]
+
+
+def test_what_is_wrong_is_told_by_its_line_and_without_the_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    for behind, message in WRONG:
+        file.write_text(f"first name=first\n{SECRET} {behind}\n")
+        with pytest.raises(SetupError) as refused:
+            ApiKeys(ServerConfig(api_key_file=str(file)))
+        expected = f"cannot read keys from '{file}': {message}; give a readable file with one key a line"
+        assert str(refused.value) == expected
+        assert SECRET not in str(refused.value)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
+def test_no_message_repeats_what_stands_in_the_file(behind: str) -> None:
+    with pytest.raises(ValueError, match=r"^line") as refused:
+        read_keys(f"{SECRET} a={SECRET} {behind}".encode())
+    assert SECRET not in str(refused.value)
+
+
+def test_each_key_says_whose_it_is(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", "one name=search\ntwo name=search\nthree\nfour weight=2\n", "five", "one")
+    assert [keys.owner(key) for key in ("one", "two", "three", "four", "five", "six")] == [
+        *("search", "search"),
+        *("key-2", "key-3", "key-1"),
+        None,
+    ]
+    assert keys.tenants == [{"search": Tenant(), "key-3": Tenant(weight=2)}]
+
+
+def test_a_nameless_key_stays_the_same_tenant(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", "one\ntwo\n", "given")
+    before = {key: keys.owner(key) for key in ("given", "one", "two")}
+    assert sorted(map(str, before.values())) == ["key-1", "key-2", "key-3"]
+    keys.rewrite("zero\ntwo weight=2\n")
+    assert {key: keys.owner(key) for key in ("given", "two")} == {
+        key: before[key] for key in ("given", "two")
+    }
+    assert keys.owner("zero") == "key-4"
+    keys.rewrite("one\ntwo name=key-ring\n")
+    assert keys.owner("one") == "key-5", "no number is given again"
+    assert keys.owner("two") == "key-ring"
+    keys.rewrite("two\n")
+    assert keys.owner("two") == "key-6", "without a name it is not that tenant any more"
+
+
+def test_what_tenants_may_use_changes_with_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="maxsimd.keys")
+    keys = Keys(tmp_path / "keys", "one name=a weight=3\n")
+    keys.rewrite("one name=a weight=5\n")
+    assert keys.owner("one") == "a"
+    assert keys.owner("one") == "a"
+    assert keys.tenants == [{"a": Tenant(weight=3)}, {"a": Tenant(weight=5)}], "once for each change"
+    keys.rewrite(f"one name=a\n{SECRET} weight=none\n")
+    assert keys.owner("one") == "a"
+    assert keys.owner(SECRET) is None
+    assert len(keys.tenants) == 2, "what was read before stays"
+    assert caplog.messages[-1] == (
+        f"cannot read keys from '{keys.file}': line 2: weight must be a number; "
+        "the keys read before stay in use"
+    )
+    assert SECRET not in caplog.text

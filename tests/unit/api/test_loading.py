@@ -1,0 +1,134 @@
+"""When an engine that has died is started again, how long that may take, and when it is given up."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from maxsimd.api import loading as loading_module
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.loading import Deaths, Loading
+from maxsimd.api.state import ServerState
+from maxsimd.engine import Engine, ModelLoadError
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_pauses_double_and_the_fifth_death_is_the_last() -> None:
+    clock = Clock()
+    deaths = Deaths(clock)
+    assert [deaths.note() for _ in range(5)] == [1.0, 2.0, 4.0, 8.0, None]
+
+
+def test_a_death_counts_for_ten_minutes() -> None:
+    clock = Clock()
+    deaths = Deaths(clock)
+    for _ in range(20):
+        assert deaths.note() in (1.0, 2.0, 4.0, 8.0)
+        clock.now += 150.0
+    clock.now += 600.0
+    assert deaths.note() == 1.0
+
+
+class Asked:
+    """A signal that has come, or has not."""
+
+    is_asked = False
+
+    async def asked(self) -> None:
+        while not self.is_asked:
+            await asyncio.sleep(0.001)
+
+    async def asked_within(self, seconds: float) -> bool:
+        return self.is_asked
+
+
+class Starting(Engine):
+    """An engine without a model: each start does what the next of `starts` does."""
+
+    def __init__(self, *starts: Callable[[], Any]) -> None:
+        super().__init__()
+        self.starts = list(starts)
+        self.death = "of old age"
+
+    async def start(self) -> None:
+        made = self.starts.pop(0)()
+        if made is not None:
+            await made
+        self.death = None
+
+
+def _fail() -> None:
+    raise ModelLoadError("the model is gone")
+
+
+def _never() -> Any:
+    return asyncio.Event().wait()
+
+
+def _set_up(*starts: Callable[[], Any]) -> tuple[Starting, Any, ServerState, Loading]:
+    engine, stop = Starting(*starts), Asked()
+    state = ServerState(engine, ServerConfig(restart_on_failure=True))
+    return engine, stop, state, Loading(engine, stop, Deaths())  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading_module, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(loading_module, "_LEAST_LOAD_SECONDS", 0.1)
+
+
+async def test_it_is_started_until_it_runs() -> None:
+    engine, _, state, loading = _set_up(_fail, _fail, lambda: None)
+    assert state.phase == "restarting"
+    assert await loading.again(state)
+    assert engine.starts == []
+    assert state.comes_back
+
+
+async def test_it_is_given_up_after_too_many_deaths(caplog: pytest.LogCaptureFixture) -> None:
+    _, _, state, loading = _set_up(*[_fail] * 4)
+    assert not await loading.again(state)
+    assert state.phase == "dead"
+    assert "it died 5 times in 10 minutes" in caplog.text
+
+
+async def test_it_is_not_started_where_that_would_be_of_no_use(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _, state, loading = _set_up()
+    engine.restart_obstacle = "the GPU is lost"
+    assert not await loading.again(state)
+    assert state.phase == "dead"
+    assert "the engine is not started again: the GPU is lost" in caplog.text
+
+
+async def test_a_load_that_takes_far_longer_than_the_first_is_given_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, _, state, loading = _set_up(lambda: None, _never)
+    assert await loading.first()
+    async with asyncio.timeout(20):
+        assert not await loading.again(state)
+    assert not state.comes_back
+    assert "loading its model takes longer than" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+async def test_a_signal_ends_it_and_the_server_has_not_failed(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, stop, state, loading = _set_up(_never)
+    stop.is_asked = when == "before"
+    restarting = asyncio.create_task(loading.again(state))
+    await asyncio.sleep(0.02)
+    stop.is_asked = True
+    async with asyncio.timeout(20):
+        assert not await restarting
+    assert state.comes_back
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -1,0 +1,144 @@
+"""Log lines: for people, for machines, and never more than what was meant."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from maxsimd.api.logs import JsonFormatter, SeldomLogger, TextFormatter, set_up_logging
+from maxsimd.api.printable import printable
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("maxsimd")
+    handlers, level, our_level = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    ours.setLevel(our_level)
+
+
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_log_lines_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[str], form: str) -> None:
+    logging.getLogger().setLevel(logging.DEBUG)  # as somebody else may have done before
+    set_up_logging("info", form)
+    logging.getLogger("maxsimd.http").info("größer als %d", 3)
+    logging.getLogger("maxsimd.http").debug("too fine")
+    logging.getLogger("other.library").info("not ours")
+    logging.getLogger("other.library").warning("from elsewhere")
+    out, err = capsys.readouterr()
+    ours, other = err.splitlines()
+    assert out == ""
+    if form == "text":
+        assert ours[8:] == " INFO    größer als 3"
+        assert other[8:] == " WARNING from elsewhere"
+    else:
+        line = json.loads(ours)
+        assert list(line) == ["time", "level", "logger", "message"]
+        assert len(line["time"]) == 19
+        assert (line["level"], line["logger"], line["message"]) == ("info", "maxsimd.http", "größer als 3")
+        assert "größer" in ours
+        assert json.loads(other)["level"] == "warning"
+
+
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
+def test_the_level_is_the_least_that_is_logged(capsys: pytest.CaptureFixture[str], level: str) -> None:
+    set_up_logging(level, "text")
+    for name in ("debug", "info", "warning", "error"):
+        getattr(logging.getLogger("maxsimd.http"), name)(name)
+    levels = ["debug", "info", "warning", "error"]
+    shown = [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
+    assert shown == levels[levels.index(level) :]
+
+
+def test_an_exception_is_part_of_a_machines_line() -> None:
+    try:
+        raise ValueError("inside")
+    except ValueError:
+        record = logging.LogRecord("a", logging.ERROR, "f", 1, "failed", (), sys.exc_info())
+    line = json.loads(JsonFormatter().format(record))
+    assert "ValueError: inside" in line["exception"]
+
+
+FORGERIES = [
+    "x\n20:00:00 ERROR FAKE",
+    "x\r20:00:00 ERROR FAKE",
+    "x\x0b\x0c\x1c\x85\u2028\u2029FAKE",
+    "\x1b[31mred",
+    "\x9b31mred",
+    "\u202eleft to right",
+    "half \ud800 of a character",
+    "null \x00",
+]
+
+
+def _record(message: str, error: Exception | None = None) -> logging.LogRecord:
+    trace = None
+    if error is not None:
+        try:
+            raise error
+        except Exception:
+            trace = sys.exc_info()
+    return logging.LogRecord("a", logging.ERROR, "f", 1, "said: %s", (message,), trace)
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_a_message_is_one_line_of_visible_characters(formatter: logging.Formatter, forgery: str) -> None:
+    line = formatter.format(_record(forgery))
+    assert line.isprintable()
+    assert len(line.encode()) < 200
+
+
+def test_the_lines_of_a_trace_stand_behind_a_bar() -> None:
+    for forgery in FORGERIES:
+        first, *trace = TextFormatter().format(_record("x", ValueError(forgery))).split("\n")
+        assert first.endswith("said: x")
+        assert trace[0] == "    | Traceback (most recent call last):"
+        assert all(line.startswith("    | ") and line.isprintable() for line in trace)
+
+
+def test_a_machines_line_with_a_trace_is_one_line_too() -> None:
+    for forgery in FORGERIES:
+        line = JsonFormatter().format(_record("x", ValueError(forgery)))
+        assert line.isprintable()
+        assert all(part.isprintable() for part in json.loads(line)["exception"].split("\n"))
+
+
+def test_long_messages_and_traces_are_cut() -> None:
+    for formatter in (TextFormatter(), JsonFormatter()):
+        assert len(formatter.format(_record("x" * 1_000_000))) < 5_000
+        assert len(formatter.format(_record("x", ValueError("x" * 1_000_000)))) < 5_000
+
+
+def test_what_others_sent_is_shown_escaped_and_cut() -> None:
+    for text, most, shown in (
+        ("größer, 漢字 🙂", 20, "größer, 漢字 🙂"),
+        ("a\tb\n", 20, "a\\tb\\n"),
+        ("\x1b\u202e\ud800", 20, "\\x1b\\u202e\\ud800"),
+        ("abcdef", 6, "abcdef"),
+        ("abcdefg", 6, "abcdef..."),
+        ("\n" * 7, 6, "\\n" * 6 + "..."),
+        ("", 6, ""),
+    ):
+        assert printable(text, most) == shown
+
+
+def test_what_happens_often_is_logged_seldom(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((100.0, 100.0, 109.9, 110.0, 111.0))
+    monkeypatch.setattr("maxsimd.api.logs.time", SimpleNamespace(monotonic=lambda: next(times)))
+    seldom = SeldomLogger(logging.getLogger("a"), seconds=10)
+    for _ in range(5):
+        seldom.warning("full: %d", 3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "full: 3",
+        "full: 3 (3 times since this was logged last)",
+    ]

@@ -1,0 +1,91 @@
+"""What the server counts, as a monitor reads it."""
+
+import asyncio
+import contextlib
+import time
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from maxsimd.api.metrics import ServerMetrics
+from tests.waiting import until
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+def _page(registry: CollectorRegistry) -> dict[str, tuple[str, str, dict[str, list[dict[str, str]]]]]:
+    """Of each metric: its kind, what it says of itself, and its samples' labels by name."""
+    shown = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        labels: dict[str, list[dict[str, str]]] = {}
+        for sample in family.samples:
+            labels.setdefault(sample.name, []).append(sample.labels)
+        if not family.name.endswith("_created"):
+            shown[family.name] = (family.type, family.documentation, labels)
+    return shown
+
+
+async def test_every_metric_says_what_it_counts_and_by_what() -> None:
+    registry = CollectorRegistry()
+    metrics = ServerMetrics(registry)
+    metrics.requests.labels(route="/score", status="200").inc()
+    metrics.seconds.labels(route="/score").observe(0.02)
+    metrics.cut_connections.labels("idle").inc()
+    bounds = [*map(str, map(float, BUCKETS)), "+Inf"]
+    by_route = {"route": "/score"}
+    page = _page(registry)
+    assert "process_resident_memory_bytes" in page
+    assert {name: shown for name, shown in page.items() if not name.startswith("process_")} == {
+        "maxsimd_http_requests": (
+            "counter",
+            "HTTP requests answered",
+            {"maxsimd_http_requests_total": [{"route": "/score", "status": "200"}]},
+        ),
+        "maxsimd_http_request_seconds": (
+            "histogram",
+            "Seconds from a request's arrival to its answer",
+            {
+                "maxsimd_http_request_seconds_bucket": [by_route | {"le": bound} for bound in bounds],
+                "maxsimd_http_request_seconds_count": [by_route],
+                "maxsimd_http_request_seconds_sum": [by_route],
+            },
+        ),
+        "maxsimd_http_in_flight": ("gauge", "HTTP requests being answered", {"maxsimd_http_in_flight": [{}]}),
+        "maxsimd_http_connections": ("gauge", "Connections of clients", {"maxsimd_http_connections": [{}]}),
+        "maxsimd_http_cut_connections": (
+            "counter",
+            "Connections that the server ended: idle, slow, or to make room for others",
+            {"maxsimd_http_cut_connections_total": [{"reason": "idle"}]},
+        ),
+        "maxsimd_event_loop_lag_seconds": (
+            "histogram",
+            "How much later than asked for the event loop woke a sleeper",
+            {
+                "maxsimd_event_loop_lag_seconds_bucket": [{"le": bound} for bound in bounds],
+                "maxsimd_event_loop_lag_seconds_count": [{}],
+                "maxsimd_event_loop_lag_seconds_sum": [{}],
+            },
+        ),
+    }
+
+
+async def test_only_what_the_event_loop_is_late_counts_as_lag() -> None:
+    registry = CollectorRegistry()
+    metrics = ServerMetrics(registry)
+
+    def lag(sample: str, **labels: str) -> float:
+        return registry.get_sample_value(f"maxsimd_event_loop_lag_seconds_{sample}", labels) or 0.0
+
+    watcher = asyncio.create_task(metrics.watch_lag())
+    await until(lambda: watcher.done() or lag("bucket", le="0.05") >= 1)  # now and then it is hardly late
+    assert not watcher.done()
+    count, total = lag("count"), lag("sum")
+    await asyncio.sleep(0)
+    time.sleep(0.4)  # noqa: ASYNC251 (this is what must be noticed)
+    await until(lambda: watcher.done() or lag("count") > count)
+    # It slept for at most its period of 0.1 s meanwhile, which is not lag.
+    assert 0.25 < lag("sum") - total < 30
+    assert not watcher.done()
+    watcher.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watcher

@@ -1,0 +1,204 @@
+"""The server's options: each reaches what it is for, from the command line on."""
+
+import dataclasses
+import json
+import typing
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from maxsimd.api.cli import main
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.options import flag
+from maxsimd.engine import EngineConfig
+
+Captured = list[tuple[EngineConfig, ServerConfig, float]]
+
+
+@click.command()
+def measure() -> None:
+    click.echo("measured")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Captured:
+    """What the server was asked to run, instead of running it."""
+    captured: Captured = []
+
+    def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
+        captured.append((engine_config, server_config, started))
+        return 7
+
+    monkeypatch.setattr("maxsimd.api.serve.serve", serve)
+    monkeypatch.setattr("maxsimd.api.fleet.supervisor.supervise", serve)
+    monkeypatch.setattr("maxsimd.api.logs.set_up_logging", lambda level, form: None)
+    return captured
+
+
+def _sample(config: type, field: "dataclasses.Field[Any]") -> Any:
+    """A value of an option that differs from its default."""
+    kind = typing.get_type_hints(config)[field.name]
+    kinds = [kind, *typing.get_args(kind)]
+    for choices in kinds:
+        if typing.get_origin(choices) is typing.Literal:
+            return next(value for value in typing.get_args(choices) if value != field.default)
+    if bool in kinds:
+        return not field.default
+    if field.name == "steps_in_flight":
+        return 1
+    if field.name == "compress_ratio":
+        return 4
+    if int in kinds:
+        return 7 if field.name in ("fronts", "replicas") else 77
+    if float in kinds:
+        return 7.5
+    if field.name == "cors_origin":
+        return ("https://one.example", "*")
+    if typing.get_origin(kind) is tuple:
+        return ("one", "two")
+    return "1,2,3" if field.name in ("hybrid_weights", "compress_layers") else "something"
+
+
+def test_every_option_reaches_its_configuration(served: Captured) -> None:
+    for index in (0, 1):
+        kind = (EngineConfig, ServerConfig)[index]
+        for field in dataclasses.fields(kind):
+            if field.name == "model":
+                continue
+            value = _sample(kind, field)
+            name = flag(field.name)
+            if isinstance(value, bool):
+                arguments = [name]
+            elif isinstance(value, tuple):
+                arguments = [part for one in value for part in (name, one)]
+            else:
+                arguments = [name, str(value)]
+            # A key is of use only with its certificate.
+            also = {"tls_cert": "cert"} if field.name == "tls_key" else {}
+            arguments += [part for other in also for part in (flag(other), also[other])]
+            served.clear()
+            result = CliRunner().invoke(main, ["serve", *arguments])
+            assert result.exit_code == 7, result.output
+            expected: list[Any] = [EngineConfig(), ServerConfig()]
+            assert value != getattr(expected[index], field.name)
+            expected[index] = dataclasses.replace(expected[index], **{field.name: value} | also)
+            assert list(served[0][:2]) == expected
+
+
+def test_serve_takes_a_model_and_returns_the_servers_status(served: Captured) -> None:
+    result = CliRunner().invoke(main, ["serve", "some/model", "--port", "1"])
+    assert result.exit_code == 7
+    assert served[0][:2] == (EngineConfig(model="some/model"), ServerConfig(port=1))
+
+
+def test_serve_sets_up_logging_as_asked(served: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up: list[tuple[str, str]] = []
+    monkeypatch.setattr("maxsimd.api.logs.set_up_logging", lambda level, form: set_up.append((level, form)))
+    CliRunner().invoke(main, ["serve", "--log-level", "debug", "--log-format", "json"])
+    CliRunner().invoke(main, ["serve"])
+    assert set_up == [("debug", "json"), ("info", "text")]
+
+
+def test_a_wrong_option_is_explained(served: Captured) -> None:
+    for arguments, message in (
+        (["--max-body-mb", "0"], "max_body_mb must be at least 1, not 0"),
+        (["--max-documents", "0"], "max_documents must be at least 1, not 0"),
+        (["--steps-in-flight", "3"], "steps_in_flight must be 1 or 2, not 3"),
+        (["--max-connections", "0"], "max_connections must be at least 1, not 0"),
+        (["--grace-seconds", "nan"], "grace_seconds must be a number from 0 on, not nan"),
+        (["--grace-seconds", "-1"], "grace_seconds must be a number from 0 on, not -1.0"),
+        (["--grace-seconds", "inf"], "grace_seconds must be a number from 0 on, not inf"),
+        (["--header-seconds", "0"], "header_seconds must be a number above 0, not 0.0"),
+        (["--transfer-seconds", "inf"], "transfer_seconds must be a number above 0, not inf"),
+        (["--idle-seconds", "nan"], "idle_seconds must be a number above 0, not nan"),
+        (["--min-bytes-per-second", "-1"], "min_bytes_per_second must not be negative, not -1"),
+        (["--port", "65536"], "port must be from 0 to 65535, not 65536"),
+        (["--port", "-1"], "port must be from 0 to 65535, not -1"),
+        (["--api-key", ""], "api_key must not be empty"),
+        (["--api-key", "one", "--api-key", " \t"], "api_key must not be empty"),
+        (["--tls-key", "key"], "tls_key is of no use without tls_cert"),
+        (["--cors-origin", "example.com"], "cors_origin must be * or like https://example.com"),
+        (["--cors-origin", "https://example.com/"], "cors_origin must be * or like https://example.com"),
+        (["--port", "x"], "Invalid value for '--port'"),
+        (["--long-documents", "all"], "Invalid value for '--long-documents'"),
+        (["--nope"], "No such option"),
+    ):
+        result = CliRunner().invoke(main, ["serve", *arguments])
+        assert result.exit_code == 2
+        assert message in result.output
+        assert served == []
+
+
+def test_the_least_and_the_greatest_values_are_taken() -> None:
+    least = {"max_body_mb": 1, "max_documents": 1, "max_connections": 1, "grace_seconds": 0.0, "port": 0}
+    for values in (least, {"min_bytes_per_second": 0}, {"port": 65_535}):
+        config = ServerConfig(**values)
+        assert {name: getattr(config, name) for name in values} == values
+
+
+def test_keys_come_from_the_environment_too(served: Captured) -> None:
+    for value in ("two,three", " two , three,", "two\nthree\n"):
+        served.clear()
+        CliRunner().invoke(main, ["serve", "--api-key", "one"], env={"MAXSIMD_API_KEY": value})
+        assert served[0][1] == ServerConfig(api_key=("one", "two", "three"))
+
+
+def test_a_variable_without_a_key_does_not_open_the_server(served: Captured) -> None:
+    for value in ("", " ", ",\n,"):
+        result = CliRunner().invoke(main, ["serve"], env={"MAXSIMD_API_KEY": value})
+        assert result.exit_code == 2
+        assert "MAXSIMD_API_KEY is set, but holds no key; give it one or unset it" in result.output
+        assert served == []
+
+
+def test_help_says_what_each_option_is_for_and_its_default() -> None:
+    shown = " ".join(CliRunner().invoke(main, ["serve", "--help"], terminal_width=200).output.split())
+    for config in (EngineConfig, ServerConfig):
+        for field in dataclasses.fields(config):
+            if field.name != "model":
+                assert flag(field.name) in shown
+                assert " ".join(field.metadata["help"].split()) in shown
+    for default in ("[default: 127.0.0.1]", "[default: 8000]", "[default: 30.0]", "[default: truncate]"):
+        assert default in shown
+    assert "[default: False]" not in shown
+
+
+def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("measure", f"{__name__}:measure", "maxsimd.commands")
+    points = {"maxsimd.commands": [point]}
+    monkeypatch.setattr("maxsimd.api.cli.entry_points", lambda *, group: points[group])
+    runner = CliRunner()
+    listed = runner.invoke(main, ["--help"]).output.partition("Commands:\n")[2].splitlines()
+    names = "calibrate download embed eval inspect measure rerank score serve version"
+    assert [line.split()[0] for line in listed] == names.split()
+    assert runner.invoke(main, ["measure"]).output == "measured\n"
+    assert runner.invoke(main, ["inspect", "--help"]).exit_code == 0
+    assert "No such command 'weigh'" in runner.invoke(main, ["weigh"]).output
+
+
+def test_inspect_says_what_is_wrong_with_a_model() -> None:
+    result = CliRunner().invoke(main, ["inspect", "/nowhere/at/all"])
+    assert result.exit_code == 1
+    assert "Error: there is no folder '/nowhere/at/all'" in result.output
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_inspect_hands_on_what_it_was_asked(monkeypatch: pytest.MonkeyPatch, check: bool) -> None:
+    asked: list[tuple[EngineConfig, bool]] = []
+
+    def inspect_model(config: EngineConfig, check: bool) -> dict[str, Any]:
+        asked.append((config, check))
+        return {"größe": 1}
+
+    monkeypatch.setattr("maxsimd.engine.inspection.inspect_model", inspect_model)
+    monkeypatch.setattr("maxsimd.engine.inspection.show", lambda rows: f"shown: {rows}")
+    flags = ["--check"] if check else []
+    shown = CliRunner().invoke(main, ["inspect", "some/model", "--dtype", "float16", *flags])
+    assert shown.output == "shown: {'größe': 1}\n"
+    as_json = CliRunner().invoke(main, ["inspect", "some/model", "--dtype", "float16", "--json", *flags])
+    assert json.loads(as_json.output) == {"größe": 1}
+    assert "größe" in as_json.output
+    assert asked == [(EngineConfig(model="some/model", dtype="float16"), check)] * 2

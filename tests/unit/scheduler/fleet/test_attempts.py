@@ -1,0 +1,207 @@
+"""What becomes of a request's parts when members of a fleet die, are full, or answer with errors."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.scheduler.fleet import Attempts, Fail, Member, Merge, Part, RetryBudget, Send
+
+MEMBERS = tuple(Member(slot, f"m{slot}", "f") for slot in range(4))
+
+
+def part(*indices: int, members: tuple[Member, ...] = MEMBERS) -> Part:
+    return Part(members, np.array(indices, dtype=np.int64), 10 * len(indices))
+
+
+def test_parts_are_sent_to_their_first_members_and_answered() -> None:
+    attempts = Attempts([part(0, 1), part(2, members=MEMBERS[::-1])], RetryBudget())
+    sends = attempts.begin()
+    assert {send.member.name for send in sends} == {"m0", "m3"}
+    assert not any(send.is_suspect for send in sends)
+    assert attempts.answered(sends[0].attempt)
+    assert not attempts.answered(sends[0].attempt), "no attempt is answered twice"
+    assert not attempts.is_over
+    assert attempts.answered(sends[1].attempt)
+    assert attempts.is_over
+
+
+def test_a_part_whose_member_died_goes_to_the_next() -> None:
+    attempts = Attempts([part(0, 1)], RetryBudget())
+    [first] = attempts.begin()
+    [second] = attempts.lost(first.attempt, MEMBERS[1:])
+    assert second.member.name == "m1"
+    assert not second.is_suspect
+    assert not attempts.answered(first.attempt), "its late answer does not count"
+    assert attempts.lost(first.attempt, MEMBERS[1:]) == []
+    assert attempts.answered(second.attempt)
+    assert attempts.is_over
+
+
+def test_one_that_replaces_a_dead_member_may_take_its_part() -> None:
+    attempts = Attempts([part(0, members=MEMBERS[:1])], RetryBudget())
+    [first] = attempts.begin()
+    newer = Member(0, "newer", "f")
+    [second] = attempts.lost(first.attempt, [newer])
+    assert second.member is newer
+
+
+def test_a_part_that_killed_two_is_halved_and_then_fails() -> None:
+    attempts = Attempts([part(4, 5, 6), part(7)], RetryBudget())
+    sends = {tuple(send.part.indices.tolist()): send for send in attempts.begin()}
+    [again] = attempts.lost(sends[4, 5, 6].attempt, MEMBERS[1:])
+    halves = attempts.lost(again.attempt, MEMBERS[2:])
+    assert isinstance(halves, list)
+    assert [half.part.indices.tolist() for half in halves] == [[4], [5, 6]]
+    assert all(half.is_suspect and half.member.name in ("m2", "m3") for half in halves)
+    assert attempts.answered(halves[0].attempt)
+    failed = attempts.lost(halves[1].attempt, MEMBERS[3:])
+    assert isinstance(failed, Fail)
+    assert failed.error.kind == "lost"
+    assert failed.error.indices == (5, 6)
+    assert "documents[5], documents[6]" in failed.error.message
+    assert failed.cancelled == (sends[(7,)].attempt,)
+    assert attempts.is_over
+    assert not attempts.answered(sends[(7,)].attempt)
+
+
+def test_a_part_without_room_is_tried_once_elsewhere() -> None:
+    attempts = Attempts([part(0), part(1)], RetryBudget())
+    first, other = attempts.begin()
+    [second] = attempts.full(first.attempt, 3.0, MEMBERS)
+    assert second.member.name == "m1"
+    failed = attempts.full(second.attempt, 2.0, MEMBERS)
+    assert isinstance(failed, Fail)
+    assert (failed.error.kind, failed.error.retry_after) == ("full", 3.0)
+    assert failed.cancelled == (other.attempt,)
+    assert attempts.full(other.attempt, 1.0, MEMBERS) == []
+
+
+def test_an_error_names_the_document_by_its_place_in_the_request() -> None:
+    attempts = Attempts([part(3, 8, 9)], RetryBudget())
+    [send] = attempts.begin()
+    failed = attempts.failed(send.attempt, "invalid", "is too long", 1)
+    assert failed is not None
+    assert failed.error.indices == (8,)
+    assert attempts.failed(send.attempt, "invalid", "is too long", 1) is None
+
+
+def test_without_anybody_left_the_request_fails() -> None:
+    attempts = Attempts([part(0)], RetryBudget())
+    [send] = attempts.begin()
+    failed = attempts.lost(send.attempt, MEMBERS[:1])
+    assert isinstance(failed, Fail)
+    assert "no engine is left" in failed.error.message
+
+
+def test_retries_are_a_share_of_what_is_sent() -> None:
+    budget = RetryBudget(share=0.1, spare=2.0)
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+    for _ in range(11):
+        budget.sent()
+    assert [budget.take() for _ in range(2)] == [True, False]
+    attempts = Attempts([part(0)], budget)
+    [send] = attempts.begin()
+    failed = attempts.lost(send.attempt, MEMBERS[1:])
+    assert isinstance(failed, Fail)
+    assert "too many" in failed.error.message
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(2, 6), st.booleans())
+def test_nothing_is_lost_or_doubled_while_members_die(
+    seed: int, documents: int, members: int, poisoned: bool
+) -> None:
+    """Members die at random, and are replaced; answers come in any order, some after they were given up. One
+    document may kill whoever scores it."""
+    chance = random.Random(seed)
+    alive = [Member(slot, f"m{slot}", "f") for slot in range(members)]
+    poison = chance.randrange(documents) if poisoned else None
+    owners = np.array([chance.randrange(members) for _ in range(documents)])
+    parts = [
+        Part((alive[slot], *alive[:slot], *alive[slot + 1 :]), np.flatnonzero(owners == slot), 10)
+        for slot in set(owners.tolist())
+    ]
+    attempts, merge = Attempts(parts, RetryBudget(spare=1_000.0)), Merge(documents)
+    waiting, failed, born, by_poison = attempts.begin(), None, members, 0
+    random_deaths = 2 if poison is None else 0
+    while waiting and failed is None:
+        send = waiting.pop(chance.randrange(len(waiting)))
+        kills = poison is not None and poison in send.part.indices
+        by_poison += kills
+        if kills or (random_deaths and chance.random() < 0.3 and not send.is_suspect):
+            random_deaths -= not kills
+            alive = [member for member in alive if member.name != send.member.name]
+            alive.append(Member(send.member.slot, f"m{born}", "f"))
+            born += 1
+            outcome = attempts.lost(send.attempt, alive)
+            if isinstance(outcome, Fail):
+                failed = outcome
+            else:
+                waiting += outcome
+            if chance.random() < 0.5:  # it had not died, but could not be reached
+                assert not attempts.answered(send.attempt)
+        elif attempts.answered(send.attempt):
+            merge.commit(send.part.indices, send.part.indices.astype(np.float64))
+    assert attempts.is_over
+    if poison is None:
+        assert failed is None
+        assert merge.result().tolist() == list(range(documents))
+    else:
+        assert failed is not None
+        assert poison in failed.error.indices
+        assert by_poison == 3
+
+
+def test_each_score_is_written_once() -> None:
+    merge = Merge(3)
+    merge.commit(np.array([2, 0]), np.array([0.2, 0.0]))
+    assert merge.missing.tolist() == [1]
+    with pytest.raises(ValueError, match="no score yet"):
+        merge.result()
+    for indices, said in (([0], "twice"), ([1, 1], "twice"), ([3], "beyond"), ([-1], "beyond")):
+        with pytest.raises(ValueError, match=said):
+            merge.commit(np.array(indices), np.zeros(len(indices)))
+    with pytest.raises(ValueError, match="2 scores for 1"):
+        merge.commit(np.array([1]), np.zeros(2))
+    merge.commit(np.array([1]), np.array([0.1]))
+    assert merge.result().tolist() == [0.0, 0.1, 0.2]
+    assert isinstance(Attempts([part(0)], RetryBudget()).begin()[0], Send)
+
+
+def test_no_attempt_is_cancelled_that_was_never_sent() -> None:
+    budget = RetryBudget(share=0.0, spare=2.0)  # for one retry, and for one of two halves
+    attempts = Attempts([part(0, 1)], budget)
+    [first] = attempts.begin()
+    [second] = attempts.lost(first.attempt, MEMBERS[1:])
+    failed = attempts.lost(second.attempt, MEMBERS[2:])
+    assert isinstance(failed, Fail)
+    assert failed.cancelled == ()
+
+
+def test_what_was_never_sent_counts_for_nothing() -> None:
+    members = tuple(Member(slot, f"m{slot}", "f") for slot in range(3))
+    part = Part(members, np.arange(4), 40)
+    attempts = Attempts([part], RetryBudget(spare=0.0))
+    [send] = attempts.begin()
+    assert attempts.avoided(send.attempt) == {"m0"}
+    again = attempts.unsent(send.attempt, members[1:])
+    assert isinstance(again, list)
+    assert [(each.member.name, each.is_suspect) for each in again] == [("m1", False)]
+    assert attempts.answered(again[0].attempt)
+    assert attempts.is_over
+
+
+def test_a_whole_part_is_suspected_but_not_halved() -> None:
+    members = tuple(Member(slot, f"m{slot}", "f") for slot in range(4))
+    part = Part(members, np.arange(4), 40, is_whole=True)
+    attempts = Attempts([part], RetryBudget())
+    sends = attempts.begin()
+    for lost in (1, 2):
+        again = attempts.lost(sends[0].attempt, members[lost:])
+        assert isinstance(again, list)
+        sends = again
+    assert [each.part.indices.tolist() for each in sends] == [[0, 1, 2, 3]]
+    assert sends[0].is_suspect

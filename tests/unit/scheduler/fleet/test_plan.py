@@ -1,0 +1,284 @@
+"""Which member of a fleet takes which documents of a request."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.bench.fleet_changes import moved
+from maxsimd.scheduler.fleet import (
+    Cell,
+    Documents,
+    Loads,
+    Member,
+    Reach,
+    Seen,
+    Split,
+    cells_of,
+    digest_of,
+    plan,
+    ranked,
+    reach_of,
+)
+
+
+def fleet(count: int, fingerprint: str = "f") -> tuple[Member, ...]:
+    return tuple(Member(slot, f"m{slot}", fingerprint) for slot in range(count))
+
+
+def digests(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**64, count, dtype=np.uint64)
+
+
+def test_a_digest_is_of_the_text_alone() -> None:
+    assert digest_of("a") == digest_of("a") != digest_of("b")
+    assert 0 <= digest_of("\ud800") < 2**64, "half a surrogate pair is a text too"
+
+
+def test_owners_have_equal_shares() -> None:
+    owned = np.bincount(ranked(digests(80_000), range(8))[:, 0])
+    assert owned.min() > 9_500
+    assert owned.max() < 10_500
+
+
+def test_a_new_member_takes_its_share_and_moves_no_more() -> None:
+    for count in (1, 2, 3, 8, 40):
+        before, after = (ranked(digests(20_000), range(n))[:, 0] for n in (count, count + 1))
+        moved = before != after
+        assert (after[moved] == count).all()
+        assert moved.mean() <= 1.2 / (count + 1)
+
+
+def test_documents_of_a_member_that_goes_are_spread_over_all() -> None:
+    slots = [0, 1, 2, 3, 4]
+    order = ranked(digests(20_000), slots)
+    rest = ranked(digests(20_000), [slot for slot in slots if slot != 2])
+    owners = np.array([0, 1, 3, 4])[rest[:, 0]]
+    stayed = order[:, 0] != 2
+    assert (owners[stayed] == order[stayed, 0]).all()
+    assert (owners[~stayed] == order[~stayed, 1]).all(), "the second in turn takes over"
+    assert np.bincount(owners[~stayed])[[0, 1, 3, 4]].min() > 800
+
+
+def test_cells_are_of_neighbouring_slots() -> None:
+    members = fleet(20)
+    assert slots_of(cells_of(members, 8)) == [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
+    replaced = Member(3, "newer", "f")
+    assert cells_of([*members, replaced], 8)[0].members[3] is replaced
+    with pytest.raises(ValueError, match="share no request"):
+        cells_of([*members, Member(19, "other", "g")])
+    with pytest.raises(ValueError, match="room for a member"):
+        cells_of(members, 0)
+
+
+def reach_over(members: tuple[Member, ...]) -> Reach:
+    """A request over all members of a small fleet."""
+    [cell] = cells_of(members)
+    return Reach(cell)
+
+
+def slots_of(cells: tuple[Cell, ...]) -> list[list[int]]:
+    return [[member.slot for member in cell.members] for cell in cells]
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 12))
+def test_every_member_is_in_the_cell_of_its_slot(slots: set[int], size: int) -> None:
+    cells = cells_of([Member(slot, f"m{slot}", "f") for slot in slots], size)
+    assert [slot for cell in slots_of(cells) for slot in cell] == sorted(slots)
+    assert len({cell.number for cell in cells}) == len(cells)
+    for cell in cells:
+        assert {member.slot // size for member in cell.members} == {cell.number}
+        assert cell.is_full == (len(cell.members) == size)
+
+
+def test_documents_of_free_slots_go_to_another_cell() -> None:
+    full, partial = cells_of(fleet(11), 8)
+    numbers = digests(4_000)
+    reach = Reach(partial, full)
+    assert [member.slot for member in reach.members] == [8, 9, 10, *range(8)]
+    slots = np.array([member.slot for member in reach.members])
+    order = slots[reach.ranked(numbers)]
+    assert (np.sort(order, axis=1) == np.arange(11)).all(), "each member is in each document's order"
+    of_all_slots = 8 + ranked(numbers, range(8, 16))[:, 0]
+    has_member = of_all_slots < 11
+    assert (order[has_member, 0] == of_all_slots[has_member]).all()
+    assert (order[~has_member, 0] == ranked(numbers, range(8))[~has_member, 0]).all()
+    assert (reach.numbers(numbers) == np.where(has_member, 1, 0)).all()
+    assert 0.3 < has_member.mean() < 0.45, "three of eight slots have a member"
+
+
+def test_where_there_is_one_cell_its_members_own_everything() -> None:
+    [cell] = cells_of([member for member in fleet(8) if member.slot != 3], 8)
+    reach = reach_of([cell], lambda _: 0.0, 123)
+    assert reach == Reach(cell)
+    assert (reach.ranked(digests(100)) == ranked(digests(100), [0, 1, 2, 4, 5, 6, 7])).all()
+    assert (reach.numbers(digests(100)) == 0).all()
+
+
+def test_the_lighter_of_two_cells_is_taken() -> None:
+    cells = cells_of(fleet(30), 8)
+    heavy = cells[1]
+    draws = random.Random(0)
+    taken = [reach_of(cells, lambda cell: float(cell is heavy), draws.getrandbits(64)) for _ in range(300)]
+    assert {reach.cell.number for reach in taken} == {0, 2, 3}
+    for reach in taken:
+        assert (reach.other is None) == reach.cell.is_full
+        assert reach.other is not reach.cell
+
+
+def test_documents_move_to_a_member_that_comes_and_nowhere_else() -> None:
+    for count in (12, 16):  # fewer: see test_simulation
+        assert moved(fleet(count), fleet(count + 1), 8) <= 1.2 / (count + 1)
+
+
+def test_where_a_member_was_its_documents_are_in_other_cells() -> None:
+    assert moved(fleet(16), fleet(16)[:-1], 8) == 0
+    assert moved(fleet(16), fleet(16)[1:], 8) == 0
+    assert 0.9 / 8 < moved(fleet(8), fleet(8)[1:], 8) < 1.1 / 8, "where there is none, they are anew"
+
+
+requests = st.integers(1, 8).flatmap(
+    lambda members: st.tuples(
+        st.just(fleet(members)),
+        st.lists(st.tuples(st.integers(0, 40), st.integers(0, 500)), min_size=1, max_size=80),
+        st.lists(st.integers(0, 5_000), min_size=members, max_size=members),
+        st.integers(0, 2_000),
+    )
+)
+
+
+@settings(deadline=None)
+@given(requests, st.sampled_from(Split))
+def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, split: Split) -> None:
+    members, documents, loads, least = request
+    numbers = np.array([number for number, _ in documents], dtype=np.uint64)
+    tokens = np.array([count for _, count in documents], dtype=np.int64)
+    load = np.array(loads, dtype=np.int64)
+    parts = plan(Documents(numbers, tokens, tokens), reach_over(members), load, split, least)
+    held = np.concatenate([part.indices for part in parts])
+    assert sorted(held.tolist()) == list(range(len(documents)))
+    assert all((np.diff(part.indices) > 0).all() for part in parts)
+    assert sum(part.weight for part in parts) == tokens.sum()
+    for part in parts:
+        assert sorted(member.slot for member in part.members) == list(range(len(members)))
+    owner = {int(index): place for place, part in enumerate(parts) for index in part.indices}
+    for number in set(numbers.tolist()):
+        assert len({owner[index] for index in np.flatnonzero(numbers == number).tolist()}) == 1
+    if split is Split.NEVER:
+        [part] = parts
+        assert load[part.members[0].slot] == load.min()
+    if split is Split.BY_TOKENS:
+        assert len(parts) <= max(1, np.bincount(owner_of(numbers), tokens).clip(1).sum() // max(1, least))
+
+
+def owner_of(numbers: np.ndarray) -> np.ndarray:
+    return np.unique(numbers, return_inverse=True)[1]
+
+
+@settings(deadline=None)
+@given(requests)
+def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
+    members, documents, loads, least = request
+    numbers = np.arange(len(documents), dtype=np.uint64)
+    tokens = np.array([count for _, count in documents], dtype=np.int64)
+    load = np.array(loads, dtype=np.int64)
+    after = load.copy()
+    weights = np.maximum(tokens, 1)
+    for part in plan(Documents(numbers, tokens, tokens), reach_over(members), load, Split.BY_OWNER, least):
+        slot = part.members[0].slot
+        after[slot] += weights[part.indices].sum()
+    most = 1.25 * (load.sum() + weights.sum()) / len(members) + least
+    most += weights.sum() if tokens.sum() <= least else weights.max()  # a small request stays whole
+    assert (after[after > load] <= most).all()
+
+
+def test_a_document_with_room_at_its_owner_goes_there() -> None:
+    members, numbers = fleet(4), digests(40)
+    tokens = np.full(40, 10, dtype=np.int64)
+    parts = plan(
+        Documents(numbers, tokens, tokens),
+        reach_over(members),
+        np.zeros(4, dtype=np.int64),
+        Split.BY_OWNER,
+        300,
+    )
+    owners = ranked(numbers, range(4))[:, 0]
+    for part in parts:
+        assert (owners[part.indices] == part.members[0].slot).all()
+
+
+def test_a_small_request_goes_to_the_owner_of_most_of_it() -> None:
+    members, numbers = fleet(4), digests(5)
+    owners = ranked(numbers, range(4))[:, 0]
+    tokens = np.where(owners == owners[0], 100, 10)
+    idle = np.zeros(4, dtype=np.int64)
+    [part] = plan(Documents(numbers, tokens, tokens), reach_over(members), idle, Split.BY_OWNER, 1_000)
+    assert part.members[0].slot == owners[0]
+    busy = np.where(np.arange(4) == owners[0], 100_000, 0)
+    [part] = plan(Documents(numbers, tokens, tokens), reach_over(members), busy, Split.BY_OWNER, 1_000)
+    assert part.members[0].slot != owners[0], "but not where too many wait"
+
+
+def test_parts_by_tokens_are_about_equal_and_avoid_the_busy() -> None:
+    tokens = np.random.default_rng(0).integers(1, 512, 1_000)
+    load = np.array([0, 0, 60_000, 0], dtype=np.int64)
+    parts = plan(
+        Documents(digests(1_000), tokens, tokens), reach_over(fleet(4)), load, Split.BY_TOKENS, 1_000
+    )
+    after = load.copy()
+    for part in parts:
+        after[part.members[0].slot] += part.weight
+    assert after.max() - after.min() < 512
+    few = plan(
+        Documents(digests(10), np.full(10, 100), np.full(10, 100)),
+        reach_over(fleet(4)),
+        load,
+        Split.BY_TOKENS,
+        600,
+    )
+    assert [part.members[0].slot for part in few] == [0], "there is too little for two"
+
+
+def test_nobody_can_take_a_part_of_an_empty_fleet() -> None:
+    none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
+    with pytest.raises(ValueError, match="no member"):
+        plan(Documents(digests(1), one, one), Reach(Cell(0, ())), none, Split.BY_OWNER, 1)
+    assert plan(Documents(digests(0), none, none), reach_over(fleet(1)), one, Split.NEVER, 1) == []
+
+
+def test_loads_are_what_was_sent_and_what_others_sent() -> None:
+    one, two = fleet(2)
+    loads = Loads()
+    loads.sent(one, 100)
+    loads.sent(one, 50)
+    loads.sent(two, 30)
+    assert loads.of([one, two]).tolist() == [150, 30]
+    loads.answered(one, 100, queued_tokens=250)  # 50 of them are ours
+    assert loads.of([one, two]).tolist() == [250, 30]
+    loads.answered(two, 30, queued_tokens=None)
+    loads.forget_others([two])
+    assert loads.of([one, two]).tolist() == [0, 0]
+
+
+def test_seen_documents_weigh_little_while_their_member_lives() -> None:
+    reach = reach_over(fleet(2))
+    seen, tokens = Seen(capacity=2), np.full(3, 100)
+    numbers = np.array([1, 2, 3], dtype=np.uint64)
+    assert seen.weights(reach, numbers, tokens).tolist() == [100, 100, 100]
+    seen.remember(reach, [1, 2, 3], reach.members[0])
+    assert seen.weights(reach, numbers, tokens).tolist() == [100, 2, 2], "the oldest is forgotten"
+    survivor = Reach(Cell(0, reach.members[1:]))
+    assert seen.weights(survivor, numbers, tokens).tolist() == [100, 100, 100]
+    other = Reach(Cell(1, (Member(8, "m8", "f"),)))
+    assert seen.weights(other, numbers, tokens).tolist() == [100, 100, 100]
+
+
+def test_documents_of_free_slots_are_looked_for_where_they_go() -> None:
+    full, partial = cells_of(fleet(9), 8)
+    reach, seen, numbers = Reach(partial, full), Seen(1_000), digests(200)
+    seen.remember(Reach(full), numbers.tolist(), full.members[0])
+    weights = seen.weights(reach, numbers, np.full(200, 100))
+    assert (weights == np.where(partial.is_owned(numbers), 100, 2)).all()

@@ -1,0 +1,105 @@
+"""Fleets that are simulated with the code that plans for real ones."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from maxsimd.bench import fleet_command
+from maxsimd.bench.fleet_changes import moved, moves_of_growth, moves_times_members
+from maxsimd.bench.fleet_command import bench_fleet
+from maxsimd.bench.fleet_simulation import FleetShape, Routing, simulate
+from maxsimd.scheduler.fleet import Member
+
+ROOT = Path(__file__).parents[4]
+
+
+def exhaustive(*values: object) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+
+
+@pytest.fixture(scope="module")
+def healthy() -> dict[str, float]:
+    return simulate(FleetShape(8, collection=3_000), 300)
+
+
+@pytest.mark.parametrize("routing", [Routing.RANDOM, *exhaustive(Routing.ANYWHERE, Routing.LIGHTER_OF_TWO)])
+def test_owners_keep_more_and_answer_sooner(healthy: dict[str, float], routing: Routing) -> None:
+    other = simulate(FleetShape(8, collection=3_000, routing=routing), 300)
+    assert 1 - healthy["hits"] <= (1 - other["hits"]) / 2
+    assert healthy["p99_ms"] < other["p99_ms"]
+
+
+@pytest.mark.parametrize("members", [9, *exhaustive(12, 20)])
+def test_the_busiest_engine_does_little_more_than_the_mean(members: int) -> None:
+    figures = simulate(FleetShape(members, collection=6_000), 50 * members)
+    assert figures["max_over_mean_load"] <= 1.3
+    assert figures["failed"] == 0
+
+
+@pytest.mark.exhaustive
+def test_ten_engines_are_no_slower_than_eight() -> None:
+    """Two engines beyond a cell do not have to answer requests by themselves."""
+    eight, ten = (simulate(FleetShape(members), 1_000) for members in (8, 10))
+    assert ten["p99_ms"] <= 1.2 * eight["p99_ms"]
+    assert ten["hits"] >= eight["hits"] - 0.01
+
+
+def test_a_death_costs_no_request(healthy: dict[str, float]) -> None:
+    figures = simulate(FleetShape(8, collection=3_000, busy=0.8, dies=True), 300)
+    assert figures["failed"] == 0
+    assert figures["tried_again"] > 0
+    assert figures["hits"] > healthy["hits"] - 0.1
+
+
+def test_a_slow_engine_is_noticed(healthy: dict[str, float]) -> None:
+    figures = simulate(FleetShape(8, collection=3_000, slowness=5.0), 300)
+    assert figures["p99_ms"] > healthy["p99_ms"]
+
+
+@pytest.mark.parametrize("members", [10, *exhaustive(1, 100, 1_000)])
+def test_a_member_that_comes_or_goes_moves_its_share(members: int) -> None:
+    for change, times in moves_times_members(members, 8).items():
+        assert times <= 1.2, change
+
+
+def test_each_step_of_growth_moves_the_share_of_who_comes() -> None:
+    assert max(moves_of_growth(10, 8)) <= 1.2
+
+
+def test_nothing_moves_where_nothing_changes() -> None:
+    fleet = tuple(Member(slot, f"m{slot}", "f") for slot in range(20))
+    assert moved(fleet, fleet, 8) == 0.0
+    strangers = tuple(replace(member, name=f"new-{member.name}") for member in fleet)
+    assert moved(fleet, strangers, 8) == pytest.approx(1.0)
+
+
+def test_a_simulation_is_the_same_each_time() -> None:
+    shape = FleetShape(3, collection=500, cache=100, documents=10)
+    assert simulate(shape, 50) == simulate(shape, 50)
+
+
+@pytest.mark.exhaustive
+def test_the_command_prints_writes_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_command, "_LEAST_REQUESTS", 20)
+    written, drawn = tmp_path / "fleet.json", tmp_path / "fleet.svg"
+    words = f"--members 2 --requests 1 --json {written} --plot {drawn}".split()
+    ran = CliRunner().invoke(bench_fleet, words, catch_exceptions=False)
+    assert "2 engines, by owner" in ran.output
+    figures = json.loads(written.read_text(encoding="utf-8"))
+    assert [row["documents"] for row in figures["fleets"]] == ["by owner", "anywhere"]
+    assert "<svg" in drawn.read_text(encoding="utf-8")
+
+
+def test_documented_figures_are_within_bounds() -> None:
+    """A busiest engine at most 1.3 times the mean, 1,000 engines no slower than ten, and what moves."""
+    figures = json.loads((ROOT / "bench" / "results" / "fleet-simulation.json").read_text(encoding="utf-8"))
+    rows = {row["members"]: row for row in figures["fleets"] if row["documents"] == "by owner"}
+    assert list(rows) == [1, 10, 100, 1_000]
+    assert all(row["max_over_mean_load"] <= 1.3 for row in rows.values())
+    assert rows[1_000]["p99_ms"] <= 1.5 * rows[10]["p99_ms"]
+    assert all(times <= 1.2 for moves in figures["moves"].values() for times in moves.values())
+    assert max(figures["moves_of_growth"]) <= 1.2
