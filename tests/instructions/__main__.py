@@ -17,7 +17,7 @@ _FILES = (
     "tests/unit/test_kernels.py",
     "tests/unit/test_kernels_attention.py",
     "tests/unit/test_kernels_bits.py",
-    "tests/unit/test_maxsim.py",
+    "tests/unit/engine/scoring/test_maxsim.py",
     "tests/unit/test_finite.py",
     "tests/unit/test_packed.py",
     "tests/unit/test_relative_positions.py",

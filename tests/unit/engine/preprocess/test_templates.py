@@ -20,7 +20,7 @@ from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, ScoreRequest, Truncation
 from maxsimd.scheduler import Role
 from maxsimd.scheduler.payload import TokenIds
-from tests.unit.preprocessing import (
+from tests.unit.engine.preprocess.preprocessing import (
     CLS,
     DOCUMENT_PROMPT,
     INSTRUCT,

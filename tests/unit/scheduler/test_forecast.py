@@ -6,7 +6,7 @@ import pytest
 
 from maxsimd.scheduler import Scheduler, ServiceRate, StepLimits, WaitErrors
 from maxsimd.scheduler.forecast import work_ahead
-from tests.unit.scheduled_requests import texts
+from tests.unit.scheduler.scheduled_requests import texts
 
 BUDGET = 100
 ME = ("", 0)

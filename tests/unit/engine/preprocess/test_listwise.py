@@ -12,7 +12,7 @@ from maxsimd.engine.preprocess.listwise import in_blocks, listwise_prompt
 from maxsimd.engine.preprocess.shortest import shortest_sequences
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, ScoreRequest, Truncation
 from maxsimd.scheduler import ResultSlot
-from tests.unit.preprocessing import (
+from tests.unit.engine.preprocess.preprocessing import (
     DOCUMENT_MARKER,
     FIRST_WORD,
     QUERY_MARKER,

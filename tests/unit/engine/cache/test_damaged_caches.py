@@ -11,9 +11,9 @@ import pytest
 
 from maxsimd.engine.cache.database import DAMAGED_FILE, FILE
 from tests.damage import DAMAGES, heed_permissions
-from tests.unit.damaged_folders import MOMENTS
+from tests.unit.engine.cache.damaged_folders import MOMENTS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 NOT_OURS = "move it away, or name another folder"
 WRITING = "cannot be written to: "
@@ -82,7 +82,12 @@ class Run:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    command = [sys.executable, "-m", "tests.unit.damaged_folders", str(tmp_path_factory.mktemp("caches"))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.engine.cache.damaged_folders",
+        str(tmp_path_factory.mktemp("caches")),
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -18,8 +18,8 @@ from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_f
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, ScoreRequest, Truncation
 from maxsimd.scheduler import JoinedTokens
 from tests.checkpoints.tokenizer_kinds import qwen
-from tests.unit.preprocessing import CLS, SEP, ids, model, preprocessor, request_ids, words
-from tests.unit.preprocessing import tokenizer as small_tokenizer
+from tests.unit.engine.preprocess.preprocessing import CLS, SEP, ids, model, preprocessor, request_ids, words
+from tests.unit.engine.preprocess.preprocessing import tokenizer as small_tokenizer
 
 INSTRUCTED = ScoreTemplate(
     (

@@ -18,8 +18,16 @@ from maxsimd.engine.preprocess.tokenization import (
     in_parts,
     longest_first,
 )
-from tests.unit.preprocessing import CLS, QUERY_MARKER, SEP, VOCABULARY, fast_tokenizer, ids, words
-from tests.unit.preprocessing import tokenizer as small_tokenizer
+from tests.unit.engine.preprocess.preprocessing import (
+    CLS,
+    QUERY_MARKER,
+    SEP,
+    VOCABULARY,
+    fast_tokenizer,
+    ids,
+    words,
+)
+from tests.unit.engine.preprocess.preprocessing import tokenizer as small_tokenizer
 
 
 def _word_tokenizer() -> Tokenizer:

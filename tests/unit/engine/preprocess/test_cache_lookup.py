@@ -10,7 +10,14 @@ from maxsimd.engine.preprocess import Prepared
 from maxsimd.engine.preprocess.long_inputs import LongInputs
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, ScoreRequest, Truncation
 from maxsimd.scheduler import Role
-from tests.unit.preprocessing import embedding, empty_cache, model, preprocessor, request_ids, words
+from tests.unit.engine.preprocess.preprocessing import (
+    embedding,
+    empty_cache,
+    model,
+    preprocessor,
+    request_ids,
+    words,
+)
 
 LONG = words(30)
 LONGEST = 20

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from maxsimd.scheduler import Scheduler, Step, StepLimits
 from maxsimd.scheduler.small_requests import STEPS_BESIDE_SMALL
-from tests.unit.scheduled_requests import document, pages, query, run_dry, texts, tokens_by_request
+from tests.unit.scheduler.scheduled_requests import document, pages, query, run_dry, texts, tokens_by_request
 
 
 def scheduled(scheduler: Scheduler) -> Step:

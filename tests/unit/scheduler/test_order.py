@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import Scheduler, Step, StepLimits
-from tests.unit.scheduled_requests import cached, run_dry, texts, tokens_by_request
+from tests.unit.scheduler.scheduled_requests import cached, run_dry, texts, tokens_by_request
 
 
 def scheduler_of(

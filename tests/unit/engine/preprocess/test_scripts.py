@@ -23,7 +23,7 @@ from tests.checkpoints.tokenizer_kinds import (
     qwen,
     sentencepiece,
 )
-from tests.unit.cut_texts import (
+from tests.unit.engine.preprocess.cut_texts import (
     DIVIDERS,
     SCRIPTS,
     WITHOUT_LETTERS,

@@ -12,7 +12,7 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Prepared, RequestIds, usage_of
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, ScoreRequest, Truncation
 from maxsimd.scheduler import ResultSlot, Role
-from tests.unit.preprocessing import CLS, SEP, ids, model, preprocessor, request_ids, words
+from tests.unit.engine.preprocess.preprocessing import CLS, SEP, ids, model, preprocessor, request_ids, words
 
 LONGEST_FIRST = PairRules(truncation="longest_first")
 ONLY_SECOND = PairRules(truncation="only_second")

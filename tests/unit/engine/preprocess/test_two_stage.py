@@ -22,7 +22,7 @@ from maxsimd.engine.preprocess.two_stage import (
 from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
 from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.scheduler import ResultSlot, Role, Sequence, Window
-from tests.unit.preprocessing import (
+from tests.unit.engine.preprocess.preprocessing import (
     CLS,
     DOCUMENT_PROMPT,
     INSTRUCT_LABEL,

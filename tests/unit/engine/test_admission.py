@@ -15,7 +15,7 @@ from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import EmbedRequest, RunOptions, Truncation, Values
 from maxsimd.engine.tenants import Tenant, TenantLimits
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
-from tests.unit.scheduled_requests import texts
+from tests.unit.scheduler.scheduled_requests import texts
 
 LIMITS = AdmissionLimits(
     queued_tokens=10_000, request_tokens=5000, wait_seconds=2.0, sequence_tokens=50, step_tokens=50

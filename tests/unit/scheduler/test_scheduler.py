@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import ResultSlot, Scheduler, Sequence, StepLimits, Tokens
-from tests.unit.scheduled_requests import (
+from tests.unit.scheduler.scheduled_requests import (
     PlainOrder,
     Waiting,
     cached,

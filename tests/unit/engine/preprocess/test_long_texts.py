@@ -21,7 +21,7 @@ from maxsimd.engine.preprocess.tokenization import PART_CHARACTERS, Side, TextTo
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
 from tests.checkpoints.tokenizer_kinds import CUT, Kind, bert, llama_2, qwen
-from tests.unit.preprocessing import model, preprocessor, request_ids
+from tests.unit.engine.preprocess.preprocessing import model, preprocessor, request_ids
 
 KINDS = CUT | {"llama_2": llama_2}
 SIDES = st.sampled_from(["left", "right"])

@@ -7,7 +7,7 @@ from maxsimd.engine.checkpoint.model import Expansion
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.preprocess import check_room
 from maxsimd.engine.preprocess.shortest import shortest_sequences
-from tests.unit.preprocessing import MASK, model, tokenizer
+from tests.unit.engine.preprocess.preprocessing import MASK, model, tokenizer
 
 PROMPTED = model(
     query=RoleRules("query: w1 "),

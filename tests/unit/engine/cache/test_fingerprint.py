@@ -18,7 +18,7 @@ from maxsimd.engine.cache.fingerprint import ingredients
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device.open_cache import open_cache
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.unit.fingerprint_pairs import (
+from tests.unit.engine.cache.fingerprint_pairs import (
     BUILDERS,
     OF_NO_CONCERN,
     OF_QUERIES,

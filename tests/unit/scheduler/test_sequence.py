@@ -15,7 +15,7 @@ from maxsimd.scheduler import (
     Tokens,
     Window,
 )
-from tests.unit.scheduled_requests import cached, pairs, query, texts, tokens
+from tests.unit.scheduler.scheduled_requests import cached, pairs, query, texts, tokens
 
 SLOT = ResultSlot(7, 3)
 

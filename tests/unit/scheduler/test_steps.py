@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import Scheduler, Step, StepLimits, WaitingRequest, share_of
-from tests.unit.scheduled_requests import (
+from tests.unit.scheduler.scheduled_requests import (
     cached,
     cost,
     document,

@@ -15,7 +15,7 @@ from maxsimd.scheduler import (
     StepLimits,
     Tokens,
 )
-from tests.unit.scheduled_requests import WORDS, Picture, pages, texts
+from tests.unit.scheduler.scheduled_requests import WORDS, Picture, pages, texts
 
 
 def dry(scheduler: Scheduler) -> list[Step]:

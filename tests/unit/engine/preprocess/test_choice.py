@@ -16,7 +16,7 @@ from maxsimd.engine.preprocess.shortest import shortest_sequences
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest
 from maxsimd.scheduler import Sequence
-from tests.unit.preprocessing import MASK, model, preprocessor, request_ids
+from tests.unit.engine.preprocess.preprocessing import MASK, model, preprocessor, request_ids
 
 NOT_UNICODE = "broken \ud800"
 # The document is in the first segment, so that no tokens stand before it.

@@ -15,7 +15,7 @@ from maxsimd.engine.preprocess.long_inputs import LongInputs
 from maxsimd.engine.preprocess.texts import TextBuilder
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, EmbedRequest, Truncation
 from maxsimd.scheduler import ResultSlot, Role
-from tests.unit.preprocessing import (
+from tests.unit.engine.preprocess.preprocessing import (
     CLS,
     DOCUMENT_PROMPT,
     MASK,

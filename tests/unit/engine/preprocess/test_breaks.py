@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
 from tests.checkpoints import tokenizer_kinds
 from tests.checkpoints.tokenizer_kinds import CUT, QWEN, WHOLE, byte_level, charsmap, sentencepiece
-from tests.unit.cut_texts import assert_pieces_equal_the_whole, cut_kind
+from tests.unit.engine.preprocess.cut_texts import assert_pieces_equal_the_whole, cut_kind
 
 SEPARATED = st.sampled_from(["a", "the", "B", "1", "23", "\u6f22", " ", "\n", ",", ".", "x y", "a,b"])
 # What rules look at: whitespace of all kinds, punctuation, quotes, marks, scripts, emoji, what is removed,
