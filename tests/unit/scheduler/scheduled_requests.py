@@ -99,6 +99,7 @@ def pages(
 def run_dry(scheduler: Scheduler, most: int = 100_000) -> list[Step]:
     steps = []
     while (step := scheduler.schedule()) is not None:
+        assert step.num_parts > 0
         steps.append(step)
         assert len(steps) < most, "the scheduler does not come to an end"
     return steps

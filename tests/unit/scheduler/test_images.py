@@ -1,5 +1,7 @@
 """Pictures in the scheduler: encoded before their sequences, within the budget, and few features held."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,16 +17,7 @@ from maxsimd.scheduler import (
     StepLimits,
     Tokens,
 )
-from tests.unit.scheduler.scheduled_requests import WORDS, Picture, pages, texts
-
-
-def dry(scheduler: Scheduler) -> list[Step]:
-    steps = []
-    while (step := scheduler.schedule()) is not None:
-        assert step.num_parts > 0
-        steps.append(step)
-    return steps
-
+from tests.unit.scheduler.scheduled_requests import WORDS, Picture, pages, run_dry, texts
 
 PICTURES = st.tuples(st.integers(1, 60), st.integers(1, 60))
 DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
@@ -37,7 +30,7 @@ DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
     features=st.integers(1, 150),
     chunked=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_sequence_runs_once_in_a_later_step_than_its_pictures(
     requests: list[tuple[list[list[Picture]], int]],
     others: list[int],
@@ -94,27 +87,25 @@ def _features(sequence: Sequence) -> int:
     return sum(len(image.positions) for image in sequence.tokens.images)
 
 
+def steps_of(
+    documents: list[list[Picture]], *, chunked: bool = False, words: int = 3, **options: Any
+) -> list[Step]:
+    """The steps of a request of pages."""
+    scheduler = Scheduler(StepLimits(100, 100, chunked, **options))
+    sequences, images = pages(0, 0, documents, query_length=5, words=words)
+    scheduler.admit(0, sequences, images=images)
+    return run_dry(scheduler)
+
+
 def test_pictures_wait_while_as_many_features_are_held() -> None:
-    scheduler = Scheduler(StepLimits(100, 100, chunked=False, features=50))
-    sequences, images = pages(0, 0, [[(10, 40)], [(10, 40)], [(10, 10)]], query_length=5)
-    scheduler.admit(0, sequences, images=images)
-    steps = dry(scheduler)
+    steps = steps_of([[(10, 40)], [(10, 40)], [(10, 10)]], features=50)
     assert [[image.image_id for image in step.images] for step in steps] == [[1], [3, 5], []]
-
-
-def test_a_document_with_more_pictures_than_may_be_held_is_run_all_the_same() -> None:
-    scheduler = Scheduler(StepLimits(100, 100, chunked=False, features=10))
-    sequences, images = pages(0, 0, [[(30, 9), (30, 9), (30, 9)]], query_length=5)
-    scheduler.admit(0, sequences, images=images)
-    steps = dry(scheduler)
-    assert [len(step.images) for step in steps] == [3, 0]
+    more = steps_of([[(30, 9), (30, 9), (30, 9)]], features=10)
+    assert [len(step.images) for step in more] == [3, 0], "a document with more is run all the same"
 
 
 def test_a_picture_dearer_than_the_budget_has_a_step_of_its_own() -> None:
-    scheduler = Scheduler(StepLimits(100, 100, chunked=True))
-    sequences, images = pages(0, 0, [[(1_000, 9)]], query_length=5)
-    scheduler.admit(0, sequences, images=images)
-    steps = dry(scheduler)
+    steps = steps_of([[(1_000, 9)]], chunked=True)
     assert [(len(step.chunks), len(step.images)) for step in steps] == [(1, 0), (0, 1), (1, 0)]
 
 
@@ -124,15 +115,16 @@ def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
     scheduler = Scheduler(StepLimits(2048, 512, chunked=False))
     sequences, images = pages(0, 0, [[(215, 1024)]] * 50, query_length=20)
     scheduler.admit(0, sequences, images=images)
-    for number in range(1, 1_000):
+    left = len(sequences)
+    for number in range(1, 300):
         sequences, images = pages(number, 1_000 * number, [[(215, 1024)]], query_length=20)
         scheduler.admit(number, sequences, images=images)
-        scheduler.schedule()
-        if not any(request.request_id == 0 for request in scheduler._requests.values()):
-            break
-    else:
-        raise AssertionError("the oldest request starves")
-    assert number < 300
+        step = scheduler.schedule()
+        assert step is not None
+        left -= sum(chunk.sequence.request_id == 0 for chunk in step.chunks if chunk.is_last)
+        if not left:
+            return
+    pytest.fail("the oldest request starves")
 
 
 def test_a_cancelled_request_holds_no_features() -> None:
@@ -162,11 +154,8 @@ def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
 
 
 def test_the_last_pictures_of_a_request_make_no_step_of_their_own() -> None:
-    scheduler = Scheduler(StepLimits(100, 100, chunked=False))
     for number, expected in ((12, [12]), (14, [9, 5]), (21, [9, 12])):
-        sequences, images = pages(0, 0, [[(10, 1)]] * number, query_length=1, words=0)
-        scheduler.admit(0, sequences, images=images)
-        steps = dry(scheduler)
+        steps = steps_of([[(10, 1)]] * number, words=0)
         assert [len(step.images) for step in steps if step.images] == expected
         assert sum(len(step.chunks) for step in steps) == number + 1
 
@@ -179,7 +168,7 @@ def test_last_pictures_come_along_with_their_own_request_alone() -> None:
     first = scheduler.schedule()
     assert first is not None
     assert [image.request_id for image in first.images] == [0], "what fits no step is encoded alone"
-    assert {image.request_id for step in dry(scheduler) for image in step.images} == {1}
+    assert {image.request_id for step in run_dry(scheduler) for image in step.images} == {1}
 
 
 def picture_and_text(request_id: int, price: int, words: int) -> tuple[Sequence, ImageJob]:
@@ -188,7 +177,7 @@ def picture_and_text(request_id: int, price: int, words: int) -> tuple[Sequence,
     return Sequence.text(image.image_id + 1, ResultSlot(request_id, 0), "embed", tokens), image
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(
         st.tuples(DOCUMENTS, st.integers(1, 60), st.integers(0, 2), st.integers(-2, 2), st.integers(0, 3)),
@@ -210,7 +199,7 @@ def test_tenants_that_come_at_any_time_have_all_of_their_pictures_and_sequences_
         for _ in range(between):
             if (step := scheduler.schedule()) is not None:
                 steps.append(step)
-    steps += dry(scheduler)
+    steps += run_dry(scheduler)
     assert scheduler.waiting_tokens == scheduler.held_features == 0
     encoded = [image.image_id for step in steps for image in step.images]
     assert len(encoded) == len(set(encoded))

@@ -41,19 +41,25 @@ def order_of(*requests: tuple[list[int], list[int]]) -> list[int]:
     return [request_id for request_id in finishing_order(run_dry(scheduler)) if request_id >= 0]
 
 
-def test_a_request_of_a_smaller_class_goes_first() -> None:
-    assert order_of(([10] * 4, []), ([10], []), ([10] * 2, [])) == [1, 2, 0]
-
-
-def test_requests_of_one_class_are_served_in_the_order_of_arrival() -> None:
-    assert order_of(([1] * 31, []), ([1] * 16, []), ([1] * 24, [])) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
-    ("first", "second", "expected"), [(16, 15, [1, 0]), (31, 16, [0, 1]), (8, 7, [1, 0])]
+    ("requests", "expected"),
+    [
+        pytest.param([([10] * 4, []), ([10], []), ([10] * 2, [])], [1, 2, 0], id="smaller classes first"),
+        pytest.param([([1] * 31, []), ([1] * 16, []), ([1] * 24, [])], [0, 1, 2], id="by arrival in a class"),
+        # Classes begin at powers of two.
+        pytest.param([([1] * 16, []), ([1] * 15, [])], [1, 0], id="16 and 15"),
+        pytest.param([([1] * 31, []), ([1] * 16, [])], [0, 1], id="31 and 16"),
+        pytest.param([([1] * 8, []), ([1] * 7, [])], [1, 0], id="8 and 7"),
+        # Cached batches count at their price.
+        pytest.param([([], [9, 9]), ([10], [])], [1, 0], id="cached and dearer"),
+        pytest.param([([], [9]), ([10], [])], [0, 1], id="cached and cheaper"),
+        pytest.param([([1], [9, 9]), ([10, 6], [])], [0, 1], id="both"),
+    ],
 )
-def test_classes_begin_at_powers_of_two(first: int, second: int, expected: list[int]) -> None:
-    assert order_of(([1] * first, []), ([1] * second, [])) == expected
+def test_requests_finish_by_class_of_size(
+    requests: list[tuple[list[int], list[int]]], expected: list[int]
+) -> None:
+    assert order_of(*requests) == expected
 
 
 def test_the_class_is_that_of_what_is_left() -> None:
@@ -76,28 +82,17 @@ def test_work_that_is_added_raises_the_class() -> None:
     assert finishing_order(run_dry(scheduler)) == [1, 0, -1]
 
 
-def test_cached_batches_count_at_their_price() -> None:
-    assert order_of(([], [9, 9]), ([10], [])) == [1, 0]
-    assert order_of(([], [9]), ([10], [])) == [0, 1]
-    assert order_of(([1], [9, 9]), ([10, 6], [])) == [0, 1]
-
-
 def test_the_longest_ready_sequence_of_a_request_goes_first() -> None:
     scheduler = Scheduler(StepLimits(10, 100, chunked=False))
     scheduler.admit(0, texts(0, [3, 10, 7, 6]))
     lengths = [[len(chunk) for chunk in step.chunks] for step in run_dry(scheduler)]
     assert lengths == [[10], [7, 3], [6]]
-
-
-def test_sequences_of_one_length_go_in_the_order_of_admission() -> None:
-    scheduler = Scheduler(StepLimits(4, 100, chunked=False))
-    scheduler.admit(0, texts(0, [2] * 5))
+    scheduler.admit(0, texts(0, [4] * 5))
     ids = [chunk.sequence.sequence_id for step in run_dry(scheduler) for chunk in step.chunks]
-    assert ids == [0, 1, 2, 3, 4]
+    assert ids == [0, 1, 2, 3, 4], "of one length in the order of admission"
 
 
-@pytest.mark.parametrize("lengths", [[5] * 2000, [10_000]])
-@pytest.mark.parametrize("share", [1 / 16, 1 / 8, 1 / 2])
+@pytest.mark.parametrize(("share", "lengths"), [(1 / 16, [5] * 2000), (1 / 8, [10_000]), (1 / 2, [5] * 2000)])
 def test_the_oldest_gets_its_share_of_the_tokens(share: float, lengths: list[int]) -> None:
     """And no more, while small requests fill every step; taken as twice the share in every other step."""
     scheduler = Scheduler(StepLimits(160, 10_000, chunked=True), oldest_share=share, overdue_share=0)
@@ -187,6 +182,14 @@ def test_a_sequence_that_nothing_has_room_for_goes_first_in_the_next_step() -> N
     assert waited > 0, "it did not have to wait, so this shows nothing"
 
 
+def given_to(scheduler: Scheduler, steps: int) -> dict[int, int]:
+    given: dict[int, int] = {}
+    for _ in range(steps):
+        for request_id, tokens in tokens_by_request(scheduler.schedule()).items():
+            given[request_id] = given.get(request_id, 0) + tokens
+    return given
+
+
 def shares_of(kinds: list[tuple[str, int]], weights: dict[str, float], size: int = 10) -> list[float]:
     """The part of all tokens that each tenant and priority gets; each always has two requests waiting."""
     scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights=weights, oldest_share=0.01)
@@ -208,36 +211,35 @@ def shares_of(kinds: list[tuple[str, int]], weights: dict[str, float], size: int
     return [tokens / sum(given) for tokens in given]
 
 
-@pytest.mark.parametrize("size", [1, 10, 60])
-def test_tenants_share_by_their_weights(size: int) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "weights", "shares"),
+    [
+        pytest.param([("a", 0), ("b", 0)], {"a": 1.0, "b": 3.0}, [1 / 4, 3 / 4], id="weights"),
+        pytest.param([("a", 0), ("", 0)], {"a": 3.0}, [3 / 4, 1 / 4], id="who is not named weighs one"),
+        pytest.param([("", 2), ("", 0)], {}, [1 / 5, 4 / 5], id="lower priority numbers get more"),
+        pytest.param([("", -1), ("", 0)], {}, [2 / 3, 1 / 3], id="below zero too"),
+        pytest.param([("a", -2), ("a", 0), ("b", -3)], {}, [2 / 5, 1 / 10, 1 / 2], id="within their tenant"),
+        # A tenant that has only work of a priority above zero lets others pass.
+        pytest.param([("a", 0), ("b", 3)], {}, [8 / 9, 1 / 9], id="above zero alone"),
+        pytest.param([("a", 0), ("b", 1), ("b", 2)], {}, [4 / 7, 2 / 7, 1 / 7], id="two above zero"),
+        pytest.param([("", 8), ("", 20)], {}, [1 / 2, 1 / 2], id="beyond eight is eight"),
+        pytest.param([("", -8), ("", -20)], {}, [1 / 2, 1 / 2], id="below minus eight is minus eight"),
+        pytest.param([("", 7), ("", 20)], {}, [2 / 3, 1 / 3], id="seven is not eight"),
+        pytest.param([("", -7), ("", -20)], {}, [1 / 3, 2 / 3], id="minus seven is not minus eight"),
+    ],
+)
+def test_tenants_and_priorities_share(
+    kinds: list[tuple[str, int]], weights: dict[str, float], shares: list[float]
+) -> None:
+    assert shares_of(kinds, weights) == pytest.approx(
+        shares, rel=0.08 if ("b", 3) in kinds or len(kinds) > 2 else 0.05
+    )
+
+
+@pytest.mark.parametrize("size", [1, 60])
+def test_shares_do_not_depend_on_the_length_of_sequences(size: int) -> None:
     shares = shares_of([("a", 0), ("b", 0)], {"a": 1.0, "b": 3.0}, size)
     assert shares == pytest.approx([1 / 4, 3 / 4], rel=0.05)
-
-
-def test_a_tenant_that_is_not_named_weighs_one() -> None:
-    assert shares_of([("a", 0), ("", 0)], {"a": 3.0}) == pytest.approx([3 / 4, 1 / 4], rel=0.05)
-
-
-def test_a_lower_priority_number_gets_a_larger_share() -> None:
-    assert shares_of([("", 2), ("", 0)], {}) == pytest.approx([1 / 5, 4 / 5], rel=0.05)
-    assert shares_of([("", -1), ("", 0)], {}) == pytest.approx([2 / 3, 1 / 3], rel=0.05)
-
-
-def test_priorities_divide_the_share_of_their_tenant_only() -> None:
-    shares = shares_of([("a", -2), ("a", 0), ("b", -3)], {})
-    assert shares == pytest.approx([2 / 5, 1 / 10, 1 / 2], rel=0.08)
-
-
-def test_a_tenant_that_has_only_work_of_a_priority_above_zero_lets_others_pass() -> None:
-    assert shares_of([("a", 0), ("b", 3)], {}) == pytest.approx([8 / 9, 1 / 9], rel=0.08)
-    assert shares_of([("a", 0), ("b", 1), ("b", 2)], {}) == pytest.approx([4 / 7, 2 / 7, 1 / 7], rel=0.08)
-
-
-def test_priorities_beyond_eight_count_as_eight() -> None:
-    assert shares_of([("", 8), ("", 20)], {}) == pytest.approx([1 / 2, 1 / 2], rel=0.05)
-    assert shares_of([("", -8), ("", -20)], {}) == pytest.approx([1 / 2, 1 / 2], rel=0.05)
-    assert shares_of([("", 7), ("", 20)], {}) == pytest.approx([2 / 3, 1 / 3], rel=0.05)
-    assert shares_of([("", -7), ("", -20)], {}) == pytest.approx([1 / 3, 2 / 3], rel=0.05)
 
 
 def test_who_names_none_is_the_tenant_without_a_name_at_priority_zero() -> None:
@@ -245,9 +247,7 @@ def test_who_names_none_is_the_tenant_without_a_name_at_priority_zero() -> None:
     scheduler.admit(0, texts(0, [10] * 2000))
     scheduler.admit(1, texts(1, [10] * 2000), priority=1)
     scheduler.admit(2, texts(2, [10] * 2000), tenant="b")
-    steps = [tokens_by_request(scheduler.schedule()) for _ in range(40)]
-    given = [sum(step.get(request_id, 0) for step in steps) for request_id in range(3)]
-    assert given == pytest.approx([2000, 1000, 1000], rel=0.05)
+    assert given_to(scheduler, 40) == pytest.approx({0: 2000, 1: 1000, 2: 1000}, rel=0.05)
 
 
 def test_work_that_is_added_costs_its_tenant_nothing_before_it_is_scheduled() -> None:
@@ -257,12 +257,8 @@ def test_work_that_is_added_costs_its_tenant_nothing_before_it_is_scheduled() ->
     for i in range(50):
         scheduler.admit(0, texts(0, [1], 100 + i), tenant="a")
     assert tokens_by_request(scheduler.schedule()) == {0: 50, 1: 50}
-
-
-def test_a_tenant_that_is_alone_gets_everything() -> None:
-    scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights={"a": 1.0, "b": 1000.0})
-    scheduler.admit(0, texts(0, [10] * 10), tenant="a")
-    assert tokens_by_request(scheduler.schedule()) == {0: 100}
+    scheduler.cancel(1)
+    assert tokens_by_request(scheduler.schedule()) == {0: 100}, "a tenant that is alone gets everything"
 
 
 def test_a_tenant_saves_up_no_share_while_it_has_no_work() -> None:
@@ -271,8 +267,7 @@ def test_a_tenant_saves_up_no_share_while_it_has_no_work() -> None:
     for _ in range(20):
         scheduler.schedule()
     scheduler.admit(1, texts(1, [10] * 500), tenant="b")
-    given = [tokens_by_request(scheduler.schedule()) for _ in range(4)]
-    assert sum(step[1] for step in given) == pytest.approx(200, abs=10)
+    assert given_to(scheduler, 4)[1] == pytest.approx(200, abs=10)
 
 
 def test_a_tenant_does_not_gain_by_coming_back_with_one_request_at_a_time() -> None:
@@ -303,16 +298,7 @@ def test_what_a_tenant_owes_is_bounded() -> None:
     scheduler.cancel(1)
     scheduler.admit(2, texts(2, [10] * 3000), tenant="b")
     scheduler.admit(3, texts(3, [10] * 3000), tenant="c")
-    given = [tokens_by_request(scheduler.schedule()) for _ in range(20)]
-    assert sum(step.get(0, 0) for step in given) > 0
-
-
-def given_to(scheduler: Scheduler, steps: int) -> dict[int, int]:
-    given: dict[int, int] = {}
-    for _ in range(steps):
-        for request_id, tokens in tokens_by_request(scheduler.schedule()).items():
-            given[request_id] = given.get(request_id, 0) + tokens
-    return given
+    assert given_to(scheduler, 20)[0] > 0
 
 
 def test_weights_that_change_hold_for_what_waits() -> None:
@@ -324,6 +310,10 @@ def test_weights_that_change_hold_for_what_waits() -> None:
     assert given_to(scheduler, 40) == pytest.approx({0: 800, 1: 3200}, rel=0.05)
     scheduler.set_weights({})
     assert given_to(scheduler, 40) == pytest.approx({0: 2000, 1: 2000}, rel=0.05)
+    scheduler.set_weights({"a": 3.0})
+    with pytest.raises(ValueError, match="positive and finite"):
+        scheduler.set_weights({"a": 1.0, "b": 0.0})
+    assert given_to(scheduler, 40) == pytest.approx({0: 3000, 1: 1000}, rel=0.05), "as before"
 
 
 @pytest.mark.parametrize("is_back", [False, True])
@@ -340,15 +330,6 @@ def test_who_is_ahead_when_weights_change_is_ahead_by_as_many_tokens(is_back: bo
     scheduler.oldest_share = 0.01
     given = given_to(scheduler, 60)
     assert sum(given.get(request_id, 0) for request_id in (0, 2)) > 2500
-
-
-def test_weights_that_mean_nothing_change_nothing() -> None:
-    scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights={"a": 3.0}, oldest_share=0.01)
-    with pytest.raises(ValueError, match="positive and finite"):
-        scheduler.set_weights({"a": 1.0, "b": 0.0})
-    for request_id, tenant in enumerate("ab"):
-        scheduler.admit(request_id, texts(request_id, [10] * 5000), tenant=tenant)
-    assert given_to(scheduler, 40) == pytest.approx({0: 3000, 1: 1000}, rel=0.05)
 
 
 def test_what_waits_of_a_tenant_is_counted() -> None:
@@ -377,19 +358,17 @@ def test_nothing_is_held_of_a_tenant_that_is_even_with_the_others() -> None:
     assert held() is None
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
-def test_a_weight_that_means_nothing_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match=r"^the weight of tenant 'a' must be positive and finite"):
-        Scheduler(StepLimits(100, 100, chunked=False), weights={"a": weight})
+def test_a_weight_or_a_share_that_means_nothing_is_refused() -> None:
+    limits = StepLimits(100, 100, chunked=False)
+    for weight in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"^the weight of tenant 'a' must be positive and finite"):
+            Scheduler(limits, weights={"a": weight})
+    for share in (0.0, -0.1, 0.51):
+        with pytest.raises(ValueError, match=r"^oldest_share must be above 0 and at most 0\.5"):
+            Scheduler(limits, oldest_share=share)
 
 
-@pytest.mark.parametrize("share", [0.0, -0.1, 0.51])
-def test_a_share_of_the_oldest_that_cannot_be_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match=r"^oldest_share must be above 0 and at most 0\.5"):
-        Scheduler(StepLimits(100, 100, chunked=False), oldest_share=share)
-
-
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), st.booleans())
 def test_every_request_finishes_within_the_bound(data: st.DataObject, chunked: bool) -> None:
     """Whatever else comes in every step: small requests that pass it, or long sequences that must be cut."""

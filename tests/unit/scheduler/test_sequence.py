@@ -57,10 +57,12 @@ def test_a_pair_runs_only_what_follows_its_prefix() -> None:
     assert (alone.sequence_id, alone.payload.role, alone.payload.slot) == (1, Role.PAIR, SLOT)
 
 
-def test_a_sequence_needs_a_token() -> None:
+def test_tokens_are_one_or_more_and_attended_unless_said() -> None:
     with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
         Tokens(np.zeros(0, dtype=np.int32))
     assert len(tokens(1)) == 1
+    assert tokens(5).num_attended == 5
+    assert Tokens(np.zeros(5, dtype=np.int32), attended_len=3).num_attended == 3
 
 
 def test_joined_tokens_are_their_parts_one_after_the_other_which_are_not_copied() -> None:
@@ -76,11 +78,6 @@ def test_joined_tokens_are_their_parts_one_after_the_other_which_are_not_copied(
         JoinedTokens.of((query[:0],), (0,))
 
 
-def test_all_tokens_are_attended_unless_a_length_is_given() -> None:
-    assert tokens(5).num_attended == 5
-    assert Tokens(np.zeros(5, dtype=np.int32), attended_len=3).num_attended == 3
-
-
 @pytest.mark.parametrize(("price", "documents"), [(0, ("document",)), (1, ())])
 def test_a_cached_batch_needs_a_price_and_a_document(price: int, documents: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"^a cached batch needs a price of at least one token and a doc"):
@@ -88,29 +85,27 @@ def test_a_cached_batch_needs_a_price_and_a_document(price: int, documents: tupl
     assert CachedBatch(0, 0, 1, ("document",)).price == 1
 
 
-@pytest.mark.parametrize(
-    ("start", "stop", "expected"),
-    [(0, 10, (True, True, True)), (0, 9, (True, False, False)), (1, 10, (False, True, False)),
-     (1, 9, (False, False, False))],
-)  # fmt: skip
-def test_a_chunk_says_which_part_it_is(start: int, stop: int, expected: tuple[bool, bool, bool]) -> None:
-    chunk = Chunk(texts(0, [10])[0], start, stop)
-    assert len(chunk) == stop - start
-    assert (chunk.is_first, chunk.is_last, chunk.is_whole) == expected
-    assert not chunk.is_prefix
-    assert not chunk.is_all_after_prefix
-
-
-@pytest.mark.parametrize("shared", [1, 20])
-def test_a_chunk_of_a_pair_says_whether_it_is_all_after_the_prefix(shared: int) -> None:
-    prefix, pair = pairs(0, shared, [30])
-    stop = len(pair)
-    assert Chunk(prefix, 0, shared).is_prefix
-    assert not Chunk(prefix, 0, shared).is_all_after_prefix
-    assert Chunk(pair, shared, stop).is_all_after_prefix
-    assert not Chunk(pair, shared, stop - 1).is_all_after_prefix
-    assert not Chunk(pair, shared + 1, stop).is_all_after_prefix
-    assert not Chunk(pair, shared, stop).is_prefix
+def test_a_chunk_says_which_part_it_is() -> None:
+    for start, stop, expected in (
+        (0, 10, (True, True, True)),
+        (0, 9, (True, False, False)),
+        (1, 10, (False, True, False)),
+        (1, 9, (False, False, False)),
+    ):
+        chunk = Chunk(texts(0, [10])[0], start, stop)
+        assert len(chunk) == stop - start
+        assert (chunk.is_first, chunk.is_last, chunk.is_whole) == expected
+        assert not chunk.is_prefix
+        assert not chunk.is_all_after_prefix
+    for shared in (1, 20):
+        prefix, pair = pairs(0, shared, [30])
+        stop = len(pair)
+        assert Chunk(prefix, 0, shared).is_prefix
+        assert not Chunk(prefix, 0, shared).is_all_after_prefix
+        assert Chunk(pair, shared, stop).is_all_after_prefix
+        assert not Chunk(pair, shared, stop - 1).is_all_after_prefix
+        assert not Chunk(pair, shared + 1, stop).is_all_after_prefix
+        assert not Chunk(pair, shared, stop).is_prefix
 
 
 @pytest.mark.parametrize(
@@ -160,8 +155,5 @@ def test_what_is_run_first_is_delivered_before_the_rest_is_run() -> None:
     assert [stage.chunks for stage in stages] == [(chunks[1],), (), (chunks[0], chunks[2]), ()]
     assert [stage.cached for stage in stages] == [(), (step.cached[1],), (), (step.cached[0],)]
     assert all(not stage.first for stage in stages)
-
-
-def test_a_step_counts_the_tokens_that_are_run() -> None:
     made = query(0, 0, 10)
     assert Step(1, (Chunk(made, 0, 4), Chunk(made, 6, 10)), (cached(0, 100),)).num_tokens == 8

@@ -16,18 +16,15 @@ from maxsimd.bench.queue_orders import FirstComeFirstServed, RoundRobin, Schedul
 from maxsimd.engine.requests import priority_number
 
 
-def test_first_come_first_served_fills_the_step_with_what_came_first() -> None:
-    order = FirstComeFirstServed(10)
-    order.admit(0, [4, 3, 5])
-    order.admit(1, [2, 1])
-    assert [order.step() for _ in range(3)] == [{0: 9, 1: 1}, {0: 3, 1: 2}, {}]
-
-
-def test_round_robin_gives_each_request_its_quantum() -> None:
-    order = RoundRobin(10)
-    order.admit(0, [3] * 5)
-    order.admit(1, [2] * 5)
-    assert [order.step() for _ in range(4)] == [{0: 6, 1: 4}, {1: 6, 0: 3}, {0: 6}, {}]
+def test_orders_to_compare_with_do_as_their_names_say() -> None:
+    first_come = FirstComeFirstServed(10)
+    first_come.admit(0, [4, 3, 5])
+    first_come.admit(1, [2, 1])
+    assert [first_come.step() for _ in range(3)] == [{0: 9, 1: 1}, {0: 3, 1: 2}, {}]
+    round_robin = RoundRobin(10)
+    round_robin.admit(0, [3] * 5)
+    round_robin.admit(1, [2] * 5)
+    assert [round_robin.step() for _ in range(4)] == [{0: 6, 1: 4}, {1: 6, 0: 3}, {0: 6}, {}]
 
 
 def test_a_request_ends_with_the_step_of_its_last_document() -> None:

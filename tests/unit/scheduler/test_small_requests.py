@@ -43,15 +43,12 @@ def test_while_small_requests_come_large_ones_have_a_part_of_each_step(chunked: 
     assert scheduled(scheduler).num_tokens == 100, "it is not small"
 
 
-def test_small_requests_by_themselves_fill_whole_steps() -> None:
+def test_small_requests_fill_whole_steps() -> None:
     scheduler = beside_small()
     for request_id in range(40):
         scheduler.admit(request_id, texts(request_id, [5]))
     assert [step.num_tokens for step in run_dry(scheduler)] == [100, 100]
-
-
-def test_small_requests_use_what_large_ones_may_not() -> None:
-    scheduler = beside_small()
+    # And use what large ones may not.
     scheduler.admit(0, texts(0, [5] * 100))
     for request_id in range(1, 16):
         scheduler.admit(request_id, texts(request_id, [5, 5]))
@@ -79,9 +76,7 @@ def test_small_requests_are_run_before_the_others_of_their_step() -> None:
     first, second = scheduled(scheduler).stages()
     assert tokens_by_request(first) == {1: 10, 2: 5}
     assert tokens_by_request(second) == {0: 40}
-
-
-def test_a_request_of_which_little_is_left_is_not_run_before_what_it_waits_for() -> None:
+    # One of which little is left is not run before what it waits for.
     scheduler = beside_small()
     sequences = [query(0, 0, 30, num_consumers=2), *(document(0, i, 10, query_id=0) for i in (1, 2))]
     scheduler.admit(0, sequences)
@@ -142,7 +137,7 @@ def test_the_part_beside_small_requests_is_a_part_of_a_step(tokens: int) -> None
         StepLimits(100, 10, chunked=False, beside_small=tokens)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 120), min_size=1, max_size=30), min_size=1, max_size=12),
     st.booleans(),

@@ -44,26 +44,27 @@ def test_limits_that_allow_nothing_are_refused(tokens: int, sequences: int) -> N
     StepLimits(1, 1, chunked=True)
 
 
-def test_a_sequence_that_can_never_fit_is_refused_with_its_whole_request() -> None:
+def test_a_sequence_that_can_never_fit_is_refused_with_its_request() -> None:
     scheduler = bidirectional(100)
     assert scheduler.fits(100)
     assert not scheduler.fits(101)
-    with pytest.raises(ValueError, match=r"^101 tokens do not fit a step of 100$"):
-        scheduler.admit(0, texts(0, [5, 101]), [cached(0, 5)])
-    assert scheduler.waiting_sequences == scheduler.waiting_requests == scheduler.waiting_cached == 0
-    scheduler.admit(0, texts(0, [100]))
     assert causal(100).fits(101)
-
-
-def test_a_request_without_work_does_not_wait() -> None:
-    scheduler = bidirectional(100)
-    scheduler.admit(0, [])
-    assert scheduler.waiting_requests == 0
-    assert scheduler.schedule() is None
+    request = WaitingRequest(0, ("", 0))
+    request.add(texts(0, [5, 101]), [cached(0, 5)])
+    for admit in (
+        lambda: scheduler.admit(0, texts(0, [5, 101]), [cached(0, 5)]),
+        lambda: scheduler.enter(request),
+    ):
+        with pytest.raises(ValueError, match=r"^101 tokens do not fit a step of 100$"):
+            admit()
+        assert scheduler.waiting_sequences == scheduler.waiting_requests == scheduler.waiting_cached == 0
+    scheduler.admit(0, texts(0, [100]))
 
 
 def test_steps_are_numbered_from_one() -> None:
     scheduler = bidirectional(10)
+    scheduler.admit(0, [])
+    assert scheduler.waiting_requests == 0, "a request without work does not wait"
     assert scheduler.schedule() is None
     scheduler.admit(0, texts(0, [10, 10]))
     assert [step.step_id for step in run_dry(scheduler)] == [1, 2]
@@ -74,10 +75,7 @@ def test_a_step_holds_at_most_the_allowed_number_of_sequences() -> None:
     scheduler.admit(0, texts(0, [1] * 7), [cached(0, 1)] * 4)
     steps = run_dry(scheduler)
     assert [len(step.chunks) for step in steps] == [3, 3, 1]
-    assert [len(step.cached) for step in steps] == [4, 0, 0]
-
-
-def test_cached_batches_that_fit_join_a_step_that_holds_all_its_sequences() -> None:
+    assert [len(step.cached) for step in steps] == [4, 0, 0], "cached batches are none"
     scheduler = bidirectional(100, sequences=1)
     scheduler.admit(0, texts(0, [10]), [cached(0, 95), cached(0, 50)])
     assert [prices(step) for step in run_dry(scheduler)] == [[50], [95]]
@@ -90,6 +88,8 @@ def test_documents_follow_their_query_in_the_same_step() -> None:
     step = scheduler.schedule()
     assert spans(step) == [(0, 0, 10), (2, 0, 30), (1, 0, 20)]
     assert prices(step) == [5]
+    scheduler.admit(1, [document(1, 11, 50, 10), query(1, 10, 50)])
+    assert [sequence_id for sequence_id, _, _ in spans(scheduler.schedule())] == [10, 11], "in any order"
 
 
 def test_a_query_is_started_only_when_nothing_that_is_ready_fits() -> None:
@@ -99,12 +99,6 @@ def test_a_query_is_started_only_when_nothing_that_is_ready_fits() -> None:
     steps = run_dry(scheduler)
     assert [sequence_id for sequence_id, _, _ in spans(steps[0])] == [0, 2, 4, 1]
     assert prices(steps[0]) == [20]
-
-
-def test_documents_and_queries_may_be_given_in_any_order() -> None:
-    scheduler = bidirectional(100)
-    scheduler.admit(0, [document(0, 1, 50, 0), query(0, 0, 50)])
-    assert [sequence_id for sequence_id, _, _ in spans(scheduler.schedule())] == [0, 1]
 
 
 def test_documents_that_come_later_wait_for_a_query_that_waits() -> None:
@@ -121,14 +115,11 @@ def test_documents_that_come_later_wait_for_a_query_that_waits() -> None:
     assert spans(scheduler.schedule()) == [(2, 0, 2)]
 
 
-def test_pairs_are_run_behind_their_prefix() -> None:
+def test_pairs_are_run_and_cut_behind_their_prefix() -> None:
     scheduler = causal(100)
     scheduler.admit(0, pairs(0, 20, [30, 40]))
     assert scheduler.waiting_tokens == 90
     assert spans(scheduler.schedule()) == [(0, 0, 20), (2, 20, 60), (1, 20, 50)]
-
-
-def test_a_pair_is_cut_behind_its_prefix() -> None:
     scheduler = causal(50)
     scheduler.admit(0, pairs(0, 20, [70]))
     assert [spans(step) for step in run_dry(scheduler)] == [[(0, 0, 20), (1, 20, 50)], [(1, 50, 90)]]
@@ -141,12 +132,12 @@ def test_a_sequence_is_cut_to_fill_the_step_and_continued() -> None:
     assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.is_mid_prefill) == (5, 1, True)
     assert spans(scheduler.schedule()) == [(1, 2, 7)]
     assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.is_mid_prefill) == (0, 0, False)
-
-
-def test_the_longest_sequence_is_the_one_that_is_cut() -> None:
-    scheduler = causal(10)
-    scheduler.admit(0, texts(0, [11, 30, 12]))
-    assert spans(scheduler.schedule()) == [(1, 0, 10)]
+    scheduler.admit(1, texts(1, [11, 30, 12]))
+    assert spans(scheduler.schedule()) == [(1, 0, 10)], "the longest is the one that is cut"
+    # Given its part as the oldest, its turn and the gap, as one chunk.
+    scheduler = causal(100)
+    scheduler.admit(0, texts(0, [500]))
+    assert [spans(step) for step in run_dry(scheduler)] == [[(0, i, i + 100)] for i in range(0, 500, 100)]
 
 
 def test_a_very_long_prefill_leaves_room_for_others() -> None:
@@ -289,13 +280,6 @@ def test_the_oldest_takes_the_next_cut_from_those_that_are_served_before_it(leng
     assert 2 < started < 20
 
 
-def test_a_cut_sequence_has_one_chunk_in_a_step() -> None:
-    """Given its part as the oldest, its turn and the gap, as one."""
-    scheduler = causal(100)
-    scheduler.admit(0, texts(0, [500]))
-    assert [spans(step) for step in run_dry(scheduler)] == [[(0, i, i + 100)] for i in range(0, 500, 100)]
-
-
 def test_cancelling_frees_the_partial_prefill_for_another() -> None:
     scheduler = causal(10)
     scheduler.admit(0, texts(0, [100]))
@@ -315,12 +299,14 @@ def test_cancelling_counts_back_what_was_waiting_only() -> None:
     scheduler.schedule()
     scheduler.cancel(0)
     scheduler.cancel(5)
-    left = sum(len(chunk) for step in run_dry(scheduler) for chunk in step.chunks)
-    assert left <= 7
+    assert sum(len(chunk) for step in run_dry(scheduler) for chunk in step.chunks) <= 7
     assert scheduler.waiting_tokens == scheduler.waiting_sequences == scheduler.waiting_cached == 0
-
-
-def test_cancelling_counts_back_what_follows_a_cut_sequence() -> None:
+    scheduler.admit(0, [], [cached(0, 20)] * 5)
+    scheduler.schedule()
+    assert scheduler.waiting_cached == 3
+    scheduler.cancel(0)
+    assert scheduler.waiting_cached == 0
+    # What follows a cut sequence.
     scheduler = causal(10)
     scheduler.admit(0, texts(0, [25, 15, 15]))
     for _ in range(3):
@@ -328,15 +314,6 @@ def test_cancelling_counts_back_what_follows_a_cut_sequence() -> None:
     assert (scheduler.waiting_sequences, scheduler.is_mid_prefill) == (2, True)
     scheduler.cancel(0)
     assert (scheduler.waiting_sequences, scheduler.waiting_tokens, scheduler.is_mid_prefill) == (0, 0, False)
-
-
-def test_cancelling_counts_back_the_cached_batches_that_are_left() -> None:
-    scheduler = bidirectional(50)
-    scheduler.admit(0, [], [cached(0, 20)] * 5)
-    scheduler.schedule()
-    assert scheduler.waiting_cached == 3
-    scheduler.cancel(0)
-    assert scheduler.waiting_cached == 0
 
 
 def test_a_step_may_hold_cached_batches_only() -> None:
@@ -356,18 +333,12 @@ def test_a_cached_batch_waits_for_all_of_its_query() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_cached_batch_dearer_than_the_budget_makes_up_a_step(chunked: bool) -> None:
+def test_a_cached_batch_dearer_than_the_budget_has_its_own_step(chunked: bool) -> None:
     scheduler = Scheduler(StepLimits(100, 10, chunked))
     scheduler.admit(0, texts(0, [50]), [cached(0, 101), cached(0, 100)])
-    assert [(step.num_tokens, prices(step)) for step in run_dry(scheduler)] == [
-        (50, []),
-        (0, [100]),
-        (0, [101]),
-    ]
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_cached_batch_dearer_than_the_budget_is_not_starved(chunked: bool) -> None:
+    steps = [(step.num_tokens, prices(step)) for step in run_dry(scheduler)]
+    assert steps == [(50, []), (0, [100]), (0, [101])]
+    # And is not starved.
     scheduler = Scheduler(StepLimits(100, 200, chunked))
     scheduler.admit(0, [], [cached(0, 150)])
     scheduler.admit(1, texts(1, [10] * 50))
@@ -376,9 +347,8 @@ def test_a_cached_batch_dearer_than_the_budget_is_not_starved(chunked: bool) -> 
     for waited in range(1, 5):
         scheduler.admit(10 + waited, texts(10 + waited, [1] * 10))
         if prices(scheduler.schedule()) == [150]:
-            break
-    else:
-        pytest.fail("the cached batch does not get a step")
+            return
+    pytest.fail("the cached batch does not get a step")
 
 
 def test_a_reduced_budget_holds_for_the_given_number_of_steps() -> None:
@@ -404,7 +374,11 @@ def test_a_budget_is_halved_again_and_recovers_at_once() -> None:
     assert [cost(step) for step in run_dry(scheduler)] == [128] * 100 + [256]
 
 
-def test_a_reduced_budget_is_at_least_a_token() -> None:
+def test_a_reduced_budget_cuts_what_can_be_cut_to_a_token() -> None:
+    scheduler = causal(100)
+    scheduler.reduce_budget(steps=2)
+    scheduler.admit(0, texts(0, [90]))
+    assert [cost(step) for step in run_dry(scheduler)] == [50, 40]
     scheduler = causal(3)
     scheduler.reduce_budget()
     scheduler.reduce_budget()
@@ -420,13 +394,6 @@ def test_whole_sequences_beyond_a_reduced_budget_run_alone() -> None:
     steps = run_dry(scheduler)
     assert [cost(step) for step in steps] == [60, 50, 51, 90, 70]
     assert all(step.num_parts == 1 for step in steps)
-
-
-def test_a_reduced_budget_cuts_what_can_be_cut() -> None:
-    scheduler = causal(100)
-    scheduler.reduce_budget(steps=2)
-    scheduler.admit(0, texts(0, [90]))
-    assert [cost(step) for step in run_dry(scheduler)] == [50, 40]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -456,18 +423,15 @@ def test_a_request_may_be_run_in_the_order_in_which_it_was_given() -> None:
         [(4, 0, 5)],
     ], "what does not fit the step is passed"
     assert in_order([3, 12, 4], chunked=True)[0] == [(0, 0, 3), (2, 0, 4), (1, 0, 3)]
+    scheduler = bidirectional(10)
+    scheduler.admit(0, texts(0, [6, 6]), [cached(0, 4), cached(0, 4)], in_order=True)
+    assert [prices(step) for step in run_dry(scheduler)] == [[4, 4], [], []], "what is cached comes first"
 
 
 def test_a_sequence_beyond_those_that_come_next_is_not_looked_for() -> None:
     first, second, *_ = in_order([5] + [6] * 64 + [5])
     assert (first, second) == ([(0, 0, 5)], [(1, 0, 6)])
     assert in_order([5] + [6] * 63 + [5])[0] == [(0, 0, 5), (64, 0, 5)]
-
-
-def test_of_a_request_in_order_what_is_cached_comes_first() -> None:
-    scheduler = bidirectional(10)
-    scheduler.admit(0, texts(0, [6, 6]), [cached(0, 4), cached(0, 4)], in_order=True)
-    assert [prices(step) for step in run_dry(scheduler)] == [[4, 4], [], []]
 
 
 @given(st.data())
@@ -493,17 +457,7 @@ def test_a_request_that_was_put_together_before_is_run_as_one_that_is_admitted_i
     while (step := whole.schedule()) is not None:
         other = parts.schedule()
         assert other is not None
-        assert [(c.sequence.sequence_id, c.start, c.stop) for c in step.chunks] == [
-            (c.sequence.sequence_id, c.start, c.stop) for c in other.chunks
-        ]
+        assert spans(step) == spans(other)
         assert [id(batch) for batch in step.cached] == [id(batch) for batch in other.cached]
     assert parts.schedule() is None
     assert whole.waiting_tokens == whole.waiting_sequences == whole.waiting_cached == 0
-
-
-def test_what_can_never_fit_does_not_enter() -> None:
-    scheduler, request = bidirectional(100), WaitingRequest(0, ("", 0))
-    request.add(texts(0, [5, 101]), [cached(0, 5)])
-    with pytest.raises(ValueError, match=r"^101 tokens do not fit a step of 100$"):
-        scheduler.enter(request)
-    assert scheduler.waiting_sequences == scheduler.waiting_requests == scheduler.waiting_cached == 0

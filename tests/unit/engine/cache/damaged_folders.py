@@ -21,6 +21,7 @@ from tests.damage import DAMAGES, undo
 MIB = 1024 * 1024
 MOMENTS = ("at start", "while serving", "in a clear")
 SIZES = (3, 300, 1300, 4000)
+NUMBER = 24  # of entries
 
 
 class Log(logging.Handler):
@@ -91,7 +92,7 @@ def foreign(folder: Path) -> dict[str, bytes | None]:
 
 
 def run(folder: Path, damage: str, moment: str, log: Log) -> dict[str, object]:
-    numbers = range(60)
+    numbers = range(NUMBER)
     store = open_cache(folder)
     store.put([(key(number), entry(number)) for number in numbers])
     stored, _ = read(store, numbers)

@@ -1,15 +1,20 @@
-"""Which embeddings stay in memory when there is no room for all: beside a cache that knows the future."""
+"""The cache in memory: its limit, which entries stay when there is no room for all, and what is said."""
 
+import logging
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from maxsimd.engine.cache.entry import CachedEmbedding
+from maxsimd.engine.cache.fit import FitWatch
 from maxsimd.engine.cache.frequency import FrequencySketch
 from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.scores import CachedScore, ScoreCache
+from maxsimd.engine.cache.store import EmbeddingCache
 
 
 def key(number: int) -> bytes:
@@ -52,9 +57,59 @@ def perfect_hits(asked: Sequence[int], room: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("room", [100, 500])
-@pytest.mark.parametrize("times", [1.1, 2, 4])
-def test_a_loop_over_more_than_fits_hits_nearly_as_much_as_is_possible(room: int, times: float) -> None:
+def filled(rows: list[int], limit: int) -> MemoryStore[CachedEmbedding]:
+    """A store of that many rows, after entries of so many each were put in."""
+    store: MemoryStore[CachedEmbedding] = MemoryStore(limit * entry(1).nbytes)
+    for number, each in enumerate(rows):
+        store.put(key(number), entry(each))
+    return store
+
+
+def inside(store: MemoryStore[CachedEmbedding]) -> list[int]:
+    return [number for number in range(10) if store.get(key(number)) is not None]
+
+
+def test_memory_takes_entries_up_to_its_limit_exactly() -> None:
+    store = filled([2, 3], limit=2)
+    assert inside(store) == [0]
+    assert (len(store), store.nbytes, store.evictions) == (1, entry(2).nbytes, 0)
+    full = filled([2, 2], limit=4)
+    assert (len(full), full.nbytes, full.evictions) == (2, full.limit, 0)
+
+
+def test_memory_evicts_as_many_as_what_is_asked_for_more_needs() -> None:
+    store = filled([2, 2, 2], limit=6)
+    assert store.get(key(0)) is not None
+    assert store.get(key(9)) is None
+    store.put(key(9), entry(4))
+    assert 9 in inside(store)
+    assert len(inside(store)) == 2
+    assert (store.nbytes, store.evictions) == (store.limit, 2)
+    store.clear()
+    assert (len(store), store.nbytes) == (0, 0)
+    store = filled([2, 2, 2], limit=6)
+    assert store.get(key(0)) is not None
+    assert store.get(key(3)) is None
+    store.put(key(3), entry(2))
+    assert inside(store)[0] == 0, "what was asked for stays"
+    assert 3 in inside(store)
+
+
+def test_memory_counts_a_replaced_entry_once_and_a_dropped_one_no_more() -> None:
+    store = filled([2, 2], limit=50)
+    store.put(key(0), entry(5))
+    found = store.get(key(0))
+    assert found is not None
+    assert len(found.rows) == 5
+    assert (len(store), store.nbytes) == (2, entry(7).nbytes)
+    store.drop(key(0))
+    store.drop(key(7))
+    assert store.get(key(0)) is None
+    assert (len(store), store.nbytes) == (1, entry(2).nbytes)
+
+
+@pytest.mark.parametrize(("room", "times"), [(100, 1.1), (100, 4), (300, 2)])
+def test_a_loop_over_more_than_fits_hits_nearly_what_is_possible(room: int, times: float) -> None:
     asked = list(range(int(times * room))) * 3
     found = hits(MemoryStore(room * SIZE), asked)
     assert found >= 0.8 * perfect_hits(asked, room)
@@ -93,7 +148,7 @@ def test_what_is_asked_for_now_replaces_what_was_asked_for_before() -> None:
     assert hits(store, range(1000, 1150)) >= 140
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_entries_of_any_size_never_take_more_than_the_limit(seed: int) -> None:
     draw = random.Random(seed)
     store = MemoryStore(40 * SIZE)
@@ -162,3 +217,73 @@ def test_a_store_that_is_made_smaller_or_larger_holds_what_then_fits(limit: int)
         store.put(key(number), entry(4))
     assert store.nbytes <= limit
     assert store.nbytes >= min(before, limit) - 2 * SIZE
+
+
+@dataclass(frozen=True)
+class Small:
+    nbytes: int = 1024
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_cache_too_small_for_what_is_asked_again_says_so_once_an_hour(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store: MemoryStore[Small] = MemoryStore(500 * 1024)
+    now = 0.0
+    watch = FitWatch(store, "entries", "buy more", clock=lambda: now)
+
+    def ask(first: int, last: int) -> int:
+        for number in range(first, last):
+            if store.get(key(number)) is None:
+                store.put(key(number), Small())
+            watch.look()
+        return len(warnings(caplog))
+
+    assert ask(0, 2000) == 0, "nothing has come again"
+    assert ask(0, 2000) == 1
+    assert "too small" in warnings(caplog)[0]
+    assert warnings(caplog)[0].endswith("buy more")
+    assert ask(0, 2000) == 1
+    now = 3601.0
+    assert ask(0, 2000) == 2
+    caplog.clear()
+    store.clear()
+    assert [ask(0, 400) for _ in range(10)] == [0] * 10, "these fit"
+    assert ask(5000, 9000) == 0, "these come once"
+
+
+def test_caches_of_embeddings_and_of_scores_say_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
+    embeddings = EmbeddingCache(b"", "float32", MemoryStore(500 * SIZE), None)
+    scores = ScoreCache(500 * 512)
+    for cache, advice in ((embeddings, "(cache_dir)"), (scores, "raise cache_mb")):
+        for _ in range(2):
+            assert not warnings(caplog)
+            for number in range(1500):
+                if isinstance(cache, ScoreCache):
+                    if cache.find([key(number)]) == [None]:
+                        cache.put([(key(number), CachedScore(0.0, 1, 0, False, 1))])
+                elif cache.get(key(number)) is None:
+                    cache.put([(key(number), entry(4))])
+        (warning,) = warnings(caplog)
+        assert advice in warning
+        caplog.clear()
+    embeddings.close()
+
+
+def test_the_key_of_a_score_depends_on_each_text() -> None:
+    keys = {
+        ScoreCache.key(*texts)
+        for texts in (("a", "bc", ""), ("ab", "c", ""), ("", "abc", ""), ("a", "b", "c"))
+    }
+    assert len(keys) == 4
+
+
+def test_scores_take_no_more_than_their_limit() -> None:
+    cache = ScoreCache(10 * 512)
+    cache.put((bytes([i]) * 32, CachedScore(float(i), 1, 0, False, 1)) for i in range(30))
+    assert (cache.entries, cache.memory_bytes, cache.evictions) == (10, 5120, 20)
+    assert sum(entry is not None for entry in cache.find([bytes([i]) * 32 for i in range(30)])) == 10
+    assert (cache.hits, cache.misses) == (10, 20)
