@@ -81,10 +81,6 @@ class Door:
         return self.metrics.registry.get_sample_value(f"maxsimd_{name}", labels)
 
 
-async def test_a_lone_request_is_never_refused_for_what_waits() -> None:
-    Door(queued_tokens=0, wait_seconds=0).ask(4999)
-
-
 async def test_a_request_that_would_wait_too_long_is_refused() -> None:
     door = Door()
     door.queue(6, 31)
@@ -96,14 +92,11 @@ async def test_a_request_that_would_wait_too_long_is_refused() -> None:
         door.ask(20)
     assert raised.value.retry_after == 1.0
     assert door.metric("refused_requests_total", reason="wait") == 1
-
-
-async def test_who_is_refused_is_told_when_the_wait_is_short_enough() -> None:
-    door = Door()
-    door.queue(40, 31)
+    door.queue(33, 31)
     with pytest.raises(QueueFullError) as raised:
         door.ask(20)
-    assert raised.value.retry_after == pytest.approx(12.4 - 2.0)
+    assert raised.value.retry_after == pytest.approx(12.4 - 2.0), "when the wait is short enough"
+    Door(queued_tokens=0, wait_seconds=0).ask(4999)  # alone, it is never refused for what waits
 
 
 @pytest.mark.parametrize(
@@ -114,7 +107,7 @@ async def test_who_is_refused_is_told_when_the_wait_is_short_enough() -> None:
         (500, "batch", 8, r"for about 40\.3 seconds, more than the 40\.0"),
     ],
 )
-async def test_a_request_may_wait_as_long_as_it_takes_and_a_batch_eight_times_that(
+async def test_a_request_may_wait_as_long_as_it_takes(
     tokens: int, priority: str, times: int, message: str
 ) -> None:
     """What takes more than five seconds is a batch too."""
@@ -126,7 +119,7 @@ async def test_a_request_may_wait_as_long_as_it_takes_and_a_batch_eight_times_th
         door.ask(tokens, priority=priority)
 
 
-async def test_a_small_request_is_not_refused_for_the_large_ones_that_it_passes() -> None:
+async def test_a_small_request_is_not_refused_for_those_it_passes() -> None:
     door = Door(wait_seconds=100)
     door.queue(3, 2000)
     door.ask(20)
@@ -135,7 +128,7 @@ async def test_a_small_request_is_not_refused_for_the_large_ones_that_it_passes(
     door.ask(1100, timeout=71.1)
 
 
-async def test_another_tenants_requests_count_as_far_as_they_run_beside() -> None:
+async def test_another_tenants_requests_count_as_they_run_beside() -> None:
     door = Door()
     door.queue(100, 31, tenant="other")
     door.ask(20)
@@ -159,7 +152,7 @@ async def test_a_request_that_cannot_be_done_in_its_time_is_refused() -> None:
     assert door.metric("refused_requests_total", reason="timeout") == 2
 
 
-async def test_a_request_that_takes_longer_than_its_time_by_itself_is_too_large() -> None:
+async def test_a_request_longer_than_its_own_timeout_is_too_large() -> None:
     door = Door()
     door.ask(100, timeout=1.0)
     with pytest.raises(
@@ -169,7 +162,7 @@ async def test_a_request_that_takes_longer_than_its_time_by_itself_is_too_large(
     assert door.metric("refused_requests_total", reason="size") == 1
 
 
-async def test_what_is_to_have_a_partial_result_is_refused_only_where_nothing_could_be_done() -> None:
+async def test_a_partial_request_only_has_to_start_in_time() -> None:
     door = Door()
     door.ask(100, counted=110, timeout=1.0, on_timeout="partial")
     door.queue(6, 31)
@@ -178,7 +171,7 @@ async def test_what_is_to_have_a_partial_result_is_refused_only_where_nothing_co
         door.ask(20, timeout=1.8, on_timeout="partial")
 
 
-async def test_a_request_of_more_tokens_than_one_may_have_is_too_large() -> None:
+async def test_a_request_above_max_request_tokens_is_too_large() -> None:
     door = Door()
     door.ask(20, counted=5000)
     with pytest.raises(RequestTooLargeError, match=r"5001 tokens, more than the 5000"):
@@ -215,16 +208,22 @@ async def test_a_quarter_of_the_queue_is_kept_for_requests_of_one_step() -> None
     assert door.metric("refused_requests_total", reason="queue") == 3
 
 
-async def test_what_is_being_prepared_is_shown() -> None:
+async def test_what_is_prepared_and_the_estimated_wait_are_shown() -> None:
     door = Door()
+    assert door.metric("wait_seconds") == 0
     with door.admission.permit(TEXT, RunOptions()):
         assert door.metric("preparing_requests") == 1
         assert door.metric("preparing_tokens") == 100
     assert door.metric("preparing_requests") == 0
     assert door.metric("preparing_tokens") == 0
+    with pytest.raises(KeyError), door.admission.permit(TEXT, RunOptions()):
+        raise KeyError
+    assert door.metric("preparing_requests") == 0, "a place is given up where preparing fails"
+    door.queue(3, 60)
+    assert door.metric("wait_seconds") == pytest.approx(1.8)
 
 
-async def test_an_estimate_refuses_nobody_before_the_tokens_are_counted() -> None:
+async def test_an_estimate_refuses_nobody_before_tokens_count() -> None:
     """Documents that are cached cost hardly anything."""
     door = Door(queued_tokens=1000)
     door.queue(5, 100)
@@ -232,7 +231,7 @@ async def test_an_estimate_refuses_nobody_before_the_tokens_are_counted() -> Non
     door.ask(90, counted=10, timeout=6.0)
 
 
-async def test_who_comes_before_the_queue_is_full_is_refused_when_it_is() -> None:
+async def test_who_comes_before_the_queue_is_full_may_be_refused() -> None:
     door = Door()
     with (  # noqa: PT012 (the permit must see the error)
         door.admission.permit(replace(TEXT, texts=("x" * 16,)), RunOptions()) as small,
@@ -250,13 +249,6 @@ async def test_who_comes_before_the_queue_is_full_is_refused_when_it_is() -> Non
     assert door.metric("refused_requests_total", reason="wait") == 1, "once"
 
 
-async def test_a_place_is_given_up_where_preparing_fails() -> None:
-    door = Door()
-    with pytest.raises(KeyError), door.admission.permit(TEXT, RunOptions()):
-        raise KeyError
-    assert door.metric("preparing_requests") == 0
-
-
 async def test_an_estimate_is_what_such_texts_had_before() -> None:
     door = Door()
     for _ in range(100):
@@ -266,20 +258,9 @@ async def test_an_estimate_is_what_such_texts_had_before() -> None:
     door.ask(100, counted=0)
     with door.admission.permit(TEXT, RunOptions()) as permit:
         assert permit.tokens == pytest.approx(180, rel=0.01)
-
-
-async def test_texts_that_are_cut_are_estimated_at_no_more_than_fits() -> None:
-    door = Door()
     cut = replace(TEXT, texts=("x" * 10_000, "y" * 10_000), truncation=Truncation(max_tokens=-1))
-    with door.admission.permit(cut, RunOptions()) as permit:
-        assert permit.tokens == 2 * LIMITS.sequence_tokens
-
-
-async def test_the_estimated_wait_is_shown() -> None:
-    door = Door()
-    assert door.metric("wait_seconds") == 0
-    door.queue(3, 60)
-    assert door.metric("wait_seconds") == pytest.approx(1.8)
+    with Door().admission.permit(cut, RunOptions()) as permit:
+        assert permit.tokens == 2 * LIMITS.sequence_tokens, "no more than fits"
 
 
 async def test_any_request_may_wait_for_two_steps() -> None:
@@ -292,7 +273,7 @@ async def test_any_request_may_wait_for_two_steps() -> None:
         door.ask(20)
 
 
-async def test_a_tenant_that_has_sent_its_requests_of_a_minute_is_refused_and_told_when_to_come() -> None:
+async def test_a_tenant_above_its_rate_is_told_when_to_come() -> None:
     door = Door(tenants={"a": Tenant(requests_per_minute=30)})
     for _ in range(30):
         door.ask(20, tenant="a")
@@ -344,7 +325,7 @@ async def test_tokens_count_once_they_are_counted_and_make_debt() -> None:
     door.ask(1, tenant="a")
 
 
-async def test_who_has_used_up_the_tokens_meanwhile_is_refused_before_more_are_run() -> None:
+async def test_who_has_used_up_the_tokens_meanwhile_is_refused() -> None:
     door = Door(tenants={"a": Tenant(tokens_per_minute=600)})
     options = RunOptions(tenant="a")
     with (  # noqa: PT012 (the permit must see the error)
@@ -364,7 +345,7 @@ async def test_who_has_used_up_the_tokens_meanwhile_is_refused_before_more_are_r
     assert door.metric("refused_requests_total", reason="rate") == 2
 
 
-async def test_a_request_that_is_refused_for_what_waits_does_not_count_in_the_rate() -> None:
+async def test_a_refused_request_does_not_count_in_the_rate() -> None:
     door = Door(tenants={"a": Tenant(requests_per_minute=2, tokens_per_minute=1000)})
     door.queue(7, 31)
     for _ in range(5):
@@ -397,7 +378,7 @@ async def test_a_tenant_may_have_no_more_waiting_than_is_said_of_it() -> None:
     assert door.metric("tenant_refused_requests_total", tenant="a", reason="queue") == 1
 
 
-async def test_a_request_of_more_tokens_than_its_tenant_may_send_is_too_large() -> None:
+async def test_a_request_above_its_tenants_limit_is_too_large() -> None:
     door = Door(tenants={"a": Tenant(max_request_tokens=70), "b": Tenant(max_request_tokens=9000)})
     door.ask(70, tenant="a")
     with pytest.raises(
@@ -419,7 +400,7 @@ async def test_batches_wait_for_what_others_have_waiting() -> None:
             door.ask(20, timeout=1.0, **options)
 
 
-async def test_waits_that_are_longer_than_forecast_are_expected_to_be_so_again() -> None:
+async def test_longer_waits_than_forecast_are_expected_again() -> None:
     """Three seconds where one was forecast, which count less the longer ago they were, and beside that two
     seconds that are taken to have been as forecast."""
     door = Door(wait_seconds=100)
@@ -434,29 +415,18 @@ async def test_waits_that_are_longer_than_forecast_are_expected_to_be_so_again()
     assert door.expected(20) == pytest.approx(1.0, abs=0.01), "what was seen long ago says little"
 
 
-async def test_waits_are_never_expected_to_be_shorter_than_forecast() -> None:
+async def test_nothing_is_learnt_of_shorter_or_unfinished_waits() -> None:
     door = Door(wait_seconds=100)
-    door.queue(5, 20)
-    for _ in range(10):
-        door.wait(20, 0.2)
-        await asyncio.sleep(0)
-    assert door.expected(20) == 1.0
-
-
-async def test_nothing_is_learnt_where_next_to_nothing_waits_or_not_all_is_to_be_done() -> None:
-    door = Door(wait_seconds=100)
-    door.wait(20, 5.0)
+    door.wait(20, 5.0)  # next to nothing waits
     door.queue(2, 20)
     door.wait(20, 5.0)
     door.queue(3, 20)
-    door.wait(20, 5.0, on_timeout="partial", timeout=50)
+    door.wait(20, 5.0, on_timeout="partial", timeout=50)  # not all is to be done
     await asyncio.sleep(0)
-    assert door.expected(20) == 1.0
-
-
-async def test_a_request_that_fails_or_is_cancelled_says_nothing_of_waits() -> None:
-    door = Door(wait_seconds=100)
-    door.queue(5, 20)
+    for _ in range(10):
+        door.wait(20, 0.2)
+        await asyncio.sleep(0)
+    assert door.expected(20) == 1.0, "never shorter than forecast"
     with door.admission.permit(TEXT, RunOptions()) as permit:
         permit.confirm(100)
         for end in (asyncio.Future.cancel, lambda values: values.set_exception(RuntimeError())):
@@ -468,7 +438,7 @@ async def test_a_request_that_fails_or_is_cancelled_says_nothing_of_waits() -> N
     assert door.expected(100) == 1.0
 
 
-async def test_what_is_being_prepared_counts_for_those_who_come_but_as_two_steps_at_most() -> None:
+async def test_what_is_prepared_counts_as_two_steps_at_most() -> None:
     door = Door(wait_seconds=1.2)
     door.queue(1, 31)
     large = replace(TEXT, texts=("x" * 4000,))
@@ -482,7 +452,7 @@ async def test_what_is_being_prepared_counts_for_those_who_come_but_as_two_steps
         door.ask(20)
 
 
-async def test_who_might_be_refused_once_it_is_prepared_is_refused_before() -> None:
+async def test_who_might_be_refused_later_is_refused_at_once() -> None:
     """The estimate is of the class below that of the requests that wait; a quarter more is not."""
     door = Door()
     door.queue(5, 50)
@@ -492,7 +462,7 @@ async def test_who_might_be_refused_once_it_is_prepared_is_refused_before() -> N
 
 
 @pytest.mark.parametrize("estimate", [60, 70])
-async def test_what_was_seen_of_waits_counts_for_estimates_of_the_next_class_of_size(estimate: int) -> None:
+async def test_waits_seen_count_for_the_next_class_of_size(estimate: int) -> None:
     """Requests of 60 tokens are known to wait long, and nothing is known of those of more than 63: what is
     estimated at 60 may be of that class, and what is estimated at 70 of this."""
     door = Door(wait_seconds=4)

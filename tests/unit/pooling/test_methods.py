@@ -5,14 +5,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.engine.scoring.query_store import QueryStore
 from maxsimd.pooling import methods
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
+from maxsimd.pooling.passages import PASSAGES, PassageMeanPool
 from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Tokens
 
 HIDDEN = 8
@@ -45,20 +45,37 @@ PLAIN: dict[str, Callable[[torch.Tensor, Sequence], torch.Tensor]] = {
 }
 
 
+def _passages(states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    """Passage by passage, as the paper has it."""
+    rows = _pooled(states, sequence)
+    assert sequence.payload.passages is not None
+    return torch.cat([head(rows[start:stop].mean(dim=0)[None]) for start, stop in sequence.payload.passages])
+
+
+PLAIN[PASSAGES] = _passages
+
+
 @st.composite
 def cut_sequences(draw: st.DrawFn) -> tuple[list[Sequence], list[list[Chunk]]]:
-    """Sequences of random lengths and pooled tokens, cut at random places and spread over steps."""
+    """Sequences of random lengths, pooled tokens and passages, cut at random places and spread over steps."""
     sequences = []
     steps: list[list[Chunk]] = []
     for key in range(draw(st.integers(1, 6))):
-        length = draw(st.integers(1, 12))
+        length = draw(st.integers(1, 14))
         pooled = draw(st.none() | st.sets(st.integers(0, length - 1), min_size=1))
         positions = None if pooled is None else np.array(sorted(pooled))
         tokens = Tokens(np.zeros(length, dtype=np.int32), pooled_positions=positions)
-        task = draw(st.sampled_from(sorted(METHODS)))
-        sequence = Sequence.text(key, ResultSlot(0, key), task, tokens)
+        task, slot = draw(st.sampled_from(sorted(PLAIN))), ResultSlot(0, key)
+        if task == PASSAGES:
+            count = length if pooled is None else len(pooled)
+            bounds = st.tuples(st.integers(0, count - 1), st.integers(1, count))
+            # They may overlap.
+            passages = draw(st.lists(bounds.filter(lambda each: each[0] < each[1]), min_size=1, max_size=6))
+            sequence = Sequence.passages(key, slot, PASSAGES, tokens, np.array(passages))
+        else:
+            sequence = Sequence.text(key, slot, task, tokens)
         sequences.append(sequence)
-        cuts = sorted(draw(st.sets(st.integers(1, length), max_size=3)) | {length})
+        cuts = sorted(draw(st.sets(st.integers(1, length), max_size=4)) | {length})
         step = draw(st.integers(0, 2))
         for start, stop in zip([0, *cuts], cuts, strict=False):
             while len(steps) <= step:
@@ -74,6 +91,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "TILE", 3)
 
 
+@settings(max_examples=150)
 @given(cut_sequences(), st.integers(0, 3), st.booleans())
 def test_pooling_in_chunks_equals_the_plain_definition(
     workload: tuple[list[Sequence], list[list[Chunk]]], padding: int, retried: bool
@@ -83,7 +101,8 @@ def test_pooling_in_chunks_equals_the_plain_definition(
         s.sequence_id: torch.randn(len(s), HIDDEN, generator=torch.Generator().manual_seed(s.sequence_id))
         for s in sequences
     }
-    pooler = DispatchPooler({name: method(head) for name, method in METHODS.items()})
+    poolers = METHODS | {PASSAGES: PassageMeanPool}
+    pooler = DispatchPooler({name: pool(head) for name, pool in poolers.items()})
     items: dict[int, torch.Tensor] = {}
     for step in steps:
         starts, rows = [], []
@@ -114,25 +133,3 @@ def test_state_of_an_unfinished_sequence_goes_when_it_is_freed(task: str) -> Non
     assert pooler.num_states == 1
     pooler.free(5)
     assert pooler.num_states == 0
-
-
-def _query(key: int, num_consumers: int, request: int = 0) -> Sequence:
-    return Sequence.query(key, request, "all", Tokens(np.zeros(2, dtype=np.int32)), num_consumers)
-
-
-def test_a_query_is_held_until_its_last_use() -> None:
-    store = QueryStore()
-    store.put(_query(1, num_consumers=3), torch.ones(2, 4))
-    store.release(1, consumers=2)
-    assert store.get(1).shape == (2, 4)
-    store.release(1)
-    with pytest.raises(KeyError):
-        store.get(1)
-
-
-def test_queries_of_a_request_that_ended_are_dropped() -> None:
-    store = QueryStore()
-    store.put(_query(1, num_consumers=9, request=1), torch.ones(2, 4))
-    store.put(_query(2, num_consumers=9, request=2), torch.ones(2, 4))
-    store.drop_request(1)
-    assert len(store) == 1

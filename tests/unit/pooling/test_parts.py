@@ -48,20 +48,14 @@ def numbered(rows: int) -> torch.Tensor:
     return torch.arange(float(rows))[:, None] * torch.tensor([1.0, 10.0])
 
 
-def test_the_pooled_rows_of_a_chunk_are_its_own_part_of_the_positions() -> None:
+def test_the_pooled_rows_of_a_chunk_are_its_part_of_them() -> None:
     some = text(1, 10, [0, 3, 4, 5, 8])
     cursor = PoolingCursor((Chunk(some, 3, 8), whole(text(2, 2)), Chunk(some, 0, 3)), (5, 20, 30))
     rows, lengths = cursor.pooled_rows()
     assert rows.tolist() == [5, 6, 7, 20, 21, 30]
     assert lengths == [3, 2, 1]
-
-
-def test_a_chunk_without_a_pooled_token_has_no_rows() -> None:
     rows, lengths = PoolingCursor((Chunk(text(1, 4, [3]), 0, 3), whole(text(2, 1))), (0, 3)).pooled_rows()
-    assert (rows.tolist(), lengths) == ([3], [0, 1])
-
-
-def test_a_cursor_without_chunks_has_no_rows() -> None:
+    assert (rows.tolist(), lengths) == ([3], [0, 1]), "a chunk without a pooled token has none"
     rows, lengths = PoolingCursor((), ()).pooled_rows()
     assert (rows.dtype, len(rows), lengths) == (np.int64, 0, [])
 
@@ -73,20 +67,16 @@ def test_a_selection_keeps_chunks_beside_their_starts() -> None:
     assert cursor.starts == (5, 11)
 
 
-@pytest.mark.parametrize(
-    "rows", [[2, 3, 4], [0], [5], [0, 1, 2, 3, 4, 5], [1, 3], [3, 2, 4], [0, 2, 2, 3], [4, 4], [2, 1], []]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_taken_in_their_order_as_float32(rows: list[int], dtype: torch.dtype) -> None:
-    taken = take_rows(numbered(6).to(dtype), np.array(rows, dtype=np.int64))
-    assert taken.dtype is torch.float32
-    assert taken.shape == (len(rows), 2)
-    assert taken[:, 0].tolist() == rows
-
-
-def test_contiguous_rows_are_a_view_and_others_are_not() -> None:
+def test_rows_are_taken_in_their_order_as_float32() -> None:
+    every = [[2, 3, 4], [0], [5], [0, 1, 2, 3, 4, 5], [1, 3], [3, 2, 4], [0, 2, 2, 3], [4, 4], [2, 1], []]
+    for rows in every:
+        for dtype in (torch.float32, torch.bfloat16):
+            taken = take_rows(numbered(6).to(dtype), np.array(rows, dtype=np.int64))
+            assert taken.dtype is torch.float32
+            assert taken.shape == (len(rows), 2)
+            assert taken[:, 0].tolist() == rows
     hidden = numbered(6)
-    assert take_rows(hidden, np.array([2, 3])).data_ptr() == hidden[2].data_ptr()
+    assert take_rows(hidden, np.array([2, 3])).data_ptr() == hidden[2].data_ptr(), "a view"
     assert take_rows(hidden, np.array([2, 4])).data_ptr() != hidden[2].data_ptr()
 
 
@@ -116,7 +106,7 @@ class Pinned(torch.Tensor):
         return self
 
 
-def test_numbers_for_a_gpu_are_copied_from_pinned_memory_while_the_caller_goes_on() -> None:
+def test_numbers_for_a_gpu_are_copied_from_pinned_memory() -> None:
     gpu = torch.device("cuda")
     copied = to_device(torch.arange(3).as_subclass(Pinned), gpu)
     assert isinstance(copied, Pinned)
@@ -132,7 +122,7 @@ class OnGpu(torch.Tensor):
         return torch.device("cuda")
 
 
-def test_numbers_from_a_gpu_are_copied_to_pinned_memory_while_the_caller_goes_on(
+def test_numbers_from_a_gpu_are_copied_to_pinned_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Any] = []
@@ -155,7 +145,7 @@ def test_numbers_from_a_gpu_are_copied_to_pinned_memory_while_the_caller_goes_on
     assert torch.equal(host, numbers)
 
 
-def test_sequences_of_mixed_tasks_come_back_by_task_in_their_order() -> None:
+def test_sequences_of_mixed_tasks_come_back_by_task() -> None:
     pooler = DispatchPooler({"last": LastPool(as_is), "cls": ClsPool(as_is), "mean": MeanPool(as_is)})
     sequences = [text(1, 2, task="last"), text(2, 3, task="cls"), text(3, 4, task="last")]
     unfinished = text(4, 5, task="mean")
@@ -205,30 +195,24 @@ def _two_roles(task: str) -> PoolingCursor:
     return PoolingCursor((whole(query), whole(document)), (0, 4))
 
 
-@pytest.mark.parametrize(
-    ("roles", "lengths"),
-    [
+def test_token_embeddings_alone_are_merged_by_role() -> None:
+    for roles, lengths in (
         ({Role.DOCUMENT}, [4, 3]),
         ({Role.QUERY}, [2, 5]),
         ({Role.QUERY, Role.DOCUMENT}, [2, 3]),
         (set(), [4, 5]),
-    ],
-)
-def test_token_embeddings_are_merged_by_role(roles: set[Role], lengths: list[int]) -> None:
-    pooler = DispatchPooler({TOKENS: AllPool(as_is)}, _merging(roles))
-    [pooled] = pooler.pool(numbered(9), _two_roles(TOKENS))
-    assert pooled.items.lengths == lengths
-    assert pooled.items[0][:, 0].tolist() == list(range(0, 4, 4 // lengths[0]))
-    assert pooled.items[1][:, 0].tolist() == list(range(4, 9, 1 if lengths[1] == 5 else 2))
-
-
-def test_only_token_embeddings_are_merged() -> None:
+    ):
+        pooler = DispatchPooler({TOKENS: AllPool(as_is)}, _merging(roles))
+        [pooled] = pooler.pool(numbered(9), _two_roles(TOKENS))
+        assert pooled.items.lengths == lengths
+        assert pooled.items[0][:, 0].tolist() == list(range(0, 4, 4 // lengths[0]))
+        assert pooled.items[1][:, 0].tolist() == list(range(4, 9, 1 if lengths[1] == 5 else 2))
     pooler = DispatchPooler({"all": AllPool(as_is)}, _merging({Role.QUERY, Role.DOCUMENT}))
     [pooled] = pooler.pool(numbered(9), _two_roles("all"))
     assert pooled.items.lengths == [4, 5]
 
 
-def test_a_document_is_merged_to_about_one_vector_for_every_factor_tokens() -> None:
+def test_a_document_is_merged_to_a_vector_for_every_few_tokens() -> None:
     pooling = merging_documents(2)
     assert pooling.roles == {Role.DOCUMENT}
     random = torch.Generator().manual_seed(0)
@@ -243,7 +227,7 @@ def test_a_document_is_merged_to_about_one_vector_for_every_factor_tokens() -> N
     torch.testing.assert_close(merged[0], rows[10])
 
 
-def test_a_step_without_a_finished_sequence_has_an_empty_result_of_the_right_width() -> None:
+def test_an_unfinished_step_has_an_empty_result_of_its_width() -> None:
     def wider(rows: torch.Tensor) -> torch.Tensor:
         return torch.cat([rows, rows], dim=1)
 
@@ -255,26 +239,21 @@ def test_a_step_without_a_finished_sequence_has_an_empty_result_of_the_right_wid
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_whole_sequences_leave_no_state(name: str) -> None:
-    method = METHODS[name](as_is)
-    method.pool(numbered(5), PoolingCursor((whole(text(1, 2)), whole(text(2, 3))), (0, 2)))
-    assert method.num_states == 0
-
-
-@pytest.mark.parametrize("name", METHODS)
 def test_what_is_held_between_chunks_is_a_copy(name: str) -> None:
     """The step's tensor may be written over by the next step."""
     sequence = text(1, 4)
     method = METHODS[name](as_is)
     hidden = numbered(4)
     method.pool(hidden[:2], PoolingCursor((Chunk(sequence, 0, 2),), (0,)))
-    expected = METHODS[name](as_is).pool(numbered(4), PoolingCursor((whole(sequence),), (0,)))
+    alone = METHODS[name](as_is)
+    expected = alone.pool(numbered(4), PoolingCursor((whole(sequence),), (0,)))
+    assert alone.num_states == 0, "whole sequences leave no state"
     hidden[:2] = torch.nan
     items = method.pool(hidden[2:], PoolingCursor((Chunk(sequence, 2, 4),), (0,)))
     torch.testing.assert_close(items.values, expected.values)
 
 
-def test_the_chunks_of_a_sequence_are_put_together_by_where_they_start() -> None:
+def test_chunks_are_put_together_by_where_they_start() -> None:
     """A step that was retried may have stored its chunks in another order."""
     sequence = text(1, 6)
     method = AllPool(as_is)
@@ -303,10 +282,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     assert items.values[0].tolist() == pytest.approx([(256 + 999) / 1000] * 2)
 
 
-@pytest.mark.parametrize(("count", "calls"), [(2, [2]), (3, [3]), (4, [3, 1]), (7, [3, 3, 1])])
-def test_the_head_is_applied_tile_by_tile(
-    monkeypatch: pytest.MonkeyPatch, count: int, calls: list[int]
-) -> None:
+def test_the_head_is_applied_tile_by_tile_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "TILE", 3)
     seen: list[int] = []
 
@@ -314,36 +290,30 @@ def test_the_head_is_applied_tile_by_tile(
         seen.append(len(rows))
         return rows
 
-    items = AllPool(head).pool(numbered(count), PoolingCursor((whole(text(1, count)),), (0,)))
-    assert seen == calls
-    assert torch.equal(items.values, numbered(count))
+    for count, calls in ((2, [2]), (3, [3]), (4, [3, 1]), (7, [3, 3, 1])):
+        seen.clear()
+        cursor = PoolingCursor((whole(text(1, count)),), (0,))
+        items = AllPool(head).pool(numbered(count), cursor)
+        assert seen == calls
+        assert torch.equal(items.values, numbered(count))
+        seen.clear()
+        AllPool(head).pool(numbered(count).to("meta"), cursor)
+        assert seen == [count], "on another device at once"
 
 
-def test_on_another_device_the_head_is_applied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "TILE", 3)
-    seen: list[int] = []
-
-    def head(rows: torch.Tensor) -> torch.Tensor:
-        seen.append(len(rows))
-        return rows
-
-    AllPool(head).pool(numbered(7).to("meta"), PoolingCursor((whole(text(1, 7)),), (0,)))
-    assert seen == [7]
-
-
-@pytest.mark.parametrize("name", ["mean", "weighted-mean", "last", "cls"])
-def test_on_another_device_vectors_are_made_there(name: str) -> None:
+def test_on_another_device_vectors_are_made_there() -> None:
     cursor = PoolingCursor((whole(text(1, 4)), whole(text(2, 3))), (0, 4))
-    items = METHODS[name](as_is).pool(numbered(7).to("meta"), cursor)
-    assert (items.values.device.type, items.values.shape) == ("meta", (2, 2))
+    for name in ("mean", "weighted-mean", "last", "cls"):
+        items = METHODS[name](as_is).pool(numbered(7).to("meta"), cursor)
+        assert (items.values.device.type, items.values.shape) == ("meta", (2, 2))
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("starts", [(0,), (0, 2, 4)])
-def test_every_chunk_needs_a_start(name: str, starts: tuple[int, ...]) -> None:
-    cursor = PoolingCursor((whole(text(1, 2)), whole(text(2, 2))), starts)
-    with pytest.raises(ValueError, match="argument 2 is"):
-        METHODS[name](as_is).pool(numbered(6), cursor)
+def test_every_chunk_needs_a_start(name: str) -> None:
+    for starts in ((0,), (0, 2, 4)):
+        cursor = PoolingCursor((whole(text(1, 2)), whole(text(2, 2))), starts)
+        with pytest.raises(ValueError, match="argument 2 is"):
+            METHODS[name](as_is).pool(numbered(6), cursor)
 
 
 def test_every_sequence_needs_an_item() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.pooling import ragged
@@ -25,6 +25,7 @@ def _scaled(lengths: list[int]) -> Ragged:
     return Ragged(values, offsets, torch.rand(sum(lengths), generator=random) + 0.1)
 
 
+@settings(max_examples=40)
 @given(LENGTHS)
 def test_items_are_found_by_index_by_iteration_and_by_offsets(lengths: list[int]) -> None:
     items = _items(lengths)
@@ -41,6 +42,7 @@ def test_items_are_found_by_index_by_iteration_and_by_offsets(lengths: list[int]
             assert made.item(i).offsets.tolist() == [0, len(item)]
 
 
+@settings(max_examples=40)
 @given(LENGTHS, LENGTHS, st.booleans())
 def test_joined_parts_have_the_items_of_all_in_order(
     first: list[int], second: list[int], scaled: bool
@@ -53,17 +55,12 @@ def test_joined_parts_have_the_items_of_all_in_order(
     assert torch.equal(joined.values, torch.cat([part.values for part in parts]))
     assert (joined.scales is not None) == scaled
     exact = [item for part in parts for item in part.decoded(torch.float32)]
-    for item, expected in zip(joined.decoded(torch.float32), exact, strict=True):
+    for i, (item, expected) in enumerate(zip(joined.decoded(torch.float32), exact, strict=True)):
         assert torch.equal(item, expected)
+        assert torch.equal(joined.item(i).decoded(torch.float32).values, expected), "with its own scales"
 
 
-def test_an_item_by_itself_has_its_own_scales() -> None:
-    items = _scaled([2, 0, 3])
-    for i in range(3):
-        whole = items.decoded(torch.float32)[i]
-        assert torch.equal(items.item(i).decoded(torch.float32).values, whole)
-
-
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 7), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_int8_rows_are_decoded_by_their_scales_whatever_the_tile(
     lengths: list[int], together: int, dtype: torch.dtype
@@ -97,10 +94,12 @@ def test_on_another_device_scales_are_applied_there() -> None:
     assert items.scales is not None
     elsewhere = Ragged(items.values.to("meta"), items.offsets, items.scales.to("meta"))
     decoded = elsewhere.decoded(torch.bfloat16)
-    assert decoded.values.device.type == "meta"
-    assert decoded.values.dtype is torch.bfloat16
+    assert (decoded.values.device.type, decoded.values.dtype) == ("meta", torch.bfloat16)
     assert decoded.values.shape == (5, 3)
     assert (decoded.lengths, decoded.scales) == (items.lengths, None)
+    on_gpu = Ragged(items.values.as_subclass(OnGpu), items.offsets, items.scales)
+    values = on_gpu.decoded(torch.float32).values.as_subclass(torch.Tensor)
+    torch.testing.assert_close(values, items.decoded(torch.float32).values)
 
 
 class OnGpu(torch.Tensor):
@@ -111,14 +110,7 @@ class OnGpu(torch.Tensor):
         return torch.device("cuda")
 
 
-def test_there_they_are_multiplied_as_on_a_cpu() -> None:
-    items = _scaled([2, 3])
-    assert items.scales is not None
-    elsewhere = Ragged(items.values.as_subclass(OnGpu), items.offsets, items.scales)
-    decoded = elsewhere.decoded(torch.float32).values.as_subclass(torch.Tensor)
-    torch.testing.assert_close(decoded, items.decoded(torch.float32).values)
-
-
+@settings(max_examples=40)
 @given(LENGTHS, st.data(), st.booleans())
 def test_items_are_taken_in_any_order_with_their_scales(
     lengths: list[int], data: st.DataObject, scaled: bool
@@ -137,7 +129,4 @@ def test_items_that_follow_one_another_are_taken_without_a_copy() -> None:
     taken = items.take([1, 2])
     assert taken.values.data_ptr() == items[1].data_ptr()
     assert taken.offsets.tolist() == [0, 1, 4]
-
-
-def test_rows_are_items_by_themselves() -> None:
     assert Ragged.one_row_each(torch.zeros(3, 2)).lengths == [1, 1, 1]

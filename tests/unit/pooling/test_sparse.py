@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine.scoring.similarity import score_pairs
@@ -68,6 +68,7 @@ def cut_sequences(draw: st.DrawFn) -> tuple[list[Sequence], list[list[Chunk]]]:
 
 
 @pytest.mark.parametrize("name", ["max", "sum"])
+@settings(max_examples=60)
 @given(cut=cut_sequences(), rows=st.sampled_from([1, 3, 1000]), seed=st.integers(0, 99))
 def test_each_method_equals_its_plain_definition(
     name: str, cut: tuple[list[Sequence], list[list[Chunk]]], rows: int, seed: int
@@ -97,7 +98,7 @@ def test_each_method_equals_its_plain_definition(
     assert method.num_states == 0
 
 
-def test_the_numbers_of_all_words_are_never_there_for_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_weights_are_never_there_for_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_PIECE_BYTES", 4 * WORDS * 50)
     head = Head()
     tokens = Tokens(np.zeros(500, dtype=np.int32))
@@ -149,6 +150,7 @@ def sparse_vectors(draw: st.DrawFn) -> Ragged:
     return entries_of(torch.tensor(dense))
 
 
+@settings(max_examples=60)
 @given(queries=sparse_vectors(), documents=sparse_vectors(), data=st.data())
 def test_sparse_scores_equal_the_plain_dot_products(
     queries: Ragged, documents: Ragged, data: st.DataObject

@@ -31,7 +31,7 @@ DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
     chunked=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_sequence_runs_once_in_a_later_step_than_its_pictures(
+def test_every_sequence_runs_once_after_its_pictures(
     requests: list[tuple[list[list[Picture]], int]],
     others: list[int],
     budget: int,
@@ -153,7 +153,7 @@ def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
     assert [(len(part.chunks), len(part.images)) for part in parts] == [(1, 0), (1, 0), (0, 1), (0, 1)]
 
 
-def test_the_last_pictures_of_a_request_make_no_step_of_their_own() -> None:
+def test_the_last_pictures_make_no_step_of_their_own() -> None:
     for number, expected in ((12, [12]), (14, [9, 5]), (21, [9, 12])):
         steps = steps_of([[(10, 1)]] * number, words=0)
         assert [len(step.images) for step in steps if step.images] == expected
@@ -187,7 +187,7 @@ def picture_and_text(request_id: int, price: int, words: int) -> tuple[Sequence,
     beside_small=st.sampled_from([None, 10, 40]),
     chunked=st.booleans(),
 )
-def test_tenants_that_come_at_any_time_have_all_of_their_pictures_and_sequences_run(
+def test_all_pictures_and_sequences_of_all_tenants_run(
     requests: list[tuple[list[list[Picture]], int, int, int, int]], beside_small: int | None, chunked: bool
 ) -> None:
     scheduler = Scheduler(StepLimits(60, 4, chunked, beside_small=beside_small, features=50))

@@ -107,9 +107,7 @@ def test_the_oldest_gets_its_share_of_the_tokens(share: float, lengths: list[int
 
 
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 1 / 4), (3.0, 1 / 4), (0.5, 1 / 6), (0.1, 1 / 8)])
-def test_an_overdue_request_gets_more_as_far_as_that_is_half_of_what_is_due_to_its_tenant(
-    weight: float, share: float
-) -> None:
+def test_an_overdue_request_gets_up_to_half_of_its_tenants_due(weight: float, share: float) -> None:
     """It is overdue once as much has been run as waited with it when it came."""
     limits = StepLimits(1600, 10_000, chunked=True)
     scheduler = Scheduler(limits, weights={"own": weight, "small": 1.0})
@@ -126,7 +124,7 @@ def test_an_overdue_request_gets_more_as_far_as_that_is_half_of_what_is_due_to_i
     assert sum(parts[20:60]) == pytest.approx(40 * share, abs=0.5)
 
 
-def test_the_next_oldest_takes_what_the_oldest_leaves_of_its_part() -> None:
+def test_the_next_oldest_takes_what_the_oldest_leaves() -> None:
     scheduler = scheduler_of(100, oldest_share=0.25)
     scheduler.admit(0, texts(0, [10] * 3))
     scheduler.admit(1, texts(1, [10] * 100))
@@ -166,7 +164,7 @@ def test_sixty_four_requests_of_which_nothing_fits_are_looked_at(ahead: int, tok
     assert sum(tokens_by_request(scheduler.schedule()).values()) == tokens
 
 
-def test_a_sequence_that_nothing_has_room_for_goes_first_in_the_next_step() -> None:
+def test_a_sequence_without_room_goes_first_in_the_next_step() -> None:
     """Small requests keep coming and fill the step; the long one need not wait until it is the oldest."""
     scheduler = scheduler_of(100, oldest_share=0.05)
     scheduler.admit(0, texts(0, [10] * 5000))
@@ -242,7 +240,7 @@ def test_shares_do_not_depend_on_the_length_of_sequences(size: int) -> None:
     assert shares == pytest.approx([1 / 4, 3 / 4], rel=0.05)
 
 
-def test_who_names_none_is_the_tenant_without_a_name_at_priority_zero() -> None:
+def test_who_names_no_tenant_has_none_and_priority_zero() -> None:
     scheduler = scheduler_of(100, weights={"": 3.0})
     scheduler.admit(0, texts(0, [10] * 2000))
     scheduler.admit(1, texts(1, [10] * 2000), priority=1)
@@ -250,7 +248,7 @@ def test_who_names_none_is_the_tenant_without_a_name_at_priority_zero() -> None:
     assert given_to(scheduler, 40) == pytest.approx({0: 2000, 1: 1000, 2: 1000}, rel=0.05)
 
 
-def test_work_that_is_added_costs_its_tenant_nothing_before_it_is_scheduled() -> None:
+def test_added_work_costs_nothing_before_it_is_scheduled() -> None:
     scheduler = scheduler_of(100)
     scheduler.admit(0, texts(0, [10] * 20), tenant="a")
     scheduler.admit(1, texts(1, [10] * 20), tenant="b")
@@ -270,7 +268,7 @@ def test_a_tenant_saves_up_no_share_while_it_has_no_work() -> None:
     assert given_to(scheduler, 4)[1] == pytest.approx(200, abs=10)
 
 
-def test_a_tenant_does_not_gain_by_coming_back_with_one_request_at_a_time() -> None:
+def test_a_tenant_gains_nothing_by_one_request_at_a_time() -> None:
     """Each fills a whole step; the next comes when it is done."""
     scheduler = scheduler_of(100, weights={"a": 1.0, "b": 3.0})
     scheduler.admit(0, texts(0, [10] * 5000), tenant="b")
@@ -317,7 +315,7 @@ def test_weights_that_change_hold_for_what_waits() -> None:
 
 
 @pytest.mark.parametrize("is_back", [False, True])
-def test_who_is_ahead_when_weights_change_is_ahead_by_as_many_tokens(is_back: bool) -> None:
+def test_who_is_ahead_when_weights_change_stays_so_by_tokens(is_back: bool) -> None:
     """Beside a large weight, a hundredth is given four steps as the oldest, and then weighs as much as the
     other: four steps of the other's are what it waits for, not four hundred."""
     scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights={"a": 0.01}, oldest_share=0.5)
@@ -346,7 +344,7 @@ class Tenant(str):
     """A name that a weak reference can watch."""
 
 
-def test_nothing_is_held_of_a_tenant_that_is_even_with_the_others() -> None:
+def test_nothing_is_held_of_a_tenant_even_with_the_others() -> None:
     scheduler = scheduler_of(100)
     scheduler.admit(0, texts(0, [10] * 1000), tenant="a")
     tenant = Tenant("b")

@@ -143,7 +143,7 @@ def test_a_causal_model_fills_every_step_to_the_brim(budget: int, seed: int) -> 
 
 
 @pytest.mark.parametrize(("tenants", "lengths"), [(1, [30, 60, 70]), (1, [1500]), (10_000, [1500])])
-def test_a_step_takes_hardly_longer_with_forty_times_the_requests(tenants: int, lengths: list[int]) -> None:
+def test_a_step_takes_hardly_longer_with_forty_times_as_many(tenants: int, lengths: list[int]) -> None:
     """Also where nothing of most fits. The best of some, because the machine may be busy."""
 
     def seconds_of_a_step(num_requests: int) -> float:

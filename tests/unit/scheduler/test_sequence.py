@@ -65,7 +65,7 @@ def test_tokens_are_one_or_more_and_attended_unless_said() -> None:
     assert Tokens(np.zeros(5, dtype=np.int32), attended_len=3).num_attended == 3
 
 
-def test_joined_tokens_are_their_parts_one_after_the_other_which_are_not_copied() -> None:
+def test_joined_tokens_are_their_parts_which_are_not_copied() -> None:
     query, document = np.arange(3, dtype=np.int32), np.arange(7, 9, dtype=np.int32)
     own_types = np.array([4, 5, 6], dtype=np.int32)
     joined = JoinedTokens.of((query, document), (own_types, 1))

@@ -30,7 +30,7 @@ def beside_small(chunked: bool = False) -> Scheduler:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_while_small_requests_come_large_ones_have_a_part_of_each_step(chunked: bool) -> None:
+def test_large_requests_have_a_part_of_steps_while_small_come(chunked: bool) -> None:
     scheduler = beside_small(chunked)
     scheduler.admit(0, texts(0, [5] * 10_000))
     assert scheduled(scheduler).num_tokens == 100
@@ -57,7 +57,7 @@ def test_small_requests_fill_whole_steps() -> None:
     assert by_request[0] <= 40
 
 
-def test_what_is_longer_than_the_part_of_large_requests_is_run_alone_or_cut() -> None:
+def test_what_exceeds_the_part_of_large_ones_is_alone_or_cut() -> None:
     for chunked, expected in ((False, [10, 90]), (True, [40, 40, 20])):
         scheduler = beside_small(chunked)
         scheduler.admit(0, texts(0, [90, 10]))
@@ -86,7 +86,7 @@ def test_small_requests_are_run_before_the_others_of_their_step() -> None:
     assert [chunk.sequence.sequence_id for chunk in second.chunks] == [0, 1]
 
 
-def test_what_cannot_be_cut_is_run_behind_small_requests_however_long_it_is() -> None:
+def test_what_cannot_be_cut_is_run_behind_small_requests() -> None:
     scheduler = beside_small()
     scheduler.admit(0, texts(0, [90] * 10))
     for request_id in range(1, 11):
@@ -108,7 +108,7 @@ def test_small_requests_are_served_whoever_stands_before_them() -> None:
         assert request_id in scheduled(scheduler).request_ids
 
 
-def test_a_step_beside_small_requests_has_no_more_sequences_than_it_may() -> None:
+def test_a_step_beside_small_ones_keeps_its_limit_of_sequences() -> None:
     scheduler = Scheduler(StepLimits(100, 1, chunked=False, beside_small=40))
     scheduler.admit(0, texts(0, [90] * 3))
     for request_id in range(1, 5):
@@ -116,7 +116,7 @@ def test_a_step_beside_small_requests_has_no_more_sequences_than_it_may() -> Non
     assert {len(step.chunks) for step in run_dry(scheduler)} == {1}
 
 
-def test_beside_small_requests_pages_are_encoded_and_read_in_different_steps() -> None:
+def test_pages_are_encoded_and_read_in_different_steps() -> None:
     scheduler = beside_small()
     sequences, images = pages(0, 0, [[(60, 40)]] * 3, query_length=3, words=10)
     scheduler.admit(0, sequences, images=images)

@@ -44,7 +44,7 @@ def test_limits_that_allow_nothing_are_refused(tokens: int, sequences: int) -> N
     StepLimits(1, 1, chunked=True)
 
 
-def test_a_sequence_that_can_never_fit_is_refused_with_its_request() -> None:
+def test_a_sequence_that_can_never_fit_refuses_its_request() -> None:
     scheduler = bidirectional(100)
     assert scheduler.fits(100)
     assert not scheduler.fits(101)
@@ -148,7 +148,7 @@ def test_a_very_long_prefill_leaves_room_for_others() -> None:
     assert spans(scheduler.schedule()) == [(1, 0, 30), (0, 100, 170)]
 
 
-def test_the_sequence_mid_prefill_gets_what_nothing_else_fits_into() -> None:
+def test_a_cut_sequence_gets_what_nothing_else_fits_into() -> None:
     """It belongs to a request that is not served first, and nothing else may be cut beside it."""
     scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.01)
     scheduler.admit(0, texts(0, [10_000]))
@@ -160,7 +160,7 @@ def test_the_sequence_mid_prefill_gets_what_nothing_else_fits_into() -> None:
     assert sum(stop - start for _, start, stop in step) == 100
 
 
-def test_one_that_must_be_cut_has_the_sequence_mid_prefill_finished_first() -> None:
+def test_a_cut_sequence_is_finished_before_another_is_cut() -> None:
     scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.01)
     scheduler.admit(0, texts(0, [1000]))
     scheduler.schedule()
@@ -176,7 +176,7 @@ def test_one_that_must_be_cut_has_the_sequence_mid_prefill_finished_first() -> N
 @pytest.mark.parametrize(
     ("length", "expected"), [(201, [(0, 100, 200)]), (101, [(0, 100, 101), (100, 0, 99)])]
 )
-def test_the_sequence_mid_prefill_goes_on_however_many_that_must_be_cut_come_first(
+def test_a_cut_sequence_goes_on_past_many_that_must_be_cut(
     length: int, expected: list[tuple[int, int, int]]
 ) -> None:
     """More than are looked at in a step; what its end leaves of a step goes to the first of them."""
@@ -188,7 +188,7 @@ def test_the_sequence_mid_prefill_goes_on_however_many_that_must_be_cut_come_fir
     assert spans(scheduler.schedule()) == expected
 
 
-def test_the_sequence_mid_prefill_joins_no_step_that_holds_all_its_sequences() -> None:
+def test_a_cut_sequence_joins_no_step_with_all_its_sequences() -> None:
     scheduler = Scheduler(StepLimits(10, 2, chunked=True), oldest_share=0.01)
     scheduler.admit(0, texts(0, [25]))
     scheduler.schedule()
@@ -216,7 +216,7 @@ def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | 
     ("sequences", "expected"),
     [(2, [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]), (1, [[(2, 200, 250)], [(1, 0, 100)]])],
 )
-def test_the_end_of_a_cut_sequence_leaves_its_room_to_the_oldest_that_must_be_cut(
+def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest(
     sequences: int, expected: list[list[tuple[int, int, int]]]
 ) -> None:
     """Its turn came earlier in the step, when it could not be cut."""
@@ -224,7 +224,7 @@ def test_the_end_of_a_cut_sequence_leaves_its_room_to_the_oldest_that_must_be_cu
     assert [spans(scheduler.schedule()) for _ in range(2)] == expected
 
 
-def test_the_oldest_takes_the_next_cut_however_many_come_before_it() -> None:
+def test_the_oldest_takes_the_next_cut_past_many_others() -> None:
     """More than are looked at in a step; its short sequence goes before its cut."""
     scheduler = one_that_waits_to_be_cut(weights={"b": 100.0})
     scheduler.admit(1, texts(1, [1], 3))
@@ -233,7 +233,7 @@ def test_the_oldest_takes_the_next_cut_however_many_come_before_it() -> None:
     assert spans(scheduler.schedule()) == [(2, 200, 250), (3, 0, 1), (1, 0, 49)]
 
 
-def test_cancelling_who_waits_to_be_cut_leaves_the_next_cut_to_others() -> None:
+def test_cancelling_leaves_the_next_cut_to_others() -> None:
     scheduler = one_that_waits_to_be_cut()
     scheduler.admit(3, texts(3, [150], 3), tenant="b")
     scheduler.cancel(1)
@@ -241,7 +241,7 @@ def test_cancelling_who_waits_to_be_cut_leaves_the_next_cut_to_others() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "expected"), [([4000], {2: 100}), ([4000, 5], {1: 5, 3: 95})])
-def test_the_sequence_mid_prefill_is_hurried_where_nothing_of_the_oldest_fits(
+def test_a_cut_sequence_is_hurried_where_the_oldest_fits_nowhere(
     lengths: list[int], expected: dict[int, int]
 ) -> None:
     """Past a smaller request of its own tenant, and only as long as the step is empty."""
@@ -262,7 +262,7 @@ def test_the_part_of_the_oldest_ends_with_the_step() -> None:
 
 
 @pytest.mark.parametrize("length", [110, 190])
-def test_the_oldest_takes_the_next_cut_from_those_that_are_served_before_it(length: int) -> None:
+def test_the_oldest_takes_the_next_cut_from_smaller_ones(length: int) -> None:
     """Others whose sequences must be cut keep coming; each is of a smaller class than the oldest."""
     scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.125)
     scheduler.admit(0, texts(0, [150]))
@@ -397,7 +397,7 @@ def test_whole_sequences_beyond_a_reduced_budget_run_alone() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_one_document_behind_ten_thousand_is_scheduled_within_two_steps(chunked: bool) -> None:
+def test_one_document_behind_ten_thousand_runs_in_two_steps(chunked: bool) -> None:
     many = two_stage(0, [30], [20 + i % 380 for i in range(10_000)], [])[0]
     for length in (1, 60, 512):
         scheduler = Scheduler(StepLimits(2048, 512, chunked))
@@ -428,14 +428,14 @@ def test_a_request_may_be_run_in_the_order_in_which_it_was_given() -> None:
     assert [prices(step) for step in run_dry(scheduler)] == [[4, 4], [], []], "what is cached comes first"
 
 
-def test_a_sequence_beyond_those_that_come_next_is_not_looked_for() -> None:
+def test_a_sequence_beyond_the_next_ones_is_not_looked_for() -> None:
     first, second, *_ = in_order([5] + [6] * 64 + [5])
     assert (first, second) == ([(0, 0, 5)], [(1, 0, 6)])
     assert in_order([5] + [6] * 63 + [5])[0] == [(0, 0, 5), (64, 0, 5)]
 
 
 @given(st.data())
-def test_a_request_that_was_put_together_before_is_run_as_one_that_is_admitted_in_parts(
+def test_a_whole_request_is_run_as_one_admitted_in_parts(
     data: st.DataObject,
 ) -> None:
     """What waits for a query is taken over in one go, or is added one by one once the query has run."""

@@ -19,14 +19,10 @@ MOST = 1_000
 PICTURE = b"a picture's bytes"
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "2001:4860:4860::8888"])
-def test_public_addresses(address: str) -> None:
-    assert is_public(address)
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
+def test_only_public_addresses_are_public() -> None:
+    for address in ("8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "2001:4860:4860::8888"):
+        assert is_public(address), address
+    for address in (
         *("127.0.0.1", "127.8.8.8", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
         *("100.64.0.1", "192.0.2.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255"),
         *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1"),
@@ -34,10 +30,8 @@ def test_public_addresses(address: str) -> None:
         *("192.0.0.192", "192.88.99.1", "168.63.129.16", "3fff::1", "5f00::1", "2606::5efe:7f00:1"),
         *("2002:7f00:1::", "2002:a00:1::1", "2001:0:4136:e378:8000:63bf:80ff:fffe", "fec0::1"),
         *("localhost", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "", "example.com"),
-    ],
-)
-def test_addresses_that_are_not_public_or_no_addresses(address: str) -> None:
-    assert not is_public(address)
+    ):
+        assert not is_public(address), address
 
 
 @dataclass
@@ -108,34 +102,24 @@ async def test_a_picture_comes_from_a_host_that_is_allowed() -> None:
         assert await fetcher.fetch(f"{host.origin}/redirect?to=/picture") == PICTURE
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "{origin}/picture",
-        "http://localhost:{port}/picture",
-        "https://127.0.0.1:{port}/picture",
-        "http://example.com/picture",
-        "http://2130706433:{port}/picture",
-        "http://[::ffff:127.0.0.1]:{port}/picture",
-        "http://user:key@example.com@127.0.0.1:{port}/picture",
-        "http://example.com:99999999/",
-        "http://example.com:0/",
-        "http://[/",
-        "http://example.com\\@127.0.0.1/",
-        pytest.param("http://example.com/" + "a" * 10_000, id="a long one"),
-        "ftp://example.com/picture",
-        "file:///etc/passwd",
-        "gopher://127.0.0.1:{port}/",
-        "//127.0.0.1/picture",
-        "http:///picture",
-        "",
-        "picture",
-    ],
-)
-async def test_no_request_leaves_for_a_host_that_is_not_allowed(url: str) -> None:
+async def test_no_request_leaves_for_a_host_that_is_not_allowed() -> None:
     async with hosting() as host, fetching("example.com", f"http://example.com:{host.port}") as fetcher:
-        with pytest.raises(PictureError):
-            await fetcher.fetch(url.format(origin=host.origin, port=host.port))
+        for url in (
+            f"{host.origin}/picture",
+            f"http://localhost:{host.port}/picture",
+            f"https://127.0.0.1:{host.port}/picture",
+            "http://example.com/picture",
+            f"http://2130706433:{host.port}/picture",
+            f"http://[::ffff:127.0.0.1]:{host.port}/picture",
+            f"http://user:key@example.com@127.0.0.1:{host.port}/picture",
+            *("http://example.com:99999999/", "http://example.com:0/", "http://[/"),
+            "http://example.com\\@127.0.0.1/",
+            "http://example.com/" + "a" * 10_000,
+            *("ftp://example.com/picture", "file:///etc/passwd", f"gopher://127.0.0.1:{host.port}/"),
+            *("//127.0.0.1/picture", "http:///picture", "", "picture"),
+        ):
+            with pytest.raises(PictureError):
+                await fetcher.fetch(url)
         assert host.asked == []
 
 
@@ -148,7 +132,7 @@ async def test_an_address_that_the_operator_names_itself_may_be_any() -> None:
 
 
 @pytest.mark.parametrize("name", ["localhost", "2130706433", "127.1"])
-async def test_a_host_that_is_allowed_is_not_asked_at_an_address_that_is_not_public(name: str) -> None:
+async def test_an_allowed_host_is_asked_at_public_addresses_only(name: str) -> None:
     async with hosting() as host, fetching(f"http://{name}:{host.port}", may_connect=is_public) as fetcher:
         with pytest.raises(PictureError, match=r"whose address is not public|cannot be"):
             await fetcher.fetch(f"http://{name}:{host.port}/picture")
@@ -187,22 +171,16 @@ async def test_each_redirect_is_checked() -> None:
         assert len([path for path in host.asked if path == "/around"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("large", "has more than 1,000 bytes"),
-        ("endless", "has more than 1,000 bytes"),
-        ("page", "is fetched as text/plain"),
-        ("gone", "answers with status 404"),
-    ],
-)
-async def test_what_is_no_picture_or_too_large_is_refused(kind: str, said: str) -> None:
+async def test_what_is_no_picture_too_large_or_slow_is_refused() -> None:
     async with hosting() as host, fetching(host.origin) as fetcher:
-        with pytest.raises(PictureError, match=said):
-            await fetcher.fetch(f"{host.origin}/{kind}")
-
-
-async def test_a_slow_host_is_not_waited_for() -> None:
+        for kind, said in (
+            ("large", "has more than 1,000 bytes"),
+            ("endless", "has more than 1,000 bytes"),
+            ("page", "is fetched as text/plain"),
+            ("gone", "answers with status 404"),
+        ):
+            with pytest.raises(PictureError, match=said):
+                await fetcher.fetch(f"{host.origin}/{kind}")
     async with hosting() as host, fetching(host.origin, seconds=0.2) as fetcher:
         with pytest.raises(PictureError, match=r"was not received within 0\.2 s"):
             await fetcher.fetch(f"{host.origin}/slow")

@@ -21,7 +21,7 @@ from tests.damage import DAMAGES, undo
 MIB = 1024 * 1024
 MOMENTS = ("at start", "while serving", "in a clear")
 SIZES = (3, 300, 1300, 4000)
-NUMBER = 24  # of entries
+NUMBER = 60  # of entries
 
 
 class Log(logging.Handler):

@@ -100,9 +100,7 @@ def test_what_is_put_again_is_new_and_one_entry_is_dropped(disk: DiskStore) -> N
     assert len(disk) == 3
 
 
-def test_a_store_that_is_cleared_is_empty_gives_its_room_back_and_goes_on(
-    disk: DiskStore, folder: Path
-) -> None:
+def test_a_cleared_store_gives_its_room_back_and_goes_on(disk: DiskStore, folder: Path) -> None:
     empty = disk.nbytes
     for number in range(3):
         disk.put([(key(number), entry(number, rows=MIB // 16))])
@@ -181,9 +179,7 @@ def test_as_many_of_the_oldest_go_as_a_new_entry_needs(disk: DiskStore) -> None:
 
 
 @pytest.mark.parametrize("rows", [900, 1100, 30_000])
-def test_a_store_fills_its_limit_and_neither_it_nor_its_file_exceeds_it(
-    disk: DiskStore, folder: Path, rows: int
-) -> None:
+def test_a_store_and_its_file_fill_the_limit_exactly(disk: DiskStore, folder: Path, rows: int) -> None:
     number = 0
     while disk.evictions < 12:
         batch = max(1, 3000 // rows)
@@ -204,7 +200,7 @@ def test_a_put_of_more_than_the_limit_leaves_the_newest(disk: DiskStore) -> None
     assert disk.nbytes <= 4 * MIB
 
 
-def test_an_entry_that_has_no_room_alone_is_left_out_and_evicts_nothing(disk: DiskStore) -> None:
+def test_an_entry_without_room_alone_evicts_nothing(disk: DiskStore) -> None:
     disk.put([(key(1), entry(1)), (key(2), entry(2, rows=4 * MIB // 16)), (key(3), entry(3))])
     assert numbers(disk) == [3, 1]
     assert disk.evictions == 0
@@ -263,7 +259,7 @@ def test_connections_do_not_sync_and_hold_little_memory(disk: DiskStore, folder:
     }
 
 
-def test_what_a_process_left_that_died_while_it_created_the_file_is_used(folder: Path) -> None:
+def test_what_a_process_left_that_died_creating_is_used(folder: Path) -> None:
     """The page that exists before there are tables."""
     folder.mkdir(parents=True)
     with sql(folder) as connection:
@@ -398,7 +394,7 @@ def test_what_was_locked_is_used_again_after_a_pause(
     wait_for(lambda: same(disk.get(key(1)), entry(1)))
 
 
-def test_another_process_that_prepares_a_write_keeps_nobody_from_reading(
+def test_who_prepares_a_write_keeps_nobody_from_reading(
     disk: DiskStore, folder: Path, without_pauses: None
 ) -> None:
     disk.put([(key(1), entry(1))])
@@ -411,7 +407,7 @@ def test_another_process_that_prepares_a_write_keeps_nobody_from_reading(
     assert same(disk.get(key(2)), entry(2))
 
 
-def test_what_was_to_be_cleared_behind_a_lock_is_never_found_again(
+def test_what_is_cleared_behind_a_lock_is_never_found(
     disk: DiskStore, folder: Path, without_pauses: None
 ) -> None:
     disk.put([(key(1), entry(1))])
@@ -446,7 +442,7 @@ def test_waiting_for_a_lock_holds_up_no_other_thread(folder: Path, monkeypatch: 
     store.close()
 
 
-def test_threads_and_processes_that_read_and_write_at_once_find_what_is_right(folder: Path) -> None:
+def test_readers_and_writers_at_once_find_what_is_right(folder: Path) -> None:
     stores = [DiskStore(folder, 64 * MIB) for _ in range(2)]
     wrong: list[int] = []
     end = threading.Event()
@@ -475,7 +471,7 @@ def test_threads_and_processes_that_read_and_write_at_once_find_what_is_right(fo
         store.close()
 
 
-def test_a_file_system_that_never_says_the_same_of_a_file_is_asked_once_a_pause(
+def test_an_unsteady_file_system_is_asked_once_a_pause(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It could open, and log, for each document of a request."""
@@ -578,7 +574,7 @@ def test_files_of_an_earlier_version_are_named_and_left(
     assert before.items() <= unchanged(folder).items()
 
 
-def test_the_log_has_one_printable_line_whatever_a_folder_is_called(
+def test_a_folders_name_is_one_printable_line_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "a\nWARNING forged\x1b[2J"
@@ -614,7 +610,7 @@ def test_a_damaged_database_is_set_aside_and_the_last_such_stays(
     assert not (folder / DAMAGED_FILE).exists(), "it has embeddings too"
 
 
-def test_a_process_that_finds_damage_late_uses_what_another_has_begun(
+def test_who_finds_damage_late_uses_what_another_has_begun(
     disk: DiskStore, folder: Path, without_pauses: None
 ) -> None:
     disk.put([(key(1), entry(1))])
@@ -664,7 +660,7 @@ def test_only_errors_that_say_so_count_as_damage() -> None:
     assert not database.is_damage(MemoryError())
 
 
-def test_a_full_disk_is_reported_and_what_is_there_is_still_found(
+def test_a_full_disk_is_reported_and_still_read(
     disk: DiskStore, folder: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
 ) -> None:
     disk.put([(key(1), entry(1))])

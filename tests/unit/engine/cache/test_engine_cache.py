@@ -115,7 +115,7 @@ async def test_equal_documents_in_requests_at_once_are_encoded_once(
         np.testing.assert_allclose(result.scores, alone.scores, atol=1e-4)
 
 
-async def test_how_a_document_is_read_is_part_of_what_is_cached(engine: Engine, documents: list[str]) -> None:
+async def test_how_a_document_is_read_is_part_of_its_key(engine: Engine, documents: list[str]) -> None:
     long = [" ".join(documents[:8])]
     readings = [
         CUT_LONG,
@@ -158,9 +158,7 @@ async def test_cancelling_leaves_nothing_behind(engine: Engine, documents: list[
     await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_a_document_that_fits_is_found_however_long_ones_are_read(
-    engine: Engine, documents: list[str]
-) -> None:
+async def test_a_document_that_fits_is_found_by_every_request(engine: Engine, documents: list[str]) -> None:
     short = [document[:200] for document in documents[:10]]
     await engine.score("why", short)
     for truncation in (CUT_LONG, WINDOWS, Truncation(max_tokens=200)):
@@ -195,7 +193,7 @@ async def test_a_repeated_request_runs_nothing_and_has_the_same_bits(
     assert labels.usage.cached_tokens == 0, "labels are not taken from the cache"
 
 
-async def test_known_and_new_pairs_together_score_as_without_a_cache(
+async def test_known_and_new_pairs_score_as_without_a_cache(
     cross_encoder: Engine, documents: list[str]
 ) -> None:
     draw = random.Random(0)
@@ -305,9 +303,7 @@ async def test_cached_documents_score_as_new_ones_in_many_batches(
     assert again.scores == cached.scores
 
 
-async def test_the_queue_limit_counts_cached_documents_at_their_price(
-    small_steps: Engine, lines: list[str]
-) -> None:
+async def test_the_queue_limit_counts_cached_documents(small_steps: Engine, lines: list[str]) -> None:
     crowd = [small_steps.score(f"query {i}", lines, truncation=CUT_LONG) for i in range(20)]
     answers = await asyncio.gather(*crowd, return_exceptions=True)
     refused = [answer for answer in answers if isinstance(answer, QueueFullError)]

@@ -262,7 +262,7 @@ CHANGES: list[tuple[str, str, Change]] = [
 
 
 @pytest.mark.parametrize(("ingredient", "what", "change"), CHANGES, ids=lambda value: str(value)[:20])
-def test_each_ingredient_follows_what_it_is_made_of_and_no_other_does(
+def test_each_ingredient_alone_follows_what_it_is_made_of(
     plain: Given, ingredient: str, what: str, change: Change
 ) -> None:
     assert plain.changed(change(plain)) == [ingredient], what
@@ -365,7 +365,7 @@ def test_a_gpu_is_told_by_its_name_and_may_fuse_the_head(
     assert one.ingredients() == first, "the processor does not matter there"
 
 
-def test_weights_of_a_head_count_by_name_but_not_by_the_number_of_their_module(
+def test_weights_of_a_head_count_by_name_not_by_module_number(
     plain: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def digest(name: str) -> bytes:
@@ -396,7 +396,7 @@ class _AHead:
         return rows
 
 
-def test_the_order_of_ingredients_does_not_matter_but_names_and_values_do() -> None:
+def test_names_and_values_of_ingredients_matter_not_order() -> None:
     parts = {"a": b"1", "b": b"2"}
     assert fingerprint(parts) == fingerprint(dict(reversed(parts.items())))
     assert len(fingerprint(parts)) == 32

@@ -95,7 +95,7 @@ def test_memory_evicts_as_many_as_what_is_asked_for_more_needs() -> None:
     assert 3 in inside(store)
 
 
-def test_memory_counts_a_replaced_entry_once_and_a_dropped_one_no_more() -> None:
+def test_memory_counts_replaced_and_dropped_entries() -> None:
     store = filled([2, 2], limit=50)
     store.put(key(0), entry(5))
     found = store.get(key(0))
@@ -126,7 +126,7 @@ def test_a_scan_leaves_those_in_place_that_are_asked_for_again() -> None:
     assert hits(store, draw.choices(hot, k=1000)) >= 0.9 * alone
 
 
-def test_a_scan_between_requests_for_the_same_few_takes_little_from_them() -> None:
+def test_a_scan_between_requests_takes_little_from_them() -> None:
     room, draw = 500, random.Random(1)
     hot = list(range(400))
     store = MemoryStore(room * SIZE)
@@ -139,7 +139,7 @@ def test_a_scan_between_requests_for_the_same_few_takes_little_from_them() -> No
     assert found >= 0.9 * asked_for
 
 
-def test_what_is_asked_for_now_replaces_what_was_asked_for_before() -> None:
+def test_what_is_asked_for_now_replaces_what_was_before() -> None:
     room, draw = 200, random.Random(2)
     store = MemoryStore(room * SIZE)
     hits(store, draw.choices(range(150), k=5000))
@@ -200,7 +200,7 @@ def test_a_count_stays_at_its_most() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, SIZE - 1, 10 * SIZE, 100 * SIZE, 300 * SIZE])
-def test_a_store_that_is_made_smaller_or_larger_holds_what_then_fits(limit: int) -> None:
+def test_a_resized_store_holds_what_then_fits(limit: int) -> None:
     store: MemoryStore[CachedEmbedding] = MemoryStore(100 * SIZE)
     draw = random.Random(0)
     for number in range(200):
@@ -228,7 +228,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_a_cache_too_small_for_what_is_asked_again_says_so_once_an_hour(
+def test_a_cache_that_is_too_small_says_so_once_an_hour(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store: MemoryStore[Small] = MemoryStore(500 * 1024)

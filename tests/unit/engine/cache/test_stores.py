@@ -461,7 +461,7 @@ def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:
 
 
 @pytest.mark.parametrize("end", ["clear", "close"])
-def test_what_is_being_read_at_a_start_ends_with_a_clear_or_a_close(end: str) -> None:
+def test_reading_at_a_start_ends_with_a_clear_or_a_close(end: str) -> None:
     """Also among entries that are damaged, however many there are."""
 
     def damaged() -> Iterator[tuple[bytes, CachedEmbedding | None]]:

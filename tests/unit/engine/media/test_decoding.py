@@ -39,26 +39,19 @@ def on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), over).convert("RGB")
 
 
-@pytest.mark.parametrize("format", ["PNG", "BMP"])
-def test_rgb_is_read_as_it_is(format: str) -> None:
+def test_every_format_is_read_as_by_pillow() -> None:
     pixels = drawn()
-    picture = decoded(file_of(Image.fromarray(pixels), format), LIMITS)
-    assert np.array_equal(picture.pixels, pixels)
-    assert (picture.width, picture.height) == (7, 5)
-    assert picture.pixels.dtype == np.uint8
+    for format in ("PNG", "BMP"):
+        picture = decoded(file_of(Image.fromarray(pixels), format), LIMITS)
+        assert np.array_equal(picture.pixels, pixels)
+        assert (picture.width, picture.height, picture.pixels.dtype) == (7, 5, np.uint8)
+    for format in ("JPEG", "WEBP", "GIF"):
+        data = file_of(Image.fromarray(drawn(40, 30)), format)
+        assert np.array_equal(read(data), np.array(Image.open(BytesIO(data)).convert("RGB")))
 
 
-@pytest.mark.parametrize("format", ["JPEG", "WEBP", "GIF"])
-def test_other_formats_are_read_as_pillow_reads_them(format: str) -> None:
-    data = file_of(Image.fromarray(drawn(40, 30)), format)
-    assert np.array_equal(read(data), np.array(Image.open(BytesIO(data)).convert("RGB")))
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied(orientation: int) -> None:
+def test_exif_orientation_is_applied() -> None:
     pixels = drawn()
-    exif = Image.Exif()
-    exif[0x0112] = orientation
     turned = {
         1: pixels,
         2: pixels[:, ::-1],
@@ -69,7 +62,11 @@ def test_exif_orientation_is_applied(orientation: int) -> None:
         7: pixels[::-1, ::-1].transpose(1, 0, 2),
         8: np.rot90(pixels),
     }
-    assert np.array_equal(read(file_of(Image.fromarray(pixels), exif=exif)), turned[orientation])
+    for orientation, expected in turned.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        found = read(file_of(Image.fromarray(pixels), exif=exif))
+        assert np.array_equal(found, expected), orientation
 
 
 def test_what_is_transparent_stands_on_white() -> None:
@@ -91,8 +88,7 @@ def test_a_transparent_colour_of_a_palette_stands_on_white() -> None:
     assert read(file_of(image)).tolist() == [[[10, 20, 30], [40, 50, 60]]]
 
 
-@pytest.mark.parametrize("format", ["PNG", "TIFF"])
-def test_sixteen_bits_are_scaled_and_not_cut(format: str) -> None:
+def test_sixteen_bits_are_scaled_and_not_cut() -> None:
     values = np.array([[0, 127, 128, 257], [32_768, 65_406, 65_407, 65_535]], dtype=np.uint16)
     found = read(file_of(Image.fromarray(values)))
     assert found[..., 0].tolist() == [[0, 0, 0, 1], [128, 254, 255, 255]]
@@ -153,15 +149,15 @@ def test_the_head_of_webp_says_what_pillow_says(mode: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP"])
-@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1", "CMYK"])
-def test_a_large_picture_is_read_as_by_pillow(format: str, mode: str) -> None:
-    if (format, mode) in {("PNG", "CMYK"), ("BMP", "CMYK"), ("JPEG", "P"), ("JPEG", "RGBA")}:
-        pytest.skip("no such files")
+def test_a_large_picture_is_read_as_by_pillow(format: str) -> None:
     soft = Image.fromarray(drawn(30, 40)).resize((1000, 700))
-    data = file_of(soft.convert(mode), format)
-    with Image.open(BytesIO(data)) as image:
-        picture = decoded(data, PictureLimits())
-        np.testing.assert_array_equal(picture.pixels, np.asarray(on_white(image)))
+    for mode in ("RGB", "L", "P", "RGBA", "1", "CMYK"):
+        if (format, mode) in {("PNG", "CMYK"), ("BMP", "CMYK"), ("JPEG", "P"), ("JPEG", "RGBA")}:
+            continue  # no such files
+        data = file_of(soft.convert(mode), format)
+        with Image.open(BytesIO(data)) as image:
+            picture = decoded(data, PictureLimits())
+            np.testing.assert_array_equal(picture.pixels, np.asarray(on_white(image)), err_msg=mode)
 
 
 def test_a_large_animation_in_webp_is_refused() -> None:
@@ -179,7 +175,7 @@ def test_a_truncated_file_is_refused(format: str) -> None:
             read(data[:length])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP"]))
 def test_a_damaged_file_is_read_or_refused(data: st.DataObject, format: str) -> None:
     damaged = bytearray(file_of(Image.fromarray(drawn(20, 20)), format))
@@ -192,12 +188,13 @@ def test_a_damaged_file_is_read_or_refused(data: st.DataObject, format: str) -> 
     assert picture.width * picture.height <= LIMITS.pixels
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\0", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe"]
-)
-def test_what_is_no_picture_is_refused(data: bytes) -> None:
-    with pytest.raises(PictureError, match="is no picture that can be read"):
-        read(data)
+def test_what_is_no_picture_is_refused() -> None:
+    tiff = file_of(Image.fromarray(drawn()), "TIFF")
+    for data in (b"", b"\0", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe", tiff):
+        with pytest.raises(
+            PictureError, match="is no picture that can be read; send PNG, JPEG, WEBP, GIF or BMP"
+        ):
+            read(data)
 
 
 def _with_chunks(*chunks: tuple[bytes, bytes], image: Image.Image) -> bytes:
@@ -268,13 +265,6 @@ def test_files_that_cost_more_than_they_show_are_refused() -> None:
 def test_limits_that_mean_nothing_are_refused(file_bytes: int, pixels: int) -> None:
     with pytest.raises(ValueError, match="a picture must have"):
         PictureLimits(file_bytes, pixels)
-
-
-def test_tiff_is_refused() -> None:
-    with pytest.raises(
-        PictureError, match="is no picture that can be read; send PNG, JPEG, WEBP, GIF or BMP"
-    ):
-        read(file_of(Image.fromarray(drawn()), "TIFF"))
 
 
 def _png(width: int, height: int) -> bytes:

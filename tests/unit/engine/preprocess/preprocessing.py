@@ -2,9 +2,11 @@
 whose tokens are words, so that every token id in a test can be counted by hand."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -13,6 +15,7 @@ from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.config import ScoreType
+from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Preprocessor, RequestIds
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 
@@ -101,3 +104,11 @@ def empty_cache() -> EmbeddingCache:
 
 def embedding(rows: int = 3, tokens: int = 3, truncated: bool = False) -> CachedEmbedding:
     return CachedEmbedding(torch.zeros(rows, 2), None, tokens, truncated)
+
+
+@contextmanager
+def refused(param: str, match: str) -> Iterator[None]:
+    """What is done within is refused for that field."""
+    with pytest.raises(InvalidRequestError, match=match) as error:
+        yield
+    assert error.value.param == param

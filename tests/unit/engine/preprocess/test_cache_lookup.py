@@ -66,7 +66,7 @@ def hit(prepared: Prepared) -> bool:
     return bool(prepared.cached)
 
 
-def test_a_document_that_fits_is_cached_as_plain_whatever_the_request_does_with_long_ones(
+def test_a_document_that_fits_is_cached_as_plain(
     cache: EmbeddingCache,
 ) -> None:
     windows = Truncation(max_tokens=-1, windows=True)
@@ -74,7 +74,7 @@ def test_a_document_that_fits_is_cached_as_plain_whatever_the_request_does_with_
         assert key_of(score(cache, "w2", truncation)) == plain(cache, "w2")
 
 
-def test_a_document_that_is_cut_or_limited_or_read_through_windows_is_cached_as_requested(
+def test_a_document_that_is_cut_is_cached_as_requested(
     cache: EmbeddingCache,
 ) -> None:
     windows = Truncation(max_tokens=-1, windows=True)
@@ -86,9 +86,7 @@ def test_a_document_that_is_cut_or_limited_or_read_through_windows_is_cached_as_
 
 
 @pytest.mark.parametrize("document", [words(7), words(8), words(9)])
-def test_a_document_of_the_checkpoint_s_own_length_is_plain_where_it_is_cut_as_usual(
-    cache: EmbeddingCache, document: str
-) -> None:
+def test_a_document_of_the_checkpoints_length_is_plain(cache: EmbeddingCache, document: str) -> None:
     """Of 10 tokens, two of them special. One of exactly that length may be a longer one that was cut."""
     for truncation in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
         assert key_of(score(cache, document, truncation, own_length=10)) == plain(cache, document)
@@ -105,7 +103,7 @@ def test_windows_of_a_bi_encoder_are_not_cached(cache: EmbeddingCache) -> None:
     assert key_of(score(cache, LONG, CUT_LONG, task="embed")) == as_requested(cache, LONG, CUT_LONG)
 
 
-def test_without_a_cache_and_past_it_nothing_is_found_cached_or_counted(cache: EmbeddingCache) -> None:
+def test_past_the_cache_nothing_is_found_cached_or_counted(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding())])
     for prepared in (score(None, "w2"), score(cache, "w2", mode="bypass")):
         assert not hit(prepared)
@@ -121,7 +119,7 @@ def test_hits_and_misses_are_counted_once_a_different_document(cache: EmbeddingC
     assert (cache.hits, cache.misses) == (2, 1)
 
 
-def test_a_refresh_finds_nothing_drops_both_entries_and_caches_anew(cache: EmbeddingCache) -> None:
+def test_a_refresh_drops_both_entries_and_caches_anew(cache: EmbeddingCache) -> None:
     keys = [plain(cache, "w2"), as_requested(cache, "w2", CUT_LONG)]
     cache.put([(key, embedding()) for key in [*keys, plain(cache, "w3")]])
     refreshed = score(cache, "w2", CUT_LONG, mode="refresh")
@@ -132,7 +130,7 @@ def test_a_refresh_finds_nothing_drops_both_entries_and_caches_anew(cache: Embed
     assert (cache.hits, cache.misses) == (0, 0)
 
 
-def test_a_plain_entry_is_found_by_every_request_that_would_read_it_alike(cache: EmbeddingCache) -> None:
+def test_a_plain_entry_is_found_by_whoever_reads_it_alike(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding(tokens=9))])
     for found in (Truncation(), CUT_LONG, Truncation(max_tokens=9), Truncation(max_tokens=-1, windows=True)):
         assert hit(score(cache, "w2", found))
@@ -141,7 +139,7 @@ def test_a_plain_entry_is_found_by_every_request_that_would_read_it_alike(cache:
         assert not hit(score(cache, "w2", missed))
 
 
-def test_a_plain_entry_of_the_checkpoint_s_own_length_is_found_where_it_is_cut_as_usual(
+def test_a_plain_entry_of_the_checkpoints_length_is_found(
     cache: EmbeddingCache,
 ) -> None:
     cache.put([(plain(cache, "w2"), embedding(tokens=10)), (plain(cache, "w3"), embedding(tokens=9))])
@@ -152,7 +150,7 @@ def test_a_plain_entry_of_the_checkpoint_s_own_length_is_found_where_it_is_cut_a
         assert hit(score(cache, "w3", otherwise, own_length=10))
 
 
-def test_an_entry_as_requested_is_found_by_the_same_request_and_no_other(cache: EmbeddingCache) -> None:
+def test_an_entry_as_requested_is_found_by_the_same_alone(cache: EmbeddingCache) -> None:
     requests = [
         CUT_LONG,
         Truncation(max_tokens=9),
@@ -179,7 +177,7 @@ def test_what_concerns_queries_alone_finds_the_same_entry(cache: EmbeddingCache)
     assert hit(score(cache, LONG, Truncation(max_tokens=-1, windows=True, window_overlap=1)))
 
 
-def test_the_words_of_the_keys_stay_because_they_are_in_caches_on_disk() -> None:
+def test_the_words_of_keys_stay_as_caches_on_disk_have_them() -> None:
     truncation = Truncation(max_tokens=9, side="left", max_document_tokens=5)
     assert LongInputs(truncation, LONGEST, 1).signature == "('as asked', 9, (True, 'left', 5), False)"
     windows = Truncation(windows=True, window_overlap=2)

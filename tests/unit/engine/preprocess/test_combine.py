@@ -30,7 +30,7 @@ def test_the_best_window_of_each_document_counts(num_windows: list[int], data: s
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_equal_documents_share_a_score_in_the_order_of_the_request(position_of: list[int]) -> None:
+def test_equal_documents_share_a_score_in_their_order(position_of: list[int]) -> None:
     scores = shared_scores(one_each, position_of)
     if len(set(position_of)) == len(position_of):
         assert scores is one_each, "all differ, and are in their order already"
@@ -48,7 +48,7 @@ def test_a_document_s_score_is_its_cosine_with_the_query() -> None:
     assert scores.dtype == np.float32
 
 
-def test_the_query_is_the_mean_of_what_it_is_in_each_block_weighted_by_the_best_cosine() -> None:
+def test_the_query_is_a_mean_over_blocks_by_the_best_cosine() -> None:
     first = _block([1, 0], [0, 1], [3, 4])  # the best cosine is 0.8: weight 0.9
     second = _block([-2, 0], [0, 4])  # its only cosine is 0: weight 0.5
     scores = merge_blocks([first, second])

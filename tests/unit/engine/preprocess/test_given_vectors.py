@@ -74,19 +74,16 @@ async def test_smaller_numbers_have_nearly_those_scores(
     np.testing.assert_allclose(found.scores, [*expected, *expected[:2]], rtol=error)
 
 
-async def test_normalized_scores_count_the_given_querys_rows(colbert: RecordingEngine) -> None:
-    (query,) = await _embeddings(colbert, [QUERY], "query")
-    expected = await colbert.score(QUERY, DOCUMENTS, normalize=True)
-    found = await colbert.score(query, DOCUMENTS, normalize=True)
-    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
-
-
-async def test_they_are_ranked_and_returned(colbert: RecordingEngine) -> None:
+async def test_they_are_normalized_ranked_and_returned(colbert: RecordingEngine) -> None:
     rows = await _embeddings(colbert, DOCUMENTS, "document")
+    (query,) = await _embeddings(colbert, [QUERY], "query")
+    normalized = await colbert.score(QUERY, DOCUMENTS, normalize=True)
+    found = await colbert.score(query, DOCUMENTS, normalize=True)
+    np.testing.assert_allclose(found.scores, normalized.scores, rtol=1e-5)
     expected = await colbert.rerank(QUERY, DOCUMENTS)
-    found = await colbert.rerank(QUERY, rows)
-    assert [one.index for one in found.results] == [one.index for one in expected.results]
-    for one in found.results:
+    ranked = await colbert.rerank(QUERY, rows)
+    assert [one.index for one in ranked.results] == [one.index for one in expected.results]
+    for one in ranked.results:
         assert isinstance(one.document, Vectors)
         assert one.document.values is rows[one.index]
         assert one.text is None
@@ -237,9 +234,8 @@ async def test_scales_may_be_base64(colbert: RecordingEngine) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
+async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None:
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"embedding": "!"}, "is not base64"),
         ({"embedding": "AAAA"}, "has 3 bytes"),
         ({"embedding": ""}, "has 0 bytes"),
@@ -257,18 +253,15 @@ async def test_scales_may_be_base64(colbert: RecordingEngine) -> None:
         ({"scales": [1.0]}, "leave them out"),
         ({"scales": "!"}, "scales is not base64"),
         ({"scales": ["a"]}, "scales is neither"),
-    ],
-)
-async def test_what_is_no_embedding_gets_a_400(
-    colbert: RecordingEngine, changes: dict[str, Any], reason: str
-) -> None:
-    dim = colbert.model.tasks["token_embed"].dim
-    bad = _sent(np.ones((2, dim), dtype=np.float32), "float32") | changes
-    answer = await Caller(colbert).ask("POST", "/rerank", {"query": "q", "documents": ["d", bad]})
-    assert answer.status == 400
-    error = error_of(answer)
-    assert error["param"] == "documents"
-    assert re.search(rf"documents\[1\].*{reason}", error["message"]), error
+    )
+    good = _sent(np.ones((2, colbert.model.tasks["token_embed"].dim), dtype=np.float32), "float32")
+    for change, reason in changes:
+        body = {"query": "q", "documents": ["d", good | change]}
+        answer = await Caller(colbert).ask("POST", "/rerank", body)
+        assert answer.status == 400
+        error = error_of(answer)
+        assert error["param"] == "documents"
+        assert re.search(rf"documents\[1\].*{reason}", error["message"]), error
 
 
 async def test_a_text_comes_before_an_embedding(colbert: RecordingEngine) -> None:

@@ -19,6 +19,7 @@ from tests.unit.engine.preprocess.preprocessing import (
     ids,
     model,
     preprocessor,
+    refused,
     request_ids,
     tokenizer,
     words,
@@ -101,7 +102,7 @@ def test_n_queries_are_ranked_each_with_its_own_document() -> None:
     assert prepared.combine == BlockCosines((1, 1, 1))
 
 
-def test_the_prompt_names_the_query_twice_and_the_instruction_if_there_is_one() -> None:
+def test_the_prompt_names_the_query_twice_and_any_instruction() -> None:
     def after_the_introduction(prompt: str) -> str:
         return prompt.partition("relevance to query: ")[2]
 
@@ -118,7 +119,7 @@ def test_the_prompt_names_the_query_twice_and_the_instruction_if_there_is_one() 
     assert after_the_introduction(instructed) == f"the query\n{task}{passages}"
 
 
-def test_the_request_s_instruction_goes_before_the_checkpoint_s() -> None:
+def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
     def instructed(**options: str) -> list[list[int]]:
         tokens = score(["w1"], ["w2"], **options).sequences[0].tokens.ids.tolist()  # type: ignore[arg-type]
         return [ids(1, word) for word in (10, 11) if FIRST_WORD + word in tokens]
@@ -135,7 +136,7 @@ def test_markers_in_a_text_are_taken_out() -> None:
     assert texts_of(score(["w1[QUERY]w2"], ["w3[QUERY]w4"])) == [[[], []]]
 
 
-def test_texts_are_read_to_the_model_s_lengths_without_counting_as_truncated() -> None:
+def test_texts_are_read_to_the_models_lengths() -> None:
     for truncation in (Truncation(), CUT_LONG):
         prepared = score([words(7)], [words(11, DOCUMENT), words(10, DOCUMENT)], truncation)
         assert texts_of(prepared) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(6)]]
@@ -152,7 +153,7 @@ def test_the_request_s_own_limits_cut_and_count() -> None:
     assert pairs.truncated == 3, "both queries, and a document"
 
 
-def test_a_document_that_windows_are_wanted_for_is_cut_and_counted() -> None:
+def test_a_document_asked_for_in_windows_is_cut_and_counted() -> None:
     windows = Truncation(max_tokens=-1, windows=True)
     prepared = score(["w1"], [words(11, DOCUMENT), words(10, DOCUMENT)], windows)
     assert texts_of(prepared) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(1, 1)]]
@@ -162,7 +163,7 @@ def test_a_document_that_windows_are_wanted_for_is_cut_and_counted() -> None:
             score(queries, ["w2", words(11)], Truncation(windows=True))
 
 
-def test_a_prompt_that_just_fits_the_context_is_whole_and_a_longer_one_is_halved() -> None:
+def test_a_prompt_that_does_not_fit_the_context_is_halved() -> None:
     documents = [words(2, DOCUMENT + 2 * i) for i in range(5)]
     room = prompt_length("w1", documents)
     whole = rules(context=room, block_documents=5, max_document_tokens=2)
@@ -185,15 +186,14 @@ def test_the_request_s_and_the_model_s_limits_bound_the_context() -> None:
 def test_a_document_that_does_not_fit_alone_is_refused() -> None:
     room = prompt_length("w1", ["w2"])
     assert len(score(["w1"], ["w2"], max_tokens=room).sequences) == 1
-    with pytest.raises(
-        InvalidRequestError,
-        match=f"^a pass over one document has {room} tokens, but at most {room - 1} can be run; shorten",
-    ) as refused:
+    with refused(
+        "documents",
+        f"^a pass over one document has {room} tokens, but at most {room - 1} can be run; shorten",
+    ):
         score(["w1"], ["w2"], max_tokens=room - 1)
-    assert refused.value.param == "documents"
 
 
-def test_a_block_is_closed_at_its_number_of_documents_or_when_a_longest_one_may_not_fit() -> None:
+def test_a_block_is_closed_when_a_longest_document_may_not_fit() -> None:
     made = rules(context=100, max_document_tokens=20, block_documents=4)
     assert in_blocks([1] * 9, 5, made) == [4, 4, 1]
     assert in_blocks([1] * 4, 5, made) == [4]
@@ -205,7 +205,7 @@ def test_a_block_is_closed_at_its_number_of_documents_or_when_a_longest_one_may_
 
 
 @given(st.lists(st.integers(0, 20), max_size=40), st.integers(0, 20))
-def test_blocks_hold_every_document_and_never_more_than_the_context(lengths: list[int], query: int) -> None:
+def test_blocks_never_hold_more_than_the_context(lengths: list[int], query: int) -> None:
     made = rules(context=100, max_document_tokens=20, block_documents=4)
     sizes = in_blocks(lengths, query, made)
     assert sum(sizes) == len(lengths)

@@ -42,14 +42,14 @@ def test_pieces_make_up_the_text_and_end_at_places(cut_into: CutUp, text: str, s
 
 
 @given(text=TEXTS, size=st.integers(1, 300))
-def test_a_piece_ends_at_the_first_place_once_it_is_long_enough(text: str, size: int) -> None:
+def test_a_piece_ends_at_the_first_place_once_it_is_long(text: str, size: int) -> None:
     breaks = BREAKS.all(text)
     for start, stop in list(cut_up(text, size, BREAKS))[:-1]:
         assert stop == min(found for found in breaks if found >= start + size)
 
 
 @given(text=TEXTS, size=st.integers(1, 300))
-def test_backwards_a_piece_is_at_most_a_step_longer_where_a_place_is_so_near(text: str, size: int) -> None:
+def test_backwards_a_piece_is_at_most_a_step_longer(text: str, size: int) -> None:
     breaks, step = BREAKS.all(text), 256
     for start, stop in list(cut_up_backwards(text, size, BREAKS))[:-1]:
         assert stop - start > size
@@ -89,7 +89,7 @@ def test_places_are_proven_for_all_kinds_that_have_any(name: str, caplog: pytest
     assert not caplog.records
 
 
-def test_a_tokeniser_whose_pieces_differ_is_read_whole_and_says_so(
+def test_a_tokenizer_whose_pieces_differ_is_read_whole(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the lists of what is known were wrong: half a word has other tokens than the word."""

@@ -47,7 +47,7 @@ class Clock:
         ([0.0125, 1.0], [0.05, 0.05]),
     ],
 )
-def test_large_work_rests_four_times_as_long_as_it_worked_but_not_for_long(
+def test_large_work_rests_four_times_as_long_as_it_worked(
     monkeypatch: pytest.MonkeyPatch, worked: list[float], rested: list[float]
 ) -> None:
     clock = Clock()
@@ -80,7 +80,7 @@ def test_work_of_32_768_characters_is_large(
     assert clock.naps == pytest.approx(rested)
 
 
-def test_work_that_went_on_without_a_rest_rests_for_what_it_did_since(
+def test_work_without_a_rest_rests_for_what_it_did_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()

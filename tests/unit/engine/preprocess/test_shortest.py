@@ -38,7 +38,7 @@ def test_the_model_must_take_the_shortest_sequence() -> None:
             check_room(changed(5), tokenizer(), 100, chunked)
 
 
-def test_a_step_must_hold_the_shortest_sequence_unless_it_is_run_in_chunks() -> None:
+def test_a_step_must_hold_the_shortest_sequence() -> None:
     check_room(PROMPTED, tokenizer(), 5, chunked=True)
     with pytest.raises(
         ModelLoadError, match="a step takes no more than 5; raise max_batch_tokens to at least 6"

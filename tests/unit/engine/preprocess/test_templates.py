@@ -30,6 +30,7 @@ from tests.unit.engine.preprocess.preprocessing import (
     ids,
     model,
     preprocessor,
+    refused,
     request_ids,
     tokenizer,
     words,
@@ -145,7 +146,7 @@ def test_a_long_instruction_is_read_once_for_many_queries(monkeypatch: pytest.Mo
         assert sum(read) < 5 * len(instruction)
 
 
-def test_a_request_that_becomes_too_large_is_refused_before_all_of_it_is_made(
+def test_a_request_too_large_is_refused_before_it_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pairs, each = 200, len(asked(ids(1), ids(1)))
@@ -168,7 +169,7 @@ def test_a_request_that_becomes_too_large_is_refused_before_all_of_it_is_made(
     assert len(made) == 4
 
 
-def test_the_request_s_instruction_goes_before_the_checkpoint_s_and_that_before_the_template_s() -> None:
+def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
     def instructed(of_request: str | None, of_checkpoint: str | None) -> list[int]:
         return tokens_of(score(["w1"], ["w2"], instruction=of_request, default=of_checkpoint))[0]
 
@@ -178,7 +179,7 @@ def test_the_request_s_instruction_goes_before_the_checkpoint_s_and_that_before_
     assert instructed(None, None) == asked(ids(1, 1), ids(1, 2), 904)
 
 
-def test_a_pair_that_just_fits_is_whole_and_of_the_next_longer_one_the_document_is_cut() -> None:
+def test_of_a_pair_that_does_not_fit_the_document_is_cut() -> None:
     around = len(asked(ids(2), []))
     whole = score([words(2)], [document(5)], max_tokens=around + 5)
     assert tokens_of(whole) == [asked(ids(2), ids(5, DOCUMENT))]
@@ -198,14 +199,11 @@ def test_a_query_that_leaves_no_room_for_the_document_is_refused() -> None:
     assert tokens_of(score([words(2)], [document(9)], CUT_LONG, max_tokens=around + 1)) == [
         asked(ids(2), ids(1, DOCUMENT))
     ]
-    with pytest.raises(
-        InvalidRequestError, match=rf"^{around} tokens stand around documents\[0\] and leave no room for it"
-    ) as refused:
+    with refused("queries", rf"^{around} tokens stand around documents\[0\] and leave no room for it"):
         score([words(2)], [document(9)], CUT_LONG, max_tokens=around)
-    assert refused.value.param == "queries"
 
 
-def test_the_request_s_own_limits_cut_queries_and_documents_and_are_counted() -> None:
+def test_the_requests_limits_cut_both_texts_and_are_counted() -> None:
     limits = Truncation(max_query_tokens=2, max_document_tokens=4)
     prepared = score([words(3)], [document(4), document(5), document(6)], limits)
     assert tokens_of(prepared) == [asked(ids(2), ids(4, DOCUMENT))] * 3
@@ -233,15 +231,14 @@ def test_a_query_that_is_not_cut_stands_in_the_template_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("character", ["\ue0a0", "\ue0a1"])
-def test_an_instruction_with_a_character_that_stands_for_a_text_is_refused(character: str) -> None:
+def test_an_instruction_with_a_placeholder_is_refused(character: str) -> None:
     template = ScoreTemplate(("{{ instruction }} {{ query }} {{ document }}",))
     assert template.frames("q", "fine\ue0a2")
-    with pytest.raises(InvalidRequestError, match="private use") as refused:
+    with refused("instruction", "private use"):
         template.frames("q", f"a{character}b")
-    assert refused.value.param == "instruction"
 
 
-def test_only_the_document_s_own_tokens_are_cut_from_a_token_that_it_shares_with_the_template() -> None:
+def test_a_token_shared_with_the_template_is_not_cut() -> None:
     """The tokenizer makes one token of what no space separates: here it holds the document's last word."""
     template = ScoreTemplate(("query: {{ query }} passage: {{ document }}/end w1",))
     whole = [QUERY_PROMPT, *ids(1), DOCUMENT_PROMPT, *ids(2, DOCUMENT), UNKNOWN, *ids(1, 1)]
@@ -265,7 +262,7 @@ def split(prepared: Prepared) -> list[tuple[int, list[int]]]:
     ]
 
 
-def test_the_tokens_before_the_document_are_run_once_for_all_pairs_of_a_query() -> None:
+def test_tokens_before_the_document_are_run_once_for_all_pairs() -> None:
     # instruct: w904 query: + 4 of the query + passage: = 8, and w900 may merge with the document.
     prepared = score([words(4)], [document(3), document(2)], share_prefixes=True)
     prefix, *pairs = prepared.sequences
@@ -287,7 +284,7 @@ def test_the_tokens_before_the_document_are_run_once_for_all_pairs_of_a_query() 
     assert prepared.num_new_tokens == 8 + 7 + 6
 
 
-def test_a_prefix_of_the_shortest_length_is_shared_and_a_shorter_one_is_not() -> None:
+def test_a_prefix_shorter_than_the_shortest_is_not_shared() -> None:
     assert SHORTEST_PREFIX == 8
     assert len(score([words(4)], [document(3)], share_prefixes=True).sequences) == 2
     assert len(score([words(3)], [document(3)], share_prefixes=True).sequences) == 1
@@ -304,7 +301,7 @@ def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
     assert firsts == [0, 2], "each before the first pair that begins with it"
 
 
-def test_prefixes_that_differ_in_their_last_token_alone_are_not_shared() -> None:
+def test_prefixes_that_differ_in_one_token_are_not_shared() -> None:
     template = ScoreTemplate((words(7, 800) + " {{ query }} passage: {{ document }}",))
     prepared = score(["w1", "w2"], ["w3", "w3"], template=template, share_prefixes=True)
     prefixes = [one.tokens.ids.tolist() for one in prepared.sequences if one.is_prefix]
@@ -319,7 +316,7 @@ def test_all_windows_of_a_document_share_its_prefix() -> None:
     assert [prefix for prefix, _ in split(prepared)] == [100] * 4
 
 
-def test_a_document_that_merges_with_what_stands_before_it_leaves_the_prefix_as_it_is() -> None:
+def test_a_document_that_merges_leaves_the_prefix_as_it_is() -> None:
     template = ScoreTemplate((words(9, 800) + " {{ query }} passage:{{ document }} w1",))
     prepared = score(["w0"], [document(2), ""], template=template, share_prefixes=True)
     prefix = prepared.sequences[0]
@@ -330,7 +327,7 @@ def test_a_document_that_merges_with_what_stands_before_it_leaves_the_prefix_as_
     ]
 
 
-def test_a_pair_that_begins_otherwise_than_its_prefix_or_with_nothing_more_is_run_whole() -> None:
+def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
     prefix = np.arange(8, dtype=np.int32)
     assert shared_tokens(np.arange(9, dtype=np.int32), prefix) == 8
     assert shared_tokens(np.arange(8, dtype=np.int32), prefix) == 0, "it has no token of its own"
@@ -340,7 +337,7 @@ def test_a_pair_that_begins_otherwise_than_its_prefix_or_with_nothing_more_is_ru
     assert shared_tokens(other_end, prefix) == 0
 
 
-def test_pairs_of_the_tokenizer_s_template_share_what_stands_before_the_document() -> None:
+def test_pairs_of_the_tokenizer_share_a_prefix_too() -> None:
     prepared = score([words(6)], [document(3), document(2)], template=None, share_prefixes=True)
     prefix = prepared.sequences[0]
     assert prefix.is_prefix
@@ -352,7 +349,7 @@ def test_pairs_of_the_tokenizer_s_template_share_what_stands_before_the_document
     assert [prefix for prefix, _ in split(cut)] == [0]
 
 
-def test_the_shortest_pair_has_a_query_and_a_document_of_one_token() -> None:
+def test_the_shortest_pair_has_texts_of_one_token() -> None:
     described = model(score_task="classify", pairs=PairRules(template=THREE_SEGMENTS))
     assert shortest_sequences(described, tokenizer()) == {"a pair": len(asked([0], [0])), "a text": 3}
     instructed = model(score_task="classify", pairs=PairRules(template=THREE_SEGMENTS), instruction=words(3))

@@ -34,6 +34,7 @@ from tests.unit.engine.preprocess.preprocessing import (
     ids,
     model,
     preprocessor,
+    refused,
     request_ids,
     words,
 )
@@ -95,7 +96,7 @@ def test_queries_come_first_and_documents_wait_for_theirs(task: str) -> None:
     assert usage_of(prepared).prompt_tokens == 3 + 4 + 3 + 5
 
 
-def test_equal_documents_of_one_query_are_run_once_and_share_their_score() -> None:
+def test_equal_documents_of_a_query_share_a_score() -> None:
     prepared = score(["w1"], ["w4", "w5", "w4", "w4"])
     assert [one.tokens.ids.tolist() for one in documents_of(prepared)] == [
         [CLS, *ids(1, 4), SEP],
@@ -106,7 +107,7 @@ def test_equal_documents_of_one_query_are_run_once_and_share_their_score() -> No
     assert prepared.combine([3, 8]).tolist() == [3, 8, 3, 3]
 
 
-def test_the_same_document_under_two_queries_is_scored_against_each() -> None:
+def test_a_document_of_two_queries_is_scored_against_each() -> None:
     prepared = score(["w1", "w2", "w1"], ["w4", "w4", "w4"])
     assert [(one.waits_for, one.tokens.ids.tolist()) for one in documents_of(prepared)] == [
         (100, [CLS, *ids(1, 4), SEP]),
@@ -116,7 +117,7 @@ def test_the_same_document_under_two_queries_is_scored_against_each() -> None:
     assert prepared.combine([1, 2, 3]).tolist() == [1, 2, 3]
 
 
-def test_late_interaction_scores_all_windows_of_a_document_as_one() -> None:
+def test_late_interaction_scores_all_windows_as_one() -> None:
     truncation = Truncation(max_tokens=6, windows=True, window_overlap=1)
     prepared = score(["w1"], [words(9), "w4", words(6)], truncation)
     documents = documents_of(prepared)
@@ -138,7 +139,7 @@ def test_late_interaction_scores_all_windows_of_a_document_as_one() -> None:
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
-def test_windows_that_are_too_much_are_refused_before_all_of_them_are_made(
+def test_too_many_windows_are_refused_before_they_are_made(
     task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three documents have ten windows each, of two tokens beside [CLS] and [SEP]."""
@@ -176,7 +177,7 @@ def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
     np.testing.assert_array_equal(prepared.combine([1, 7, 2, -3, 4, 5]), [7, -3, 5, 7])
 
 
-def test_prompts_stand_before_queries_and_documents_by_their_roles() -> None:
+def test_prompts_stand_before_texts_by_their_roles() -> None:
     prepared = score(["w1"], ["w2"], query=RoleRules("query: "), document=RoleRules("passage: "))
     assert tokens_of(prepared) == [
         [CLS, QUERY_PROMPT, *ids(1, 1), SEP],
@@ -184,7 +185,7 @@ def test_prompts_stand_before_queries_and_documents_by_their_roles() -> None:
     ]
 
 
-def test_an_instruction_takes_the_place_of_the_one_in_the_query_s_prompt() -> None:
+def test_an_instruction_takes_the_place_of_the_prompts_own() -> None:
     rules = RoleRules("Instruct: w8 w9\nQuery: ")
     options: dict[str, object] = {"query": rules, "document": RoleRules("passage: ")}
 
@@ -220,15 +221,11 @@ def test_what_is_cut_counts_for_each_document_of_the_request(task: str) -> None:
     assert cut == [True, False, True]
 
 
-def test_an_input_that_is_too_long_is_refused_by_its_index_in_the_request() -> None:
-    with pytest.raises(
-        InvalidRequestError, match=r"^documents\[3\] has 11 tokens, but at most 10"
-    ) as refused:
+def test_an_input_that_is_too_long_is_refused_by_its_index() -> None:
+    with refused("documents", r"^documents\[3\] has 11 tokens, but at most 10"):
         score(["w1"], ["w2", "w2", "w3", words(9)], max_tokens=10)
-    assert refused.value.param == "documents"
-    with pytest.raises(InvalidRequestError, match=r"^queries\[1\] has 11 tokens, but at most 10") as refused:
+    with refused("queries", r"^queries\[1\] has 11 tokens, but at most 10"):
         score(["w1", words(9)], ["w2", "w3"], max_tokens=10)
-    assert refused.value.param == "queries"
     assert score([words(8)], [words(8)], max_tokens=10).truncated == 0
 
 
@@ -245,7 +242,7 @@ def cached_prepared(task: str) -> Prepared:
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
-def test_cached_documents_are_not_run_but_scored_in_batches_of_their_query(task: str) -> None:
+def test_cached_documents_are_scored_in_batches_of_their_query(task: str) -> None:
     prepared = cached_prepared(task)
     assert [one.tokens.ids.tolist() for one in documents_of(prepared)] == [
         [CLS, *ids(1, 4), SEP],
@@ -265,7 +262,7 @@ def test_cached_documents_are_not_run_but_scored_in_batches_of_their_query(task:
     assert prepared.num_new_tokens == 10
 
 
-def test_cached_documents_of_two_queries_are_in_batches_of_their_own() -> None:
+def test_cached_documents_of_two_queries_are_apart() -> None:
     cache = empty_cache()
     cache.put([(cache.key("w5", "as it is"), embedding())])
     prepared = score(["w1", "w2"], ["w5", "w5"], cache=cache)

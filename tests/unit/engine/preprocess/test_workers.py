@@ -62,7 +62,7 @@ def test_every_fourth_work_is_the_oldest(pool: WorkerPool) -> None:
     assert in_order(pool, [LARGE, *[SMALL] * 10, 1000]) == [1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_the_oldest_is_the_one_that_came_first_and_not_one_of_its_size(pool: WorkerPool) -> None:
+def test_the_oldest_is_the_one_that_came_first(pool: WorkerPool) -> None:
     assert in_order(pool, [SMALL, LARGE, *[SMALL] * 3]) == [0, 2, 1, 3, 4]
 
 

@@ -103,7 +103,7 @@ def cached_batch(query_id: int, documents: list[tuple[ResultSlot, CachedEmbeddin
     return CachedBatch(documents[0][0].request_id, query_id, 1, columns)
 
 
-def test_new_documents_of_several_queries_and_requests_are_scored_in_one_batch() -> None:
+def test_new_documents_of_many_requests_are_scored_in_one_batch() -> None:
     ours = scorer()
     slots = [ResultSlot(7, 0), ResultSlot(8, 4), ResultSlot(7, 1), ResultSlot(8, 5)]
     queries = {1: rows(1, 2), 2: rows(2, 4), 3: rows(3, 1)}
@@ -123,7 +123,7 @@ def test_new_documents_of_several_queries_and_requests_are_scored_in_one_batch()
     assert made.releases.documents == frozenset()
 
 
-def test_a_step_of_documents_alone_is_scored_against_queries_of_earlier_steps() -> None:
+def test_documents_are_scored_against_queries_of_earlier_steps() -> None:
     ours = scorer()
     assert ours.score([pooled((query(1, 7, 2), rows(1)))], [], []).outputs == []
     for i in range(2):
@@ -145,7 +145,7 @@ def test_tasks_are_scored_one_after_the_other() -> None:
     assert dict(made.releases.queries) == {1: 2}
 
 
-def test_texts_and_queries_that_nobody_waits_for_are_neither_scored_nor_stored() -> None:
+def test_what_nobody_waits_for_is_neither_scored_nor_stored() -> None:
     ours = scorer()
     slot = ResultSlot(7, 1)
     text = Sequence.text(5, ResultSlot(9, 0), "token_embed", tokens(3))
@@ -167,7 +167,7 @@ def test_texts_and_queries_that_nobody_waits_for_are_neither_scored_nor_stored()
     assert ours.score([pooled((text, rows(5)))], [], []).outputs == []
 
 
-def test_a_document_is_scored_when_its_last_window_has_come_and_counts_as_all_of_them() -> None:
+def test_a_document_is_scored_when_its_last_window_has_come() -> None:
     ours = scorer()
     slot, whole_slot = ResultSlot(7, 0), ResultSlot(7, 1)
     windows = [document(10 + i, slot, 1, window=Window(10, 3)) for i in range(3)]
@@ -196,26 +196,23 @@ def test_a_document_is_scored_when_its_last_window_has_come_and_counts_as_all_of
     assert (len(ours.queries), len(ours.windows)) == (0, 0)
 
 
-def test_the_windows_of_a_document_stand_in_its_order() -> None:
+def test_the_windows_of_a_document_are_cached_in_its_order() -> None:
     cache = cache_of("float32")
     ours = scorer(cache)
-    slot = ResultSlot(7, 0)
     lengths = [5, 4, 2]
     windows = [
-        document(10 + i, slot, 1, key=b"k", truncated=True, window=Window(10, 3), length=lengths[i])
-        for i in range(3)
+        document(10 + i, ResultSlot(7, 0), 1, key=b"k", truncated=True, window=Window(10, 3), length=length)
+        for i, length in enumerate(lengths)
     ]
-    made = ours.score(
-        [pooled((query(1, 7, 3), rows(1)), *((windows[i], rows(10 + i, i + 1)) for i in (1, 2, 0)))], [], []
-    )
-    [arriving] = made.new_embeddings
-    cached = arriving.entry(0)
+    items = [(windows[i], rows(10 + i, i + 1)) for i in (1, 2, 0)]
+    made = ours.score([pooled((query(1, 7, 3), rows(1)), *items)], [], [])
+    cached = made.new_embeddings[0].entry(0)
     assert torch.equal(cached.rows, torch.cat([rows(10 + i, i + 1) for i in range(3)]))
     assert (cached.tokens, cached.truncated) == (sum(lengths), True)
     cache.close()
 
 
-def test_cached_documents_are_scored_against_the_query_of_their_batch() -> None:
+def test_cached_documents_are_scored_against_their_query() -> None:
     ours = scorer()
     first = [(ResultSlot(7, i), entry(rows(10 + i, i + 1), "float32")) for i in range(3)]
     second = [(ResultSlot(8, 0), entry(rows(20), "float32"))]
@@ -233,7 +230,7 @@ def test_cached_documents_are_scored_against_the_query_of_their_batch() -> None:
     assert len(ours.queries) == 0
 
 
-def test_duplicates_and_hits_are_scored_each_against_its_own_query() -> None:
+def test_duplicates_and_hits_are_scored_by_their_own_query() -> None:
     cache = cache_of("float32")
     ours = scorer(cache)
     slots = [ResultSlot(7, 0), ResultSlot(8, 0), ResultSlot(7, 1), ResultSlot(8, 1), ResultSlot(7, 2)]
@@ -269,7 +266,7 @@ def test_duplicates_and_hits_are_scored_each_against_its_own_query() -> None:
 
 
 @pytest.mark.parametrize("kind", ["new", "duplicate", "hit", "cached"])
-def test_a_query_that_is_no_longer_stored_fails_its_request_alone(kind: str) -> None:
+def test_a_query_no_longer_stored_fails_its_request_alone(kind: str) -> None:
     cache = cache_of("float32")
     ours = scorer(cache)
     lost, good, source = ResultSlot(8, 0), ResultSlot(7, 0), ResultSlot(7, 1)
@@ -298,7 +295,7 @@ def test_a_query_that_is_no_longer_stored_fails_its_request_alone(kind: str) -> 
     cache.close()
 
 
-def test_scoring_a_step_twice_and_committing_once_is_scoring_it_once() -> None:
+def test_scoring_twice_and_committing_once_scores_once() -> None:
     ours = scorer()
     slots = [ResultSlot(7, i) for i in range(3)]
     windows = [document(10 + i, slots[0], 1, window=Window(10, 2)) for i in range(2)]
@@ -335,7 +332,7 @@ def test_a_request_that_ended_leaves_nothing_and_others_all() -> None:
     assert scores(made) == {ResultSlot(8, 0): pytest.approx(plain(rows(1), together), abs=1e-5)}
 
 
-def test_documents_with_a_key_are_rounded_and_staged_and_others_are_not() -> None:
+def test_only_documents_with_a_key_are_rounded_and_staged() -> None:
     cache = cache_of("int8")
     ours = scorer(cache)
     slots = [ResultSlot(7, i) for i in range(4)]
@@ -360,28 +357,30 @@ def test_documents_with_a_key_are_rounded_and_staged_and_others_are_not() -> Non
     cache.close()
 
 
-def test_without_a_cache_documents_with_a_key_are_scored_as_they_are() -> None:
-    ours = scorer()
+@pytest.mark.parametrize("cached", [False, True])
+def test_documents_are_scored_as_they_are_if_not_staged(cached: bool) -> None:
+    """Without a cache, or without a key."""
+    cache = cache_of("int8") if cached else None
     slot = ResultSlot(7, 0)
-    made = ours.score([pooled((query(1, 7, 1), rows(1)), (document(2, slot, 1, key=b"k"), rows(2)))], [], [])
+    one = document(2, slot, 1, key=None if cached else b"k")
+    made = scorer(cache).score([pooled((query(1, 7, 1), rows(1)), (one, rows(2)))], [], [])
     assert scores(made) == {slot: pytest.approx(plain(rows(1), rows(2)), abs=1e-6)}
     assert made.new_embeddings == []
+    if cache is not None:
+        cache.close()
 
 
-def test_a_step_in_which_no_document_is_cacheable_stages_nothing() -> None:
-    cache = cache_of("int8")
-    ours = scorer(cache)
-    slot = ResultSlot(7, 0)
-    made = ours.score([pooled((query(1, 7, 1), rows(1)), (document(2, slot, 1), rows(2)))], [], [])
-    assert scores(made) == {slot: pytest.approx(plain(rows(1), rows(2)), abs=1e-6)}
-    assert made.new_embeddings == []
-    cache.close()
-
-
-@pytest.mark.parametrize("takes_int8", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-def test_a_new_document_a_duplicate_a_hit_and_a_cached_one_score_identically(
+@pytest.mark.parametrize(
+    ("precision", "dtype", "takes_int8"),
+    [
+        ("float32", torch.float32, True),
+        ("bfloat16", torch.float32, False),
+        ("bfloat16", torch.bfloat16, True),
+        ("int8", torch.float32, True),
+        ("int8", torch.bfloat16, False),
+    ],
+)
+def test_new_documents_duplicates_and_hits_score_identically(
     precision: Precision, dtype: torch.dtype, takes_int8: bool
 ) -> None:
     cache = cache_of(precision)
@@ -415,10 +414,19 @@ def test_a_new_document_a_duplicate_a_hit_and_a_cached_one_score_identically(
 
 
 @pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernel")
-@pytest.mark.parametrize("similarity", ["maxsim", "meanmaxsim", "cosine"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-def test_documents_that_are_compared_where_they_lie_score_as_those_end_to_end(
+@pytest.mark.parametrize(
+    ("precision", "dtype", "similarity"),
+    [
+        ("float32", torch.float32, "maxsim"),
+        ("float32", torch.bfloat16, "cosine"),
+        ("bfloat16", torch.float32, "meanmaxsim"),
+        ("bfloat16", torch.bfloat16, "maxsim"),
+        ("int8", torch.float32, "cosine"),
+        ("int8", torch.float32, "maxsim"),
+        ("int8", torch.bfloat16, "meanmaxsim"),
+    ],
+)
+def test_documents_score_where_they_lie_as_end_to_end(
     precision: Precision, dtype: torch.dtype, similarity: str
 ) -> None:
     cache = cache_of(precision)
@@ -461,25 +469,19 @@ def test_int8_is_decoded_for_similarities_that_are_not_of_tokens(similarity: str
     assert list(scores(made).values()) == pytest.approx(expected, abs=0.05)
 
 
-def test_int8_is_taken_for_both_similarities_of_tokens_only_where_the_backend_takes_it() -> None:
+def test_int8_is_taken_only_where_the_backend_takes_it() -> None:
     for similarity in ("maxsim", "meanmaxsim"):
-        for takes_int8 in (False, True):
+        for options in ({"takes_int8": True}, {"takes_int8": False}, {}):
             maxsim = ReadsInt8()
-            ours = DocumentScorer(similarity, maxsim, CPU, torch.float32, takes_int8=takes_int8)
+            ours = DocumentScorer(similarity, maxsim, CPU, torch.float32, **options)
             batch = cached_batch(1, [(ResultSlot(7, 0), entry(rows(2), "int8"))])
             ours.score([pooled((query(1, 7, 1), rows(1)))], [], [batch])
             [given] = maxsim.given
-            assert (given.values.dtype is torch.int8) == takes_int8
-    maxsim = ReadsInt8()
-    DocumentScorer("maxsim", maxsim, CPU, torch.float32).score(
-        [pooled((query(1, 7, 1), rows(1)))],
-        [],
-        [cached_batch(1, [(ResultSlot(7, 0), entry(rows(2), "int8"))])],
-    )
-    assert maxsim.given[0].scales is None, "unless it is said, a backend does not take int8"
+            assert (given.values.dtype is torch.int8) == options.get("takes_int8", False)
+            assert (given.scales is not None) == options.get("takes_int8", False)
 
 
-def test_two_queries_of_one_batch_are_each_found_and_each_given_once() -> None:
+def test_queries_of_one_batch_are_each_given_once() -> None:
     seen: list[tuple[int, list[list[int]]]] = []
 
     def maxsim(queries: Ragged, documents: Ragged, pairs: Pairs) -> torch.Tensor:
@@ -498,7 +500,7 @@ def test_two_queries_of_one_batch_are_each_found_and_each_given_once() -> None:
     assert made.outputs[0].slots == (ResultSlot(7, 0), ResultSlot(7, 2), ResultSlot(7, 3))
 
 
-def test_a_document_whose_windows_were_all_stored_by_an_attempt_that_failed_is_scored_once() -> None:
+def test_windows_of_an_attempt_that_failed_are_scored_once() -> None:
     """The step is tried again in halves, the first of which has both windows."""
     ours = scorer()
     slot = ResultSlot(7, 0)

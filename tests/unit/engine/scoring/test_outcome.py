@@ -43,18 +43,11 @@ def test_scalars_and_matrices_of_several_outputs_are_told_apart() -> None:
             np.testing.assert_array_equal(value, wanted.numpy())
 
 
-def test_a_step_without_outputs_has_no_results() -> None:
-    assert outcome().results() == []
-
-
 def test_an_output_needs_a_slot_for_each_item() -> None:
     three = Ragged(torch.zeros(3, 1), (0, 1, 2, 3))
     with pytest.raises(ValueError, match="shorter"):
         outcome(Output(slots(1, 4), three, scalar=True)).results()
     with pytest.raises(ValueError, match="longer"):
         outcome(Output(slots(1, 2), three, scalar=False)).results()
-
-
-def test_nothing_is_released_unless_it_is_said() -> None:
-    assert dict(Releases().queries) == {}
-    assert Releases().documents == frozenset()
+    assert outcome().results() == []
+    assert (dict(Releases().queries), Releases().documents) == ({}, frozenset()), "unless it is said"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine.scoring.maxsim import maxsim_reference
@@ -31,6 +31,7 @@ def _plain(similarity: str, query: torch.Tensor, document: torch.Tensor) -> floa
             return total / len(q) if similarity == "meanmaxsim" else total
 
 
+@settings(max_examples=60)
 @given(
     st.sampled_from(["maxsim", "meanmaxsim", "cosine", "dot"]),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
@@ -62,7 +63,7 @@ def test_vectors_of_half_precision_are_multiplied_in_float32(similarity: str) ->
     assert score == pytest.approx(_plain(similarity, values[:1].float(), values[1:].float()), abs=1e-5)
 
 
-@pytest.mark.parametrize(("similarity", "expected"), [("maxsim", 0.0), ("meanmaxsim", 0.0)])
-def test_a_query_without_tokens_scores_zero(similarity: str, expected: float) -> None:
+@pytest.mark.parametrize("similarity", ["maxsim", "meanmaxsim"])
+def test_a_query_without_tokens_scores_zero(similarity: str) -> None:
     q, d = Ragged(torch.zeros(0, 4), (0, 0)), Ragged(torch.ones(2, 4), (0, 2))
-    assert score_pairs(similarity, q, d, pairs_of([(0, 0)]), maxsim_reference).tolist() == [expected]
+    assert score_pairs(similarity, q, d, pairs_of([(0, 0)]), maxsim_reference).tolist() == [0.0]

@@ -22,43 +22,29 @@ def _window(sequence_id: int, window: Window, request_id: int = 0, length: int =
     return Sequence.document(sequence_id, ResultSlot(request_id, 0), "token_embed", tokens, payload)
 
 
-def test_a_query_is_a_copy_of_what_was_put() -> None:
+def test_a_query_is_a_copy_and_goes_with_its_last_consumer() -> None:
     store = QueryStore()
     step = torch.ones(6, 4)
-    store.put(_query(1, 1), step[2:4])
-    step.zero_()
-    assert torch.equal(store.get(1), torch.ones(2, 4))
-
-
-def test_a_query_goes_exactly_with_its_last_consumer() -> None:
-    store = QueryStore()
-    store.put(_query(1, 3), torch.ones(2, 4))
+    store.put(_query(1, 3), step[2:4])
     store.put(_query(2, 1), torch.ones(2, 4))
+    step.zero_()
     store.release(1)
     store.release(1)
+    store.release(3)
     assert len(store) == 2
+    assert torch.equal(store.get(1), torch.ones(2, 4))
     store.release(1)
     assert len(store) == 1
     with pytest.raises(KeyError):
         store.get(1)
     store.release(2, consumers=5)
     assert len(store) == 0
-
-
-def test_a_query_put_again_has_all_its_consumers_and_its_latest_embedding() -> None:
-    store = QueryStore()
+    # Put again, it has all its consumers and its latest embedding.
     store.put(_query(1, 2), torch.zeros(2, 4))
     store.release(1)
     store.put(_query(1, 2), torch.ones(2, 4))
     store.release(1)
     assert torch.equal(store.get(1), torch.ones(2, 4))
-
-
-def test_releasing_a_query_that_is_not_stored_does_nothing() -> None:
-    store = QueryStore()
-    store.put(_query(1, 1), torch.zeros(2, 4))
-    store.release(2)
-    assert len(store) == 1
 
 
 def test_dropping_a_request_drops_all_its_queries_and_no_others() -> None:
@@ -70,7 +56,7 @@ def test_dropping_a_request_drops_all_its_queries_and_no_others() -> None:
     assert torch.equal(store.get(2), torch.full((2, 4), 2.0))
 
 
-def test_a_document_is_whole_with_its_last_window_in_the_order_of_their_ids() -> None:
+def test_a_document_is_whole_with_its_last_window_in_order() -> None:
     store = WindowStore()
     window = Window(5, 3)
     assert store.put(_window(7, window), window, torch.full((2, 4), 7.0)) is None
