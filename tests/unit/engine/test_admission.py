@@ -63,6 +63,12 @@ class Door:
         with self.admission.permit(request, self.tenants.applied(RunOptions(**options))) as permit:
             permit.confirm(tokens if counted is None else counted)
 
+    def refusal(self, tokens: int, match: str = "", **options: Any) -> QueueFullError:
+        """Has a request refused."""
+        with pytest.raises(QueueFullError, match=match) as raised:
+            self.ask(tokens, **options)
+        return raised.value
+
     def wait(self, tokens: int, seconds: float, **options: Any) -> None:
         """Lets a request in, whose values come that many seconds after it was queued."""
         values: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
@@ -86,16 +92,12 @@ async def test_a_request_that_would_wait_too_long_is_refused() -> None:
     door.queue(6, 31)
     door.ask(20)
     door.queue(1, 31)
-    with pytest.raises(
-        QueueFullError, match=r"for about 2\.2 seconds, more than the 2\.0 that it may"
-    ) as raised:
-        door.ask(20)
-    assert raised.value.retry_after == 1.0
+    assert (
+        door.refusal(20, match=r"for about 2\.2 seconds, more than the 2\.0 that it may").retry_after == 1.0
+    )
     assert door.metric("refused_requests_total", reason="wait") == 1
     door.queue(33, 31)
-    with pytest.raises(QueueFullError) as raised:
-        door.ask(20)
-    assert raised.value.retry_after == pytest.approx(12.4 - 2.0), "when the wait is short enough"
+    assert door.refusal(20).retry_after == pytest.approx(12.4 - 2.0), "when the wait is short enough"
     Door(queued_tokens=0, wait_seconds=0).ask(4999)  # alone, it is never refused for what waits
 
 
@@ -115,16 +117,14 @@ async def test_a_request_may_wait_as_long_as_it_takes(
     door.queue(times, tokens, priority=priority)
     door.ask(tokens, priority=priority)
     door.queue(1, 31, priority=priority)
-    with pytest.raises(QueueFullError, match=message):
-        door.ask(tokens, priority=priority)
+    door.refusal(tokens, priority=priority, match=message)
 
 
 async def test_a_small_request_is_not_refused_for_those_it_passes() -> None:
     door = Door(wait_seconds=100)
     door.queue(3, 2000)
     door.ask(20)
-    with pytest.raises(QueueFullError):
-        door.ask(1100, timeout=70.9)
+    door.refusal(1100, timeout=70.9)
     door.ask(1100, timeout=71.1)
 
 
@@ -133,22 +133,16 @@ async def test_another_tenants_requests_count_as_they_run_beside() -> None:
     door.queue(100, 31, tenant="other")
     door.ask(20)
     door.queue(3, 60)
-    with pytest.raises(QueueFullError):
-        door.ask(50)
+    door.refusal(50)
 
 
 async def test_a_request_that_cannot_be_done_in_its_time_is_refused() -> None:
     door = Door()
     door.queue(6, 31)
     door.ask(20, timeout=2.1)
-    with pytest.raises(
-        QueueFullError, match=r"take about 2\.1 seconds.* than is left of its timeout \(2\.0\)"
-    ) as raised:
-        door.ask(20, timeout=2.0)
-    assert raised.value.retry_after == 1.0
-    with pytest.raises(QueueFullError) as raised:
-        door.ask(30, counted=150, timeout=1.9)
-    assert raised.value.retry_after == pytest.approx(1.86 + 1.5 - 1.9, abs=0.1)
+    message = r"take about 2\.1 seconds.* than is left of its timeout \(2\.0\)"
+    assert door.refusal(20, message, timeout=2.0).retry_after == 1.0
+    assert door.refusal(30, counted=150, timeout=1.9).retry_after == pytest.approx(1.86 + 1.5 - 1.9, abs=0.1)
     assert door.metric("refused_requests_total", reason="timeout") == 2
 
 
@@ -167,8 +161,7 @@ async def test_a_partial_request_only_has_to_start_in_time() -> None:
     door.ask(100, counted=110, timeout=1.0, on_timeout="partial")
     door.queue(6, 31)
     door.ask(20, timeout=1.9, on_timeout="partial")
-    with pytest.raises(QueueFullError):
-        door.ask(20, timeout=1.8, on_timeout="partial")
+    door.refusal(20, timeout=1.8, on_timeout="partial")
 
 
 async def test_a_request_above_max_request_tokens_is_too_large() -> None:
@@ -184,27 +177,20 @@ async def test_no_time_is_estimated_until_a_full_step_was_measured() -> None:
     door.queue(70, 100)
     door.ask(100, timeout=0.1)
     door.queue(5, 100)
-    with pytest.raises(QueueFullError) as raised:
-        door.ask(101)
-    assert raised.value.retry_after == 1.0
+    assert door.refusal(101).retry_after == 1.0
 
 
 async def test_a_quarter_of_the_queue_is_kept_for_requests_of_one_step() -> None:
     door = Door(wait_seconds=1000)
     door.queue(149, 50)
     door.ask(50)
-    with pytest.raises(QueueFullError, match=r"7450 tokens wait already.* about 51, .* the 7500 that"):
-        door.ask(51)
+    door.refusal(51, match=r"7450 tokens wait already.* about 51, .* the 7500 that")
     door.queue(50, 50)
     door.ask(50)
     door.queue(1, 1)
-    with pytest.raises(QueueFullError, match="the 10000 that") as raised:
-        door.ask(50)
-    assert raised.value.retry_after == 1.0
+    assert door.refusal(50, match="the 10000 that").retry_after == 1.0
     door.queue(20, 50)
-    with pytest.raises(QueueFullError) as raised:
-        door.ask(50)
-    assert raised.value.retry_after == pytest.approx(9.52)
+    assert door.refusal(50).retry_after == pytest.approx(9.52)
     assert door.metric("refused_requests_total", reason="queue") == 3
 
 
@@ -269,25 +255,21 @@ async def test_any_request_may_wait_for_two_steps() -> None:
     door.queue(5, 13)
     door.ask(20)
     door.queue(1, 5)
-    with pytest.raises(QueueFullError, match=r"more than the 1\.0"):
-        door.ask(20)
+    door.refusal(20, match=r"more than the 1\.0")
 
 
 async def test_a_tenant_above_its_rate_is_told_when_to_come() -> None:
     door = Door(tenants={"a": Tenant(requests_per_minute=30)})
     for _ in range(30):
         door.ask(20, tenant="a")
-    with pytest.raises(
-        QueueFullError,
-        match=r"^the tenant 'a' has used up the 30 requests that it has a minute; try again in 2\.0 seconds, "
-        r"send less, or have its requests_per_minute raised$",
-    ) as raised:
-        door.ask(20, tenant="a")
-    assert raised.value.retry_after == 2.0
+    message = (
+        r"^the tenant 'a' has used up the 30 requests that it has a minute; try again in 2\.0 seconds, send "
+        r"less, or have its requests_per_minute raised$"
+    )
+    assert door.refusal(20, message, tenant="a").retry_after == 2.0
     door.ask(20)
     door.now = 1.9
-    with pytest.raises(QueueFullError):
-        door.ask(20, tenant="a")
+    door.refusal(20, tenant="a")
     door.now = 2.0
     door.ask(20, tenant="a")
     assert door.metric("refused_requests_total", reason="rate") == 2
@@ -314,14 +296,12 @@ async def test_tokens_count_once_they_are_counted_and_make_debt() -> None:
     door = Door(tenants={"a": Tenant(tokens_per_minute=600)})
     door.ask(4000, counted=10, tenant="a")
     door.ask(20, counted=590, tenant="a")
-    with pytest.raises(QueueFullError, match=r"used up the 600 tokens .* have its tokens_per_minute raised"):
-        door.ask(1, tenant="a")
+    door.refusal(1, tenant="a", match=r"used up the 600 tokens .* have its tokens_per_minute raised")
     door.now = 1.0
     door.ask(20, counted=1210, tenant="a")
-    with pytest.raises(QueueFullError) as raised:
-        door.ask(1, tenant="a")
-    assert raised.value.retry_after == pytest.approx(120.1)
-    door.now += raised.value.retry_after
+    refusal = door.refusal(1, tenant="a")
+    assert refusal.retry_after == pytest.approx(120.1)
+    door.now += refusal.retry_after
     door.ask(1, tenant="a")
 
 
@@ -349,15 +329,12 @@ async def test_a_refused_request_does_not_count_in_the_rate() -> None:
     door = Door(tenants={"a": Tenant(requests_per_minute=2, tokens_per_minute=1000)})
     door.queue(7, 31)
     for _ in range(5):
-        with pytest.raises(QueueFullError, match="would wait for about"):
-            door.ask(20, tenant="")
-        with pytest.raises(QueueFullError, match="than is left of its timeout"):
-            door.ask(150, tenant="a", timeout=2.5)
+        door.refusal(20, tenant="", match="would wait for about")
+        door.refusal(150, tenant="a", timeout=2.5, match="than is left of its timeout")
     with pytest.raises(RequestTooLargeError):
         door.ask(200, counted=5001, tenant="a")
     door.ask(20, tenant="a")
-    with pytest.raises(QueueFullError, match="used up the 2 requests"):
-        door.ask(20, tenant="a")
+    door.refusal(20, tenant="a", match="used up the 2 requests")
 
 
 async def test_a_tenant_may_have_no_more_waiting_than_is_said_of_it() -> None:
@@ -396,8 +373,7 @@ async def test_batches_wait_for_what_others_have_waiting() -> None:
     door.queue(200, 20)
     door.ask(20, tenant="other", timeout=1.0)
     for options in ({"tenant": "nightly"}, {"tenant": "nightly", "priority": "interactive"}):
-        with pytest.raises(QueueFullError, match=r"for about 4\.0 seconds"):
-            door.ask(20, timeout=1.0, **options)
+        door.refusal(20, timeout=1.0, **options, match=r"for about 4\.0 seconds")
 
 
 async def test_longer_waits_than_forecast_are_expected_again() -> None:
@@ -443,8 +419,7 @@ async def test_what_is_prepared_counts_as_two_steps_at_most() -> None:
     door.queue(1, 31)
     large = replace(TEXT, texts=("x" * 4000,))
     with door.admission.permit(large, RunOptions(timeout=1000)):
-        with pytest.raises(QueueFullError, match=r"for about 1\.3 seconds, more than the 1\.2 that it may"):
-            door.ask(20)
+        door.refusal(20, match=r"for about 1\.3 seconds, more than the 1\.2 that it may")
         with door.admission.permit(large, RunOptions(timeout=1000)) as permit:
             permit.confirm(1000)
     door.ask(20)
@@ -457,8 +432,7 @@ async def test_who_might_be_refused_later_is_refused_at_once() -> None:
     door = Door()
     door.queue(5, 50)
     door.ask(25)
-    with pytest.raises(QueueFullError):
-        door.ask(26)
+    door.refusal(26)
 
 
 @pytest.mark.parametrize("estimate", [60, 70])

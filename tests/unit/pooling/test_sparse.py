@@ -68,7 +68,7 @@ def cut_sequences(draw: st.DrawFn) -> tuple[list[Sequence], list[list[Chunk]]]:
 
 
 @pytest.mark.parametrize("name", ["max", "sum"])
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(cut=cut_sequences(), rows=st.sampled_from([1, 3, 1000]), seed=st.integers(0, 99))
 def test_each_method_equals_its_plain_definition(
     name: str, cut: tuple[list[Sequence], list[list[Chunk]]], rows: int, seed: int

@@ -291,31 +291,6 @@ def test_cancelling_frees_the_partial_prefill_for_another() -> None:
     assert spans(scheduler.schedule()) == [(1, 0, 10)]
 
 
-def test_cancelling_counts_back_what_was_waiting_only() -> None:
-    scheduler = bidirectional(50)
-    sequences, batches = two_stage(0, [10], [20, 30], [7, 40])
-    scheduler.admit(0, sequences, batches)
-    scheduler.admit(1, texts(1, [3, 4]), [cached(1, 6)])
-    scheduler.schedule()
-    scheduler.cancel(0)
-    scheduler.cancel(5)
-    assert sum(len(chunk) for step in run_dry(scheduler) for chunk in step.chunks) <= 7
-    assert scheduler.waiting_tokens == scheduler.waiting_sequences == scheduler.waiting_cached == 0
-    scheduler.admit(0, [], [cached(0, 20)] * 5)
-    scheduler.schedule()
-    assert scheduler.waiting_cached == 3
-    scheduler.cancel(0)
-    assert scheduler.waiting_cached == 0
-    # What follows a cut sequence.
-    scheduler = causal(10)
-    scheduler.admit(0, texts(0, [25, 15, 15]))
-    for _ in range(3):
-        scheduler.schedule()
-    assert (scheduler.waiting_sequences, scheduler.is_mid_prefill) == (2, True)
-    scheduler.cancel(0)
-    assert (scheduler.waiting_sequences, scheduler.waiting_tokens, scheduler.is_mid_prefill) == (0, 0, False)
-
-
 def test_a_step_may_hold_cached_batches_only() -> None:
     scheduler = bidirectional(100)
     scheduler.admit(0, [], [cached(0, 60), cached(0, 30), cached(0, 40)])
@@ -323,13 +298,6 @@ def test_a_step_may_hold_cached_batches_only() -> None:
     first, second = run_dry(scheduler)
     assert (prices(first), first.chunks) == ([60, 40], ())
     assert (prices(second), second.chunks) == ([30], ())
-
-
-def test_a_cached_batch_waits_for_all_of_its_query() -> None:
-    scheduler = causal(10)
-    scheduler.admit(0, [query(0, 0, 25)], [cached(0, 3, query_id=0)])
-    steps = run_dry(scheduler)
-    assert [prices(step) for step in steps] == [[], [], [3]]
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -244,9 +244,7 @@ def test_a_folder_has_the_tables_that_other_versions_look_for(disk: DiskStore, f
             "page_size": PAGE,
             "auto_vacuum": 2,
         }
-
-
-def test_connections_do_not_sync_and_hold_little_memory(disk: DiskStore, folder: Path) -> None:
+    # Connections do not sync, and hold little memory.
     with database.Database(folder).connection() as connection:
         settings = ("synchronous", "mmap_size", "cache_size", "secure_delete", "journal_mode")
         found = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in settings}
@@ -301,6 +299,8 @@ def test_a_damaged_entry_is_left_out_dropped_and_reported(
         [[data]] = connection.execute("SELECT data FROM entries WHERE key = ?", (key(2),)).fetchall()
         damaged = data[:-1] + bytes([data[-1] ^ 1])
         connection.execute("UPDATE entries SET data = ? WHERE key = ?", (damaged, key(2)))
+    # Who reads all must be able to stop among damaged ones, however many there are.
+    assert [found is None for _, found in disk.newest()] == [False, True, False, False]
     assert numbers(disk) == [3, 1, 0]
     assert disk.get(key(2)) is None
     assert caplog.text.count("holds entries that are damaged") == 1
@@ -354,14 +354,6 @@ def test_entries_out_of_order_are_damage_and_not_read_for_ever() -> None:
     assert tables.read_before(disordered, 8) == (7, b"key", b"data")
     with pytest.raises(tables.DamagedError):
         tables.read_before(disordered, 7)
-
-
-def test_damaged_entries_are_named_when_all_are_read(disk: DiskStore, folder: Path) -> None:
-    """Whoever reads must be able to stop among them, however many there are."""
-    disk.put([(key(number), entry(number)) for number in range(3)])
-    with sql(folder) as connection:
-        connection.execute("UPDATE entries SET data = x'00' WHERE key > ?", (key(0),))
-    assert [found is None for _, found in disk.newest()] == [True, True, False]
 
 
 # Other processes

@@ -38,7 +38,8 @@ WINDOWS = Truncation(max_tokens=-1, windows=True)
 
 @pytest.fixture(scope="module")
 def documents(pairs: list[Pair]) -> list[str]:
-    return list(dict.fromkeys(pair.document for pair in pairs))[:20]
+    texts = list(dict.fromkeys(pair.document for pair in pairs))[:11]
+    return [*texts, " ".join(texts)]
 
 
 async def empty(engines: Engines, config: EngineConfig) -> Engine:
@@ -100,18 +101,18 @@ async def test_equal_documents_in_requests_at_once_are_encoded_once(
     engine: Engine, documents: list[str]
 ) -> None:
     before = tokens_run(engine)
-    many = await engine.score("why", documents[:10] * 5, truncation=CUT_LONG)
-    np.testing.assert_allclose(many.scores, many.scores[:10] * 5, atol=1e-6)
+    many = await engine.score("why", documents[:5] * 5, truncation=CUT_LONG)
+    np.testing.assert_allclose(many.scores, many.scores[:5] * 5, atol=1e-6)
     once = tokens_run(engine) - before
     await engine.clear_cache()
     before = tokens_run(engine)
-    queries = [f"why {i}" for i in range(6)]
+    queries = [f"why {i}" for i in range(3)]
     together = await asyncio.gather(
-        *(engine.score(query, documents[:10], truncation=CUT_LONG) for query in queries)
+        *(engine.score(query, documents[:5], truncation=CUT_LONG) for query in queries)
     )
-    assert tokens_run(engine) - before <= once + 6 * 10
+    assert tokens_run(engine) - before <= once + 3 * 10
     for query, result in zip(queries, together, strict=True):
-        alone = await engine.score(query, documents[:10], truncation=CUT_LONG, cache="bypass")
+        alone = await engine.score(query, documents[:5], truncation=CUT_LONG, cache="bypass")
         np.testing.assert_allclose(result.scores, alone.scores, atol=1e-4)
 
 
@@ -130,6 +131,19 @@ async def test_how_a_document_is_read_is_part_of_its_key(engine: Engine, documen
     assert len({round(result.scores[0], 5) for result in results}) == len(readings)
     new = await engine.score("why", long, truncation=WINDOWS, cache="bypass")
     assert results[-2].usage.prompt_tokens == new.usage.prompt_tokens
+
+
+async def test_every_input_that_is_cut_counts_and_no_other(engine: Engine) -> None:
+    long = "word " * 40
+    documents = ["short", long, "word " * 39, long, "b"]
+    cut = await engine.score(long, documents, truncation=Truncation(max_tokens=20))
+    assert cut.truncated == 4, "the query, and three documents, two of them equal"
+    again = await engine.score("a", documents, truncation=Truncation(max_tokens=20))
+    assert (again.truncated, again.usage.cached_documents) == (3, 4)
+    limited = await engine.score("a", documents, truncation=Truncation(max_document_tokens=40))
+    assert limited.truncated == 0
+    limited = await engine.score(long, documents, truncation=Truncation(max_query_tokens=5))
+    assert limited.truncated == 1
 
 
 async def test_refresh_encodes_again_and_bypass_keeps_nothing(engine: Engine, documents: list[str]) -> None:
@@ -197,10 +211,10 @@ async def test_known_and_new_pairs_score_as_without_a_cache(
     cross_encoder: Engine, documents: list[str]
 ) -> None:
     draw = random.Random(0)
-    texts = [*documents[:20], *(" ".join(draw.choices(documents, k=12)) for _ in range(4))]
+    texts = [*documents, *(" ".join(draw.choices(documents[:11], k=12)) for _ in range(2))]
     queries = [QUERY, "sort", " ".join(documents[:3])]
     num_cached = 0
-    for _ in range(12):
+    for _ in range(8):
         chosen = draw.choices(texts, k=draw.randint(1, 15))
         asked: Any = draw.choice(queries)
         if draw.random() < 0.5:
@@ -250,12 +264,12 @@ async def test_listwise_scores_are_those_of_the_whole_list(
 ) -> None:
     listwise = checkpoints(language_models.jina_reranker_v3)
     async with Engine(EngineConfig(model=listwise, dtype="float32")) as engine:
-        texts = documents[:9]
+        texts = documents[:5]
         first = await engine.score(QUERY, texts)
         again = await engine.score(QUERY, texts)
         assert again.scores == first.scores
-        assert (again.usage.cached_documents, again.usage.prompt_tokens) == (9, first.usage.prompt_tokens)
-        for others in (texts[:8], texts[::-1]):
+        assert (again.usage.cached_documents, again.usage.prompt_tokens) == (5, first.usage.prompt_tokens)
+        for others in (texts[:4], texts[::-1]):
             found = await engine.score(QUERY, others)
             assert found.usage.cached_documents == 0
             plain = await engine.score(QUERY, others, cache="bypass")

@@ -268,10 +268,6 @@ def test_each_ingredient_alone_follows_what_it_is_made_of(
     assert plain.changed(change(plain)) == [ingredient], what
 
 
-def test_every_ingredient_is_here_but_those_of_the_machine(plain: Given) -> None:
-    assert set(plain.ingredients()) == {name for name, *_ in CHANGES} | {"device", "versions"}
-
-
 @pytest.mark.parametrize(
     ("one", "other", "ingredient"),
     [

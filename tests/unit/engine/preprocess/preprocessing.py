@@ -3,6 +3,7 @@ whose tokens are words, so that every token id in a test can be counted by hand.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -54,6 +55,7 @@ def fast_tokenizer(special_tokens: bool = True) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
 
+@cache
 def tokenizer(special_tokens: bool = True) -> TextTokenizer:
     return TextTokenizer(fast_tokenizer(special_tokens))
 

@@ -58,7 +58,7 @@ SPACES_OF = {"roberta": " ", "gemma": " \n"}
 
 
 @pytest.mark.parametrize("name", CUT)
-@settings(max_examples=50)
+@settings(max_examples=35)
 @given(text=TEXTS | RAGGED)
 @example(text="a b,c\nd. e \u6f22\u5b57\u3002\u304b\u306a a,1 2,b")
 @example(text="a\n\n<mask>b  <mask> c <mask>, d\n<mask>")
@@ -182,7 +182,7 @@ OTHERS: dict[str, Kind] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(text=RAGGED)
 def test_so_have_pieces_after_other_steps(name: str, text: str) -> None:
     tokenizer, breaks = _other(name)

@@ -85,15 +85,16 @@ def test_a_document_that_is_cut_is_cached_as_requested(
     assert key_of(score(cache, "w2", limited)) == as_requested(cache, "w2", limited)
 
 
-@pytest.mark.parametrize("document", [words(7), words(8), words(9)])
-def test_a_document_of_the_checkpoints_length_is_plain(cache: EmbeddingCache, document: str) -> None:
-    """Of 10 tokens, two of them special. One of exactly that length may be a longer one that was cut."""
-    for truncation in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
-        assert key_of(score(cache, document, truncation, own_length=10)) == plain(cache, document)
-    fits = len(document.split()) < 8
-    for truncation in (Truncation(side="left"), Truncation(max_tokens=-1, windows=True)):
-        expected = plain(cache, document) if fits else as_requested(cache, document, truncation)
-        assert key_of(score(cache, document, truncation, own_length=10)) == expected
+def test_a_document_of_the_checkpoints_length_is_plain(cache: EmbeddingCache) -> None:
+    """Where it is cut as usual: of 10 tokens, two of them special. One of exactly that length may be a longer
+    one that was cut."""
+    for document in (words(7), words(8), words(9)):
+        for truncation in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
+            assert key_of(score(cache, document, truncation, own_length=10)) == plain(cache, document)
+        fits = len(document.split()) < 8
+        for truncation in (Truncation(side="left"), Truncation(max_tokens=-1, windows=True)):
+            expected = plain(cache, document) if fits else as_requested(cache, document, truncation)
+            assert key_of(score(cache, document, truncation, own_length=10)) == expected
 
 
 def test_windows_of_a_bi_encoder_are_not_cached(cache: EmbeddingCache) -> None:

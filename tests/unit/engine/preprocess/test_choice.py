@@ -1,5 +1,7 @@
-"""What holds for every way to prepare a request: what an error names, and what the device is handed."""
+"""What holds for every way to prepare a request: what an error names, what the device is handed, and the
+shortest sequences."""
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -7,15 +9,26 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from maxsimd.engine.checkpoint import ListwiseRules, PairRules, RoleRules
+from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel, PairRules, RoleRules
 from maxsimd.engine.checkpoint.model import Expansion
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.media import Picture
+from maxsimd.engine.preprocess import check_room
 from maxsimd.engine.preprocess.listwise import listwise_prompt
+from maxsimd.engine.preprocess.pages import OpenContent
 from maxsimd.engine.preprocess.shortest import shortest_sequences
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest
 from maxsimd.scheduler import Sequence
-from tests.unit.engine.preprocess.preprocessing import MASK, model, preprocessor, refused, request_ids
+from tests.unit.engine.preprocess.preprocessing import (
+    MASK,
+    model,
+    preprocessor,
+    refused,
+    request_ids,
+    tokenizer,
+)
 
 NOT_UNICODE = "broken \ud800"
 # The document is in the first segment, so that no tokens stand before it.
@@ -96,3 +109,58 @@ def _letters() -> TextTokenizer:
 )
 def test_the_shortest_texts_have_one_character(kind: str, expected: dict[str, int]) -> None:
     assert shortest_sequences(model(**MODELS[kind]), _letters()) == expected
+
+
+PROMPTED = model(
+    query=RoleRules("query: w1 "),
+    document=RoleRules("passage: ", max_tokens=3),
+    text=RoleRules(expansion=Expansion(6, MASK, True, fixed=False)),
+    max_tokens=6,
+)
+
+
+def test_each_role_has_a_shortest_sequence_of_its_own() -> None:
+    assert shortest_sequences(PROMPTED, tokenizer()) == {"a query": 5, "a document": 3, "a text": 6}
+    assert shortest_sequences(model(), tokenizer()) == {"a query": 3, "a document": 3, "a text": 3}
+    assert shortest_sequences(model(), tokenizer(special_tokens=False))["a text"] == 1
+    expanded = model(query=RoleRules("query: w1 ", expansion=Expansion(4, MASK, True, fixed=False)))
+    assert shortest_sequences(expanded, tokenizer())["a query"] == 5, "longer than it is filled up to"
+
+
+def changed(max_tokens: int) -> LoadedModel:
+    return model(query=PROMPTED.query, document=PROMPTED.document, text=PROMPTED.text, max_tokens=max_tokens)
+
+
+def test_model_and_step_must_hold_the_shortest_sequence() -> None:
+    for chunked in (True, False):
+        check_room(changed(6), tokenizer(), 6, chunked)
+        with pytest.raises(
+            ModelLoadError, match=r"^a text of 'small' has at least 6 tokens .* the longest input is 5 tokens"
+        ):
+            check_room(changed(5), tokenizer(), 100, chunked)
+    check_room(PROMPTED, tokenizer(), 5, chunked=True)
+    message = "a step takes no more than 5; raise max_batch_tokens to at least 6"
+    with pytest.raises(ModelLoadError, match=message):
+        check_room(PROMPTED, tokenizer(), 5, chunked=False)
+
+
+def test_digests_tell_contents_apart() -> None:
+    first, second = (Picture(np.full((4, 6, 3), value, dtype=np.uint8)) for value in (1, 2))
+    contents = [
+        (first,),
+        (second,),
+        (first, ""),
+        ("", first),
+        (first, "a"),
+        ("a", first),
+        (first, "a", "b"),
+        (first, "ab"),
+        (first, second),
+        (second, first),
+        (first, "a", second),
+        (first, first),
+    ]
+    digests = [OpenContent(parts).digest for parts in contents]
+    for one, other in combinations(range(len(contents)), 2):
+        assert digests[one] != digests[other], (contents[one], contents[other])
+    assert OpenContent((first, "a")).digest == OpenContent((first, "a")).digest

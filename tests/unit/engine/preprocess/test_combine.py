@@ -1,7 +1,7 @@
 """From values to scores: the best window of each document, shared scores, and cosines over blocks."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine.preprocess.combine import (
@@ -18,6 +18,7 @@ def test_scores_are_float32() -> None:
         assert combine([0.1, 0.2, 0.3]).dtype == np.float32
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 4), max_size=12), st.data())
 def test_the_best_window_of_each_document_counts(num_windows: list[int], data: st.DataObject) -> None:
     total = sum(num_windows)
@@ -29,6 +30,7 @@ def test_the_best_window_of_each_document_counts(num_windows: list[int], data: s
     assert best_windows(num_windows)(values).tolist() == expected  # type: ignore[arg-type]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
 def test_equal_documents_share_a_score_in_their_order(position_of: list[int]) -> None:
     scores = shared_scores(one_each, position_of)

@@ -1,7 +1,7 @@
 """Listwise prompts: which documents share one, what it says, and which of its tokens count."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine.checkpoint import ListwiseRules
@@ -94,9 +94,7 @@ def test_the_markers_are_what_is_pooled() -> None:
     assert pooled == [DOCUMENT_MARKER, DOCUMENT_MARKER, QUERY_MARKER]
     assert tokens.type_ids is not None
     assert tokens.type_ids.tolist() == [0] * len(tokens)
-
-
-def test_n_queries_are_ranked_each_with_its_own_document() -> None:
+    # N queries are ranked each with its own document.
     prepared = score(["w1", "w2", "w3"], ["w4", "w5", "w6"])
     assert texts_of(prepared) == [[ids(1, 4 + i), ids(1, 1 + i)] for i in range(3)]
     assert prepared.combine == BlockCosines((1, 1, 1))
@@ -204,6 +202,7 @@ def test_a_block_is_closed_when_a_longest_document_may_not_fit() -> None:
     assert in_blocks([], 5, made) == []
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 20), max_size=40), st.integers(0, 20))
 def test_blocks_never_hold_more_than_the_context(lengths: list[int], query: int) -> None:
     made = rules(context=100, max_document_tokens=20, block_documents=4)

@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, RequestTooLargeError, Truncation
+from maxsimd.engine import InvalidRequestError, RequestTooLargeError, Truncation
 from maxsimd.engine.preprocess.long_inputs import InputName, LongInputs, Room
 from maxsimd.engine.preprocess.tokenization import Side, cut
 from tests.unit.engine.preprocess.preprocessing import refused
@@ -19,6 +19,7 @@ def _text(length: int) -> np.ndarray:
     return np.arange(length, dtype=np.int32)
 
 
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 60), st.none() | LENGTHS, st.none() | LENGTHS)
 def test_a_text_is_truncated_if_less_is_read_than_by_itself(
     length: int, room: int, own: int | None, most: int | None
@@ -31,6 +32,7 @@ def test_a_text_is_truncated_if_less_is_read_than_by_itself(
     assert fitted.truncated == (len(fitted.tokens) < as_meant)
 
 
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 60), st.none() | LENGTHS)
 def test_a_text_that_may_not_be_cut_is_refused_by_its_length(length: int, room: int, own: int | None) -> None:
     inputs = LongInputs(Truncation(), 100, 0)
@@ -57,20 +59,7 @@ def test_windows_and_limits_say_what_they_left_out() -> None:
     assert not any(window.truncated for window in windows)
 
 
-async def test_every_input_that_is_cut_counts_and_no_other() -> None:
-    async with Engine(EngineConfig()) as engine:
-        long = "word " * 40
-        documents = ["short", long, "word " * 39, long, "b"]
-        cut = await engine.score(long, documents, truncation=Truncation(max_tokens=20))
-        assert cut.truncated == 4, "the query, and three documents, two of them equal"
-        again = await engine.score("a", documents, truncation=Truncation(max_tokens=20))
-        assert (again.truncated, again.usage.cached_documents) == (3, 4)
-        limited = await engine.score("a", documents, truncation=Truncation(max_document_tokens=40))
-        assert limited.truncated == 0
-        limited = await engine.score(long, documents, truncation=Truncation(max_query_tokens=5))
-        assert limited.truncated == 1
-
-
+@settings(max_examples=40)
 @given(st.integers(0, 80), st.integers(1, 20), st.integers(0, 19), st.booleans())
 def test_windows_cover_a_text_and_share_exactly_the_overlap(
     length: int, room: int, overlap: int, asked: bool
@@ -139,14 +128,10 @@ def test_a_text_without_any_room_is_refused() -> None:
         inputs.fit(_text(5), Room(0, 9), name)
 
 
-@pytest.mark.parametrize(("asked", "limit"), [(None, 100), (-1, 100), (100, 100), (99, 99), (1, 1)])
-def test_a_request_may_ask_for_less_than_can_be_run(asked: int | None, limit: int) -> None:
-    inputs = LongInputs(Truncation(max_tokens=asked), 100, 0)
-    assert inputs.limit == limit
-    assert inputs.may_cut == (asked is not None)
-
-
-def test_a_request_may_not_ask_for_more_than_can_be_run() -> None:
+def test_a_request_may_ask_for_less_than_can_be_run() -> None:
+    for asked, limit in ((None, 100), (-1, 100), (100, 100), (99, 99), (1, 1)):
+        inputs = LongInputs(Truncation(max_tokens=asked), 100, 0)
+        assert (inputs.limit, inputs.may_cut) == (limit, asked is not None)
     with refused("truncate_prompt_tokens", r"^truncate_prompt_tokens is 101, more than the 100 tokens"):
         LongInputs(Truncation(max_tokens=101), 100, 0)
 
@@ -163,6 +148,7 @@ def test_windows_that_are_mostly_something_else_are_refused() -> None:
 SIDES = st.sampled_from(["left", "right"])
 
 
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 60), st.none() | LENGTHS, st.none() | LENGTHS, st.booleans(), SIDES)
 def test_as_much_of_a_text_is_read_as_is_needed(
     length: int, room: int, own: int | None, most: int | None, may_cut: bool, side: Side
@@ -185,6 +171,7 @@ def test_as_much_of_a_text_is_read_as_is_needed(
         assert read <= room + 1
 
 
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(0, 60), st.none() | LENGTHS, st.booleans(), SIDES)
 def test_as_much_of_a_document_is_read_as_is_needed(
     length: int, room: int, most: int | None, windows: bool, side: Side

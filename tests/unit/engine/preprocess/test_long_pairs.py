@@ -58,6 +58,7 @@ TEXTS = st.lists(st.sampled_from(["a", "b ", " c", ",", ".\n", "\n", "d,e", "\u6
 
 
 @pytest.mark.parametrize("template", [INSTRUCTED, MERGING], ids=["instructed", "merging"])
+@settings(max_examples=40)
 @given(query=TEXTS, documents=st.lists(TEXTS, min_size=1, max_size=3))
 @example(query="a b, c d.\n", documents=["e f, g", ""])
 def test_a_pair_has_the_tokens_of_its_segments_written_out(
@@ -116,7 +117,7 @@ def test_pairs_hold_a_query_once_that_is_cut_for_each() -> None:
 LENGTHS = st.integers(0, 400)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(LENGTHS, LENGTHS, st.integers(4, 120), st.sampled_from(["left", "right"]), st.none() | LENGTHS)
 @example(301, 300, 103, "right", None)
 @example(300, 301, 103, "right", None)

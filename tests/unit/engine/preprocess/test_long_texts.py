@@ -59,7 +59,7 @@ def whole(name: str, text: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=12)
+@settings(max_examples=4)
 @given(sentence=SENTENCES, length=LENGTHS, most=st.none() | st.integers(0, 3000), side=SIDES)
 def test_a_long_text_has_the_tokens_that_it_has_whole(
     name: str, sentence: str, length: int, most: int | None, side: Side
@@ -200,7 +200,7 @@ def test_a_span_has_the_tokens_that_hold_its_characters() -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen", "xlm_roberta", "llama_2"])
-@settings(max_examples=30)
+@settings(max_examples=5)
 @given(SENTENCES, st.tuples(LENGTHS, LENGTHS, LENGTHS), st.none() | st.integers(0, 3000), SIDES)
 def test_a_span_of_a_long_text_has_the_tokens_of_the_whole(
     name: str, sentence: str, bounds: tuple[int, int, int], most: int | None, side: Side

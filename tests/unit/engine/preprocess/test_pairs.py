@@ -1,11 +1,7 @@
 """Pairs that the tokeniser joins: what is read of both texts, how they are cut, and their windows."""
 
-import itertools
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxsimd.engine.checkpoint import PairRules
 from maxsimd.engine.errors import InvalidRequestError
@@ -117,34 +113,27 @@ def test_the_requests_limits_cut_both_texts_and_are_counted() -> None:
     assert score([words(2)], [document(4)], limits).truncated == 0
     # Each query that is cut counts.
     assert score([words(3)] * 3, [document(5)] * 3, limits).truncated == 6
+    # A limited document that is cut again counts once.
+    twice = Truncation(max_tokens=10, max_document_tokens=9)
+    assert score([words(3)], [document(20)], twice).truncated == 1
 
 
-def test_a_limited_document_that_is_cut_again_counts_once() -> None:
-    limits = Truncation(max_tokens=10, max_document_tokens=9)
-    assert score([words(3)], [document(20)], limits).truncated == 1
-
-
-@given(st.integers(0, 5), st.integers(0, 60), st.integers(0, 3), st.integers(12, 24))
-def test_windows_stand_behind_the_query_and_cover_the_document(
-    query: int, length: int, overlap: int, limit: int
-) -> None:
-    truncation = Truncation(max_tokens=limit, windows=True)
-    prepared = score([words(query)], [document(length)], truncation, overlap=overlap)
-    overlap = min(overlap, (limit - 3 - query) // 2)
-    bodies = []
-    for window in tokens_of(prepared):
-        assert len(window) <= limit
-        assert window[: query + 2] == [CLS, *ids(query), SEP]
-        assert window[-1] == SEP
-        bodies.append(window[query + 2 : -1])
-    if query + length + 3 <= limit:
-        assert bodies == [ids(length, DOCUMENT)]
-        return
-    assert [len(body) for body in bodies[:-1]] == [limit - 3 - query] * (len(bodies) - 1)
-    assert bodies[0] + [token for body in bodies[1:] for token in body[overlap:]] == ids(length, DOCUMENT)
-    for before, after in itertools.pairwise(bodies):
-        assert after[:overlap] == before[len(before) - overlap :]
-    assert prepared.truncated == 0
+def test_windows_stand_behind_the_query_and_cover_the_document() -> None:
+    truncation = Truncation(max_tokens=12, windows=True)
+    for length, bodies in (
+        (15, [(0, 7), (5, 12), (10, 15)]),
+        (17, [(0, 7), (5, 12), (10, 17)]),
+        (8, [(0, 7), (5, 8)]),
+        (7, [(0, 7)]),
+        (0, [(0, 0)]),
+    ):
+        prepared = score([words(2)], [document(length)], truncation, overlap=2)
+        expected = [pair(ids(2), ids(stop - start, DOCUMENT + start)) for start, stop in bodies]
+        assert tokens_of(prepared) == expected
+        assert prepared.truncated == 0
+    # An overlap of at most half of the room.
+    halved = score([words(5)], [document(6)], truncation, overlap=9)
+    assert tokens_of(halved) == [pair(ids(5), ids(4, DOCUMENT + start)) for start in (0, 2)]
 
 
 def test_too_many_windows_are_refused_before_any_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maxsimd.engine.preprocess import pieces
-from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
+from maxsimd.engine.preprocess.breaks import Breaks
 from maxsimd.engine.preprocess.pieces import (
     LONGEST_PIECE,
     PIECE,
@@ -21,6 +21,7 @@ from maxsimd.engine.preprocess.pieces import (
     proven_breaks,
 )
 from tests.checkpoints import tokenizer_kinds
+from tests.unit.engine.preprocess.cut_texts import cut_kind
 
 CutUp = Callable[[str, int, Breaks | None], Iterator[tuple[int, int]]]
 BOTH = pytest.mark.parametrize("cut_into", [cut_up, cut_up_backwards])
@@ -30,6 +31,7 @@ TEXTS = st.lists(st.sampled_from(["a,b", "x", "a", ",", "x" * 40, "x" * 700]), m
 
 
 @BOTH
+@settings(max_examples=40)
 @given(text=TEXTS, size=st.integers(1, 300))
 def test_pieces_make_up_the_text_and_end_at_places(cut_into: CutUp, text: str, size: int) -> None:
     found = list(cut_into(text, size, BREAKS))
@@ -41,6 +43,7 @@ def test_pieces_make_up_the_text_and_end_at_places(cut_into: CutUp, text: str, s
         assert stop in BREAKS.all(text)
 
 
+@settings(max_examples=40)
 @given(text=TEXTS, size=st.integers(1, 300))
 def test_a_piece_ends_at_the_first_place_once_it_is_long(text: str, size: int) -> None:
     breaks = BREAKS.all(text)
@@ -48,6 +51,7 @@ def test_a_piece_ends_at_the_first_place_once_it_is_long(text: str, size: int) -
         assert stop == min(found for found in breaks if found >= start + size)
 
 
+@settings(max_examples=40)
 @given(text=TEXTS, size=st.integers(1, 300))
 def test_backwards_a_piece_is_at_most_a_step_longer(text: str, size: int) -> None:
     breaks, step = BREAKS.all(text), 256
@@ -84,8 +88,8 @@ def test_pieces_before_the_refused_one_are_given() -> None:
 
 @pytest.mark.parametrize("name", tokenizer_kinds.CUT)
 def test_places_are_proven_for_all_kinds_that_have_any(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = tokenizer_kinds.CUT[name]()
-    assert proven_breaks(tokenizer) == find_breaks(tokenizer)
+    tokenizer, breaks = cut_kind(name)
+    assert proven_breaks(tokenizer) == breaks
     assert not caplog.records
 
 

@@ -211,6 +211,7 @@ def test_the_requests_limits_cut_both_texts_and_are_counted() -> None:
     assert score([words(2)], [document(4)], limits).truncated == 0
     left = Truncation(max_query_tokens=2, max_document_tokens=4, side="left")
     assert tokens_of(score([words(3)], [document(6)], left)) == [asked(ids(2, 1), ids(4, DOCUMENT + 2))]
+    assert tokens_of(score([words(1)], [""], limits)) == [asked(ids(1), [])], "nothing to limit"
 
 
 def test_windows_stand_where_the_document_does() -> None:
@@ -230,12 +231,12 @@ def test_a_query_that_is_not_cut_stands_in_the_template_as_it_is() -> None:
     assert tokens_of(score([" " + words(2)], [document(1)], template=template)) == [whole]
 
 
-@pytest.mark.parametrize("character", ["\ue0a0", "\ue0a1"])
-def test_an_instruction_with_a_placeholder_is_refused(character: str) -> None:
+def test_an_instruction_with_a_placeholder_is_refused() -> None:
     template = ScoreTemplate(("{{ instruction }} {{ query }} {{ document }}",))
     assert template.frames("q", "fine\ue0a2")
-    with refused("instruction", "private use"):
-        template.frames("q", f"a{character}b")
+    for character in ("\ue0a0", "\ue0a1"):
+        with refused("instruction", "private use"):
+            template.frames("q", f"a{character}b")
 
 
 def test_a_token_shared_with_the_template_is_not_cut() -> None:
@@ -246,11 +247,6 @@ def test_a_token_shared_with_the_template_is_not_cut() -> None:
     cut = score(["w0"], [document(3)], Truncation(max_document_tokens=2), template=template)
     assert tokens_of(cut) == [[*whole[:5], *whole[6:]]]
     assert cut.truncated == 1
-
-
-def test_an_empty_document_has_no_tokens_to_limit() -> None:
-    limits = Truncation(max_document_tokens=3)
-    assert tokens_of(score(["w0"], [""], limits)) == [asked(ids(1), [])]
 
 
 def split(prepared: Prepared) -> list[tuple[int, list[int]]]:
@@ -299,6 +295,11 @@ def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
     assert [prefix for prefix, _ in split(prepared)] == [100, 101, 100, 0]
     firsts = [prepared.sequences.index(prefix) for prefix in prefixes]
     assert firsts == [0, 2], "each before the first pair that begins with it"
+    # All windows of a document share one.
+    truncation = Truncation(max_tokens=len(asked(ids(4), [])) + 4, windows=True)
+    prepared = score([words(4)], [document(9), document(2)], truncation, share_prefixes=True)
+    assert prepared.sequences[0].num_consumers == 4
+    assert [prefix for prefix, _ in split(prepared)] == [100] * 4
 
 
 def test_prefixes_that_differ_in_one_token_are_not_shared() -> None:
@@ -307,13 +308,6 @@ def test_prefixes_that_differ_in_one_token_are_not_shared() -> None:
     prefixes = [one.tokens.ids.tolist() for one in prepared.sequences if one.is_prefix]
     assert prefixes == [[*ids(7, 800), *ids(1, 1)], [*ids(7, 800), *ids(1, 2)]]
     assert [prefix for prefix, _ in split(prepared)] == [100, 101]
-
-
-def test_all_windows_of_a_document_share_its_prefix() -> None:
-    truncation = Truncation(max_tokens=len(asked(ids(4), [])) + 4, windows=True)
-    prepared = score([words(4)], [document(9), document(2)], truncation, share_prefixes=True)
-    assert prepared.sequences[0].num_consumers == 4
-    assert [prefix for prefix, _ in split(prepared)] == [100] * 4
 
 
 def test_a_document_that_merges_leaves_the_prefix_as_it_is() -> None:

@@ -1,11 +1,7 @@
 """Single texts: their role's prompt and length, what they are filled up with and what is not pooled."""
 
-import itertools
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.checkpoint.model import Expansion
@@ -76,6 +72,9 @@ def test_a_named_prompt_takes_the_place_of_the_roles_own() -> None:
     for input_type in ({}, {"input_type": "document"}):
         named = embed(made, [words(2)], prompt_name="named", **input_type)
         assert tokens_of(named) == [[CLS, *ids(2, 900), *text, SEP]]
+    limited = preprocessor(model(query=RoleRules("query: ", max_tokens=5), prompts={"named": "w900 "}))
+    prepared = embed(limited, [words(9)], input_type="query", prompt_name="named")
+    assert tokens_of(prepared) == [[CLS, *ids(1, 900), *ids(2), SEP]], "with the other rules of the role"
 
 
 def test_a_prompt_that_the_model_lacks_is_refused() -> None:
@@ -83,12 +82,6 @@ def test_a_prompt_that_the_model_lacks_is_refused() -> None:
         embed(preprocessor(model(**ROLES)), ["a"], prompt_name="other")
     with pytest.raises(InvalidRequestError, match="this model has: none"):
         embed(preprocessor(model()), ["a"], prompt_name="other")
-
-
-def test_a_named_prompt_keeps_the_other_rules_of_the_role() -> None:
-    made = preprocessor(model(query=RoleRules("query: ", max_tokens=5), prompts={"named": "w900 "}))
-    prepared = embed(made, [words(9)], input_type="query", prompt_name="named")
-    assert tokens_of(prepared) == [[CLS, *ids(1, 900), *ids(2), SEP]]
 
 
 def test_texts_and_token_ids_come_out_in_their_order() -> None:
@@ -100,12 +93,9 @@ def test_texts_and_token_ids_come_out_in_their_order() -> None:
         (Role.DOCUMENT, "embed", 7)
     }
     assert (prepared.results, prepared.truncated, prepared.num_new_tokens) == (3, 0, 11)
-
-
-@pytest.mark.parametrize(("input_type", "role"), [("query", Role.QUERY), (None, Role.TEXT)])
-def test_a_sequence_has_the_role_that_the_request_names(input_type: str, role: Role) -> None:
-    prepared = embed(preprocessor(model()), ["a"], input_type=input_type)
-    assert prepared.sequences[0].payload.role is role
+    for input_type, role in (("query", Role.QUERY), (None, Role.TEXT)):
+        prepared = embed(preprocessor(model()), ["a"], input_type=input_type)  # type: ignore[arg-type]
+        assert prepared.sequences[0].payload.role is role
 
 
 def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
@@ -193,19 +183,17 @@ def test_a_query_is_filled_up_to_the_length_of_its_expansion(attended: bool) -> 
     cut = one(rules, words(9), Truncation(max_tokens=5))
     assert cut == ([CLS, *ids(3), SEP, MASK], None, 6 if attended else 5, 1)
     assert one(rules, (20, 21))[0] == [20, 21, MASK, MASK, MASK, MASK]
-
-
-def test_the_filling_has_type_0() -> None:
-    rules = RoleRules(expansion=Expansion(6, MASK, True, fixed=False))
-    tokens = embed(preprocessor(model(text=rules)), ["a"]).sequences[0].tokens
-    assert tokens.type_ids is not None
-    assert tokens.type_ids.tolist() == [0] * 6
+    types = embed(preprocessor(model(text=rules)), ["a"]).sequences[0].tokens.type_ids
+    assert types is not None
+    assert types.tolist() == [0] * 6
 
 
 def test_tokens_of_the_skip_list_are_not_pooled() -> None:
     rules = RoleRules(skipped_ids=np.array([*ids(1, 1), SEP]))
     assert one(rules, words(4)) == ([CLS, *ids(4), SEP], [0, 1, 3, 4], 6, 0)
     assert one(RoleRules(skipped_ids=np.array([MASK])), words(4))[1] is None
+    rules = RoleRules(prompt="query: ", pool_prompt=False, skipped_ids=np.array([SEP]))
+    assert one(rules, words(2))[1] == [2, 3], "beside a prompt that is not pooled"
 
 
 def test_a_prompt_may_be_left_out_of_what_is_pooled() -> None:
@@ -226,11 +214,6 @@ def test_a_text_that_is_cut_within_its_prompt_is_pooled_whole() -> None:
     assert one(rules, words(2), Truncation(max_tokens=3), **bare)[1] is None  # type: ignore[arg-type]
 
 
-def test_a_skip_list_and_an_unpooled_prompt_add_up() -> None:
-    rules = RoleRules(prompt="query: ", pool_prompt=False, skipped_ids=np.array([SEP]))
-    assert one(rules, words(2))[1] == [2, 3]
-
-
 def windows_of(
     rules: RoleRules, length: int, truncation: Truncation, max_tokens: int | None = None
 ) -> list[tuple[list[int], bool]]:
@@ -240,36 +223,20 @@ def windows_of(
     return [(window.tokens.ids.tolist(), window.truncated) for window in built]
 
 
-@given(
-    st.integers(0, 60),
-    st.integers(0, 3),
-    st.integers(8, 20),
-    st.none() | st.integers(8, 20),
-    st.integers(0, 2),
-)
-def test_every_window_stands_behind_the_prompt(
-    length: int, prompt: int, limit: int, own_length: int | None, overlap: int
-) -> None:
-    rules = RoleRules(prompt=words(prompt, 900) + " " if prompt else "", max_tokens=own_length)
-    longest = limit if own_length is None else min(limit, own_length)
-    overlap = min(overlap, (longest - 2 - prompt) // 2)
-    windows = windows_of(rules, length, Truncation(max_tokens=limit, windows=True, window_overlap=overlap))
-    bodies = []
-    for window, truncated in windows:
-        assert not truncated
-        assert len(window) <= longest
-        assert window[: 1 + prompt] == [CLS, *ids(prompt, 900)]
-        assert window[-1] == SEP
-        bodies.append(window[1 + prompt : -1])
-    if 2 + prompt + length <= longest:
-        assert bodies == [ids(length)]
-        return
-    assert len(bodies) > 1
-    for before, after in itertools.pairwise(bodies):
-        assert len(before) == longest - 2 - prompt, "only the last window is shorter"
-        assert after[:overlap] == before[len(before) - overlap :]
-        assert len(after) > overlap
-    assert bodies[0] + [token for body in bodies[1:] for token in body[overlap:]] == ids(length)
+def test_every_window_stands_behind_the_prompt() -> None:
+    truncation = Truncation(max_tokens=9, windows=True, window_overlap=1)
+
+    def windows(length: int, own_length: int | None = None) -> list[tuple[list[int], bool]]:
+        return windows_of(RoleRules(words(2, 900) + " ", max_tokens=own_length), length, truncation)
+
+    def expected(*bodies: tuple[int, int]) -> list[tuple[list[int], bool]]:
+        return [([CLS, *ids(2, 900), *ids(stop - start, start), SEP], False) for start, stop in bodies]
+
+    assert windows(12) == expected((0, 5), (4, 9), (8, 12))
+    assert windows(13) == expected((0, 5), (4, 9), (8, 13))
+    assert windows(12, own_length=8) == expected((0, 4), (3, 7), (6, 10), (9, 12))
+    assert windows(5) == expected((0, 5))
+    assert windows(0) == expected((0, 0))
 
 
 def test_windows_read_no_more_than_is_wanted() -> None:
@@ -280,10 +247,9 @@ def test_windows_read_no_more_than_is_wanted() -> None:
     ]
     assert windows_of(RoleRules(), 20, through_windows, max_tokens=4) == [([CLS, *ids(4), SEP], True)]
     assert windows_of(RoleRules(), 4, through_windows, max_tokens=4) == [([CLS, *ids(4), SEP], False)]
-
-
-def test_without_windows_a_document_is_one_sequence() -> None:
-    assert windows_of(RoleRules(), 20, Truncation(max_tokens=6)) == [([CLS, *ids(4), SEP], True)]
+    assert windows_of(RoleRules(), 20, Truncation(max_tokens=6)) == [([CLS, *ids(4), SEP], True)], (
+        "no windows"
+    )
 
 
 def test_windows_without_room_behind_the_prompt_are_refused() -> None:

@@ -1,7 +1,9 @@
-"""The pool's threads: small work goes first, also between the parts of large work."""
+"""The pool's threads: small work goes first, also between the parts of large work, which rests while the
+device has enough to do."""
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from maxsimd.engine.preprocess import workers
 from maxsimd.engine.preprocess.workers import WithdrawnError, Work, WorkerPool, yield_to_smaller
 
 SMALL, LARGE = 10, 1_000_000
@@ -54,21 +57,18 @@ def in_order(pool: WorkerPool, sizes: list[int]) -> list[int]:
     return done
 
 
-def test_small_work_goes_first_and_works_of_a_size_in_order(pool: WorkerPool) -> None:
-    assert in_order(pool, [LARGE, SMALL, 1000, SMALL])[:3] == [1, 3, 0]
-
-
-def test_every_fourth_work_is_the_oldest(pool: WorkerPool) -> None:
-    assert in_order(pool, [LARGE, *[SMALL] * 10, 1000]) == [1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 11]
-
-
-def test_the_oldest_is_the_one_that_came_first(pool: WorkerPool) -> None:
-    assert in_order(pool, [SMALL, LARGE, *[SMALL] * 3]) == [0, 2, 1, 3, 4]
-
-
-def test_works_of_nearly_the_same_size_go_in_order(pool: WorkerPool) -> None:
-    """As those do whose sizes differ by less than four times, within the same bounds."""
-    assert in_order(pool, [1024, 2047, 512]) == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("sizes", "done"),
+    [
+        pytest.param([LARGE, SMALL, 1000, SMALL], [1, 3, 0, 2], id="small work first"),
+        pytest.param([LARGE, *[SMALL] * 10, 1000], [1, 2, 0, *range(3, 12)], id="every fourth is the oldest"),
+        pytest.param([SMALL, LARGE, *[SMALL] * 3], [0, 2, 1, 3, 4], id="which came first of all sizes"),
+        # As those do whose sizes differ by less than four times, within the same bounds.
+        pytest.param([1024, 2047, 512], [0, 1, 2], id="nearly the same size"),
+    ],
+)
+def test_works_are_done_by_size_and_age(pool: WorkerPool, sizes: list[int], done: list[int]) -> None:
+    assert in_order(pool, sizes) == done
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,7 @@ def test_one_smaller_work_runs_each_time(pool: WorkerPool) -> None:
     assert events == ["a", "large", "b", "large", "large"]
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize("size", [LARGE, SMALLEST_HUGE])
+@pytest.mark.parametrize(("threads", "size"), [(2, LARGE), (3, SMALLEST_HUGE)])
 def test_all_threads_but_one_do_huge_work(threads: int, size: int) -> None:
     pool = WorkerPool(threads, lambda: None)
     begun = [Blocked(pool, size).wait_until_begun() for _ in range(threads - 1)]
@@ -206,3 +205,100 @@ def test_closing_ends_all_work_and_all_threads() -> None:
     assert {thread.name for thread in started} == {"maxsimd-pool_0", "maxsimd-pool_1"}
     assert all(thread.daemon for thread in started), "a process that does not close its pool can end"
     assert not any(thread.is_alive() for thread in started)
+
+
+class Clock:
+    """Time that passes only where a test says so, and in naps, which are noted."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.naps: list[float | None] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def pool(self, has_enough: Callable[[], bool] | None) -> WorkerPool:
+        """A pool whose threads, of which none is started, would nap by this clock."""
+
+        class Condition(threading.Condition):
+            def wait(condition, timeout: float | None = None) -> bool:
+                self.naps.append(timeout)
+                self.now += timeout or 0
+                return True
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(threading, "Condition", Condition)
+            return WorkerPool(1, lambda: None, *([] if has_enough is None else [has_enough]))
+
+
+@pytest.mark.parametrize(
+    ("size", "worked", "rested"),
+    [
+        (LARGE, [0.0005], []),
+        (LARGE, [0.001], [0.004]),  # four times as long
+        (LARGE, [0.0005, 0.0005], [0.004]),  # short work adds up
+        (LARGE, [0.01, 0.0005, 0.002], [0.04, 0.01]),  # what was rested for does not
+        (LARGE, [0.0125, 1.0], [0.05, 0.05]),  # but not for long
+        (32_767, [0.01], []),
+        (32_768, [0.01], [0.04]),
+    ],
+)
+def test_large_work_rests_while_the_device_has_enough_to_do(
+    monkeypatch: pytest.MonkeyPatch, size: int, worked: list[float], rested: list[float]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(workers, "time", clock)
+    for has_enough, expected in ((lambda: True, rested), (lambda: False, []), (None, [])):
+        clock.now, clock.naps = 0.0, []
+
+        def work() -> None:
+            for seconds in worked:
+                clock.now += seconds
+                yield_to_smaller()
+
+        Work(clock.pool(has_enough), work, size, 1).run()
+        assert clock.naps == pytest.approx(expected)
+
+
+def test_work_without_a_rest_rests_for_what_it_did_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(workers, "time", clock)
+    answers = iter([False, True])
+    pool = clock.pool(lambda: next(answers))
+
+    def large() -> None:
+        for seconds in (0.008, 0.002):
+            clock.now += seconds
+            yield_to_smaller()
+
+    Work(pool, large, LARGE, 1).run()
+    assert clock.naps == pytest.approx([0.008])
+
+
+@pytest.mark.parametrize(("size", "has_enough"), [(LARGE, True), (LARGE, False), (SMALL, True)])
+def test_a_rest_of_large_work_ends_with_small_work(
+    monkeypatch: pytest.MonkeyPatch, size: int, has_enough: bool
+) -> None:
+    monkeypatch.setattr(workers, "_REST", 1e9)
+    monkeypatch.setattr(workers, "_LONGEST_NAP", 1e6)
+    pool = WorkerPool(1, lambda: None, lambda: has_enough)
+    worked = threading.Event()
+
+    def work() -> str:
+        time.sleep(0.01)
+        worked.set()
+        yield_to_smaller()
+        return "went on"
+
+    submitted = pool.submit(work, size)
+    assert worked.wait(PATIENCE)
+    if has_enough and size == LARGE:
+        with pytest.raises(TimeoutError):
+            submitted.future.result(0.2)
+        while not submitted.future.done():  # until small work comes after the rest has begun
+            pool.submit(lambda: None, SMALL)
+            time.sleep(0.01)
+    assert submitted.future.result(PATIENCE) == "went on"
+    pool.close()

@@ -1,6 +1,7 @@
 """The document scorer against plain MaxSim: what each step scores, holds, releases, fails and stages."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,8 +73,15 @@ class ReadsInt8:
         return maxsim_reference(queries, documents.decoded(torch.float32), pairs)
 
 
-def scorer(cache: EmbeddingCache | None = None) -> DocumentScorer:
-    return DocumentScorer("maxsim", maxsim_reference, CPU, torch.float32, cache=cache)
+class Scorer(DocumentScorer):
+    """One whose steps have new documents alone unless it is said."""
+
+    def score(self, pooled: Any, skipped: Any = (), cached: Any = ()) -> ScoredDocuments:
+        return super().score(pooled, skipped, cached)
+
+
+def scorer(cache: EmbeddingCache | None = None) -> Scorer:
+    return Scorer("maxsim", maxsim_reference, CPU, torch.float32, cache=cache)
 
 
 def cache_of(precision: Precision) -> EmbeddingCache:
@@ -103,6 +111,11 @@ def cached_batch(query_id: int, documents: list[tuple[ResultSlot, CachedEmbeddin
     return CachedBatch(documents[0][0].request_id, query_id, 1, columns)
 
 
+def near(query_rows: torch.Tensor, *parts: torch.Tensor) -> Any:
+    """About the score of a document of these parts."""
+    return pytest.approx(plain(query_rows, torch.cat(parts)), abs=1e-5)
+
+
 def test_new_documents_of_many_requests_are_scored_in_one_batch() -> None:
     ours = scorer()
     slots = [ResultSlot(7, 0), ResultSlot(8, 4), ResultSlot(7, 1), ResultSlot(8, 5)]
@@ -112,7 +125,7 @@ def test_new_documents_of_many_requests_are_scored_in_one_batch() -> None:
     step = [(query(2, 7, 2), queries[2]), (query(1, 7, 1), queries[1])]
     step += [(document(20 + i, slots[i], asked[i]), items[i]) for i in range(4)]
     step.append((query(3, 8, 1), queries[3]))
-    made = ours.score([pooled(*step)], [], [])
+    made = ours.score([pooled(*step)])
     assert [output.slots for output in made.outputs] == [tuple(slots)]
     assert list(scores(made).values()) == pytest.approx(
         [plain(queries[q], item) for q, item in zip(asked, items, strict=True)], abs=1e-5
@@ -125,11 +138,11 @@ def test_new_documents_of_many_requests_are_scored_in_one_batch() -> None:
 
 def test_documents_are_scored_against_queries_of_earlier_steps() -> None:
     ours = scorer()
-    assert ours.score([pooled((query(1, 7, 2), rows(1)))], [], []).outputs == []
+    assert ours.score([pooled((query(1, 7, 2), rows(1)))]).outputs == []
     for i in range(2):
         slot = ResultSlot(7, i)
-        made = ours.score([pooled((document(2 + i, slot, 1), rows(2 + i)))], [], [])
-        assert scores(made) == {slot: pytest.approx(plain(rows(1), rows(2 + i)), abs=1e-5)}
+        made = ours.score([pooled((document(2 + i, slot, 1), rows(2 + i)))])
+        assert scores(made) == {slot: near(rows(1), rows(2 + i))}
         assert len(ours.queries) == 1, "nothing is released before the commit"
         ours.commit(made.releases)
         assert len(ours.queries) == 1 - i
@@ -139,9 +152,9 @@ def test_tasks_are_scored_one_after_the_other() -> None:
     ours = scorer()
     first, second = ResultSlot(7, 0), ResultSlot(7, 1)
     other = Pooled("embed", (document(3, second, 1),), Ragged.from_items([rows(3, 1)]))
-    made = ours.score([pooled((query(1, 7, 2), rows(1)), (document(2, first, 1), rows(2))), other], [], [])
+    made = ours.score([pooled((query(1, 7, 2), rows(1)), (document(2, first, 1), rows(2))), other])
     assert [output.slots for output in made.outputs] == [(first,), (second,)]
-    assert scores(made)[second] == pytest.approx(plain(rows(1), rows(3, 1)), abs=1e-5)
+    assert scores(made)[second] == near(rows(1), rows(3, 1))
     assert dict(made.releases.queries) == {1: 2}
 
 
@@ -159,12 +172,10 @@ def test_what_nobody_waits_for_is_neither_scored_nor_stored() -> None:
                 (text, rows(6)),
             )
         ],
-        [],
-        [],
     )
-    assert scores(made) == {slot: pytest.approx(plain(rows(1), rows(2)), abs=1e-5)}
+    assert scores(made) == {slot: near(rows(1), rows(2))}
     assert len(ours.queries) == 1
-    assert ours.score([pooled((text, rows(5)))], [], []).outputs == []
+    assert ours.score([pooled((text, rows(5)))]).outputs == []
 
 
 def test_a_document_is_scored_when_its_last_window_has_come() -> None:
@@ -172,7 +183,7 @@ def test_a_document_is_scored_when_its_last_window_has_come() -> None:
     slot, whole_slot = ResultSlot(7, 0), ResultSlot(7, 1)
     windows = [document(10 + i, slot, 1, window=Window(10, 3)) for i in range(3)]
     # The windows come in another order than they have in the document.
-    made = ours.score([pooled((query(1, 7, 4), rows(1)), (windows[2], rows(12)))], [], [])
+    made = ours.score([pooled((query(1, 7, 4), rows(1)), (windows[2], rows(12)))])
     assert (made.outputs, dict(made.releases.queries), len(ours.windows)) == ([], {}, 1)
     ours.commit(made.releases)
     made = ours.score(
@@ -181,13 +192,11 @@ def test_a_document_is_scored_when_its_last_window_has_come() -> None:
                 (windows[1], rows(11, 2)), (document(20, whole_slot, 1), rows(20)), (windows[0], rows(10, 1))
             )
         ],
-        [],
-        [],
     )
     together = torch.cat([rows(10, 1), rows(11, 2), rows(12)])
     assert scores(made) == {
-        whole_slot: pytest.approx(plain(rows(1), rows(20)), abs=1e-5),
-        slot: pytest.approx(plain(rows(1), together), abs=1e-5),
+        whole_slot: near(rows(1), rows(20)),
+        slot: near(rows(1), together),
     }
     assert dict(made.releases.queries) == {1: 4}
     assert made.releases.documents == {10}
@@ -205,7 +214,7 @@ def test_the_windows_of_a_document_are_cached_in_its_order() -> None:
         for i, length in enumerate(lengths)
     ]
     items = [(windows[i], rows(10 + i, i + 1)) for i in (1, 2, 0)]
-    made = ours.score([pooled((query(1, 7, 3), rows(1)), *items)], [], [])
+    made = ours.score([pooled((query(1, 7, 3), rows(1)), *items)])
     cached = made.new_embeddings[0].entry(0)
     assert torch.equal(cached.rows, torch.cat([rows(10 + i, i + 1) for i in range(3)]))
     assert (cached.tokens, cached.truncated) == (sum(lengths), True)
@@ -323,13 +332,13 @@ def test_a_request_that_ended_leaves_nothing_and_others_all() -> None:
         window = document(
             10 * request_id, ResultSlot(request_id, 0), request_id, window=Window(request_id, 2)
         )
-        ours.score([pooled((query(request_id, request_id, 2), rows(1)), (window, rows(2)))], [], [])
+        ours.score([pooled((query(request_id, request_id, 2), rows(1)), (window, rows(2)))])
     ours.drop_request(7)
     assert (len(ours.queries), len(ours.windows)) == (1, 1)
     last = document(81, ResultSlot(8, 0), 8, window=Window(8, 2))
-    made = ours.score([pooled((last, rows(3)))], [], [])
+    made = ours.score([pooled((last, rows(3)))])
     together = torch.cat([rows(2), rows(3)])
-    assert scores(made) == {ResultSlot(8, 0): pytest.approx(plain(rows(1), together), abs=1e-5)}
+    assert scores(made) == {ResultSlot(8, 0): near(rows(1), together)}
 
 
 def test_only_documents_with_a_key_are_rounded_and_staged() -> None:
@@ -341,7 +350,7 @@ def test_only_documents_with_a_key_are_rounded_and_staged() -> None:
     documents = [
         document(10 + i, slots[i], 1, key=keys[i], truncated=i == 3, length=20 + i) for i in range(4)
     ]
-    made = ours.score([pooled((query(1, 7, 4), rows(1)), *zip(documents, items, strict=True))], [], [])
+    made = ours.score([pooled((query(1, 7, 4), rows(1)), *zip(documents, items, strict=True))])
     assert [output.slots for output in made.outputs] == [(slots[0], slots[2]), (slots[1], slots[3])]
     decoded = [Ragged(e.rows, (0, len(e.rows)), e.scales).decoded(torch.float32).values
                for e in (entry(item, "int8") for item in items)]  # fmt: skip
@@ -363,8 +372,8 @@ def test_documents_are_scored_as_they_are_if_not_staged(cached: bool) -> None:
     cache = cache_of("int8") if cached else None
     slot = ResultSlot(7, 0)
     one = document(2, slot, 1, key=None if cached else b"k")
-    made = scorer(cache).score([pooled((query(1, 7, 1), rows(1)), (one, rows(2)))], [], [])
-    assert scores(made) == {slot: pytest.approx(plain(rows(1), rows(2)), abs=1e-6)}
+    made = scorer(cache).score([pooled((query(1, 7, 1), rows(1)), (one, rows(2)))])
+    assert scores(made) == {slot: near(rows(1), rows(2))}
     assert made.new_embeddings == []
     if cache is not None:
         cache.close()
@@ -385,7 +394,7 @@ def test_new_documents_duplicates_and_hits_score_identically(
 ) -> None:
     cache = cache_of(precision)
     maxsim = ReadsInt8()
-    ours = DocumentScorer("maxsim", maxsim, CPU, dtype, takes_int8=takes_int8, cache=cache)
+    ours = Scorer("maxsim", maxsim, CPU, dtype, takes_int8=takes_int8, cache=cache)
     slots = [ResultSlot(7, i) for i in range(5)]
     item, other = rows(10, 9), rows(11, 4)
     new = pooled(
@@ -432,14 +441,14 @@ def test_documents_score_where_they_lie_as_end_to_end(
     cache = cache_of(precision)
     found = []
     for apart in (None, maxsim_apart_avx512):
-        ours = DocumentScorer(similarity, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
+        ours = Scorer(similarity, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
         slots = [ResultSlot(7, i) for i in range(4)]
         length = 1 if similarity == "cosine" else 9
         new = pooled(
             (query(1, 7, 4), rows(1, length)),
             (document(2, slots[0], 1, key=b"k"), rows(10, length)),
         )
-        was_new = ours.score([new], [], [])
+        was_new = ours.score([new])
         cached = was_new.new_embeddings[0].entry(0)
         hits = [CacheHit(document(3, slots[1], 1, key=b"k"), cached)]
         # The second asks for a query that is no longer there.
@@ -456,7 +465,7 @@ def test_documents_score_where_they_lie_as_end_to_end(
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 def test_int8_is_decoded_for_similarities_that_are_not_of_tokens(similarity: str) -> None:
-    ours = DocumentScorer(similarity, ReadsInt8(), CPU, torch.float32, takes_int8=True)
+    ours = Scorer(similarity, ReadsInt8(), CPU, torch.float32, takes_int8=True)
     slots = [ResultSlot(7, 0), ResultSlot(7, 1)]
     entries = [entry(3 * rows(10 + i, 1), "int8") for i in range(2)]
     made = ours.score(
@@ -473,7 +482,7 @@ def test_int8_is_taken_only_where_the_backend_takes_it() -> None:
     for similarity in ("maxsim", "meanmaxsim"):
         for options in ({"takes_int8": True}, {"takes_int8": False}, {}):
             maxsim = ReadsInt8()
-            ours = DocumentScorer(similarity, maxsim, CPU, torch.float32, **options)
+            ours = Scorer(similarity, maxsim, CPU, torch.float32, **options)
             batch = cached_batch(1, [(ResultSlot(7, 0), entry(rows(2), "int8"))])
             ours.score([pooled((query(1, 7, 1), rows(1)))], [], [batch])
             [given] = maxsim.given
@@ -488,13 +497,11 @@ def test_queries_of_one_batch_are_each_given_once() -> None:
         seen.append((len(queries), pairs.tolist()))
         return maxsim_reference(queries, documents, pairs)
 
-    ours = DocumentScorer("maxsim", maxsim, CPU, torch.float32)
-    ours.score([pooled((query(1, 7, 3), rows(1)), (query(2, 7, 1), rows(2)))], [], [])
+    ours = Scorer("maxsim", maxsim, CPU, torch.float32)
+    ours.score([pooled((query(1, 7, 3), rows(1)), (query(2, 7, 1), rows(2)))])
     asked = [2, 99, 1, 2]
     made = ours.score(
         [pooled(*((document(10 + i, ResultSlot(7, i), q), rows(10 + i)) for i, q in enumerate(asked)))],
-        [],
-        [],
     )
     assert seen == [(2, [[0, 0], [1, 2], [0, 3]])]
     assert made.outputs[0].slots == (ResultSlot(7, 0), ResultSlot(7, 2), ResultSlot(7, 3))
@@ -507,11 +514,11 @@ def test_windows_of_an_attempt_that_failed_are_scored_once() -> None:
     windows = [document(10 + i, slot, 1, window=Window(10, 2)) for i in range(2)]
     asked = pooled((query(1, 7, 3), rows(1)))
     half = pooled((windows[0], rows(10)), (windows[1], rows(11)))
-    ours.score([asked, half, pooled((document(12, ResultSlot(7, 1), 1), rows(12)))], [], [])
+    ours.score([asked, half, pooled((document(12, ResultSlot(7, 1), 1), rows(12)))])
     ours.forget({10, 11, 12})
-    made = ours.score([asked, half], [], [])
+    made = ours.score([asked, half])
     together = torch.cat([rows(10), rows(11)])
-    assert scores(made) == {slot: pytest.approx(plain(rows(1), together), abs=1e-5)}
+    assert scores(made) == {slot: near(rows(1), together)}
     assert dict(made.releases.queries) == {1: 2}
     ours.commit(made.releases)
     assert len(ours.queries) == 1, "the document of the other half is still to come"
@@ -526,11 +533,11 @@ def test_windows_in_two_halves_leave_nothing(later_first: bool) -> None:
     windows = [document(10 + i, slot, 1, window=Window(10, 2)) for i in range(2)]
     asked = pooled((query(1, 7, 2), rows(1)))
     halves = [pooled((windows[i], rows(10 + i))) for i in range(2)]
-    expected = {slot: pytest.approx(plain(rows(1), torch.cat([rows(10), rows(11)])), abs=1e-5)}
-    ours.score([asked, *halves], [], [])
+    expected = {slot: near(rows(1), rows(10), rows(11))}
+    ours.score([asked, *halves])
     ours.forget({1, 10, 11})
-    first = ours.score([asked, halves[0]], [], [])
-    second = ours.score([halves[1]], [], [])
+    first = ours.score([asked, halves[0]])
+    second = ours.score([halves[1]])
     assert (scores(first), scores(second)) == ({}, expected)
     for made in (second, first) if later_first else (first, second):
         ours.commit(made.releases)
