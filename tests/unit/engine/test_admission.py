@@ -63,7 +63,7 @@ class Door:
         with self.admission.permit(request, self.tenants.applied(RunOptions(**options))) as permit:
             permit.confirm(tokens if counted is None else counted)
 
-    def refusal(self, tokens: int, match: str = "", **options: Any) -> QueueFullError:
+    def refusal(self, tokens: int, match: str | None = None, **options: Any) -> QueueFullError:
         """Has a request refused."""
         with pytest.raises(QueueFullError, match=match) as raised:
             self.ask(tokens, **options)

@@ -62,18 +62,14 @@ def test_backwards_a_piece_is_at_most_a_step_longer(text: str, size: int) -> Non
 
 
 @BOTH
-def test_without_places_a_text_is_one_piece(cut_into: CutUp) -> None:
+def test_without_breaks_a_text_is_one_piece_of_limited_length(cut_into: CutUp) -> None:
     assert list(cut_into("a,b" * 9, 3, None)) == [(0, 27)]
     assert list(cut_into("", 3, BREAKS)) == [(0, 0)]
-
-
-@BOTH
-@pytest.mark.parametrize("breaks", [BREAKS, None])
-def test_more_than_the_longest_piece_in_a_row_is_refused(cut_into: CutUp, breaks: Breaks | None) -> None:
     longest = "x" * LONGEST_PIECE
-    assert list(cut_into(longest, PIECE, breaks)) == [(0, LONGEST_PIECE)]
-    with pytest.raises(LongPieceError):
-        list(cut_into(longest + "x", PIECE, breaks))
+    for breaks in (BREAKS, None):
+        assert list(cut_into(longest, PIECE, breaks)) == [(0, LONGEST_PIECE)]
+        with pytest.raises(LongPieceError):
+            list(cut_into(longest + "x", PIECE, breaks))
 
 
 def test_pieces_before_the_refused_one_are_given() -> None:

@@ -262,16 +262,13 @@ def test_the_kernel_is_given_pairs_of_one_query_together(
 
 
 def test_the_kernel_computes_in_the_documents_precision(kernel_calls: list[tuple[Any, ...]]) -> None:
-    queries, documents = ragged([2], 4, 1), ragged([4], 4, 2)
-    maxsim_avx512(queries, documents.decoded(torch.bfloat16), pairs_of([(0, 0)]))
-    maxsim_avx512(queries.decoded(torch.bfloat16), documents, pairs_of([(0, 0)]))
+    queries, documents, pairs = ragged([2], 4, 1), ragged([4], 4, 2), pairs_of([(0, 0)])
+    maxsim_avx512(queries, documents.decoded(torch.bfloat16), pairs)
+    maxsim_avx512(queries.decoded(torch.bfloat16), documents, pairs)
     assert [call[:2] for call in kernel_calls] == [(torch.bfloat16,) * 2, (torch.float32,) * 2]
-
-
-def test_what_the_kernel_does_not_take_goes_the_plain_way(kernel_calls: list[tuple[Any, ...]]) -> None:
-    queries, documents = ragged([2], 5, 1), ragged([4], 5, 2).decoded(torch.bfloat16)
-    scores = maxsim_avx512(queries, documents, pairs_of([(0, 0)]))
-    assert torch.equal(scores, maxsim_tiled(queries, documents, pairs_of([(0, 0)])))
+    kernel_calls.clear()
+    odd = ragged([2], 5, 1), ragged([4], 5, 2).decoded(torch.bfloat16)
+    assert torch.equal(maxsim_avx512(*odd, pairs), maxsim_tiled(*odd, pairs)), "which it does not take"
     assert kernel_calls == []
 
 
@@ -338,17 +335,14 @@ def test_triton_is_given_int8_rows_with_their_scales(launches: Launches) -> None
     assert launches.noted[0][3] is None
 
 
-def test_triton_is_given_room_for_one_token_at_least(launches: Launches) -> None:
-    _triton(ragged([0, 0], 4, 1), ragged([2], 4, 2), pairs_of([(1, 0)]))
-    assert launches.noted[0][0].longest == 1
-
-
-def test_triton_is_not_launched_for_no_pair(launches: Launches) -> None:
+def test_triton_is_launched_for_pairs_alone(launches: Launches) -> None:
     scores = _triton(ragged([2], 4, 1), ragged([2], 4, 2), pairs_of([]))
     assert (scores.shape, scores.dtype, scores.device) == ((0,), torch.float32, CPU)
     elsewhere = Ragged(torch.empty(2, 4, device="meta"), (0, 2))
     assert _triton(elsewhere, elsewhere, pairs_of([])).device.type == "meta"
     assert launches.noted == []
+    _triton(ragged([0, 0], 4, 1), ragged([2], 4, 2), pairs_of([(1, 0)]))
+    assert launches.noted[0][0].longest == 1, "with room for one token at least"
 
 
 @pytest.mark.parametrize("name", ["auto", "reference", "tiled", "avx512", "triton"])

@@ -138,16 +138,14 @@ def test_batch_is_a_priority_that_lets_others_pass() -> None:
         priority_number("urgent")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("asked", "batch", "interactive"),
-    [(0, 4, 0), ("interactive", 4, 0), (-8, 4, -8), ("batch", 4, 4), (4, 4, 4), (6, 6, 6)],
-)
-def test_a_tenant_of_batches_has_no_better_priority(asked: Any, batch: int, interactive: int) -> None:
+def test_a_tenant_of_batches_has_no_better_priority() -> None:
     limits = TenantLimits()
     limits.set({"nightly": Tenant(priority="batch"), "search": Tenant()})
-    for tenant, expected in (("nightly", batch), ("search", interactive), ("", interactive)):
-        applied = limits.applied(RunOptions(asked, tenant, timeout=3.0))
-        assert applied == RunOptions(expected, tenant, timeout=3.0)
+    cases: Any = ((0, 4, 0), ("interactive", 4, 0), (-8, 4, -8), ("batch", 4, 4), (4, 4, 4), (6, 6, 6))
+    for asked, batch, interactive in cases:
+        for tenant, expected in (("nightly", batch), ("search", interactive), ("", interactive)):
+            applied = limits.applied(RunOptions(asked, tenant, timeout=3.0))
+            assert applied == RunOptions(expected, tenant, timeout=3.0)
 
 
 class Clock:
