@@ -27,11 +27,11 @@ settings.load_profile("default")
 # Files of pure logic, whose tests are all part of `make test-fast`. Others join them one by one, by the mark.
 FAST = (
     "unit/test_documentation.py",
-    "unit/test_maxsim.py",
+    "unit/engine/scoring/test_maxsim.py",
+    "unit/pooling/test_methods.py",
     "unit/scheduler/fleet/test_*.py",
-    "unit/test_pooling.py",
     "unit/test_rooms.py",
-    "unit/test_scheduler*.py",
+    "unit/scheduler/test_*.py",
     "unit/test_shared_checkpoints.py",
 )
 

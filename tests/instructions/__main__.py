@@ -17,7 +17,7 @@ _FILES = (
     "tests/unit/engine/ops/test_kernels.py",
     "tests/unit/engine/ops/test_kernels_attention.py",
     "tests/unit/engine/ops/test_kernels_bits.py",
-    "tests/unit/test_maxsim.py",
+    "tests/unit/engine/scoring/test_maxsim.py",
     "tests/unit/engine/ops/test_finite.py",
     "tests/unit/engine/execution/test_packed.py",
     "tests/unit/engine/execution/test_relative_positions.py",

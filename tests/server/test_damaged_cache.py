@@ -1,7 +1,7 @@
 """A server whose cache folder is damaged, taken away, filled or something else: it serves on, scores as it
 would without a cache, and its log says what happened.
 
-What becomes of the files, and more kinds of damage, are in tests/unit/test_damaged_caches.py."""
+What becomes of the files, and more kinds of damage, are in tests/unit/engine/cache/test_damaged_caches.py."""
 
 import resource
 import sqlite3

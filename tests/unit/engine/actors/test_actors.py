@@ -23,7 +23,7 @@ from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import RunOptions
 from maxsimd.engine.scoring.outcome import Result
 from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits, WaitingRequest
-from tests.unit.scheduled_requests import texts
+from tests.unit.scheduler.scheduled_requests import texts
 
 DEFAULTS = RunOptions()
 

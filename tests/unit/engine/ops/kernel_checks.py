@@ -19,11 +19,25 @@ from maxsimd.engine.scoring.maxsim import maxsim_reference
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.execution.test_packed import RAGGED, attention_problems, make_step
-from tests.unit.pairs import Pairs
-from tests.unit.test_maxsim import problems, random_ragged
+from tests.unit.pairs import Pairs, pairs_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def random_ragged(lengths: list[int], dim: int, seed: int) -> Ragged:
+    values = torch.randn(sum(lengths), dim, generator=torch.Generator().manual_seed(seed))
+    return Ragged.from_lengths(torch.nn.functional.normalize(values, dim=-1), lengths)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Ragged, Ragged, Pairs]:
+    dim = draw(st.sampled_from([1, 3, 16, 48]))
+    queries = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    documents = draw(st.lists(st.integers(0, 70), min_size=1, max_size=8))
+    index = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
+    pairs = draw(st.lists(index, max_size=20))
+    return random_ragged(queries, dim, 1), random_ragged(documents, dim, 2), pairs_of(pairs)
 
 
 def examples(count: int, device: str) -> settings:

@@ -27,8 +27,8 @@ from maxsimd.engine.ops.cpu.linear import (
 )
 from maxsimd.engine.scoring.maxsim import maxsim_avx512, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
+from tests.unit.engine.ops.kernel_checks import problems
 from tests.unit.pairs import Pairs
-from tests.unit.test_maxsim import problems
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")

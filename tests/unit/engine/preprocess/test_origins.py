@@ -10,7 +10,7 @@ from maxsimd.engine.preprocess.origins import Origins, around, behind_prompt, ex
 from maxsimd.engine.preprocess.pieces import PIECE
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from tests.checkpoints.tokenizer_kinds import CUT
-from tests.unit.cut_texts import SCRIPTS
+from tests.unit.engine.preprocess.cut_texts import SCRIPTS
 
 WORDS = (
     "Der",

@@ -1,0 +1,695 @@
+"""The cache on disk: its order and limits, its file, other processes that use it, and what is not ours."""
+
+import itertools
+import logging
+import os
+import resource
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from maxsimd.engine.cache import database, guarded, tables
+from maxsimd.engine.cache import disk as disk_store
+from maxsimd.engine.cache.database import DAMAGED_FILE, FILE, PAGE
+from maxsimd.engine.cache.disk import DiskStore
+from maxsimd.engine.cache.entry import CachedEmbedding
+from tests.waiting import wait_for
+
+MIB = 1024 * 1024
+
+
+def entry(seed: int, rows: int = 2, dim: int = 4) -> CachedEmbedding:
+    """An embedding of `rows * dim * 4` bytes."""
+    values = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
+    return CachedEmbedding(values, None, rows, False)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def same(one: CachedEmbedding | None, other: CachedEmbedding) -> bool:
+    return one is not None and torch.equal(one.rows, other.rows)
+
+
+def numbers(store: DiskStore) -> list[int]:
+    """The entries that are whole, the newest first."""
+    return [int.from_bytes(name, "big") for name, found in store.newest() if found is not None]
+
+
+@contextmanager
+def sql(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The database as another program sees it."""
+    with closing(sqlite3.connect(folder / FILE, isolation_level=None, timeout=5)) as connection:
+        yield connection
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "above" / "cache"
+
+
+@pytest.fixture
+def disk(folder: Path) -> Iterator[DiskStore]:
+    store = DiskStore(folder, 4 * MIB)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded, "PAUSE_SECONDS", 0.0)
+
+
+# What is stored
+
+
+def test_the_newest_come_first_over_a_restart(folder: Path) -> None:
+    for start in (0, 3):
+        store = DiskStore(folder, 4 * MIB)
+        store.put([(key(start), entry(start)), (key(start + 1), entry(start + 1))])
+        store.put([(key(start + 2), entry(start + 2))])
+        store.close()
+    store = DiskStore(folder, 4 * MIB)
+    assert len(store) == 6
+    assert numbers(store) == [5, 4, 3, 2, 1, 0]
+    assert all(same(found, entry(int.from_bytes(name, "big"))) for name, found in store.newest())
+    store.close()
+
+
+def test_what_is_put_again_is_new_and_one_entry_is_dropped(disk: DiskStore) -> None:
+    for number in (0, 1, 2, 0):
+        disk.put([(key(number), entry(number + 10 * (number == 0 and len(disk) == 3)))])
+    assert numbers(disk) == [0, 2, 1]
+    assert len(disk) == 3
+    assert same(disk.get(key(0)), entry(10))
+    disk.put([(key(3), entry(0)), (key(3), entry(1))])
+    assert len(disk) == 4, "what is there twice in one put is stored once"
+    assert same(disk.get(key(3)), entry(1))
+    disk.drop(key(2))
+    disk.drop(key(7))
+    assert disk.get(key(2)) is None
+    assert numbers(disk) == [3, 0, 1]
+    assert len(disk) == 3
+
+
+def test_a_cleared_store_gives_its_room_back_and_goes_on(disk: DiskStore, folder: Path) -> None:
+    empty = disk.nbytes
+    for number in range(3):
+        disk.put([(key(number), entry(number, rows=MIB // 16))])
+    assert (folder / FILE).stat().st_size > 3 * MIB
+    disk.clear()
+    assert (len(disk), disk.nbytes, numbers(disk)) == (0, empty, [])
+    assert (folder / FILE).stat().st_size == empty
+    disk.put([(key(5), entry(5))])
+    assert same(disk.get(key(5)), entry(5))
+
+
+def test_a_store_that_is_closed_is_as_if_it_were_empty(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(folder, 4 * MIB)
+    store.put([(key(0), entry(0))])
+    store.close()
+    assert store.get(key(0)) is None
+    assert numbers(store) == []
+    store.put([(key(1), entry(1))])
+    store.drop(key(0))
+    store.clear()
+    assert caplog.text == ""
+    store = DiskStore(folder, 4 * MIB)
+    assert numbers(store) == [0]
+    store.close()
+
+
+def test_counts_are_those_of_the_file_and_ask_nothing_of_it(disk: DiskStore, folder: Path) -> None:
+    """They are asked for on the event loop, which must not wait for a disk or a lock."""
+    assert isinstance(disk.nbytes, int)
+    for number in range(40):
+        disk.put([(key(number), entry(number, rows=1000))])
+    for number in range(10):
+        disk.drop(key(number))
+    with sql(folder) as connection:
+        [[entries]] = connection.execute("SELECT count(*) FROM entries").fetchall()
+        [[pages]] = connection.execute("PRAGMA page_count").fetchall()
+        [[free]] = connection.execute("PRAGMA freelist_count").fetchall()
+        [[size]] = connection.execute("PRAGMA page_size").fetchall()
+        assert (len(disk), disk.nbytes) == (entries, (pages - free) * size) == (30, disk.nbytes)
+        assert free > 0
+        assert size == PAGE
+        connection.execute("BEGIN EXCLUSIVE")
+        assert (len(disk), disk.evictions) == (30, 0)
+        assert disk.nbytes == (pages - free) * size
+
+
+def test_what_another_process_writes_is_found_and_counted(
+    disk: DiskStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = DiskStore(folder, 4 * MIB)
+    disk.put([(key(1), entry(1))])
+    assert len(other) == 0
+    assert same(other.get(key(1)), entry(1))
+    monkeypatch.setattr(disk_store, "SECONDS_BETWEEN_COUNTS", 0)
+    other.get(key(2))
+    assert (len(other), other.nbytes) == (1, disk.nbytes)
+    other.close()
+
+
+# Limits
+
+
+def test_as_many_of_the_oldest_go_as_a_new_entry_needs(disk: DiskStore) -> None:
+    rows = MIB * 9 // 10 // 16
+    for number in range(4):
+        disk.put([(key(number), entry(number, rows))])
+    assert (len(disk), disk.evictions) == (4, 0)
+    disk.put([(key(4), entry(4, rows))])
+    assert numbers(disk) == [4, 3, 2, 1]
+    assert (len(disk), disk.evictions) == (4, 1)
+    disk.put([(key(5), entry(5, rows=2 * rows))])
+    assert numbers(disk) == [5, 4, 3]
+    assert (len(disk), disk.evictions) == (3, 3)
+
+
+@pytest.mark.parametrize("rows", [900, 1100, 30_000])
+def test_a_store_and_its_file_fill_the_limit_exactly(disk: DiskStore, folder: Path, rows: int) -> None:
+    number = 0
+    while disk.evictions < 12:
+        batch = max(1, 3000 // rows)
+        disk.put([(key(number + i), entry(i, rows)) for i in range(batch)])
+        number += batch
+        assert disk.nbytes <= 4 * MIB
+        assert (folder / FILE).stat().st_size <= 4 * MIB
+    assert disk.nbytes > 3 * MIB
+    assert len(disk) + disk.evictions == number
+    assert numbers(disk) == list(range(number - 1, number - 1 - len(disk), -1))
+
+
+def test_a_put_of_more_than_the_limit_leaves_the_newest(disk: DiskStore) -> None:
+    disk.put([(key(number), entry(number, rows=MIB // 4 // 16)) for number in range(40)])
+    found = numbers(disk)
+    assert found == list(range(39, 39 - len(found), -1))
+    assert 8 <= len(found) <= 16
+    assert disk.nbytes <= 4 * MIB
+
+
+def test_an_entry_without_room_alone_evicts_nothing(disk: DiskStore) -> None:
+    disk.put([(key(1), entry(1)), (key(2), entry(2, rows=4 * MIB // 16)), (key(3), entry(3))])
+    assert numbers(disk) == [3, 1]
+    assert disk.evictions == 0
+
+
+def test_a_lower_limit_makes_the_file_shorter(disk: DiskStore, folder: Path) -> None:
+    for number in range(30):
+        disk.put([(key(number), entry(number, rows=6000))])
+    lower = DiskStore(folder, MIB)
+    assert lower.nbytes > 2 * MIB
+    lower.put([(key(99), entry(99))])
+    assert lower.nbytes <= MIB
+    assert (folder / FILE).stat().st_size <= MIB
+    assert same(lower.get(key(99)), entry(99))
+    assert same(lower.get(key(29)), entry(29, rows=6000))
+    assert lower.get(key(0)) is None
+    lower.close()
+
+
+def test_a_limit_beyond_what_any_disk_has_is_no_reason_to_fail(folder: Path) -> None:
+    with closing(DiskStore(folder, 200_000_000_000 * MIB)) as store:
+        store.put([(key(1), entry(1))])
+        assert same(store.get(key(1)), entry(1))
+
+
+# The file
+
+
+def test_a_folder_has_the_tables_that_other_versions_look_for(disk: DiskStore, folder: Path) -> None:
+    disk.put([(key(3), entry(3))])
+    with sql(folder) as connection:
+        assert connection.execute("SELECT key, data FROM entries").fetchall() == [
+            (key(3), entry(3).to_bytes(key(3)))
+        ]
+        assert connection.execute("SELECT entries FROM counts").fetchall() == [(1,)]
+        settings = ("application_id", "user_version", "page_size", "auto_vacuum")
+        found = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in settings}
+        assert found == {
+            "application_id": int.from_bytes(b"mxsd", "big"),
+            "user_version": 1,
+            "page_size": PAGE,
+            "auto_vacuum": 2,
+        }
+    # Connections do not sync, and hold little memory.
+    with database.Database(folder).connection() as connection:
+        settings = ("synchronous", "mmap_size", "cache_size", "secure_delete", "journal_mode")
+        found = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in settings}
+    assert found == {
+        "synchronous": 0,
+        "mmap_size": 0,
+        "cache_size": 4 * MIB // PAGE,
+        "secure_delete": 0,
+        "journal_mode": b"truncate",
+    }
+
+
+def test_what_a_process_left_that_died_creating_is_used(folder: Path) -> None:
+    """The page that exists before there are tables."""
+    folder.mkdir(parents=True)
+    with sql(folder) as connection:
+        connection.execute(f"PRAGMA page_size = {PAGE}")
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    assert (folder / FILE).stat().st_size == PAGE
+    store = DiskStore(folder, 4 * MIB)
+    store.put([(key(1), entry(1))])
+    assert same(store.get(key(1)), entry(1))
+    store.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mapped files are listed in /proc")
+def test_no_file_of_the_store_is_mapped_into_memory(disk: DiskStore, folder: Path) -> None:
+    """A mapped file that another process cuts short ends this one."""
+    for number in range(30):
+        disk.put([(key(number), entry(number, rows=6000))])
+    assert len(numbers(disk)) > 10
+    assert (folder / FILE).exists()
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    # What has a write-ahead log would map that log's index.
+    with sql(folder) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    store = DiskStore(folder, 4 * MIB)
+    store.put([(key(1), entry(1))])
+    assert same(store.get(key(1)), entry(1))
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    store.close()
+
+
+# Entries that are not what they seem
+
+
+def test_a_damaged_entry_is_left_out_dropped_and_reported(
+    disk: DiskStore, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.put([(key(number), entry(number)) for number in range(4)])
+    with sql(folder) as connection:
+        [[data]] = connection.execute("SELECT data FROM entries WHERE key = ?", (key(2),)).fetchall()
+        damaged = data[:-1] + bytes([data[-1] ^ 1])
+        connection.execute("UPDATE entries SET data = ? WHERE key = ?", (damaged, key(2)))
+    # Who reads all must be able to stop among damaged ones, however many there are.
+    assert [found is None for _, found in disk.newest()] == [False, True, False, False]
+    assert numbers(disk) == [3, 1, 0]
+    assert disk.get(key(2)) is None
+    assert caplog.text.count("holds entries that are damaged") == 1
+    assert len(disk) == 3
+
+
+def test_an_entry_of_another_type_or_key_is_never_returned(disk: DiskStore, folder: Path) -> None:
+    odd = (7, 1.5, "text", b"", b"\xff" * 3)
+    disk.put([(key(number), entry(number)) for number in range(len(odd) + 2)])
+    with sql(folder) as connection:
+        for number, data in enumerate(odd):
+            connection.execute("UPDATE entries SET data = ? WHERE key = ?", (data, key(number)))
+        another = entry(6).to_bytes(key(6))
+        connection.execute("UPDATE entries SET data = ? WHERE key = ?", (another, key(5)))
+    assert numbers(disk) == [6]
+    assert [disk.get(key(number)) for number in range(6)] == [None] * 6
+    assert same(disk.get(key(6)), entry(6))
+    assert len(disk) == 1
+
+
+def test_memory_that_is_not_there_is_a_miss(
+    disk: DiskStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, without_pauses: None
+) -> None:
+    disk.put([(key(1), entry(1))])
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CachedEmbedding, "from_bytes", fail)
+        assert disk.get(key(1)) is None
+        patched.setattr(CachedEmbedding, "to_bytes", fail)
+        disk.put([(key(2), entry(2))])
+    assert "cannot be read: MemoryError" in caplog.text
+    assert "cannot be written to: MemoryError" in caplog.text
+    assert numbers(disk) == [1]
+
+
+class _Disordered:
+    """Stands in for a connection to a database whose entries are out of order."""
+
+    def execute(self, *_: object) -> "_Disordered":
+        return self
+
+    def fetchall(self) -> list[tuple[int, bytes, bytes]]:
+        return [(7, b"key", b"data")]
+
+
+def test_entries_out_of_order_are_damage_and_not_read_for_ever() -> None:
+    disordered: Any = _Disordered()
+    assert tables.read_before(disordered, 8) == (7, b"key", b"data")
+    with pytest.raises(tables.DamagedError):
+        tables.read_before(disordered, 7)
+
+
+# Other processes
+
+
+def test_a_lock_is_waited_for_once_and_reported_once(
+    disk: DiskStore, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guarded, "PAUSE_SECONDS", 60.0)
+    disk.put([(key(1), entry(1))])
+    with sql(folder) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        started = time.monotonic()
+        assert all(disk.get(key(1)) is None for _ in range(1000))
+        for number in range(100):
+            disk.put([(key(number), entry(number))])
+            disk.drop(key(number))
+        assert time.monotonic() - started < 20 * database.LOCK_SECONDS
+    assert caplog.text.count("was locked for too long") == 1
+
+
+def test_what_was_locked_is_used_again_after_a_pause(
+    disk: DiskStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded, "PAUSE_SECONDS", 0.3)
+    disk.put([(key(1), entry(1))])
+    with sql(folder) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        assert disk.get(key(1)) is None
+    wait_for(lambda: same(disk.get(key(1)), entry(1)))
+
+
+def test_who_prepares_a_write_keeps_nobody_from_reading(
+    disk: DiskStore, folder: Path, without_pauses: None
+) -> None:
+    disk.put([(key(1), entry(1))])
+    with sql(folder) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        disk.put([(key(2), entry(2))])
+        assert same(disk.get(key(1)), entry(1))
+        assert disk.get(key(2)) is None
+    disk.put([(key(2), entry(2))])
+    assert same(disk.get(key(2)), entry(2))
+
+
+def test_what_is_cleared_behind_a_lock_is_never_found(
+    disk: DiskStore, folder: Path, without_pauses: None
+) -> None:
+    disk.put([(key(1), entry(1))])
+    with sql(folder) as connection:
+        # Others may read, but not write.
+        connection.execute("BEGIN IMMEDIATE")
+        disk.clear()
+        assert disk.get(key(1)) is None
+        assert len(disk) == 0
+    assert disk.get(key(1)) is None
+    disk.put([(key(2), entry(2))])
+    assert numbers(disk) == [2]
+
+
+def test_waiting_for_a_lock_holds_up_no_other_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the thread that waits held Python's lock, this one could not end the wait."""
+    monkeypatch.setattr(database, "LOCK_SECONDS", 60.0)
+    store = DiskStore(folder, 4 * MIB)
+    store.put([(key(1), entry(1))])
+    found: list[CachedEmbedding | None] = []
+    with sql(folder) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        reader = threading.Thread(target=lambda: found.append(store.get(key(1))))
+        started = time.monotonic()
+        reader.start()
+        time.sleep(0.05)
+        assert reader.is_alive()
+        connection.execute("COMMIT")
+        reader.join()
+    assert time.monotonic() - started < 30
+    assert same(found[0], entry(1))
+    store.close()
+
+
+def test_readers_and_writers_at_once_find_what_is_right(folder: Path) -> None:
+    stores = [DiskStore(folder, 64 * MIB) for _ in range(2)]
+    wrong: list[int] = []
+    end = threading.Event()
+
+    def write(store: DiskStore, first: int) -> None:
+        for number in range(first, first + 100):
+            store.put([(key(number), entry(number, rows=1 + 40 * (number % 50)))])
+        end.set()
+
+    def look(store: DiskStore) -> None:
+        while not end.is_set():
+            for number in range(0, 200, 7):
+                found = store.get(key(number))
+                if found is not None and not same(found, entry(number, rows=1 + 40 * (number % 50))):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=write, args=(store, 100 * i)) for i, store in enumerate(stores)]
+    threads += [threading.Thread(target=look, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(numbers(stores[0])) > 100
+    for store in stores:
+        store.close()
+
+
+def test_an_unsteady_file_system_is_asked_once_a_pause(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It could open, and log, for each document of a request."""
+    monkeypatch.setattr(guarded, "PAUSE_SECONDS", 60.0)
+    numbers_of_files = itertools.count()
+    monkeypatch.setattr(database, "_identify", lambda path: (1, next(numbers_of_files)))
+    store = DiskStore(folder, 4 * MIB)
+    for number in range(100):
+        store.put([(key(number), entry(number))])
+        assert store.get(key(number)) is None
+    assert caplog.text.count("was removed or replaced") == 1
+    store.close()
+
+
+# Folders that cannot be used
+
+
+def unchanged(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return {str(file): file.read_bytes() for file in files if file.is_file()}
+
+
+def refuses(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """What is logged for a folder that serves as if nothing were ever stored in it."""
+    store = DiskStore(folder, 4 * MIB)
+    store.put([(key(1), entry(1))])
+    assert store.get(key(1)) is None
+    assert numbers(store) == []
+    store.clear()
+    store.drop(key(1))
+    assert (len(store), store.nbytes, store.evictions) == (0, 0, 0)
+    store.close()
+    return caplog.text
+
+
+def test_a_file_in_place_of_a_folder_stays_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
+) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("of a user")
+    before = unchanged(tmp_path)
+    for folder in (file, file / "below"):
+        caplog.clear()
+        log = refuses(folder, caplog)
+        assert "cached in memory only" in log
+        assert "name a folder that can be written to (cache_dir)" in log
+    assert unchanged(tmp_path) == before
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "\udcff/x" * 2000, "/proc/nothing/here"])
+def test_a_folder_that_cannot_be_is_refused(
+    folder: str, caplog: pytest.LogCaptureFixture, without_pauses: None
+) -> None:
+    assert "cached in memory only" in refuses(Path(folder), caplog)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TABLE entries (sequence, key, data)",
+        "PRAGMA application_id = 77",
+        "PRAGMA journal_mode = WAL",
+        "PRAGMA user_version = 2",
+    ],
+)
+def test_another_programs_database_stays_as_it_is(
+    folder: Path, statement: str, caplog: pytest.LogCaptureFixture, without_pauses: None
+) -> None:
+    """And that of a later version."""
+    later = "user_version" in statement
+    if later:
+        with closing(DiskStore(folder, 4 * MIB)) as store:
+            store.put([(key(1), entry(1))])
+    folder.mkdir(parents=True, exist_ok=True)
+    with sql(folder) as connection:
+        if "entries" not in statement and not later:
+            connection.execute("CREATE TABLE of_a_user (name)")
+        connection.execute(statement)
+    before = unchanged(folder)
+    log = refuses(folder, caplog)
+    assert ("was written by another version of maxsimd" if later else "belongs to another program") in log
+    assert "move it away, or name another folder (cache_dir)" in log
+    assert unchanged(folder) == before
+
+
+def test_files_of_an_earlier_version_are_named_and_left(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir(parents=True)
+    for name in ("data.mdb", "lock.mdb"):
+        (folder / name).write_bytes(b"of an earlier version")
+    before = unchanged(folder)
+    store = DiskStore(folder, 4 * MIB)
+    store.put([(key(1), entry(1))])
+    assert same(store.get(key(1)), entry(1))
+    store.clear()
+    store.close()
+    assert "holds data.mdb and lock.mdb of an earlier version" in caplog.text
+    assert before.items() <= unchanged(folder).items()
+
+
+def test_a_folders_name_is_one_printable_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "a\nWARNING forged\x1b[2J"
+    folder.write_text("a file")
+    DiskStore(folder, 4 * MIB).close()
+    [record] = caplog.records
+    assert record.getMessage().isprintable()
+
+
+# Damage: test_damaged_caches.py has every kind of it
+
+
+def damage(folder: Path) -> None:
+    with (folder / FILE).open("r+b") as file:
+        file.truncate(PAGE)
+
+
+def test_a_damaged_database_is_set_aside_and_the_last_such_stays(
+    disk: DiskStore, folder: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
+) -> None:
+    sizes = []
+    for number in range(3):
+        disk.put([(key(number), entry(number, rows=10_000 * (number + 1)))])
+        sizes.append((folder / FILE).stat().st_size)
+        (folder / FILE).write_bytes(b"x" * sizes[-1])
+        assert disk.get(key(number)) is None
+        assert disk.get(key(number)) is None
+        assert (folder / DAMAGED_FILE).stat().st_size == sizes[-1]
+    assert len(set(sizes)) == 3
+    assert caplog.text.count("was damaged") == 3
+    assert {path.name for path in folder.iterdir()} == {FILE, f"{FILE}-journal", DAMAGED_FILE}
+    disk.clear()
+    assert not (folder / DAMAGED_FILE).exists(), "it has embeddings too"
+
+
+def test_who_finds_damage_late_uses_what_another_has_begun(
+    disk: DiskStore, folder: Path, without_pauses: None
+) -> None:
+    disk.put([(key(1), entry(1))])
+    late = database.identify(folder)
+    damage(folder)
+    assert disk.get(key(1)) is None
+    disk.put([(key(2), entry(2))])
+    assert not database.set_aside(folder, late)
+    assert same(disk.get(key(2)), entry(2))
+
+
+def test_what_another_program_wrote_over_ours_is_not_set_aside(disk: DiskStore, folder: Path) -> None:
+    seen = database.identify(folder)
+    with closing(sqlite3.connect(folder.with_name("other"))) as other:
+        other.execute("CREATE TABLE of_a_user (name)")
+    (folder / FILE).write_bytes(folder.with_name("other").read_bytes())
+    before = unchanged(folder)
+    with pytest.raises(database.NotOursError):
+        database.set_aside(folder, seen)
+    assert unchanged(folder) == before
+
+
+def test_what_cannot_be_set_aside_stays_unused(
+    disk: DiskStore, folder: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
+) -> None:
+    (folder / DAMAGED_FILE).mkdir()
+    disk.put([(key(1), entry(1))])
+    damage(folder)
+    assert disk.get(key(1)) is None
+    disk.put([(key(2), entry(2))])
+    assert disk.get(key(2)) is None
+    assert "stays unused" in caplog.text
+    assert (folder / DAMAGED_FILE).is_dir()
+
+
+def test_only_errors_that_say_so_count_as_damage() -> None:
+    damage = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CORRUPT_INDEX, sqlite3.SQLITE_NOTADB}
+    others = {
+        *(sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PERM),
+        *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_ERROR),
+    }
+    for code in damage | others:
+        error = sqlite3.DatabaseError("reason")
+        error.sqlite_errorcode = code
+        assert database.is_damage(error) is (code in damage), code
+    assert not database.is_damage(OSError(12, "reason"))
+    assert not database.is_damage(MemoryError())
+
+
+def test_a_full_disk_is_reported_and_still_read(
+    disk: DiskStore, folder: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
+) -> None:
+    disk.put([(key(1), entry(1))])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / FILE).stat().st_size + PAGE, hard))
+    try:
+        for number in range(2, 5):
+            disk.put([(key(number), entry(number, rows=30_000))])
+        assert same(disk.get(key(1)), entry(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caplog.text.count("cannot be written to") == 1
+    disk.put([(key(2), entry(2, rows=30_000))])
+    assert numbers(disk) == [2, 1]
+    assert not (folder / DAMAGED_FILE).exists()
+
+
+def test_a_failure_that_comes_again_is_logged_again(
+    disk: DiskStore,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    without_pauses: None,
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "reason")
+
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(CachedEmbedding, "to_bytes", fail)
+            for number in range(5):
+                disk.put([(key(number), entry(number))])
+        disk.put([(key(1), entry(1))])
+    assert caplog.text.count("cannot be written to") == 2
+    monkeypatch.setattr(guarded, "SECONDS_BETWEEN_WARNINGS", 0.0)
+    monkeypatch.setattr(CachedEmbedding, "to_bytes", fail)
+    for _ in range(3):
+        disk.put([(key(1), entry(1))])
+    assert caplog.text.count("cannot be written to") == 5
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}

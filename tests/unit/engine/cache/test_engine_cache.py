@@ -1,0 +1,366 @@
+"""Engines that cache: what is encoded and scored once, and that nothing wrong ever comes out."""
+
+import asyncio
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from scipy.stats import kendalltau
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import (
+    CUT_LONG,
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    QueueFullError,
+    Truncation,
+)
+from maxsimd.engine.preprocess import two_stage
+from maxsimd.engine.stats import EngineStats
+from maxsimd.scheduler import Step
+from tests.checkpoints import language_models
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import Engines
+from tests.native_bfloat16 import needs_native_bfloat16
+from tests.nearly import nearly
+from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+QUERY = "how is a file read"
+EMBEDDING = EngineConfig(score_type="late-interaction", dtype="float32")
+WINDOWS = Truncation(max_tokens=-1, windows=True)
+
+
+@pytest.fixture(scope="module")
+def documents(pairs: list[Pair]) -> list[str]:
+    texts = list(dict.fromkeys(pair.document for pair in pairs))[:11]
+    return [*texts, " ".join(texts)]
+
+
+async def empty(engines: Engines, config: EngineConfig) -> Engine:
+    """An engine with nothing cached."""
+    engine = await engines(config)
+    await engine.clear_cache()
+    return engine
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(engines: Engines) -> Engine:
+    return await empty(engines, EMBEDDING)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def cross_encoder(engines: Engines, bert_cross_encoder: str) -> Engine:
+    return await empty(engines, EngineConfig(model=bert_cross_encoder, dtype="float32"))
+
+
+def tokens_run(engine: Engine) -> float:
+    run = engine.metrics.registry.get_sample_value("maxsimd_tokens_total")
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EMBEDDING,
+        EngineConfig(score_type="bi-encoder", dtype="float32"),
+        pytest.param(EngineConfig(dtype="bfloat16"), marks=needs_native_bfloat16),
+    ],
+    ids=["late interaction", "bi-encoder", "bfloat16"],
+)
+async def test_a_cached_document_scores_as_one_that_is_encoded(
+    config: EngineConfig, engines: Engines, documents: list[str]
+) -> None:
+    engine = await empty(engines, config)
+    new = (await engine.score(QUERY, documents, truncation=CUT_LONG, cache="bypass")).scores
+    first = (await engine.score(QUERY, documents, truncation=CUT_LONG)).scores
+    again = await engine.score(QUERY, documents, truncation=CUT_LONG)
+    np.testing.assert_allclose(first, new, atol=1e-3)
+    np.testing.assert_allclose(again.scores, new, atol=1e-3)
+    assert again.usage.cached_documents == len(documents)
+    assert again.usage.prompt_tokens - again.usage.cached_tokens < 20
+    assert again.truncated > 0, "what was cut once is still told of"
+
+
+async def test_int8_keeps_the_ranking(documents: list[str]) -> None:
+    async with Engine(EngineConfig(dtype="float32", cache_precision="int8")) as engine:
+        new = await engine.score(QUERY, documents, truncation=CUT_LONG, cache="bypass")
+        await engine.score(QUERY, documents, truncation=CUT_LONG)
+        cached = await engine.score(QUERY, documents, truncation=CUT_LONG)
+        assert cached.usage.cached_documents == len(documents)
+    assert kendalltau(new.scores, cached.scores).statistic >= 0.99
+
+
+async def test_equal_documents_in_requests_at_once_are_encoded_once(
+    engine: Engine, documents: list[str]
+) -> None:
+    before = tokens_run(engine)
+    many = await engine.score("why", documents[:5] * 5, truncation=CUT_LONG)
+    np.testing.assert_allclose(many.scores, many.scores[:5] * 5, atol=1e-6)
+    once = tokens_run(engine) - before
+    await engine.clear_cache()
+    before = tokens_run(engine)
+    queries = [f"why {i}" for i in range(3)]
+    together = await asyncio.gather(
+        *(engine.score(query, documents[:5], truncation=CUT_LONG) for query in queries)
+    )
+    assert tokens_run(engine) - before <= once + 3 * 10
+    for query, result in zip(queries, together, strict=True):
+        alone = await engine.score(query, documents[:5], truncation=CUT_LONG, cache="bypass")
+        np.testing.assert_allclose(result.scores, alone.scores, atol=1e-4)
+
+
+async def test_how_a_document_is_read_is_part_of_its_key(engine: Engine, documents: list[str]) -> None:
+    long = [" ".join(documents[:8])]
+    readings = [
+        CUT_LONG,
+        Truncation(max_tokens=-1, side="left"),
+        Truncation(max_tokens=100),
+        Truncation(max_tokens=-1, max_document_tokens=50),
+        WINDOWS,
+        Truncation(max_tokens=-1, windows=True, window_overlap=3),
+    ]
+    results = [await engine.score("why", long, truncation=reading) for reading in readings * 2]
+    assert [result.usage.cached_documents for result in results] == [0] * 6 + [1] * 6
+    assert len({round(result.scores[0], 5) for result in results}) == len(readings)
+    new = await engine.score("why", long, truncation=WINDOWS, cache="bypass")
+    assert results[-2].usage.prompt_tokens == new.usage.prompt_tokens
+
+
+async def test_every_input_that_is_cut_counts_and_no_other(engine: Engine) -> None:
+    long = "word " * 40
+    documents = ["short", long, "word " * 39, long, "b"]
+    cut = await engine.score(long, documents, truncation=Truncation(max_tokens=20))
+    assert cut.truncated == 4, "the query, and three documents, two of them equal"
+    again = await engine.score("a", documents, truncation=Truncation(max_tokens=20))
+    assert (again.truncated, again.usage.cached_documents) == (3, 4)
+    limited = await engine.score("a", documents, truncation=Truncation(max_document_tokens=40))
+    assert limited.truncated == 0
+    limited = await engine.score(long, documents, truncation=Truncation(max_query_tokens=5))
+    assert limited.truncated == 1
+
+
+async def test_refresh_encodes_again_and_bypass_keeps_nothing(engine: Engine, documents: list[str]) -> None:
+    cache = engine.device_model.cache
+    assert cache is not None
+    await engine.score(QUERY, documents[:5], truncation=CUT_LONG, cache="bypass")
+    assert cache.entries == 0
+    await engine.score(QUERY, documents[:5], truncation=CUT_LONG)
+    ran = tokens_run(engine)
+    await engine.score(QUERY, documents[:5], truncation=CUT_LONG, cache="refresh")
+    assert tokens_run(engine) - ran > 100
+    assert cache.flush(60)
+    assert cache.entries == 5
+
+
+async def test_cancelling_leaves_nothing_behind(engine: Engine, documents: list[str]) -> None:
+    tasks = [
+        asyncio.create_task(engine.score(QUERY, [*documents, f"new {i}"], truncation=CUT_LONG))
+        for i in range(8)
+    ]
+    await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len((await engine.score(QUERY, documents, truncation=CUT_LONG)).scores) == len(documents)
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_a_document_that_fits_is_found_by_every_request(engine: Engine, documents: list[str]) -> None:
+    short = [document[:200] for document in documents[:10]]
+    await engine.score("why", short)
+    for truncation in (CUT_LONG, WINDOWS, Truncation(max_tokens=200)):
+        again = await engine.score("why", short, truncation=truncation)
+        assert again.usage.cached_documents == 10
+    shorter = await engine.score("why", short, truncation=Truncation(max_tokens=12))
+    assert shorter.usage.cached_documents < 10
+    assert shorter.truncated > 0
+    with pytest.raises(InvalidRequestError, match=r"documents\[3\]"):
+        await engine.score("why", ["a", "a", "a", "word " * 500], truncation="error")
+
+
+# Pairs that were scored before: the same bits without a forward pass, however a request is made up.
+
+
+async def test_a_repeated_request_runs_nothing_and_has_the_same_bits(
+    cross_encoder: Engine, documents: list[str]
+) -> None:
+    first = await cross_encoder.score(QUERY, documents)
+    run = tokens_run(cross_encoder)
+    again = await cross_encoder.score(QUERY, documents)
+    assert tokens_run(cross_encoder) == run
+    assert again.scores == first.scores
+    assert (again.truncated, again.usage.prompt_tokens) == (first.truncated, first.usage.prompt_tokens)
+    assert again.usage.cached_documents == len(documents)
+    assert again.usage.cached_tokens == again.usage.prompt_tokens
+    raw = await cross_encoder.score(QUERY, documents, use_activation=False)
+    new = await cross_encoder.score(QUERY, documents, use_activation=False, cache="bypass")
+    assert raw.scores == new.scores, "what is cached is the logit"
+    assert new.usage.cached_documents == 0
+    labels = await cross_encoder.classify(QUERY, text_pairs=documents[:1])
+    assert labels.usage.cached_tokens == 0, "labels are not taken from the cache"
+
+
+async def test_known_and_new_pairs_score_as_without_a_cache(
+    cross_encoder: Engine, documents: list[str]
+) -> None:
+    draw = random.Random(0)
+    texts = [*documents, *(" ".join(draw.choices(documents[:11], k=12)) for _ in range(2))]
+    queries = [QUERY, "sort", " ".join(documents[:3])]
+    num_cached = 0
+    for _ in range(8):
+        chosen = draw.choices(texts, k=draw.randint(1, 15))
+        asked: Any = draw.choice(queries)
+        if draw.random() < 0.5:
+            asked = draw.choices(queries, k=len(chosen))
+        options: Any = {"truncation": draw.choice(["cut", "window"])}
+        cached = await cross_encoder.score(asked, chosen, **options)
+        plain = await cross_encoder.score(asked, chosen, cache="bypass", **options)
+        np.testing.assert_allclose(cached.scores, plain.scores, atol=1e-5)
+        assert cached.truncated == plain.truncated
+        assert cached.usage.prompt_tokens == plain.usage.prompt_tokens
+        num_cached += cached.usage.cached_documents
+    assert num_cached > 0
+
+
+async def test_refreshed_and_cleared_pairs_are_run_again(cross_encoder: Engine) -> None:
+    async def cached(**options: Any) -> int:
+        return (await cross_encoder.score(QUERY, "a", **options)).usage.cached_documents
+
+    assert [await cached(), await cached(cache="refresh"), await cached()] == [0, 0, 1]
+    await cross_encoder.clear_cache()
+    assert await cached() == 0
+    assert [await cached(truncation=how) for how in ("window", "error")] == [0, 0]
+
+
+async def test_without_memory_there_is_no_cache(bert_cross_encoder: str) -> None:
+    async with Engine(EngineConfig(model=bert_cross_encoder, dtype="float32", cache_mb=0)) as engine:
+        for _ in range(2):
+            assert (await engine.score(QUERY, "a")).usage.cached_documents == 0
+        await engine.clear_cache()
+
+
+async def test_errors_name_a_document_by_its_index_in_the_request(cross_encoder: Engine) -> None:
+    await cross_encoder.score(QUERY, ["a", "b"], truncation="error")
+    with pytest.raises(InvalidRequestError, match=r"documents\[2\]"):
+        await cross_encoder.score(QUERY, ["a", "b", "word " * 600], truncation="error")
+    found = await cross_encoder.score(QUERY, ["a", "\ud800", "b", "c"], truncation="error", on_error="report")
+    assert list(found.errors) == [1]
+    alone = await cross_encoder.score(QUERY, ["a", "b", "c"], cache="bypass")
+    assert [found.scores[i] for i in (0, 2, 3)] == nearly(alone.scores)
+    again = await cross_encoder.score(QUERY, ["c", "a"], truncation="error")
+    assert again.usage.cached_documents == 2
+    assert again.scores == nearly([alone.scores[2], alone.scores[0]])
+
+
+async def test_listwise_scores_are_those_of_the_whole_list(
+    checkpoints: SharedCheckpoints, documents: list[str]
+) -> None:
+    listwise = checkpoints(language_models.jina_reranker_v3)
+    async with Engine(EngineConfig(model=listwise, dtype="float32")) as engine:
+        texts = documents[:5]
+        first = await engine.score(QUERY, texts)
+        again = await engine.score(QUERY, texts)
+        assert again.scores == first.scores
+        assert (again.usage.cached_documents, again.usage.prompt_tokens) == (5, first.usage.prompt_tokens)
+        for others in (texts[:4], texts[::-1]):
+            found = await engine.score(QUERY, others)
+            assert found.usage.cached_documents == 0
+            plain = await engine.score(QUERY, others, cache="bypass")
+            assert found.scores == nearly(plain.scores)
+
+
+# Documents whose embeddings are cached are work like any other: priced, limited, scheduled, cancelled.
+
+
+@pytest.fixture(scope="module")
+def lines(pairs: list[Pair]) -> list[str]:
+    return list(dict.fromkeys(" ".join(pair.document.split()[:10]) for pair in pairs))[:120]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def small_steps(
+    engines: Engines, stanford_colbert: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Engine:
+    """An engine that takes few tokens into its queue and into a step, with all lines cached."""
+    monkeypatch.setattr(two_stage, "ON_HOST", two_stage.BatchLimits(rows=64, documents=512))
+    monkeypatch.setattr(two_stage, "ROWS_PER_TOKEN", 2)
+    engine = await engines(
+        EngineConfig(model=stanford_colbert, dtype="float32", max_batch_tokens=64, max_queued_tokens=4000)
+    )
+    for start in range(0, len(lines), 20):
+        await engine.score("warm up", lines[start : start + 20], truncation=CUT_LONG)
+    assert engine.device_model.cache is not None
+    engine.device_model.cache.flush()
+    return engine
+
+
+async def test_cached_documents_score_as_new_ones_in_many_batches(
+    small_steps: Engine, lines: list[str]
+) -> None:
+    def steps() -> float:
+        return small_steps.metrics.registry.get_sample_value("maxsimd_step_seconds_count") or 0
+
+    cached = await small_steps.score(QUERY, lines, truncation=CUT_LONG)
+    before = steps()
+    again = await small_steps.score(QUERY, lines, truncation=CUT_LONG)
+    assert steps() - before > 5, "they were scored in parts, one step each"
+    new = await small_steps.score(QUERY, lines, truncation=CUT_LONG, cache="bypass")
+    assert (cached.usage.cached_documents, new.usage.cached_documents) == (len(lines), 0)
+    np.testing.assert_allclose(cached.scores, new.scores, atol=1e-4)
+    assert again.scores == cached.scores
+
+
+async def test_the_queue_limit_counts_cached_documents(small_steps: Engine, lines: list[str]) -> None:
+    crowd = [small_steps.score(f"query {i}", lines, truncation=CUT_LONG) for i in range(20)]
+    answers = await asyncio.gather(*crowd, return_exceptions=True)
+    refused = [answer for answer in answers if isinstance(answer, QueueFullError)]
+    served = [answer for answer in answers if not isinstance(answer, BaseException)]
+    assert refused
+    assert served
+    assert len(refused) + len(served) == len(crowd)
+    await until(lambda: small_steps.stats() == EngineStats())
+
+
+async def test_a_small_request_passes_a_crowd_of_cached_ones(
+    small_steps: Engine, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    runner: Any = small_steps.device_model.prepared.runner
+    forward = runner.forward
+
+    def wait_and_forward(step: Step) -> Any:
+        assert go.wait(20)
+        return forward(step)
+
+    monkeypatch.setattr(runner, "forward", wait_and_forward)
+    done: list[str] = []
+
+    async def score(name: str, query: str, texts: list[str]) -> None:
+        await small_steps.score(query, texts, truncation=CUT_LONG)
+        done.append(name)
+
+    crowd = [asyncio.create_task(score("large", f"query {i}", lines)) for i in range(3)]
+    await until(lambda: small_steps.stats().open_requests == 3)
+    small = asyncio.create_task(score("small", "a", ["one line"]))
+    await until(lambda: small_steps.stats().open_requests == 4)
+    go.set()
+    await asyncio.gather(small, *crowd)
+    assert done == ["small", "large", "large", "large"]
+
+
+async def test_cancelled_cached_documents_leave_the_queue(small_steps: Engine, lines: list[str]) -> None:
+    task = asyncio.create_task(small_steps.score("a query", lines, truncation=CUT_LONG))
+    async with asyncio.timeout(20):
+        while small_steps.stats().waiting_cached == 0:  # done within milliseconds
+            await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: small_steps.stats() == EngineStats())

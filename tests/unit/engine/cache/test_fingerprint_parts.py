@@ -1,0 +1,408 @@
+"""The ingredients of one loaded model that is altered in memory: what each follows, and what none does.
+
+That what changes an embedding changes an ingredient is test_fingerprint's business, with checkpoints."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers.models import Normalize
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.cache.fingerprint import fingerprint, ingredients
+from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
+from maxsimd.engine.checkpoint.model import Expansion
+from tests.checkpoints import late_interaction
+from tests.checkpoints.shared import SharedCheckpoints
+
+HEAD_TENSORS = "maxsimd.engine.cache.fingerprint.head_tensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What the ingredients are made of."""
+
+    model: LoadedModel
+    config: EngineConfig
+    dtype: torch.dtype = torch.float32
+    stored: Any = "float32"
+
+    def ingredients(self) -> dict[str, bytes]:
+        return ingredients(self.model, self.config, self.dtype, self.stored)
+
+    def but(self, **changes: Any) -> "Given":
+        """With another model."""
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, **changes))
+
+    def changed(self, other: "Given") -> list[str]:
+        one, two = self.ingredients(), other.ingredients()
+        assert list(one) == list(two)
+        return [name for name in one if one[name] != two[name]]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints: SharedCheckpoints) -> Given:
+    """With a head of weights, a skip list and a merging of tokens, but of few words, since all are read for
+    each change. Its alterations leave it as it is."""
+    config = EngineConfig(model=checkpoints(late_interaction.pooled), dtype="float32")
+    model = load_model(config, torch.device("cpu"))
+    backbone: Any = model.backbone
+    backbone.embeddings.word_embeddings = torch.nn.Embedding(2, 64)
+    words = Tokenizer(WordLevel({"[UNK]": 0, "a": 1}, "[UNK]"))
+    words.post_processor = TemplateProcessing("a $A", None, [("a", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[UNK]")
+    return Given(dataclasses.replace(model, tokenizer=tokenizer), config)
+
+
+@pytest.fixture(autouse=True)
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it makes a difference on any processor to do without them."""
+    monkeypatch.setattr("maxsimd.engine.ops.cpu.is_available", lambda: True)
+
+
+Change = Callable[[Given], Given]
+
+
+def _backbone(change: Callable[[Any], object]) -> Change:
+    def changed(given: Given) -> Given:
+        backbone = copy.deepcopy(given.model.backbone)
+        change(backbone)
+        return given.but(backbone=backbone)
+
+    return changed
+
+
+def _weight(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def changed(backbone: Any) -> None:
+        norm = backbone.embeddings.LayerNorm
+        norm.weight = torch.nn.Parameter(change(norm.weight.detach()))
+
+    return _backbone(changed)
+
+
+def _renamed_weight(backbone: Any) -> None:
+    norm = backbone.embeddings.LayerNorm
+    norm.another = norm.weight
+    del norm.weight
+
+
+def _buffer(value: float, name: str = "scale", within: str = "embeddings", persistent: bool = True) -> Change:
+    def changed(backbone: Any) -> None:
+        module = backbone.get_submodule(within)
+        module.register_buffer(name, torch.tensor(value), persistent=persistent)
+
+    return _backbone(changed)
+
+
+def _config(**settings: Any) -> Change:
+    return _backbone(lambda backbone: backbone.config.update(settings))
+
+
+def _option(**options: Any) -> Change:
+    return lambda given: dataclasses.replace(given, config=dataclasses.replace(given.config, **options))
+
+
+def _rules(**rules: Any) -> Change:
+    return lambda given: given.but(document=dataclasses.replace(given.model.document, **rules))
+
+
+def _task(**changes: Any) -> Change:
+    def changed(given: Given) -> Given:
+        name = given.model.score_task
+        task = dataclasses.replace(given.model.tasks[name], **changes)
+        return given.but(tasks={**given.model.tasks, name: task})
+
+    return changed
+
+
+def _head(change: Callable[[Any], Any]) -> Change:
+    def changed(given: Given) -> Given:
+        return _task(head=change(copy.deepcopy(given.model.tasks[given.model.score_task].head)))(given)
+
+    return changed
+
+
+def _first(dimensions: int, normalised: bool) -> Change:
+    return _head(lambda head: FirstColumns(head, dimensions, normalised))
+
+
+def _with_one_more_module(head: Any) -> Any:
+    head.modules.append(Normalize())
+    return head
+
+
+def _dense(change: Callable[[Any], object]) -> Change:
+    def changed(head: Any) -> Any:
+        change(head.modules[0])
+        return head
+
+    return _head(changed)
+
+
+def _tokenizer(change: Callable[[Any], object]) -> Change:
+    def changed(given: Given) -> Given:
+        tokenizer = copy.deepcopy(given.model.tokenizer)
+        change(tokenizer)
+        return given.but(tokenizer=tokenizer)
+
+    return changed
+
+
+def _merging(**changes: Any) -> Change:
+    def changed(given: Given) -> Given:
+        assert given.model.token_pooling is not None
+        pooling: Any = copy.deepcopy(given.model.token_pooling)
+        for name, value in changes.items():
+            setattr(pooling.method, name, value)
+        return given.but(token_pooling=pooling)
+
+    return changed
+
+
+def _merging_for(*roles: Any) -> Change:
+    def changed(given: Given) -> Given:
+        assert given.model.token_pooling is not None
+        return given.but(token_pooling=dataclasses.replace(given.model.token_pooling, roles=frozenset(roles)))
+
+    return changed
+
+
+def _of_a_class(thing: Any, **attributes: Any) -> None:
+    """Makes it one of a subclass that differs in nothing but these."""
+    kind = type(thing)
+    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    thing.__class__ = type(kind.__name__, (kind,), same | attributes)
+
+
+def _merged_by_a_class(given: Given) -> Given:
+    pooling: Any = copy.deepcopy(given.model.token_pooling)
+    _of_a_class(pooling.method, __qualname__="Another")
+    return given.but(token_pooling=pooling)
+
+
+def _vision(signature: str | None, *modules: torch.nn.Module) -> Change:
+    vision: Any = SimpleNamespace(signature=signature, modules=modules)
+    return lambda given: given.but(vision=vision)
+
+
+def _with_a_config() -> torch.nn.Module:
+    """A module without weights that has one."""
+    module: Any = torch.nn.Identity()
+    module.config = SimpleNamespace(to_dict=lambda: {"num_heads": 2})
+    return module
+
+
+def _two_buffers(*names: str) -> Change:
+    def changed(backbone: Any) -> None:
+        for name in names:
+            backbone.register_buffer(name, torch.tensor([1.0, 2.0] if name == "scale" else [2.0, 1.0]))
+
+    return _backbone(changed)
+
+
+# Alterations, by the one ingredient that each changes.
+CHANGES: list[tuple[str, str, Change]] = [
+    ("weights", "a number", _weight(lambda weight: weight + torch.eye(len(weight))[-1])),
+    ("weights", "a shape", _weight(lambda weight: weight[None])),
+    ("weights", "a type", _weight(lambda weight: weight.double())),
+    ("weights", "a name", _backbone(_renamed_weight)),
+    ("buffers", "one that is saved", _buffer(1.0)),
+    ("head weights", "a number", _dense(lambda dense: dense.linear.bias.data[-1].add_(1))),
+    ("head", "a module", _head(_with_one_more_module)),
+    ("head", "an activation", _dense(lambda dense: setattr(dense, "activation_function", torch.nn.Tanh()))),
+    ("architecture", "a class", _backbone(lambda one: _of_a_class(one, __qualname__="Another"))),
+    ("architecture", "a module", _backbone(lambda one: _of_a_class(one, __module__="another"))),
+    ("head", "a class", _dense(lambda dense: _of_a_class(dense, __qualname__="Another"))),
+    ("head", "how it looks", _dense(lambda dense: _of_a_class(dense, __repr__=lambda self: "another"))),
+    ("settings", "a number", _config(layer_norm_eps=0.25)),
+    ("settings", "attention", _config(_attn_implementation="eager")),
+    ("template", "none", _tokenizer(lambda one: setattr(one.backend_tokenizer, "post_processor", None))),
+    ("tokenizer", "a word", _tokenizer(lambda one: one.add_tokens(["maxsimd"]))),
+    ("inputs", "fewer", _tokenizer(lambda one: setattr(one, "model_input_names", ["input_ids"]))),
+    ("prompt", "another", _rules(prompt="passage: ")),
+    ("prompt pooled", "not", _rules(pool_prompt=False)),
+    ("special tokens pooled", "not", _rules(pool_specials=False)),
+    ("special tokens pooled", "all but the first", _rules(pool_first=False)),
+    ("fixed tokens", "in front", _rules(leading_ids=np.array([7], dtype=np.int32))),
+    ("fixed tokens", "behind", _rules(trailing_ids=np.array([7], dtype=np.int32))),
+    ("expansion", "some", _rules(expansion=Expansion(9, 1, True, True))),
+    ("expansion", "an end", _rules(last_id=3)),
+    ("chat template", "some", _rules(chat=SimpleNamespace(signature="a template"))),
+    ("pictures", "some", _vision("a processor")),
+    ("tower settings", "some", _vision(None, _with_a_config())),
+    ("tower weights", "some", _vision(None, torch.nn.Linear(2, 2))),
+    ("document length", "another", _rules(max_tokens=17)),
+    ("skip list", "none", _rules(skipped_ids=None)),
+    ("skip list", "another", _rules(skipped_ids=np.array([1010, 1012]))),
+    ("model length", "another", lambda given: given.but(max_tokens=17)),
+    ("pooling", "another", _task(pooling="mean")),
+    ("dimensions", "fewer", _first(8, True)),
+    ("token pooling", "none", lambda given: given.but(token_pooling=None)),
+    ("token pooling", "more", _merging(pool_factor=3.0)),
+    ("token pooling", "a class", _merged_by_a_class),
+    ("token pooling", "nobody's", _merging_for()),
+    ("precision", "half", lambda given: dataclasses.replace(given, dtype=torch.bfloat16)),
+    ("stored precision", "int8", lambda given: dataclasses.replace(given, stored="int8")),
+    ("quantization", "int8", _option(quantization="int8")),
+    ("kernels", "torch's", _option(kernels="torch")),
+    ("attention", "torch's", _option(attention="torch")),
+    ("packing", "off", _option(packing="off")),
+    ("fused head", "triton's", _option(maxsim="triton")),
+]
+
+
+@pytest.mark.parametrize(("ingredient", "what", "change"), CHANGES, ids=lambda value: str(value)[:20])
+def test_each_ingredient_alone_follows_what_it_is_made_of(
+    plain: Given, ingredient: str, what: str, change: Change
+) -> None:
+    assert plain.changed(change(plain)) == [ingredient], what
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "ingredient"),
+    [
+        (_buffer(1.0), _buffer(2.0), "buffers"),
+        (_buffer(1.0, "scale"), _buffer(1.0, "bias"), "buffers"),
+        (_buffer(1.0, within="embeddings"), _buffer(1.0, within="encoder"), "buffers"),
+        (_first(8, True), _first(16, True), "dimensions"),
+        (_first(8, True), _first(8, False), "dimensions"),
+    ],
+)
+def test_what_only_some_models_have_counts_there(
+    plain: Given, one: Change, other: Change, ingredient: str
+) -> None:
+    assert one(plain).changed(other(plain)) == [ingredient]
+
+
+def test_a_head_that_is_cut_short_is_described_like_the_whole(plain: Given) -> None:
+    tanh = _dense(lambda dense: setattr(dense, "activation_function", torch.nn.Tanh()))
+    assert _first(8, True)(plain).changed(_first(8, True)(tanh(plain))) == ["head"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # No checkpoint holds it: it follows from what else is told.
+        _buffer(7.0, persistent=False),
+        _config(
+            _name_or_path="/elsewhere", transformers_version="9", architectures=["Other"], model_type="x"
+        ),
+        _config(id2label={0: "one"}, label2id={"one": 0}, problem_type="regression"),
+        _tokenizer(lambda one: one("a b c", truncation=True, max_length=3, padding="max_length")),
+        _option(maxsim="reference", query_prompt="query: ", threads=1),
+        lambda given: given.but(name="another", query=dataclasses.replace(given.model.query, prompt="q: ")),
+    ],
+)
+def test_what_no_embedding_depends_on_is_no_ingredient(plain: Given, change: Change) -> None:
+    assert plain.changed(change(plain)) == []
+
+
+def test_the_order_of_buffers_does_not_matter(plain: Given) -> None:
+    assert _two_buffers("scale", "bias")(plain).changed(_two_buffers("bias", "scale")(plain)) == []
+
+
+def test_a_machine_without_kernels_is_told_from_others(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("cpu", "cpu.int8_linear"):
+        found = []
+        for available in (True, False):
+            monkeypatch.setattr(f"maxsimd.engine.ops.{library}.is_available", lambda there=available: there)
+            found.append(plain.ingredients())
+        with_kernels, without = found
+        assert [name for name in without if without[name] != with_kernels[name]] == ["kernels"]
+    assert plain.changed(_option(kernels="torch")(plain)) == [], "which it does without anyway"
+
+
+@pytest.mark.parametrize(
+    "what", ["torch.backends.cpu.get_cpu_capability", "torch.cpu._is_amx_tile_supported"]
+)
+def test_a_processor_is_told_from_others(plain: Given, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    here = plain.ingredients()
+    monkeypatch.setattr(what, lambda: "another")
+    there = plain.ingredients()
+    assert [name for name in there if there[name] != here[name]] == ["device"]
+
+
+def test_every_library_that_takes_part_is_told_by_its_version(
+    plain: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def versions(newer: str) -> bytes:
+        new = {newer: "2"}
+        monkeypatch.setattr("maxsimd.engine.cache.fingerprint.version", lambda library: new.get(library, "1"))
+        return plain.ingredients()["versions"]
+
+    libraries = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "none")
+    assert len({versions(library) for library in libraries}) == len(libraries)
+
+
+def test_a_gpu_is_told_by_its_name_and_may_fuse_the_head(
+    plain: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_a_gpu(backbone: Any) -> None:
+        gpu = SimpleNamespace(device=torch.device("cuda", 1))
+        backbone.parameters = lambda: iter([gpu])
+
+    one = _backbone(on_a_gpu)(plain)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"one as {device}")
+    first = one.ingredients()
+    assert plain.changed(one) == ["fused head", "device"]
+    assert one.changed(_option(maxsim="reference")(one)) == ["fused head"]
+    assert b"one as cuda:1" in first["device"]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    assert one.ingredients() == first, "the processor does not matter there"
+
+
+def test_weights_of_a_head_count_by_name_not_by_module_number(
+    plain: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(name: str) -> bytes:
+        monkeypatch.setattr(HEAD_TENSORS, lambda head: [(name, torch.ones(2))])
+        return plain.ingredients()["head weights"]
+
+    assert digest("0.linear.weight") == digest("1.linear.weight")
+    assert len({digest(name) for name in ("0.linear.weight", "0.linear.bias", "0.other.weight")}) == 3
+
+
+def test_a_tokenizer_and_a_config_may_say_nothing(plain: Given) -> None:
+    parts = plain.but(tokenizer=object()).ingredients()
+    assert (parts["template"], parts["tokenizer"], parts["inputs"]) == (b"None", b"{}", b"None")
+    silent = SimpleNamespace(to_dict=lambda: {"b": 2, "model_type": "x", "a": 1})
+    parts = _backbone(lambda backbone: setattr(backbone, "config", silent))(plain).ingredients()
+    assert parts["settings"] == b"([('a', 1), ('b', 2)], None)"
+
+
+def test_a_head_that_cannot_be_described_is_an_error(plain: Given) -> None:
+    for head in (_AHead(), FirstColumns(_AHead(), 8, True)):
+        with pytest.raises(TypeError, match=r"^a _AHead cannot be described for the cache$"):
+            _task(head=head)(plain).ingredients()
+    assert _task(head=ModuleHead([], "x"))(plain).ingredients()["head"] == b"[]"
+
+
+class _AHead:
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+def test_names_and_values_of_ingredients_matter_not_order() -> None:
+    parts = {"a": b"1", "b": b"2"}
+    assert fingerprint(parts) == fingerprint(dict(reversed(parts.items())))
+    assert len(fingerprint(parts)) == 32
+    others: list[dict[str, bytes]] = [
+        {},
+        parts,
+        {"a": b"2", "b": b"1"},
+        {"a": b"1"},
+        {"a": b"1", "c": b"2"},
+        {"a1": b"", "b": b"2"},
+        {"a": b"1b", "": b"2"},
+    ]
+    assert len({fingerprint(other) for other in others}) == len(others)

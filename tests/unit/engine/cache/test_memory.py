@@ -1,0 +1,289 @@
+"""The cache in memory: its limit, which entries stay when there is no room for all, and what is said."""
+
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from maxsimd.engine.cache.entry import CachedEmbedding
+from maxsimd.engine.cache.fit import FitWatch
+from maxsimd.engine.cache.frequency import FrequencySketch
+from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.scores import CachedScore, ScoreCache
+from maxsimd.engine.cache.store import EmbeddingCache
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def entry(rows: int) -> CachedEmbedding:
+    """An embedding of 64 bytes a row."""
+    return CachedEmbedding(torch.zeros(rows, 16), None, rows, False)
+
+
+SIZE = entry(4).nbytes
+
+
+def hits(store: MemoryStore, asked: Sequence[int]) -> int:
+    """How many of these are there when they are asked for, each being put in where it is not."""
+    found = 0
+    for number in asked:
+        if store.get(key(number)) is not None:
+            found += 1
+        else:
+            store.put(key(number), entry(4))
+    return found
+
+
+def perfect_hits(asked: Sequence[int], room: int) -> int:
+    """The same of a cache that lets go what is asked for again last (Belady), with a look at all of the
+    future each time."""
+    later: dict[int, list[int]] = defaultdict(list)
+    for i in reversed(range(len(asked))):
+        later[asked[i]].append(i)
+    inside: set[int] = set()
+    found = 0
+    for number in asked:
+        later[number].pop()
+        found += number in inside
+        inside.add(number)
+        if len(inside) > room:
+            inside.remove(max(inside, key=lambda each: later[each][-1] if later[each] else len(asked)))
+    return found
+
+
+def filled(rows: list[int], limit: int) -> MemoryStore[CachedEmbedding]:
+    """A store of that many rows, after entries of so many each were put in."""
+    store: MemoryStore[CachedEmbedding] = MemoryStore(limit * entry(1).nbytes)
+    for number, each in enumerate(rows):
+        store.put(key(number), entry(each))
+    return store
+
+
+def inside(store: MemoryStore[CachedEmbedding]) -> list[int]:
+    return [number for number in range(10) if store.get(key(number)) is not None]
+
+
+def test_memory_takes_entries_up_to_its_limit_exactly() -> None:
+    store = filled([2, 3], limit=2)
+    assert inside(store) == [0]
+    assert (len(store), store.nbytes, store.evictions) == (1, entry(2).nbytes, 0)
+    full = filled([2, 2], limit=4)
+    assert (len(full), full.nbytes, full.evictions) == (2, full.limit, 0)
+
+
+def test_memory_evicts_as_many_as_what_is_asked_for_more_needs() -> None:
+    store = filled([2, 2, 2], limit=6)
+    assert store.get(key(0)) is not None
+    assert store.get(key(9)) is None
+    store.put(key(9), entry(4))
+    assert 9 in inside(store)
+    assert len(inside(store)) == 2
+    assert (store.nbytes, store.evictions) == (store.limit, 2)
+    store.clear()
+    assert (len(store), store.nbytes) == (0, 0)
+    store = filled([2, 2, 2], limit=6)
+    assert store.get(key(0)) is not None
+    assert store.get(key(3)) is None
+    store.put(key(3), entry(2))
+    assert inside(store)[0] == 0, "what was asked for stays"
+    assert 3 in inside(store)
+
+
+def test_memory_counts_replaced_and_dropped_entries() -> None:
+    store = filled([2, 2], limit=50)
+    store.put(key(0), entry(5))
+    found = store.get(key(0))
+    assert found is not None
+    assert len(found.rows) == 5
+    assert (len(store), store.nbytes) == (2, entry(7).nbytes)
+    store.drop(key(0))
+    store.drop(key(7))
+    assert store.get(key(0)) is None
+    assert (len(store), store.nbytes) == (1, entry(2).nbytes)
+
+
+@pytest.mark.parametrize(("room", "times"), [(100, 1.1), (100, 4), (300, 2)])
+def test_a_loop_over_more_than_fits_hits_nearly_what_is_possible(room: int, times: float) -> None:
+    asked = list(range(int(times * room))) * 3
+    found = hits(MemoryStore(room * SIZE), asked)
+    assert found >= 0.8 * perfect_hits(asked, room)
+
+
+def test_a_scan_leaves_those_in_place_that_are_asked_for_again() -> None:
+    room, draw = 500, random.Random(0)
+    hot = list(range(400))
+    store = MemoryStore(room * SIZE)
+    hits(store, draw.choices(hot, k=4000))
+    alone = hits(store, draw.choices(hot, k=1000))
+    hits(store, range(10_000, 10_000 + 10 * room))
+    assert alone == 1000
+    assert hits(store, draw.choices(hot, k=1000)) >= 0.9 * alone
+
+
+def test_a_scan_between_requests_takes_little_from_them() -> None:
+    room, draw = 500, random.Random(1)
+    hot = list(range(400))
+    store = MemoryStore(room * SIZE)
+    hits(store, draw.choices(hot, k=4000))
+    asked_for = found = 0
+    for start in range(10_000, 10_000 + 10 * room, 50):
+        hits(store, range(start, start + 50))
+        found += hits(store, draw.choices(hot, k=10))
+        asked_for += 10
+    assert found >= 0.9 * asked_for
+
+
+def test_what_is_asked_for_now_replaces_what_was_before() -> None:
+    room, draw = 200, random.Random(2)
+    store = MemoryStore(room * SIZE)
+    hits(store, draw.choices(range(150), k=5000))
+    for _ in range(6):
+        hits(store, draw.choices(range(1000, 1150), k=5000))
+    assert hits(store, range(1000, 1150)) >= 140
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_entries_of_any_size_never_take_more_than_the_limit(seed: int) -> None:
+    draw = random.Random(seed)
+    store = MemoryStore(40 * SIZE)
+    sizes = {number: draw.choice([1, 2, 4, 8, 40, 159, 160, 161]) for number in range(200)}
+    inside: dict[int, int] = {}
+    for _ in range(3000):
+        number = min(199, int(draw.expovariate(1 / 40)))
+        if draw.random() < 0.05:
+            store.drop(key(number))
+        elif store.get(key(number)) is None:
+            store.put(key(number), entry(sizes[number]))
+        assert store.nbytes <= store.limit
+    inside = {n: entry(sizes[n]).nbytes for n in range(200) if store.get(key(n)) is not None}
+    assert (len(store), store.nbytes) == (len(inside), sum(inside.values()))
+    store.clear()
+    assert (len(store), store.nbytes) == (0, 0)
+
+
+def test_a_count_is_never_too_low_and_seldom_too_high() -> None:
+    sketch, draw = FrequencySketch(4096), random.Random(0)
+    asked = [min(999, int(draw.expovariate(1 / 100))) for _ in range(5000)]
+    for number in asked:
+        sketch.count(key(number), 100_000)
+    exact = [asked.count(number) for number in range(1000)]
+    estimates = [sketch.estimate(key(number)) for number in range(1000)]
+    assert all(one >= min(255, other) for one, other in zip(estimates, exact, strict=True))
+    assert sum(one > other for one, other in zip(estimates, exact, strict=True)) < 20
+
+
+def test_counts_are_halved_after_each_period() -> None:
+    sketch = FrequencySketch(64)
+    for _ in range(9):
+        sketch.count(b"one", 10)
+    assert sketch.estimate(b"one") == 9
+    sketch.count(b"one", 10)
+    assert sketch.estimate(b"one") == 5
+    for _ in range(4):
+        sketch.count(b"one", 10)
+    assert sketch.estimate(b"one") == 9, "half of a period has been counted already"
+    sketch.count(b"one", 10)
+    assert sketch.estimate(b"one") == 5
+
+
+def test_a_count_stays_at_its_most() -> None:
+    sketch = FrequencySketch(64)
+    for _ in range(1000):
+        sketch.count(b"one", 100_000)
+    assert sketch.estimate(b"one") == 255
+
+
+@pytest.mark.parametrize("limit", [0, SIZE - 1, 10 * SIZE, 100 * SIZE, 300 * SIZE])
+def test_a_resized_store_holds_what_then_fits(limit: int) -> None:
+    store: MemoryStore[CachedEmbedding] = MemoryStore(100 * SIZE)
+    draw = random.Random(0)
+    for number in range(200):
+        store.put(key(number), entry(draw.randint(1, 4)))
+    often = [number for number in range(200) if store.peek(key(number)) is not None][:5]
+    for number in often * 20:
+        store.get(key(number))
+    before = store.nbytes
+    store.resize(limit)
+    assert store.nbytes <= limit
+    assert store.nbytes >= min(before, limit) - 2 * SIZE
+    assert limit < 10 * SIZE or all(store.peek(key(number)) is not None for number in often)
+    for number in range(1000, 1400):
+        store.put(key(number), entry(4))
+    assert store.nbytes <= limit
+    assert store.nbytes >= min(before, limit) - 2 * SIZE
+
+
+@dataclass(frozen=True)
+class Small:
+    nbytes: int = 1024
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_cache_that_is_too_small_says_so_once_an_hour(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store: MemoryStore[Small] = MemoryStore(500 * 1024)
+    now = 0.0
+    watch = FitWatch(store, "entries", "buy more", clock=lambda: now)
+
+    def ask(first: int, last: int) -> int:
+        for number in range(first, last):
+            if store.get(key(number)) is None:
+                store.put(key(number), Small())
+            watch.look()
+        return len(warnings(caplog))
+
+    assert ask(0, 2000) == 0, "nothing has come again"
+    assert ask(0, 2000) == 1
+    assert "too small" in warnings(caplog)[0]
+    assert warnings(caplog)[0].endswith("buy more")
+    assert ask(0, 2000) == 1
+    now = 3601.0
+    assert ask(0, 2000) == 2
+    caplog.clear()
+    store.clear()
+    assert [ask(0, 400) for _ in range(10)] == [0] * 10, "these fit"
+    assert ask(5000, 9000) == 0, "these come once"
+
+
+def test_caches_of_embeddings_and_of_scores_say_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
+    embeddings = EmbeddingCache(b"", "float32", MemoryStore(500 * SIZE), None)
+    scores = ScoreCache(500 * 512)
+    for cache, advice in ((embeddings, "(cache_dir)"), (scores, "raise cache_mb")):
+        for _ in range(2):
+            assert not warnings(caplog)
+            for number in range(1500):
+                if isinstance(cache, ScoreCache):
+                    if cache.find([key(number)]) == [None]:
+                        cache.put([(key(number), CachedScore(0.0, 1, 0, False, 1))])
+                elif cache.get(key(number)) is None:
+                    cache.put([(key(number), entry(4))])
+        (warning,) = warnings(caplog)
+        assert advice in warning
+        caplog.clear()
+    embeddings.close()
+
+
+def test_the_key_of_a_score_depends_on_each_text() -> None:
+    keys = {
+        ScoreCache.key(*texts)
+        for texts in (("a", "bc", ""), ("ab", "c", ""), ("", "abc", ""), ("a", "b", "c"))
+    }
+    assert len(keys) == 4
+
+
+def test_scores_take_no_more_than_their_limit() -> None:
+    cache = ScoreCache(10 * 512)
+    cache.put((bytes([i]) * 32, CachedScore(float(i), 1, 0, False, 1)) for i in range(30))
+    assert (cache.entries, cache.memory_bytes, cache.evictions) == (10, 5120, 20)
+    assert sum(entry is not None for entry in cache.find([bytes([i]) * 32 for i in range(30)])) == 10
+    assert (cache.hits, cache.misses) == (10, 20)

@@ -1,0 +1,477 @@
+"""Entries as bytes, new embeddings on their way, the writer, and memory and disk together."""
+
+import itertools
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from maxsimd.engine.cache.arriving import About, Arriving
+from maxsimd.engine.cache.disk import DiskStore
+from maxsimd.engine.cache.entry import CachedEmbedding, Precision, rounded
+from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.store import EmbeddingCache
+from maxsimd.engine.cache.writer import CacheWriter
+from maxsimd.pooling.ragged import Ragged
+
+MIB = 1024 * 1024
+HEADER = struct.Struct("<4sBBIII")
+CHECKSUM = struct.Struct("<I")
+
+
+def entry(seed: int, rows: int = 2, dim: int = 4) -> CachedEmbedding:
+    """An embedding of `rows * dim * 4` bytes."""
+    values = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
+    return CachedEmbedding(values, None, rows, False)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def same(one: CachedEmbedding | None, other: CachedEmbedding) -> bool:
+    return one is not None and torch.equal(one.rows, other.rows)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskStore]:
+    store = DiskStore(tmp_path / "above" / "cache", 4 * MIB)
+    yield store
+    store.close()
+
+
+# Entries as bytes
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"),
+    [("float32", torch.float32, 0), ("bfloat16", torch.bfloat16, 4e-3), ("int8", torch.int8, 8e-3)],
+)
+def test_an_entry_comes_back_from_its_bytes_exactly(
+    precision: Precision, dtype: torch.dtype, tolerance: float
+) -> None:
+    """In the precision that is asked for."""
+    rows = torch.nn.functional.normalize(entry(1, rows=3).rows, dim=-1)
+    for given, truncated in ((rows, False), (rows.bfloat16(), True)):
+        values, scales = rounded(given, precision)
+        assert (values.dtype, scales is None) == (dtype, precision != "int8")
+        decoded = Ragged(values, (0, 3), scales).decoded(torch.float32).values
+        torch.testing.assert_close(decoded, given.float(), atol=tolerance, rtol=0)
+        stored = CachedEmbedding(values, scales, 70_000, truncated)
+        assert stored.nbytes == values.nbytes + (0 if scales is None else 3 * 4)
+        data = stored.to_bytes(key(1))
+        assert len(data) == HEADER.size + CHECKSUM.size + stored.nbytes
+        back = CachedEmbedding.from_bytes(key(1), data)
+        assert back is not None
+        assert (back.rows.dtype, back.tokens, back.truncated) == (dtype, 70_000, truncated)
+        assert torch.equal(back.rows, values)
+        assert equal_scales(back.scales, scales)
+
+
+def equal_scales(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other is None or (one is not None and other is not None and torch.equal(one, other))
+
+
+def test_rows_in_any_order_of_memory_and_no_rows_come_back() -> None:
+    rows = entry(1, rows=4, dim=3).rows.t()
+    back = CachedEmbedding.from_bytes(key(1), CachedEmbedding(rows, None, 1, False).to_bytes(key(1)))
+    assert back is not None
+    assert torch.equal(back.rows, rows)
+    for precision in ("float32", "int8"):
+        empty = CachedEmbedding(*rounded(torch.zeros(0, 4), precision), 3, False)
+        back = CachedEmbedding.from_bytes(key(1), empty.to_bytes(key(1)))
+        assert back is not None
+        assert (back.rows.shape, back.rows.dtype) == ((0, 4), empty.rows.dtype)
+        assert (back.scales is None) == (empty.scales is None)
+
+
+def _with_header(**changes: Any) -> bytes:
+    """An entry of 2 x 4 float32 numbers whose header says something else, and whose checksum is that of the
+    header unless it is given."""
+    payload = entry(1).to_bytes(key(1))[HEADER.size + CHECKSUM.size :]
+    fields = {"magic": b"mxc2", "code": 0, "truncated": 0, "tokens": 2, "rows": 2, "dim": 4}
+    header = HEADER.pack(*(fields | {name: changes[name] for name in fields if name in changes}).values())
+    checksum = changes.get("checksum", zlib.crc32(key(1) + header + payload))
+    return header + CHECKSUM.pack(checksum) + payload
+
+
+def test_bytes_whose_header_does_not_fit_are_refused() -> None:
+    """Folders outlive versions: another layout needs another magic. What says to be larger than any memory,
+    or to have no columns, is refused before memory is taken for it."""
+    assert _with_header() == entry(1).to_bytes(key(1))
+    most = 2**32 - 1
+    for changes in (
+        *({"magic": b"mxc1"}, {"code": 1}, {"code": 2}, {"code": 3}, {"checksum": 0}),
+        *({"rows": 3}, {"rows": 1}, {"dim": 5}, {"dim": 0}),
+        *({"rows": most, "dim": most}, {"rows": most, "dim": 1}, {"rows": 1, "dim": most}),
+    ):
+        assert CachedEmbedding.from_bytes(key(1), _with_header(**changes)) is None, changes
+    nothing = HEADER.pack(b"mxc2", 0, 0, 2, most, 0)
+    checksum = CHECKSUM.pack(zlib.crc32(key(1) + nothing))
+    assert CachedEmbedding.from_bytes(key(1), nothing + checksum) is None
+
+
+def test_every_byte_of_an_entry_and_of_its_key_counts() -> None:
+    for precision in ("float32", "int8"):
+        data = CachedEmbedding(*rounded(entry(1).rows, precision), 7, True).to_bytes(key(1))
+        assert CachedEmbedding.from_bytes(key(1), data) is not None
+        for position in range(len(data)):
+            changed = data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+            assert CachedEmbedding.from_bytes(key(1), changed) is None, position
+            assert CachedEmbedding.from_bytes(key(1), data[:position]) is None, position
+        for position in range(32):
+            other = key(1)[:position] + bytes([key(1)[position] ^ 1]) + key(1)[position + 1 :]
+            assert CachedEmbedding.from_bytes(other, data) is None, position
+
+
+def test_int8_uses_its_whole_range_in_every_row() -> None:
+    rows = torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0], [3.0, 1.0, -2.0]], dtype=torch.bfloat16)
+    values, scales = rounded(rows, "int8")
+    assert values.tolist() == [[64, -127, 32], [0, 0, 0], [127, 42, -85]]
+    assert scales is not None
+    torch.testing.assert_close(scales, torch.tensor([1 / 127, 1e-12 / 127, 3 / 127]))
+
+
+# New embeddings on their way
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_arriving_embeddings_become_entries_of_their_own(precision: Precision) -> None:
+    first, second = entry(1, rows=2).rows, entry(2, rows=3).rows
+    values, scales = rounded(torch.cat([first, second]), precision)
+    arriving = Arriving(
+        [About(key(1), 11, False), About(key(2), 12, True)], Ragged(values, (0, 2, 5), scales)
+    )
+    expected = [rounded(first, precision), rounded(second, precision)]
+    assert (len(arriving), arriving.keys) == (2, [key(1), key(2)])
+    assert arriving.nbytes == values.nbytes + (0 if scales is None else scales.nbytes)
+    entries = [(name, arriving.entry(i)) for i, name in enumerate(arriving.keys)]
+    values.zero_()
+    if scales is not None:
+        scales.zero_()
+    assert [(name, found.tokens, found.truncated) for name, found in entries] == [
+        (key(1), 11, False),
+        (key(2), 12, True),
+    ]
+    for (_, found), (rows, own_scales) in zip(entries, expected, strict=True):
+        assert torch.equal(found.rows, rows)
+        assert equal_scales(found.scales, own_scales)
+
+
+def test_as_many_embeddings_arrive_as_are_described() -> None:
+    with pytest.raises(ValueError, match="2 embeddings cannot go by 1 keys"):
+        Arriving([About(key(1), 1, False)], Ragged(torch.zeros(2, 4), (0, 1, 2)))
+
+
+# The writer: what it cannot take in is not cached, and counted
+
+
+def staged(*keys: bytes) -> Arriving:
+    """Embeddings of one row of four float32 numbers, 16 bytes each."""
+    rows = Ragged(torch.arange(4.0 * len(keys)).view(-1, 4), tuple(range(len(keys) + 1)))
+    return Arriving([About(key, 3, False) for key in keys], rows)
+
+
+class Written:
+    """Takes what is written once `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.entries: dict[bytes, CachedEmbedding] = {}
+
+    def write(self, entries: list[tuple[bytes, CachedEmbedding]]) -> None:
+        self.go.wait(20)
+        self.entries |= dict(entries)
+
+
+_COPIED_IN_A_THREAD = """
+import os, threading, torch
+from maxsimd.engine.cache import About, Arriving
+from maxsimd.pooling.ragged import Ragged
+
+tall = Ragged(torch.randn(4096, 64), (0, 4096), torch.rand(4096))
+staged = Arriving([About(b"a", 3, False)], tall)
+
+def count_threads():
+    return len(os.listdir("/proc/self/task"))
+
+def copy():
+    before = count_threads()
+    entry = staged.entry(0)
+    after = count_threads()
+    assert torch.equal(entry.rows, tall.values) and torch.equal(entry.scales, tall.scales)
+    assert entry.rows.data_ptr() != tall.values.data_ptr()
+    entry.rows.clone()  # what torch does with the same
+    print(after - before, count_threads() - after)
+
+thread = threading.Thread(target=copy)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_an_entry_is_copied_by_the_calling_thread_alone() -> None:
+    """OpenMP's threads for one more thread would slow down those of the device thread."""
+    command = [sys.executable, "-c", _COPIED_IN_A_THREAD]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == ["0", "1"], done.stderr
+
+
+def test_staged_embeddings_are_found_and_written() -> None:
+    written = Written()
+    writer = CacheWriter(written.write, limit=1000)
+    writer.stage(staged(b"a", b"b"))
+    found = writer.get(b"b")
+    assert found is not None
+    assert found.rows.tolist() == [[4, 5, 6, 7]]
+    assert (writer.num_staged, writer.flush(0)) == (2, False)
+    written.go.set()
+    assert writer.flush(20)
+    assert (writer.num_staged, writer.get(b"b"), set(written.entries)) == (0, None, {b"a", b"b"})
+    writer.close()
+
+
+def test_what_exceeds_the_limit_is_skipped_and_counted() -> None:
+    written = Written()
+    writer = CacheWriter(written.write, limit=48)
+    writer.stage(staged(b"a", b"b"))
+    writer.stage(staged(b"c", b"d"))
+    writer.stage(staged(b"e"))
+    assert (writer.skipped, writer.num_staged, writer.get(b"c")) == (2, 3, None)
+    written.go.set()
+    writer.close()
+    assert set(written.entries) == {b"a", b"b", b"e"}
+
+
+def test_a_write_that_fails_harms_no_other() -> None:
+    tried: list[list[bytes]] = []
+
+    def write(entries: list[tuple[bytes, CachedEmbedding]]) -> None:
+        tried.append([key for key, _ in entries])
+        if tried[-1] == [b"a"]:
+            raise OSError("no space left")
+
+    writer = CacheWriter(write, limit=1000)
+    writer.stage(staged(b"a"))
+    writer.stage(staged(b"b"))
+    assert writer.flush(20)
+    writer.close()
+    assert (tried, writer.num_staged) == ([[b"a"], [b"b"]], 0)
+
+
+# Both together
+
+
+def _cache(limit: int = 10_000, disk: Any = None, precision: Precision = "float32") -> EmbeddingCache:
+    return EmbeddingCache(b"model", precision, MemoryStore(limit), disk)
+
+
+def test_a_key_depends_on_the_model_the_text_and_how_it_is_read() -> None:
+    cache = _cache()
+    other = EmbeddingCache(b"another", "float32", MemoryStore(1), None)
+    keys = {
+        cache.key("text", "how"),
+        cache.key("texts", "how"),
+        cache.key("text", "other"),
+        cache.key("how", "text"),
+        cache.key("wtext", "ho"),
+        cache.key("\ud800", "how"),
+        other.key("text", "how"),
+    }
+    assert len(keys) == 7
+    assert {len(found) for found in keys} == {32}
+    # Later versions read the same folder: a key that is made otherwise would waste all its entries.
+    assert cache.key("a text", "as it is").hex() == (
+        "72a481beba34c14082bc2aeb4bae99a2f59fd660415335e7456fcb351c6aacd8"
+    )
+
+
+def test_an_entry_that_is_only_on_disk_is_in_memory_from_then_on(disk: DiskStore) -> None:
+    cache = _cache(disk=disk)
+    cache.wait_until_warm(10)
+    disk.put([(key(1), entry(1))])
+    assert (cache.memory_bytes, cache.entries) == (0, 1)
+    assert same(cache.get(key(1)), entry(1))
+    assert cache.memory_bytes == entry(1).nbytes
+    disk.clear()
+    assert same(cache.get(key(1)), entry(1))
+    assert cache.get(key(2)) is None
+
+
+def test_entries_go_to_memory_and_disk_and_leave_both(disk: DiskStore) -> None:
+    cache = _cache(disk=disk)
+    cache.put((key(number), entry(number)) for number in range(3))
+    assert (cache.entries, len(disk), cache.memory_bytes) == (3, 3, 3 * entry(0).nbytes)
+    assert cache.disk_bytes == disk.nbytes > 0
+    cache.drop(key(1))
+    assert cache.get(key(1)) is None
+    assert (cache.entries, len(disk), cache.memory_bytes) == (2, 2, 2 * entry(0).nbytes)
+    cache.clear()
+    assert (cache.entries, len(disk), cache.memory_bytes) == (0, 0, 0)
+    assert cache.disk_bytes == disk.nbytes
+
+
+def test_a_cache_without_a_disk_has_what_is_in_memory() -> None:
+    cache = _cache(limit=2 * entry(0).nbytes)
+    cache.put([(key(number), entry(number)) for number in range(3)])
+    assert (cache.entries, cache.evictions, cache.disk_bytes) == (2, 1, 0)
+    cache.wait_until_warm(10)
+    cache.drop(key(0))
+    assert cache.entries == 1, "the third did not take the place of one that was asked for as often"
+    cache.clear()
+    assert cache.entries == 0
+    cache.close()
+
+
+def test_evictions_hits_and_misses_are_counted(disk: DiskStore) -> None:
+    cache = _cache(limit=3 * entry(0).nbytes, disk=disk)
+    cache.put([(key(number), entry(number)) for number in range(5)])
+    assert cache.evictions == 2
+    disk.evictions = 40
+    assert cache.evictions == 42, "from memory and disk"
+    assert cache.entries == 5
+    assert (cache.hits, cache.misses) == (0, 0)
+    cache.count(3, 5)
+    cache.count(1, 2)
+    assert (cache.hits, cache.misses) == (4, 7)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_new_embeddings_are_rounded_as_they_would_be_stored(precision: Precision) -> None:
+    rows = entry(1, rows=5).rows.requires_grad_()
+    found = _cache(precision=precision).rounded(Ragged(rows, (0, 2, 5)))
+    values, scales = rounded(rows.detach(), precision)
+    assert torch.equal(found.values, values)
+    assert not found.values.requires_grad
+    assert found.offsets.tolist() == [0, 2, 5]
+    assert equal_scales(found.scales, scales)
+
+
+class _Disk:
+    """Stands in for a disk whose newest entries come as the test says."""
+
+    def __init__(self, newest: Iterator[tuple[bytes, CachedEmbedding | None]]) -> None:
+        self.newest = lambda: newest
+        self.evictions = 0
+        self.closed = False
+
+    def __len__(self) -> int:
+        return 0
+
+    def get(self, name: bytes) -> None:
+        return None
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _started(
+    newest: Iterator[tuple[bytes, CachedEmbedding | None]], entries: int
+) -> tuple[EmbeddingCache, MemoryStore[CachedEmbedding]]:
+    """A cache whose memory takes that many entries."""
+    memory: MemoryStore[CachedEmbedding] = MemoryStore(entries * entry(0).nbytes)
+    disk: Any = _Disk(newest)
+    return EmbeddingCache(b"", "float32", memory, disk), memory
+
+
+def _counting(read: list[int]) -> Iterator[tuple[bytes, CachedEmbedding | None]]:
+    """Entries without end, the newest of them damaged; `read` has those that were read."""
+    yield key(100), None
+    for number in itertools.count():
+        read.append(number)
+        yield key(number), entry(number)
+        time.sleep(0.001)
+
+
+def test_a_start_fills_memory_with_the_newest_to_the_byte() -> None:
+    """And reads no more than memory takes."""
+    read: list[int] = []
+    cache, memory = _started(_counting(read), entries=3)
+    cache.wait_until_warm(10)
+    assert read == [0, 1, 2, 3]
+    assert cache.evictions == 0
+    assert [memory.peek(key(number)) is not None for number in (0, 1, 2, 3, 100)] == [True] * 3 + [False] * 2
+    assert [memory.get(key(3)) for _ in range(2)] == [None, None]
+    memory.put(key(3), entry(3))
+    assert memory.get(key(3)) is not None, "what was asked for twice takes the place of what was read once"
+    assert len(memory) == 3
+
+
+def test_what_was_put_last_is_in_memory_again_after_a_restart(tmp_path: Path) -> None:
+    entries = [(key(i), entry(i)) for i in range(6)]
+    first = EmbeddingCache(b"", "float32", MemoryStore(1 << 20), DiskStore(tmp_path, 1 << 24))
+    first.put(entries)
+    first.close()
+    memory: MemoryStore[CachedEmbedding] = MemoryStore(3 * entry(0).nbytes)
+    again = EmbeddingCache(b"", "float32", memory, DiskStore(tmp_path, 1 << 24))
+    again.wait_until_warm(60)
+    assert [same(memory.get(name), found) for name, found in entries] == [False] * 3 + [True] * 3
+    assert memory.evictions == 0
+    again.clear()
+    assert again.get(key(5)) is None
+    again.close()
+
+
+def test_a_start_leaves_what_is_newer_in_memory() -> None:
+    go = threading.Event()
+
+    def newest() -> Iterator[tuple[bytes, CachedEmbedding]]:
+        go.wait(10)
+        yield key(1), entry(1)
+
+    cache, memory = _started(newest(), entries=10)
+    memory.put(key(1), entry(100))
+    go.set()
+    cache.wait_until_warm(10)
+    assert same(cache.get(key(1)), entry(100))
+
+
+def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:
+    go = threading.Event()
+
+    def newest() -> Iterator[tuple[bytes, CachedEmbedding]]:
+        go.wait(10)
+        yield key(1), entry(1)
+
+    disk: Any = _Disk(newest())
+    cache = _cache(disk=disk)
+    [reader] = [thread for thread in threading.enumerate() if thread.name == "maxsimd-cache"]
+    assert reader.daemon
+    begun = time.monotonic()
+    cache.wait_until_warm(0.05)
+    assert 0.04 < time.monotonic() - begun < 5
+    assert reader.is_alive()
+    go.set()
+    cache.close()
+    assert not reader.is_alive()
+    assert disk.closed
+
+
+@pytest.mark.parametrize("end", ["clear", "close"])
+def test_reading_at_a_start_ends_with_a_clear_or_a_close(end: str) -> None:
+    """Also among entries that are damaged, however many there are."""
+
+    def damaged() -> Iterator[tuple[bytes, CachedEmbedding | None]]:
+        while True:
+            yield key(0), None
+            time.sleep(0.001)
+
+    for newest in (_counting([]), damaged()):
+        cache, memory = _started(newest, entries=1 << 40)
+        time.sleep(0.02)
+        getattr(cache, end)()
+        assert "maxsimd-cache" not in {thread.name for thread in threading.enumerate()}
+        assert memory.nbytes == 0

@@ -1,0 +1,308 @@
+"""Pictures are read as people see them, in every mode and orientation, and no file harms the process."""
+
+import struct
+import sys
+import tracemalloc
+import zlib
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from maxsimd.engine.media import Picture, PictureError, PictureLimits, decoded
+from maxsimd.engine.media.webp import exif_of, header_of, rgba_of
+
+LIMITS = PictureLimits(file_bytes=1 << 20, pixels=1_000_000)
+
+
+def file_of(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def drawn(height: int = 5, width: int = 7, channels: int = 3, seed: int = 0) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def read(data: bytes) -> NDArray[np.uint8]:
+    return decoded(data, LIMITS).pixels
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    over = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), over).convert("RGB")
+
+
+def test_every_format_is_read_as_by_pillow() -> None:
+    pixels = drawn()
+    for format in ("PNG", "BMP"):
+        picture = decoded(file_of(Image.fromarray(pixels), format), LIMITS)
+        assert np.array_equal(picture.pixels, pixels)
+        assert (picture.width, picture.height, picture.pixels.dtype) == (7, 5, np.uint8)
+    for format in ("JPEG", "WEBP", "GIF"):
+        data = file_of(Image.fromarray(drawn(40, 30)), format)
+        assert np.array_equal(read(data), np.array(Image.open(BytesIO(data)).convert("RGB")))
+
+
+def test_exif_orientation_is_applied() -> None:
+    pixels = drawn()
+    turned = {
+        1: pixels,
+        2: pixels[:, ::-1],
+        3: pixels[::-1, ::-1],
+        4: pixels[::-1],
+        5: pixels.transpose(1, 0, 2),
+        6: np.rot90(pixels, -1),
+        7: pixels[::-1, ::-1].transpose(1, 0, 2),
+        8: np.rot90(pixels),
+    }
+    for orientation, expected in turned.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        found = read(file_of(Image.fromarray(pixels), exif=exif))
+        assert np.array_equal(found, expected), orientation
+
+
+def test_what_is_transparent_stands_on_white() -> None:
+    pixels = drawn(channels=4)
+    alpha = pixels[..., 3:].astype(float) / 255
+    expected = pixels[..., :3] * alpha + 255 * (1 - alpha)
+    found = read(file_of(Image.fromarray(pixels)))
+    assert np.abs(found - expected).max() <= 1
+    grey = Image.fromarray(pixels[..., 0]).convert("LA")
+    grey.putalpha(0)
+    assert (read(file_of(grey)) == 255).all()
+
+
+def test_a_transparent_colour_of_a_palette_stands_on_white() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putpixel((1, 0), 1)
+    assert read(file_of(image, transparency=0)).tolist() == [[[255, 255, 255], [40, 50, 60]]]
+    assert read(file_of(image)).tolist() == [[[10, 20, 30], [40, 50, 60]]]
+
+
+def test_sixteen_bits_are_scaled_and_not_cut() -> None:
+    values = np.array([[0, 127, 128, 257], [32_768, 65_406, 65_407, 65_535]], dtype=np.uint16)
+    found = read(file_of(Image.fromarray(values)))
+    assert found[..., 0].tolist() == [[0, 0, 0, 1], [128, 254, 255, 255]]
+    assert (found == found[..., :1]).all()
+
+
+def test_grey_one_bit_and_cmyk_become_rgb() -> None:
+    grey = drawn()[..., 0]
+    assert np.array_equal(read(file_of(Image.fromarray(grey))), np.repeat(grey[..., None], 3, axis=2))
+    bits = Image.fromarray(grey).convert("1")
+    assert np.array_equal(read(file_of(bits)), np.array(bits.convert("RGB")))
+    cmyk = Image.fromarray(drawn(40, 30)).convert("CMYK")
+    data = file_of(cmyk, "JPEG")
+    assert np.array_equal(read(data), np.array(Image.open(BytesIO(data)).convert("RGB")))
+
+
+def test_of_several_frames_the_first_is_read() -> None:
+    frames = [Image.new("RGB", (3, 2), colour) for colour in ("red", "blue")]
+    for format in ("GIF", "PNG", "WEBP"):
+        options = {"lossless": True} if format == "WEBP" else {}
+        data = file_of(frames[0], format, save_all=True, append_images=frames[1:], **options)
+        assert read(data)[0, 0].tolist() == [255, 0, 0], format
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+@pytest.mark.parametrize("lossless", [False, True])
+def test_webp_is_decoded_as_by_pillow_beside_other_threads(mode: str, lossless: bool) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (61, 43, len(mode)), dtype=np.uint8)
+    data = file_of(Image.fromarray(pixels), "WEBP", lossless=lossless)
+    rgba = rgba_of(data, (43, 61))
+    if sys.platform == "linux":
+        assert rgba is not None
+    if rgba is not None:
+        with Image.open(BytesIO(data)) as image:
+            np.testing.assert_array_equal(rgba, np.asarray(image.convert("RGBA")))
+    assert rgba_of(data[:-20], (43, 61)) is None
+    assert rgba_of(data, (43, 60)) is None, "there would be too little memory"
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_the_head_of_webp_says_what_pillow_says(mode: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (61, 43, len(mode)), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = file_of(Image.fromarray(pixels), "WEBP", exif=exif)
+    with Image.open(BytesIO(data)) as image:
+        assert exif_of(data) == image.info["exif"]
+        assert read(data).shape == (43, 61, 3), "it is turned"
+        np.testing.assert_array_equal(read(data), np.asarray(on_white(ImageOps.exif_transpose(image))))
+    header = header_of(data)
+    if sys.platform == "linux":
+        assert header is not None
+    if header is not None:
+        assert (header.size, header.has_alpha, header.is_still) == ((43, 61), mode == "RGBA", True)
+    assert exif_of(file_of(Image.fromarray(pixels), "WEBP")) is None
+    assert exif_of(data[:30]) is None
+    assert header_of(b"RIFF") is None
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP"])
+def test_a_large_picture_is_read_as_by_pillow(format: str) -> None:
+    soft = Image.fromarray(drawn(30, 40)).resize((1000, 700))
+    for mode in ("RGB", "L", "P", "RGBA", "1", "CMYK"):
+        if (format, mode) in {("PNG", "CMYK"), ("BMP", "CMYK"), ("JPEG", "P"), ("JPEG", "RGBA")}:
+            continue  # no such files
+        data = file_of(soft.convert(mode), format)
+        with Image.open(BytesIO(data)) as image:
+            picture = decoded(data, PictureLimits())
+            np.testing.assert_array_equal(picture.pixels, np.asarray(on_white(image)), err_msg=mode)
+
+
+def test_a_large_animation_in_webp_is_refused() -> None:
+    frames = [Image.new("RGB", (1600, 1300), color) for color in ("red", "blue")]
+    data = file_of(frames[0], "WEBP", save_all=True, append_images=frames[1:])
+    with pytest.raises(PictureError, match="is an animation of 1,600 x 1,300 pixels"):
+        decoded(data, PictureLimits())
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_a_truncated_file_is_refused(format: str) -> None:
+    data = file_of(Image.fromarray(drawn(60, 50)), format)
+    for length in (1, 8, 20, len(data) // 4, len(data) // 2, len(data) * 3 // 4):
+        with pytest.raises(PictureError):
+            read(data[:length])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP"]))
+def test_a_damaged_file_is_read_or_refused(data: st.DataObject, format: str) -> None:
+    damaged = bytearray(file_of(Image.fromarray(drawn(20, 20)), format))
+    for _ in range(data.draw(st.integers(1, 6))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        picture = decoded(bytes(damaged), LIMITS)
+    except PictureError:
+        return
+    assert picture.width * picture.height <= LIMITS.pixels
+
+
+def test_what_is_no_picture_is_refused() -> None:
+    tiff = file_of(Image.fromarray(drawn()), "TIFF")
+    for data in (b"", b"\0", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe", tiff):
+        with pytest.raises(
+            PictureError, match="is no picture that can be read; send PNG, JPEG, WEBP, GIF or BMP"
+        ):
+            read(data)
+
+
+def _with_chunks(*chunks: tuple[bytes, bytes], image: Image.Image) -> bytes:
+    """A PNG with more chunks behind its header."""
+    data = file_of(image)
+    return data[:33] + b"".join(_chunk(kind, content) for kind, content in chunks) + data[33:]
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    checked = kind + content
+    return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+
+def test_a_transparent_colour_is_white_in_every_depth() -> None:
+    grey16 = Image.fromarray(np.array([[1000, 1001]], dtype=np.uint16))
+    assert read(_with_chunks((b"tRNS", struct.pack(">H", 1000)), image=grey16)).tolist() == [
+        [[255] * 3, [4] * 3]
+    ]
+    header = {
+        depth: struct.pack(">IIBBBBB", 2, 1, depth, kind, 0, 0, 0)
+        for depth, kind in ((2, 0), (4, 0), (16, 2))
+    }
+    rows = {2: b"\x00\x60", 4: b"\x00\x12", 16: b"\x00" + struct.pack(">6H", 1000, 2000, 3000, 0, 0, 0)}
+    keys = {2: struct.pack(">H", 1), 4: struct.pack(">H", 1), 16: struct.pack(">3H", 1000, 2000, 3000)}
+    second = {2: [170] * 3, 4: [34] * 3, 16: [0] * 3}
+    for depth in header:
+        parts = (
+            (b"IHDR", header[depth]),
+            (b"tRNS", keys[depth]),
+            (b"IDAT", zlib.compress(rows[depth])),
+            (b"IEND", b""),
+        )
+        data = b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, content) for kind, content in parts)
+        assert read(data).tolist() == [[[255] * 3, second[depth]]], depth
+
+
+def test_around_a_frame_that_is_smaller_than_its_canvas_is_white() -> None:
+    data = bytearray(file_of(Image.new("P", (2, 2)), "GIF"))
+    data[6:10] = struct.pack("<HH", 4, 3)
+    found = read(bytes(data))
+    assert found.shape == (3, 4, 3)
+    assert (found[:2, :2] == 0).all()
+    assert (found[2:] == 255).all()
+    assert (found[:, 2:] == 255).all()
+
+
+def test_files_that_cost_more_than_they_show_are_refused() -> None:
+    image = Image.fromarray(drawn(8, 8))
+    profile = (b"iCCP", b"a\0\0" + zlib.compress(bytes(1_000)))
+    assert np.array_equal(read(_with_chunks(profile, image=image)), np.asarray(image))
+    with pytest.raises(PictureError, match="too many chunks"):
+        read(_with_chunks(profile, profile, image=image))
+    with pytest.raises(PictureError, match="too many chunks"):
+        read(_with_chunks(*[(b"abCd", b"")] * 1_001, image=image))
+    jpeg = file_of(image, "JPEG", progressive=True)
+    assert read(jpeg).shape == (8, 8, 3)
+    scan = jpeg[jpeg.rindex(b"\xff\xda") : -2]
+    with pytest.raises(PictureError, match="too many scans"):
+        read(jpeg[:-2] + scan * 100 + jpeg[-2:])
+    canvas = (
+        b"RIFF" + struct.pack("<I", 22) + b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + b"\xff\x31\x00" * 2
+    )
+    with pytest.raises(PictureError, match="has 12,800 x 12,800 pixels"):
+        read(canvas)
+
+
+@pytest.mark.parametrize(("file_bytes", "pixels"), [(0, 1), (1, 0), (1, 150_000_001)])
+def test_limits_that_mean_nothing_are_refused(file_bytes: int, pixels: int) -> None:
+    with pytest.raises(ValueError, match="a picture must have"):
+        PictureLimits(file_bytes, pixels)
+
+
+def _png(width: int, height: int) -> bytes:
+    """A PNG that says to be of that size, and has a few bytes."""
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + _chunk(b"IHDR", header)
+        + _chunk(b"IDAT", zlib.compress(b"\0" * 100))
+        + _chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(("width", "height"), [(1_001, 1_000), (20_000, 20_000), (2**31 - 1, 2**31 - 1)])
+def test_a_bomb_is_refused_before_it_is_unpacked(width: int, height: int) -> None:
+    bomb = _png(width, height)
+    assert len(bomb) < 1_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(PictureError, match="pixels"):
+            read(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_with_too_many_bytes_is_refused() -> None:
+    data = file_of(Image.fromarray(drawn()))
+    with pytest.raises(PictureError, match=rf"has {len(data)} bytes, but may have {len(data) - 1}"):
+        decoded(data, PictureLimits(file_bytes=len(data) - 1))
+
+
+def test_the_digest_is_of_pixels_and_shape() -> None:
+    pixels = drawn(4, 6)
+    digests = {decoded(file_of(Image.fromarray(pixels), format), LIMITS).digest for format in ("PNG", "BMP")}
+    assert digests == {Picture(pixels).digest}
+    others = [pixels.reshape(6, 4, 3), pixels.reshape(3, 8, 3), drawn(4, 6, seed=1)]
+    assert len(digests | {Picture(each).digest for each in others}) == 4
+    mirrored = Picture(np.asarray(ImageOps.mirror(Image.fromarray(pixels))))
+    assert mirrored.digest == Picture(pixels[:, ::-1]).digest != Picture(pixels).digest

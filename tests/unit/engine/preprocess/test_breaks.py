@@ -1,0 +1,317 @@
+"""A text cut at any of its breaks has, piece by piece, the tokens and words of the whole."""
+
+import functools
+import json
+import unicodedata
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+
+from maxsimd.engine.preprocess.break_characters import SPACES
+from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
+from tests.checkpoints import tokenizer_kinds
+from tests.checkpoints.tokenizer_kinds import (
+    CUT,
+    QWEN,
+    WHOLE,
+    Kind,
+    bert,
+    byte_level,
+    charsmap,
+    sentencepiece,
+)
+from tests.unit.engine.preprocess.cut_texts import (
+    DIVIDERS,
+    SCRIPTS,
+    WITHOUT_LETTERS,
+    assert_pieces_equal_the_whole,
+    cut_kind,
+)
+
+SEPARATED = st.sampled_from(["a", "the", "B", "1", "23", "\u6f22", " ", "\n", ",", ".", "x y", "a,b"])
+# What rules look at: whitespace of all kinds, punctuation, quotes, marks, joiners, scripts, emoji, what is
+# removed, what newer versions of Unicode have, and tokens of the kinds.
+_ODD = (
+    "\r\n \n\n \t \u00a0 \u3000 \u200b \u2028 \u2581 \ufeff \x00 \x07 \x1c \ufffd \x85 's ' '' `` don't"
+    ' _ - / // < > = \u0338 " 3.14 \u2026 \u3001 \u3002 \uff0c \uff01 \u300c \u00a8 \u0301 e\u0301'
+    " \u00e9 \u0130 \ufb01 \u304b\u3099 \uff76\uff9e \u1100\u1161\u11a8 \ud55c \u0439 \u03c2"
+    " \u0628\u064b \u0915\u094d\u0937 \u0e01\u0e33 \u0d4e \u0600 \U00020000 \u00bd \u2160 \u093f \u094d"
+    " \u200d \u200c \u0e31 \u05b8 \u064b \u3099 \u0f71 \u103a \u103c \ufe0f \u20dd \u0e40 \u0ec0 \u0e33"
+    " \uff9e \u0d7b \u09ce \u06dd \u1100 \u1161 \u11a8 \ufdfa \u0149 \u1e9e \U0001f600"
+    " \U0001f468\u200d\U0001f469 1\ufe0f\u20e3 \U0001f1e9\U0001f1ea [SEP] [MASK] <s> </s> <mask>"
+    " <|im_start|> <think> |||IP_ADDRESS|||"
+)
+ODD = st.sampled_from([*_ODD.split(" "), "  ", "   ", " <mask>"])
+TEXTS = st.lists(SEPARATED | ODD | st.characters(exclude_categories=["Cs"]), max_size=60).map("".join)
+# Words of all scripts, and all that divides words.
+WORDS = st.sampled_from([word for words in SCRIPTS.values() for word in words.split()])
+SEPARATORS = st.sampled_from([*DIVIDERS.values(), *SPACES, "\n", ""])
+RAGGED = st.lists(st.tuples(WORDS | WORDS | ODD, SEPARATORS), max_size=40).map(
+    lambda parts: "".join(word + separator for word, separator in parts)
+)
+# The whitespace before which alone these cut texts: what is put before a piece that has no space there, and
+# what has a token of its own in a text that is not split.
+SPACES_OF = {"roberta": " ", "gemma": " \n"}
+
+
+@pytest.mark.parametrize("name", CUT)
+@settings(max_examples=35)
+@given(text=TEXTS | RAGGED)
+@example(text="a b,c\nd. e \u6f22\u5b57\u3002\u304b\u306a a,1 2,b")
+@example(text="a\n\n<mask>b  <mask> c <mask>, d\n<mask>")
+@example(text="'s a's b'S 'll\n'd a' s")
+@example(text="".join(f"{words}{between}" for words in SCRIPTS.values() for between in DIVIDERS.values()))
+def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
+    tokenizer, breaks = cut_kind(name)
+    # Where a whole text is a word, so is each of its pieces.
+    assert_pieces_equal_the_whole(tokenizer, breaks, text, words=name != "gemma")
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_there_are_breaks_in_prose_of_all_scripts(name: str) -> None:
+    _, breaks = cut_kind(name)
+    text = "The quick brown fox jumps over the lazy dog and runs away from all of us"
+    assert len(breaks.all(text)) == text.count(" ")
+    in_lines = len(breaks.all(text.replace(" ", "\n")))
+    assert in_lines >= (0 if name in ("gemma", "roberta") else text.count(" "))
+    assert len(breaks.all(SCRIPTS["Russian"])) == 2
+    units = {script: f"{words} " for script, words in SCRIPTS.items()}
+    for divider, between in DIVIDERS.items():
+        # Some texts are cut before spaces alone.
+        if next(filter(str.isspace, between)) in SPACES_OF.get(name, SPACES):
+            words = ("word", "Wort1", "\u0428", "\u0915\u093f", "e\u0301", "12")
+            units |= {f"{word!a} and {divider}": f"{word}{between}" for word in words}
+    if name in ("bert", "bert_cased", "qwen", "llama_3", "xlm_roberta", "deberta"):
+        units |= {words: words for words in WITHOUT_LETTERS}
+    for what, unit in units.items():
+        length = len(unit)
+        assert breaks.first(unit * 3, length, 2 * length + 1) is not None, what
+
+
+def test_where_chinese_and_texts_with_a_space_in_front_are_cut() -> None:
+    text = "\u6f22\u5b57\u6f22\uff0c\u5b57\u6f22\u3002\u5b57"
+    assert cut_kind("qwen")[1].all(text) == [3, 6]
+    assert cut_kind("bert")[1].all(text) == [1, 2, 3, 5, 6], "anywhere"
+    assert cut_kind("xlm_roberta")[1].all(text) == []
+    for name in ("roberta", "xlm_roberta"):
+        assert cut_kind(name)[1].all("a,b a") == [3]
+
+
+UNKNOWN_STEPS = {
+    "a pattern": lambda: byte_level(QWEN.replace(r"\p{N}|", r"\p{N}+\s|")),
+    "a pattern that keeps its matches only": lambda: _split(QWEN, "removed"),
+    "scripts": lambda: _pre_tokenized(pre_tokenizers.UnicodeScripts()),
+    "a delimiter": lambda: _pre_tokenized(pre_tokenizers.CharDelimiterSplit("a")),
+    "punctuation that joins words": lambda: _pre_tokenized(
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Punctuation("merged_with_previous"), pre_tokenizers.Whitespace()]
+        )
+    ),
+    "words after they were changed": lambda: _pre_tokenized(
+        pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(), pre_tokenizers.Whitespace()])
+    ),
+    "a normaliser": lambda: byte_level(normalizer=normalizers.Prepend("x")),
+    "a pattern that is replaced": lambda: byte_level(normalizer=normalizers.Replace(Regex("a b"), "c")),
+    "words that are replaced": lambda: byte_level(normalizer=normalizers.Replace("a b", "c")),
+    "bytes": lambda: byte_level(normalizer=normalizers.ByteLevel()),
+}
+
+
+def _split(pattern: str, behavior: str) -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior)
+    return tokenizer
+
+
+def _pre_tokenized(step: Any) -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = step
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", [*UNKNOWN_STEPS.values(), *WHOLE.values()], ids=[*UNKNOWN_STEPS, *WHOLE])
+def test_where_nothing_is_certain_there_are_no_breaks(kind: Kind) -> None:
+    assert find_breaks(kind()) is None
+
+
+def _bert_with(pre_tokenizer: Any) -> Tokenizer:
+    tokenizer = bert()
+    tokenizer.pre_tokenizer = pre_tokenizer
+    return tokenizer
+
+
+def _unigram(*steps: Any, **options: Any) -> Tokenizer:
+    mask = AddedToken("[MASK]", normalized=False)
+    return sentencepiece(normalizers.Sequence([*steps]), pre_tokenizers.Metaspace(**options), mask)
+
+
+_ONE_SPACE = normalizers.Replace(Regex(" {2,}"), " ")
+
+
+_TAKES_SPACES = (AddedToken("<mask>", rstrip=True), AddedToken("[MASK]", rstrip=True, lstrip=True))
+
+
+# Normalisers and pre-tokenisers in other combinations than the published kinds have.
+OTHERS: dict[str, Kind] = {
+    "NFD": lambda: byte_level(QWEN, normalizers.NFD()),
+    "NFKC": lambda: byte_level(QWEN, normalizers.NFKC()),
+    "no marks": lambda: byte_level(
+        None, normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()])
+    ),
+    "no marks and one space": lambda: _unigram(
+        normalizers.NFKD(), normalizers.StripAccents(), charsmap(), _ONE_SPACE
+    ),
+    "SentencePiece's normaliser": lambda: byte_level(QWEN, charsmap()),
+    "Nmt": lambda: byte_level(QWEN, normalizers.Nmt()),
+    "all whitespace as one space": lambda: byte_level(None, normalizers.Replace(Regex(r"\s+"), " ")),
+    "each space": lambda: _unigram(charsmap()),
+    "a space in front of texts": lambda: _unigram(charsmap(), prepend_scheme="first"),
+    "no space in front": lambda: _unigram(charsmap(), prepend_scheme="never"),
+    "stripped": lambda: _unigram(normalizers.Strip(), charsmap()),
+    "stripped and composed": lambda: _unigram(normalizers.Strip(), normalizers.NFKC(), _ONE_SPACE),
+    "Whitespace": lambda: _bert_with(pre_tokenizers.Whitespace()),
+    "WhitespaceSplit": lambda: _bert_with(pre_tokenizers.WhitespaceSplit()),
+    "Punctuation": lambda: _bert_with(
+        pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), pre_tokenizers.WhitespaceSplit()])
+    ),
+    "tokens that take spaces": lambda: byte_level(QWEN, added=_TAKES_SPACES),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@settings(max_examples=20)
+@given(text=RAGGED)
+def test_so_have_pieces_after_other_steps(name: str, text: str) -> None:
+    tokenizer, breaks = _other(name)
+    assert breaks.all("a b c") == [1, 3]
+    assert_pieces_equal_the_whole(tokenizer, breaks, text)
+
+
+@functools.cache
+def _other(name: str) -> tuple[Tokenizer, Breaks]:
+    tokenizer = OTHERS[name]()
+    breaks = find_breaks(tokenizer)
+    assert breaks is not None
+    return tokenizer, breaks
+
+
+ADDED = {
+    "one that spans words": (AddedToken("hello world", normalized=False), "say hello world to hello, world"),
+    "one that spans words when normalised": (AddedToken("a,b", normalized=True), "1 a,b 2,a,b"),
+    "one that begins with a space": (AddedToken(" b", single_word=True), "a b a, b c b"),
+    "one that takes the space behind it": (AddedToken("ab", rstrip=True), "c ab d ab, ab\ne"),
+    "one that takes the spaces before it": (AddedToken("[X]", lstrip=True), "c [X] d\n[X]e?\n[X]"),
+    "one that ends a line": (AddedToken("ab\n", single_word=True), "c ab\nd"),
+    "one that spans lines": (AddedToken(".\nb", normalized=False), "a.\nb.\nc"),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+@settings(max_examples=30)
+@given(extra=st.lists(SEPARATED, max_size=10).map("".join))
+def test_added_tokens_are_not_cut(name: str, extra: str) -> None:
+    token, text = ADDED[name]
+    tokenizer, breaks = _with_added(token)
+    assert_pieces_equal_the_whole(tokenizer, breaks, f"{extra}{text}{extra}{text}")
+
+
+@functools.cache
+def _with_added(token: AddedToken) -> tuple[Tokenizer, Breaks]:
+    tokenizer = byte_level(QWEN, added=(token,))
+    breaks = find_breaks(tokenizer)
+    assert breaks is not None
+    return tokenizer, breaks
+
+
+def test_a_stripped_piece_begins_with_a_word_and_its_space() -> None:
+    tokenizer, breaks = cut_kind("deberta")
+    assert breaks.all("a b  a , [MASK] d") == [1, 3, 6, 15]
+    assert tokenizer.normalizer.normalize_str(" b") == "b"
+    strip = normalizers.Sequence([normalizers.Strip(), charsmap()])
+    for scheme in ("first", "never"):
+        bare = sentencepiece(strip, pre_tokenizers.Metaspace(prepend_scheme=scheme))
+        assert find_breaks(bare) is None
+    with_word = sentencepiece(strip, pre_tokenizers.Metaspace(), AddedToken("mask", normalized=False))
+    assert find_breaks(with_word) is None
+
+
+GEMMA_CHANGES: dict[str, dict[str, Any]] = {
+    "a token with a space inside": {"vocab": "a\u2581"},
+    "a token of bytes with a space behind": {"vocab": "<0x41>\u2581"},
+    "words that are tokens whatever the merges": {"ignore_merges": True},
+    "marks at the ends of words": {"end_of_word_suffix": "</w>"},
+    "marks within words": {"continuing_subword_prefix": "##"},
+}
+
+
+@pytest.mark.parametrize("name", GEMMA_CHANGES)
+def test_text_without_words_is_cut_where_no_token_reaches(name: str) -> None:
+    described = json.loads(tokenizer_kinds.gemma().to_str())
+    model = described["model"] | {"merges": []}
+    change = dict(GEMMA_CHANGES[name])
+    if token := change.pop("vocab", None):
+        model["vocab"][token] = len(model["vocab"])
+
+    def breaks_with(**changes: Any) -> Breaks | None:
+        return find_breaks(Tokenizer.from_str(json.dumps(described | {"model": model | changes})))
+
+    breaks = breaks_with(**change)
+    assert breaks is None or breaks.all("a b") == []
+    unchanged = breaks_with()
+    assert token or (unchanged is not None and unchanged.all("a b") == [1])
+
+
+def test_all_letters_before_a_break_are_letters_to_the_library() -> None:
+    """In every normal form: what a pattern takes for a letter ends a word before what is none."""
+    for name in ("qwen", "albert", "bert"):
+        tokenizer, breaks = cut_kind(name)
+        separator = " " if name == "albert" else ","
+        letters = [
+            letter
+            for letter in map(chr, range(0xD800))
+            if unicodedata.category(letter)[0] in "LN" and breaks.all(f"{letter}{separator}a")
+        ]
+        assert len(letters) > 40_000
+        text = separator.join(letters)
+        ends = [breaks.first(text, 2 * i + 1, 2 * i + 2) for i in range(len(letters) - 1)]
+        assert ends == list(range(1, len(text), 2))
+        assert_pieces_equal_the_whole(tokenizer, breaks, text)
+
+
+def test_a_letter_that_is_none_when_normalized_ends_nothing() -> None:
+    decomposing = find_breaks(byte_level(QWEN, normalizers.NFD()))
+    composing = find_breaks(byte_level(QWEN, normalizers.NFC()))
+    assert decomposing is not None
+    assert composing is not None
+    assert (decomposing.all("\u00e9,b"), composing.all("\u00e9,b")) == ([], [1])
+    assert (decomposing.all("\u00e9\nb"), composing.all("\u00e9\nb")) == ([2], [1])
+
+
+def test_the_first_place_is_looked_for_between_bounds() -> None:
+    _, breaks = cut_kind("qwen")
+    text = "ab cd ef"
+    assert [breaks.first(text, start, 8) for start in range(7)] == [2, 2, 2, 5, 5, 5, None]
+    assert [breaks.first(text, 0, stop) for stop in (2, 3, 9)] == [None, 2, 2]
+    assert [breaks.first(text, 5, stop) for stop in (5, 6)] == [None, 5]
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen"])
+def test_what_may_differ_on_the_other_side_ends_no_piece(name: str) -> None:
+    """Joiners, marks of nothing, what is joined with what stands behind it, and what becomes a space."""
+    _, breaks = cut_kind(name)
+    for end in ("\u200d", "\u200c", " \u0301", "\u0600", "\u0d4e", "\u0e40", "\u2581", "\x00"):
+        assert breaks.all(f"{end} b") == [], ascii(end)
+    assert breaks.all("\ufffd b") == ([] if name == "bert" else [1]), "BERT removes it"
+
+
+def test_newer_unicode_ends_pieces_if_the_tokenizer_has_it() -> None:
+    """A mark of 2008 that the library has too, and a letter of 2005."""
+    marks_end_words = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
+    breaks = find_breaks(byte_level(marks_end_words))
+    assert breaks is not None
+    assert breaks.all("\u1000\u103a\na") == [2]
+    # A letter that a library may take for a sign, to which this pattern joins the end of a line.
+    assert breaks.all("\u2d30 a\u2d30\na") == [1, 5]

@@ -1,0 +1,188 @@
+"""Under which key a document is found and cached, by how the request reads it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.checkpoint import RoleRules
+from maxsimd.engine.preprocess import Prepared
+from maxsimd.engine.preprocess.long_inputs import LongInputs
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, ScoreRequest, Truncation
+from maxsimd.scheduler import Role
+from tests.unit.engine.preprocess.preprocessing import (
+    embedding,
+    empty_cache,
+    model,
+    preprocessor,
+    request_ids,
+    words,
+)
+
+LONG = words(30)
+LONGEST = 20
+
+
+@pytest.fixture
+def cache() -> Iterator[EmbeddingCache]:
+    made = empty_cache()
+    yield made
+    made.close()
+
+
+def score(
+    cache: EmbeddingCache | None,
+    document: str,
+    truncation: Truncation = REFUSE_LONG,
+    mode: CacheMode = "use",
+    own_length: int | None = None,
+    task: str = "token_embed",
+) -> Prepared:
+    rules = RoleRules(max_tokens=own_length)
+    made = preprocessor(model(max_tokens=LONGEST, document=rules, score_task=task), overlap=1, cache=cache)
+    request = ScoreRequest(queries=("w1",), documents=(document,), truncation=truncation, cache=mode)
+    return made.score(request, request_ids())
+
+
+def plain(cache: EmbeddingCache, document: str) -> bytes:
+    return cache.key(document, "as it is")
+
+
+def as_requested(cache: EmbeddingCache, document: str, truncation: Truncation) -> bytes:
+    return cache.key(document, LongInputs(truncation, LONGEST, 1).signature)
+
+
+def key_of(prepared: Prepared) -> bytes | None:
+    """The key under which the request's document will be cached."""
+    (key,) = {
+        sequence.payload.document.cache_key
+        for sequence in prepared.sequences
+        if sequence.payload.role is Role.DOCUMENT and sequence.payload.document
+    }
+    return key
+
+
+def hit(prepared: Prepared) -> bool:
+    return bool(prepared.cached)
+
+
+def test_a_document_that_fits_is_cached_as_plain(
+    cache: EmbeddingCache,
+) -> None:
+    windows = Truncation(max_tokens=-1, windows=True)
+    for truncation in (Truncation(), CUT_LONG, windows, Truncation(max_tokens=9, side="left")):
+        assert key_of(score(cache, "w2", truncation)) == plain(cache, "w2")
+
+
+def test_a_document_that_is_cut_is_cached_as_requested(
+    cache: EmbeddingCache,
+) -> None:
+    windows = Truncation(max_tokens=-1, windows=True)
+    for truncation in (CUT_LONG, Truncation(max_tokens=9, side="left"), windows):
+        assert key_of(score(cache, LONG, truncation)) == as_requested(cache, LONG, truncation)
+    # A limit on documents may cut any.
+    limited = Truncation(max_document_tokens=5)
+    assert key_of(score(cache, "w2", limited)) == as_requested(cache, "w2", limited)
+
+
+def test_a_document_of_the_checkpoints_length_is_plain(cache: EmbeddingCache) -> None:
+    """Where it is cut as usual: of 10 tokens, two of them special. One of exactly that length may be a longer
+    one that was cut."""
+    for document in (words(7), words(8), words(9)):
+        for truncation in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
+            assert key_of(score(cache, document, truncation, own_length=10)) == plain(cache, document)
+        fits = len(document.split()) < 8
+        for truncation in (Truncation(side="left"), Truncation(max_tokens=-1, windows=True)):
+            expected = plain(cache, document) if fits else as_requested(cache, document, truncation)
+            assert key_of(score(cache, document, truncation, own_length=10)) == expected
+
+
+def test_windows_of_a_bi_encoder_are_not_cached(cache: EmbeddingCache) -> None:
+    windows = Truncation(max_tokens=-1, windows=True)
+    assert key_of(score(cache, LONG, windows, task="embed")) is None
+    assert key_of(score(cache, LONG, windows, task="token_embed")) is not None
+    assert key_of(score(cache, LONG, CUT_LONG, task="embed")) == as_requested(cache, LONG, CUT_LONG)
+
+
+def test_past_the_cache_nothing_is_found_cached_or_counted(cache: EmbeddingCache) -> None:
+    cache.put([(plain(cache, "w2"), embedding())])
+    for prepared in (score(None, "w2"), score(cache, "w2", mode="bypass")):
+        assert not hit(prepared)
+        assert key_of(prepared) is None
+    assert (cache.hits, cache.misses) == (0, 0)
+
+
+def test_hits_and_misses_are_counted_once_a_different_document(cache: EmbeddingCache) -> None:
+    cache.put([(plain(cache, "w2"), embedding()), (plain(cache, "w3"), embedding())])
+    made = preprocessor(model(), cache=cache)
+    documents = ("w2", "w3", "w4", "w2")
+    made.score(ScoreRequest(queries=("w1",), documents=documents), request_ids())
+    assert (cache.hits, cache.misses) == (2, 1)
+
+
+def test_a_refresh_drops_both_entries_and_caches_anew(cache: EmbeddingCache) -> None:
+    keys = [plain(cache, "w2"), as_requested(cache, "w2", CUT_LONG)]
+    cache.put([(key, embedding()) for key in [*keys, plain(cache, "w3")]])
+    refreshed = score(cache, "w2", CUT_LONG, mode="refresh")
+    assert not hit(refreshed)
+    assert key_of(refreshed) == keys[0]
+    assert [cache.get(key) for key in keys] == [None, None]
+    assert cache.get(plain(cache, "w3")) is not None
+    assert (cache.hits, cache.misses) == (0, 0)
+
+
+def test_a_plain_entry_is_found_by_whoever_reads_it_alike(cache: EmbeddingCache) -> None:
+    cache.put([(plain(cache, "w2"), embedding(tokens=9))])
+    for found in (Truncation(), CUT_LONG, Truncation(max_tokens=9), Truncation(max_tokens=-1, windows=True)):
+        assert hit(score(cache, "w2", found))
+    # Longer than the request allows, or limited by it: read otherwise.
+    for missed in (Truncation(max_tokens=8), Truncation(max_document_tokens=100)):
+        assert not hit(score(cache, "w2", missed))
+
+
+def test_a_plain_entry_of_the_checkpoints_length_is_found(
+    cache: EmbeddingCache,
+) -> None:
+    cache.put([(plain(cache, "w2"), embedding(tokens=10)), (plain(cache, "w3"), embedding(tokens=9))])
+    for usual in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
+        assert hit(score(cache, "w2", usual, own_length=10))
+    for otherwise in (Truncation(side="left"), Truncation(max_tokens=-1, windows=True)):
+        assert not hit(score(cache, "w2", otherwise, own_length=10))
+        assert hit(score(cache, "w3", otherwise, own_length=10))
+
+
+def test_an_entry_as_requested_is_found_by_the_same_alone(cache: EmbeddingCache) -> None:
+    requests = [
+        CUT_LONG,
+        Truncation(max_tokens=9),
+        Truncation(max_tokens=9, side="left"),
+        Truncation(max_tokens=9, windows=True),
+        Truncation(max_tokens=9, windows=True, window_overlap=2),
+        Truncation(max_tokens=9, max_document_tokens=6),
+        Truncation(max_tokens=9, max_document_tokens=5),
+        Truncation(max_document_tokens=6),
+    ]
+    for truncation in requests:
+        assert not hit(score(cache, LONG, truncation))
+        cache.put([(as_requested(cache, LONG, truncation), embedding())])
+        assert hit(score(cache, LONG, truncation))
+
+
+def test_what_concerns_queries_alone_finds_the_same_entry(cache: EmbeddingCache) -> None:
+    cache.put([(as_requested(cache, LONG, CUT_LONG), embedding())])
+    assert hit(score(cache, LONG, Truncation(max_tokens=-1, max_query_tokens=3)))
+    # An overlap without windows changes nothing, and the engine's own may as well be named.
+    assert hit(score(cache, LONG, Truncation(max_tokens=-1, window_overlap=5)))
+    windows = Truncation(max_tokens=-1, windows=True)
+    cache.put([(as_requested(cache, LONG, windows), embedding())])
+    assert hit(score(cache, LONG, Truncation(max_tokens=-1, windows=True, window_overlap=1)))
+
+
+def test_the_words_of_keys_stay_as_caches_on_disk_have_them() -> None:
+    truncation = Truncation(max_tokens=9, side="left", max_document_tokens=5)
+    assert LongInputs(truncation, LONGEST, 1).signature == "('as asked', 9, (True, 'left', 5), False)"
+    windows = Truncation(windows=True, window_overlap=2)
+    assert (
+        LongInputs(windows, LONGEST, 1).signature
+        == "('as asked', 20, (False, 'right', None), ('at most half', 2))"
+    )

@@ -1,0 +1,275 @@
+"""Queries and documents that come as their embeddings: scored as their texts are, or refused."""
+
+import base64
+import re
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from maxsimd.engine import (
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    QueueFullError,
+    RequestTimeoutError,
+    Vectors,
+)
+from maxsimd.engine.preprocess import given_vectors
+from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+QUERY = "how is a file opened"
+DOCUMENTS = ["Open a file and return a stream.", "Sort a list.", "x", "Cats sleep a lot on the sofa."]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def colbert(native_multi_vector: str) -> AsyncIterator[RecordingEngine]:
+    async with RecordingEngine(EngineConfig(model=native_multi_vector, dtype="float32", threads=1)) as engine:
+        yield engine
+
+
+async def _embeddings(engine: Engine, texts: Any, role: Any) -> list[Any]:
+    return (await engine.embed_tokens(texts, input_type=role)).embeddings
+
+
+async def test_vectors_have_the_scores_of_their_texts(colbert: RecordingEngine) -> None:
+    expected = (await colbert.score(QUERY, DOCUMENTS, cache="bypass")).scores
+    rows = await _embeddings(colbert, DOCUMENTS, "document")
+    (query,) = await _embeddings(colbert, [QUERY], "query")
+    given: tuple[tuple[Any, Any], ...] = (
+        (QUERY, rows),
+        (query, rows),
+        (query, DOCUMENTS),
+        (QUERY, [rows[0], DOCUMENTS[1], Vectors(rows[2]), torch.from_numpy(rows[3])]),
+        (torch.from_numpy(query), [each.astype(np.float64) for each in rows]),
+        ([query, QUERY, query, query], [DOCUMENTS[0], rows[1], rows[2], DOCUMENTS[3]]),
+    )
+    for queries, documents in given:
+        found = await colbert.score(queries, documents)
+        np.testing.assert_allclose(found.scores, expected, rtol=1e-5, err_msg=str(type(documents[0])))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2), (torch.int8, 2e-2)]
+)
+async def test_smaller_numbers_have_nearly_those_scores(
+    colbert: RecordingEngine, dtype: torch.dtype, error: float
+) -> None:
+    rows = await _embeddings(colbert, DOCUMENTS, "document")
+    expected = (await colbert.score(QUERY, rows)).scores
+    given = [Vectors(torch.from_numpy(each).to(dtype)) for each in rows]
+    if dtype == torch.int8:
+        scales = [np.abs(each).max(axis=1) / 127 for each in rows]
+        given = [
+            Vectors(np.rint(each / scale[:, None]).astype(np.int8), scale)
+            for each, scale in zip(rows, scales, strict=True)
+        ]
+    found = await colbert.score(QUERY, [*given, rows[0], DOCUMENTS[1]])
+    np.testing.assert_allclose(found.scores, [*expected, *expected[:2]], rtol=error)
+
+
+async def test_they_are_normalized_ranked_and_returned(colbert: RecordingEngine) -> None:
+    rows = await _embeddings(colbert, DOCUMENTS, "document")
+    (query,) = await _embeddings(colbert, [QUERY], "query")
+    normalized = await colbert.score(QUERY, DOCUMENTS, normalize=True)
+    found = await colbert.score(query, DOCUMENTS, normalize=True)
+    np.testing.assert_allclose(found.scores, normalized.scores, rtol=1e-5)
+    expected = await colbert.rerank(QUERY, DOCUMENTS)
+    ranked = await colbert.rerank(QUERY, rows)
+    assert [one.index for one in ranked.results] == [one.index for one in expected.results]
+    for one in ranked.results:
+        assert isinstance(one.document, Vectors)
+        assert one.document.values is rows[one.index]
+        assert one.text is None
+
+
+async def test_no_token_counts_as_run_or_cached(colbert: RecordingEngine) -> None:
+    rows = await _embeddings(colbert, DOCUMENTS, "document")
+    (query,) = await _embeddings(colbert, [QUERY], "query")
+    usage = (await colbert.score(query, rows)).usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.cached_documents) == (0, 0, 0)
+    await colbert.score(QUERY, DOCUMENTS[0])
+    usage = (await colbert.score(query, [rows[1], DOCUMENTS[0]])).usage
+    assert usage.cached_documents == 1
+    assert usage.prompt_tokens == usage.cached_tokens > 0
+
+
+async def test_many_of_them_fill_several_batches(colbert: RecordingEngine) -> None:
+    """More rows than a batch of cached documents holds, with dimensions that random vectors have."""
+    dim = colbert.model.tasks["token_embed"].dim
+    draw = np.random.default_rng(0)
+    documents = [
+        draw.standard_normal((int(n), dim), dtype=np.float32) for n in draw.integers(1, 400, size=200)
+    ]
+    query = draw.standard_normal((9, dim), dtype=np.float32)
+    found = await colbert.score(query, documents)
+    expected = [(query @ each.T).max(axis=1).sum() for each in documents]
+    np.testing.assert_allclose(found.scores, expected, rtol=1e-4)
+
+
+async def test_bi_encoders_take_one_vector_a_text(qwen3_embedding: str) -> None:
+    async with Engine(EngineConfig(model=qwen3_embedding, dtype="float32")) as engine:
+        expected = (await engine.score(QUERY, DOCUMENTS)).scores
+        rows = (await engine.embed(DOCUMENTS, input_type="document")).embeddings
+        query = (await engine.embed(QUERY, input_type="query")).embeddings[0]
+        for documents in ([*rows], [row[None] for row in rows]):
+            found = await engine.score(query, documents)
+            np.testing.assert_allclose(found.scores, expected, rtol=1e-4, atol=1e-5)
+        with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 2 vectors"):
+            await engine.score(query, [rows[0], rows[:2]])
+
+
+def _bad(dim: int) -> dict[str, Any]:
+    good = np.zeros((2, dim), dtype=np.float32)
+    return {
+        rf"has the shape \[2, 3\].*\[tokens, {dim}\]": np.zeros((2, 3), dtype=np.float32),
+        r"has the shape \[0, ": good[:0],
+        "NaN or infinite": np.where(np.arange(2 * dim).reshape(2, dim) == 3, np.nan, good),
+        "number that is NaN or infinite": np.full((2, dim), np.inf, dtype=np.float16),
+        "is of int64": good.astype(np.int64),
+        "is not an array of numbers": np.zeros((2, dim), dtype="V4"),
+        "has 3 scales for 2 vectors": Vectors(good.astype(np.int8), np.ones(3)),
+        "scale that is NaN": Vectors(good.astype(np.int8), np.array([1, np.nan])),
+        "leave them out": Vectors(good, np.ones(2)),
+    }
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+async def test_what_cannot_be_scored_is_refused_by_name(
+    colbert: RecordingEngine, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(given_vectors.kernels, "is_available", lambda: False)
+    elif not given_vectors.kernels.is_available():
+        pytest.skip("this processor cannot run the kernel")
+    dim = colbert.model.tasks["token_embed"].dim
+    good = np.ones((2, dim), dtype=np.float32)
+    for reason, bad in _bad(dim).items():
+        with pytest.raises(InvalidRequestError, match=r"^documents\[1\] .*" + reason):
+            await colbert.score(QUERY, [good, bad])
+        with pytest.raises(InvalidRequestError, match=r"^queries\[0\] .*" + reason):
+            await colbert.score(bad, [good])
+        found = await colbert.score(good, [good, bad, good], on_error="report")
+        assert list(found.errors) == [1]
+        assert re.search(reason, found.errors[1])
+        assert found.scores[0] == found.scores[2]
+    with pytest.raises(
+        InvalidRequestError, match=r"documents\[1\] is neither a string nor an array nor a picture but int"
+    ):
+        await colbert.score(QUERY, [good, 7])  # type: ignore[list-item]
+
+
+async def test_cross_encoders_take_texts_only(bert_cross_encoder: str) -> None:
+    async with Engine(EngineConfig(model=bert_cross_encoder)) as engine:
+        rows = np.ones((2, 8), dtype=np.float32)
+        with pytest.raises(InvalidRequestError, match=r"documents\[1\] is an embedding.*give texts"):
+            await engine.score(QUERY, ["a", rows])
+        with pytest.raises(InvalidRequestError, match=r"queries\[0\] is an embedding"):
+            await engine.score(rows, ["a"])
+
+
+async def test_a_request_of_vectors_alone_can_be_given_up(colbert: RecordingEngine) -> None:
+    dim = colbert.model.tasks["token_embed"].dim
+    documents = [np.ones((300, dim), dtype=np.float32)] * 50
+    query = np.ones((4, dim), dtype=np.float32)
+    before = colbert.stats()
+    for timeout in (1e-6, 1e-3, 1e-2):
+        with suppress(RequestTimeoutError, QueueFullError):
+            await colbert.score(query, documents, timeout=timeout)
+    assert len((await colbert.score(query, documents)).scores) == 50
+    assert colbert.stats() == before
+
+
+def _sent(rows: Any, dtype: str, **more: Any) -> dict[str, Any]:
+    """As a client writes it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(rows)).to(getattr(torch, dtype))
+    raw = tensor.view(torch.uint8).numpy().tobytes()
+    return {"embedding": base64.b64encode(raw).decode(), "dtype": dtype, "shape": list(rows.shape)} | more
+
+
+async def test_over_http(colbert: RecordingEngine) -> None:
+    caller = Caller(colbert)
+    rows = await _embeddings(colbert, DOCUMENTS, "document")
+    (query,) = await _embeddings(colbert, [QUERY], "query")
+    expected = (await colbert.score(QUERY, DOCUMENTS)).scores
+    scale = float(np.abs(rows[3]).max() / 127)
+    documents = [
+        _sent(rows[0], "float16"),
+        {"embedding": rows[1].tolist()},
+        _sent(rows[2], "bfloat16"),
+        _sent(np.rint(rows[3] / scale), "int8", scales=[scale] * len(rows[3])),
+    ]
+    answer = await caller.json("/score", {"queries": _sent(query, "float32"), "documents": documents})
+    np.testing.assert_allclose([item["score"] for item in answer["data"]], expected, rtol=2e-2)
+    answer = await caller.json("/rerank", {"query": QUERY, "documents": [*documents, DOCUMENTS[2]]})
+    ranked = {item["index"]: item for item in answer["results"]}
+    assert [ranked[i].get("document") for i in range(5)] == [None] * 4 + [{"text": DOCUMENTS[2]}]
+    assert ranked[2]["relevance_score"] == pytest.approx(ranked[4]["relevance_score"], rel=1e-2)
+    for path, body in (
+        ("/v1/rerank", {"query": QUERY, "documents": documents, "top_k": 4, "return_documents": True}),
+        ("/v1/reranking", {"query": QUERY, "input": documents, "return_input": True}),
+        ("/v1/ranking", {"query": {"text": QUERY}, "passages": documents}),
+        ("/infinity/rerank", {"query": QUERY, "documents": documents, "return_documents": True}),
+    ):
+        answer = await caller.json(path, body)
+        found = answer.get("rankings") or answer.get("results") or answer["data"]
+        assert sorted(item["index"] for item in found) == [0, 1, 2, 3]
+
+
+async def test_scales_may_be_base64(colbert: RecordingEngine) -> None:
+    (rows,) = await _embeddings(colbert, DOCUMENTS[:1], "document")
+    scales = (np.abs(rows).max(axis=1) / 127).astype(np.float32)
+    whole = np.rint(rows / scales[:, None])
+    bodies = [
+        {"queries": QUERY, "documents": [_sent(whole, "int8", scales=given)]}
+        for given in (scales.tolist(), base64.b64encode(scales.tobytes()).decode())
+    ]
+    first, second = [(await Caller(colbert).json("/score", body))["data"] for body in bodies]
+    assert first == second
+
+
+async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None:
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"embedding": "!"}, "is not base64"),
+        ({"embedding": "AAAA"}, "has 3 bytes"),
+        ({"embedding": ""}, "has 0 bytes"),
+        ({"embedding": 7, "shape": None}, "has the shape"),
+        ({"embedding": {"a": 1}}, "neither base64 nor lists"),
+        ({"embedding": [[1.0], [1.0, 2.0]]}, "neither base64 nor lists"),
+        ({"embedding": [["a"]]}, "neither base64 nor lists"),
+        ({"embedding": [[1e300]], "shape": None}, "has the shape"),
+        ({"dtype": "float8"}, "dtype 'float8' is not known; use float32"),
+        ({"dtype": ["float32"]}, "is not known"),
+        ({"shape": [1, 1]}, r"shape \[1, 1\] does not fit"),
+        ({"shape": [-1]}, "does not fit"),
+        ({"shape": "a"}, "does not fit"),
+        ({"shape": [True]}, "does not fit"),
+        ({"scales": [1.0]}, "leave them out"),
+        ({"scales": "!"}, "scales is not base64"),
+        ({"scales": ["a"]}, "scales is neither"),
+    )
+    good = _sent(np.ones((2, colbert.model.tasks["token_embed"].dim), dtype=np.float32), "float32")
+    for change, reason in changes:
+        body = {"query": "q", "documents": ["d", good | change]}
+        answer = await Caller(colbert).ask("POST", "/rerank", body)
+        assert answer.status == 400
+        error = error_of(answer)
+        assert error["param"] == "documents"
+        assert re.search(rf"documents\[1\].*{reason}", error["message"]), error
+
+
+async def test_a_text_comes_before_an_embedding(colbert: RecordingEngine) -> None:
+    """Records that people keep have both, and fields of any name."""
+    caller = Caller(colbert)
+    document = {"text": DOCUMENTS[0], "embedding": [1.0]}
+    answer = await caller.json("/rerank", {"query": QUERY, "documents": [document]})
+    assert answer["results"][0]["document"] == {"text": DOCUMENTS[0]}
+    body = {"query": QUERY, "documents": [{"embedding": "a word"}], "rank_fields": ["embedding"]}
+    answer = await caller.json("/rerank", body)
+    assert answer["results"][0]["document"] == {"text": "embedding: a word"}

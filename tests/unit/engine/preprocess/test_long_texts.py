@@ -1,0 +1,264 @@
+"""Long texts are tokenised in pieces: exactly, no further than needed, and between other work."""
+
+import functools
+import re
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from maxsimd.engine.checkpoint import LoadedModel, PairRules
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.pieces import LONGEST_PIECE, PIECE
+from maxsimd.engine.preprocess.tokenization import PART_CHARACTERS, Side, TextTokenizer, cut
+from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
+from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
+from tests.checkpoints.tokenizer_kinds import CUT, Kind, bert, llama_2, qwen
+from tests.unit.engine.preprocess.preprocessing import model, preprocessor, refused, request_ids
+
+KINDS = CUT | {"llama_2": llama_2}
+SIDES = st.sampled_from(["left", "right"])
+WORDS = st.sampled_from(
+    [
+        *("the", "Paris", "is", "1815", "3.14", "a,b", "don't", "x\ny", "\n\n", "  ", "<mask>", "[SEP]"),
+        *("\u6f22\u5b57\u3002", "caf\u00e9", "e\u0301", "\U0001f600"),
+    ]
+)
+SENTENCES = st.lists(WORDS, min_size=1, max_size=12).map(" ".join)
+# Up to three pieces or so.
+LENGTHS = st.integers(PIECE // 2, 3 * PIECE)
+
+
+def repeated(sentence: str, length: int) -> str:
+    return (f"{sentence} " * (length // len(sentence) + 1))[:length]
+
+
+@functools.cache
+def library(name: str) -> Tokenizer:
+    return KINDS[name]()
+
+
+@functools.cache
+def made(name: str) -> TextTokenizer:
+    return wrapped(KINDS[name])
+
+
+def wrapped(kind: Kind) -> TextTokenizer:
+    return TextTokenizer(SimpleNamespace(backend_tokenizer=kind()))
+
+
+def whole(name: str, text: str) -> np.ndarray:
+    return np.array(library(name).encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=4)
+@given(sentence=SENTENCES, length=LENGTHS, most=st.none() | st.integers(0, 3000), side=SIDES)
+def test_a_long_text_has_the_tokens_that_it_has_whole(
+    name: str, sentence: str, length: int, most: int | None, side: Side
+) -> None:
+    text = repeated(sentence, length)
+    read = [token for _, encoding in made(name).read(text, "text") for token in encoding.ids]
+    assert read == whole(name, text).tolist()
+    texts = [sentence, text]
+    for tokens, each in zip(made(name).encode(texts, "documents", most, side), texts, strict=True):
+        expected = whole(name, each)
+        assert tokens.tolist() == cut(expected, len(expected) if most is None else most, side).tolist()
+        assert tokens.dtype == np.int32
+
+
+def encoded_characters(monkeypatch: pytest.MonkeyPatch, tokenizer: TextTokenizer) -> list[list[int]]:
+    """The lengths of the texts that are tokenised from now on, batch by batch."""
+    batches: list[list[int]] = []
+    encode = tokenizer._encode_batch
+
+    def recorded(texts: list[str], *options: Any, **named: Any) -> Any:
+        batches.append([len(text) for text in texts])
+        return encode(texts, *options, **named)
+
+    monkeypatch.setattr(tokenizer, "_encode_batch", recorded)
+    return batches
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_no_more_is_read_of_a_text_than_is_left_of_it(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = wrapped(bert)
+    batches = encoded_characters(monkeypatch, tokenizer)
+    (tokens,) = tokenizer.encode(["word " * 100_000], "documents", 500, side)
+    assert len(tokens) == 500
+    assert sum(map(sum, batches)) < 10_000
+    batches.clear()
+    (tokens,) = tokenizer.encode(["extraordinarilylongish " * 100_000], "documents", 500, side)
+    assert len(tokens) == 500
+    assert sum(map(sum, batches)) < 30_000, "more where the first piece has too few"
+
+
+def test_the_beginnings_of_texts_are_tokenised_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = wrapped(bert)
+    batches = encoded_characters(monkeypatch, tokenizer)
+    tokenizer.encode(["word " * 10_000] * 20, "documents", 500)
+    assert [len(batch) for batch in batches] == [16, 4], "as many as PART_CHARACTERS holds"
+    batches.clear()
+    tokenizer.encode(["x" * PART_CHARACTERS] * 3, "documents", 500)
+    assert [len(batch) for batch in batches] == [1, 1, 1], "nothing cuts these"
+
+
+def test_a_text_that_is_read_whole_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = wrapped(qwen)
+    batches = encoded_characters(monkeypatch, tokenizer)
+    tokenizer.encode(["word " * 20_000], "documents")
+    assert len(batches) == 7
+    assert max(map(sum, batches)) <= PIECE + 5
+
+
+def test_tokens_that_are_cut_off_are_not_held() -> None:
+    (tokens,) = made("bert").encode(["word " * 3000], "documents", 10)
+    assert tokens.base is None
+
+
+TEMPLATE = ScoreTemplate(("query: {{ query }} passage: {{ document }}",))
+ENDLESS = "x" * (LONGEST_PIECE + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "remedy"),
+    [
+        ("bert", ENDLESS, "put spaces or line breaks into it"),
+        ("llama_2", "a " * LONGEST_PIECE, "split the text"),
+    ],
+)
+def test_text_without_breaks_is_refused_by_its_field(name: str, text: str, remedy: str) -> None:
+    tokenizer, names = made(name), ["documents[7]", "documents[9]"]
+    for called, read in (
+        ("documents", lambda: tokenizer.encode(["a", text], "documents")),
+        ("documents[9]", lambda: tokenizer.encode(["a", text], "documents", names=names)),
+        ("documents", lambda: tokenizer.encode_around(text, range(1, 2), "documents")),
+        ("documents[9]", lambda: tokenizer.encode_around(text, range(1, 2), "documents", name=names[1])),
+        ("documents", lambda: list(tokenizer.read(text, "documents"))),
+    ):
+        with refused(
+            "documents", rf"^{re.escape(called)} holds more than {LONGEST_PIECE} characters of .*{remedy}$"
+        ):
+            read()
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        model(),
+        model(score_task="classify", pairs=PairRules()),
+        model(score_task="classify", pairs=PairRules(template=TEMPLATE)),
+    ],
+    ids=["apart", "the tokeniser's pairs", "a template's pairs"],
+)
+@pytest.mark.parametrize("truncation", [Truncation(), Truncation(max_document_tokens=3)])
+def test_a_request_is_refused_by_the_text_that_cannot_be_cut(
+    described: LoadedModel, truncation: Truncation
+) -> None:
+    request = ScoreRequest(queries=("w1", ENDLESS), documents=("w1", "w2"), truncation=truncation)
+    with refused("queries", r"^queries\[1\] holds more than"):
+        preprocessor(described).score(request, request_ids())
+    request = ScoreRequest(queries=("w1",), documents=("w1", "w1 w2", ENDLESS), truncation=truncation)
+    with refused("documents", r"^documents\[2\] holds more than"):
+        preprocessor(described).score(request, request_ids())
+    embedded = EmbedRequest(task="token_embed", texts=((8, 9), "w1", ENDLESS))
+    with pytest.raises(InvalidRequestError, match=r"^input\[2\] holds more than"):
+        preprocessor(described).embed(embedded, request_ids())
+
+
+def test_text_without_breaks_may_be_cut_off() -> None:
+    (tokens,) = made("bert").encode(["word " * 1000 + ENDLESS], "documents", 500)
+    assert tokens.tolist() == whole("bert", "word " * 500).tolist()
+
+
+Spans = tuple[list[int], list[int], list[int]]
+
+
+def around(name: str, text: str, span: range, most: int | None = None, side: Side = "right") -> Spans:
+    found = made(name).encode_around(text, span, "documents", most, side)
+    return found.before.tolist(), found.inside.tolist(), found.after.tolist()
+
+
+def test_a_span_has_the_tokens_that_hold_its_characters() -> None:
+    text = "paris rome berlin"
+    paris, rome, berlin = whole("bert", text).tolist()
+    assert around("bert", text, range(6, 10)) == ([paris], [rome], [berlin])
+    assert around("bert", text, range(7, 8)) == ([paris], [rome], [berlin])
+    assert around("bert", text, range(4, 12)) == ([], [paris, rome, berlin], [])
+    assert around("bert", text, range(5, 6)) == ([paris], [], [rome, berlin]), "a space is in no token"
+    assert around("bert", text, range(5, 10)) == ([paris], [rome], [berlin])
+    assert around("bert", "", range(0, 0)) == ([], [], [])
+    with pytest.raises(InvalidRequestError, match=r"^documents holds a text that is not valid Unicode"):
+        around("bert", "\ud800", range(1))
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen", "xlm_roberta", "llama_2"])
+@settings(max_examples=5)
+@given(SENTENCES, st.tuples(LENGTHS, LENGTHS, LENGTHS), st.none() | st.integers(0, 3000), SIDES)
+def test_a_span_of_a_long_text_has_the_tokens_of_the_whole(
+    name: str, sentence: str, bounds: tuple[int, int, int], most: int | None, side: Side
+) -> None:
+    start, stop, length = sorted(bounds)
+    text = repeated(sentence, length)
+    encoding = library(name).encode(text, add_special_tokens=False)
+    held = [i for i, (a, b) in enumerate(encoding.offsets) if b > start and a < stop]
+    before, inside, after = around(name, text, range(start, stop), most, side)
+    if held:
+        expected = encoding.ids[held[0] : held[-1] + 1]
+        limit = len(expected) if most is None else most
+        assert (before, after) == (encoding.ids[: held[0]], encoding.ids[held[-1] + 1 :])
+        assert inside == cut(np.array(expected), limit, side).tolist()
+    else:
+        assert inside == []
+        assert before + after == encoding.ids
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_is_cut_off_within_a_span_is_not_read(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = wrapped(qwen)
+    batches = encoded_characters(monkeypatch, tokenizer)
+    text = "start " + "word " * 100_000 + "stop"
+    found = tokenizer.encode_around(text, range(6, len(text) - 4), "documents", 500, side)
+    assert len(found.inside) == 500
+    assert sum(map(sum, batches)) < 4 * PIECE
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda tokenizer, text: tokenizer.encode([text], "documents"),
+        lambda tokenizer, text: tokenizer.encode([text], "documents", 10**9, "left"),
+        lambda tokenizer, text: tokenizer.encode_around(text, range(5, len(text) - 5), "documents"),
+        lambda tokenizer, text: list(tokenizer.read(text, "text")),
+    ],
+    ids=["encode", "encode from the end", "encode_around", "read"],
+)
+def test_a_caller_that_goes_away_ends_the_reading(
+    read: Callable[[TextTokenizer, str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, pool = wrapped(bert), WorkerPool(1, lambda: None)
+    begun, go_on = threading.Event(), threading.Event()
+    batches = encoded_characters(monkeypatch, tokenizer)
+    encode = tokenizer._encode_batch
+
+    def blocked(*given: Any, **named: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return encode(*given, **named)
+
+    monkeypatch.setattr(tokenizer, "_encode_batch", blocked)
+    work = pool.submit(lambda: read(tokenizer, "word " * 100_000), 500_000)
+    assert begun.wait(20)
+    work.withdraw()
+    go_on.set()
+    with pytest.raises(WithdrawnError):
+        work.future.result(20)
+    assert len(batches) == 1
+    pool.close()

@@ -1,0 +1,259 @@
+"""Single texts: their role's prompt and length, what they are filled up with and what is not pooled."""
+
+import numpy as np
+import pytest
+
+from maxsimd.engine.checkpoint import RoleRules
+from maxsimd.engine.checkpoint.model import Expansion
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess import Prepared, Preprocessor
+from maxsimd.engine.preprocess.long_inputs import LongInputs
+from maxsimd.engine.preprocess.texts import TextBuilder
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, EmbedRequest, Truncation
+from maxsimd.scheduler import ResultSlot, Role
+from tests.unit.engine.preprocess.preprocessing import (
+    CLS,
+    DOCUMENT_PROMPT,
+    MASK,
+    QUERY_PROMPT,
+    SEP,
+    VOCABULARY,
+    ids,
+    model,
+    preprocessor,
+    refused,
+    request_ids,
+    tokenizer,
+    words,
+)
+
+ROLES = {
+    "query": RoleRules(prompt="query: "),
+    "document": RoleRules(prompt="passage: "),
+    "prompts": {"query": "query: ", "named": "w900 w901 "},
+}
+
+
+def embed(
+    made: Preprocessor,
+    texts: list[str | tuple[int, ...]],
+    truncation: Truncation = REFUSE_LONG,
+    **options: str,
+) -> Prepared:
+    request = EmbedRequest(texts=tuple(texts), task="embed", truncation=truncation, **options)  # type: ignore[arg-type]
+    return made.embed(request, request_ids())
+
+
+def tokens_of(prepared: Prepared) -> list[list[int]]:
+    return [sequence.tokens.ids.tolist() for sequence in prepared.sequences]
+
+
+def one(
+    rules: RoleRules,
+    text: str | tuple[int, ...],
+    truncation: Truncation = REFUSE_LONG,
+    max_tokens: int = 64,
+    special_tokens: bool = True,
+) -> tuple[list[int], list[int] | None, int, int]:
+    """A text's token ids, the positions that are pooled, how many are attended, and whether it was cut."""
+    made = preprocessor(model(text=rules, max_tokens=max_tokens), special_tokens=special_tokens)
+    prepared = embed(made, [text], truncation)
+    tokens = prepared.sequences[0].tokens
+    pooled = None if tokens.pooled_positions is None else tokens.pooled_positions.tolist()
+    return tokens.ids.tolist(), pooled, tokens.num_attended, prepared.truncated
+
+
+def test_a_named_prompt_takes_the_place_of_the_roles_own() -> None:
+    made = preprocessor(model(**ROLES))
+    text = ids(2)
+    assert tokens_of(embed(made, [words(2)])) == [[CLS, *text, SEP]]
+    assert tokens_of(embed(made, [words(2)], input_type="query")) == [[CLS, QUERY_PROMPT, *text, SEP]]
+    assert tokens_of(embed(made, [words(2)], input_type="document")) == [[CLS, DOCUMENT_PROMPT, *text, SEP]]
+    for input_type in ({}, {"input_type": "document"}):
+        named = embed(made, [words(2)], prompt_name="named", **input_type)
+        assert tokens_of(named) == [[CLS, *ids(2, 900), *text, SEP]]
+    limited = preprocessor(model(query=RoleRules("query: ", max_tokens=5), prompts={"named": "w900 "}))
+    prepared = embed(limited, [words(9)], input_type="query", prompt_name="named")
+    assert tokens_of(prepared) == [[CLS, *ids(1, 900), *ids(2), SEP]], "with the other rules of the role"
+
+
+def test_a_prompt_that_the_model_lacks_is_refused() -> None:
+    with refused("prompt_name", "'other'; this model has: named, query"):
+        embed(preprocessor(model(**ROLES)), ["a"], prompt_name="other")
+    with pytest.raises(InvalidRequestError, match="this model has: none"):
+        embed(preprocessor(model()), ["a"], prompt_name="other")
+
+
+def test_texts_and_token_ids_come_out_in_their_order() -> None:
+    prepared = embed(preprocessor(model()), [words(1), (5, 6, 7), words(3)], input_type="document")
+    assert tokens_of(prepared) == [[CLS, *ids(1), SEP], [5, 6, 7], [CLS, *ids(3), SEP]]
+    assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102]
+    assert [sequence.payload.slot for sequence in prepared.sequences] == [ResultSlot(7, i) for i in range(3)]
+    assert {(s.payload.role, s.payload.task, s.request_id) for s in prepared.sequences} == {
+        (Role.DOCUMENT, "embed", 7)
+    }
+    assert (prepared.results, prepared.truncated, prepared.num_new_tokens) == (3, 0, 11)
+    for input_type, role in (("query", Role.QUERY), (None, Role.TEXT)):
+        prepared = embed(preprocessor(model()), ["a"], input_type=input_type)  # type: ignore[arg-type]
+        assert prepared.sequences[0].payload.role is role
+
+
+def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
+    made = preprocessor(model(max_tokens=10))
+    assert embed(made, [words(8)], CUT_LONG).truncated == 0
+    assert tokens_of(embed(made, [words(8)])) == [[CLS, *ids(8), SEP]]
+    with refused("input", r"^input\[1\] has 11 tokens, but at most 10 can"):
+        embed(made, ["a", words(9)])
+    right = embed(made, [words(9)], CUT_LONG)
+    assert (tokens_of(right), right.truncated) == ([[CLS, *ids(8), SEP]], 1)
+    left = embed(made, [words(9), "w0", words(20)], Truncation(max_tokens=-1, side="left"))
+    assert tokens_of(left) == [[CLS, *ids(8, 1), SEP], [CLS, *ids(1), SEP], [CLS, *ids(8, 12), SEP]]
+    assert left.truncated == 2
+
+
+def test_the_limit_is_the_models_or_the_engines() -> None:
+    for taken, longest in ((10, 12), (12, 10)):
+        made = preprocessor(model(max_tokens=taken), longest=longest)
+        assert tokens_of(embed(made, [words(50)], CUT_LONG)) == [[CLS, *ids(8), SEP]]
+        with refused("truncate_prompt_tokens", "is 11, more than the 10 tokens"):
+            embed(made, ["a"], Truncation(max_tokens=11))
+        assert tokens_of(embed(made, ["a"], Truncation(max_tokens=10))) == [[CLS, 7, SEP]]
+
+
+def test_a_limit_that_holds_no_text_is_refused() -> None:
+    made = preprocessor(model())
+    assert tokens_of(embed(made, [words(5)], Truncation(max_tokens=3))) == [[CLS, *ids(1), SEP]]
+    with refused("truncate_prompt_tokens", r"^2 tokens leave no room beside 2 special tokens$"):
+        embed(made, [words(5)], Truncation(max_tokens=2))
+
+
+def test_a_role_s_own_length_cuts_without_counting_as_truncation() -> None:
+    rules = RoleRules(max_tokens=6)
+    assert one(rules, words(4)) == ([CLS, *ids(4), SEP], None, 6, 0)
+    assert one(rules, words(5)) == ([CLS, *ids(4), SEP], None, 6, 0)
+    # What the request cuts off beyond that does count.
+    assert one(rules, words(9), Truncation(max_tokens=5)) == ([CLS, *ids(3), SEP], None, 5, 1)
+    assert one(rules, words(9), Truncation(max_tokens=6)) == ([CLS, *ids(4), SEP], None, 6, 0)
+    assert one(RoleRules(max_tokens=1), words(9)) == ([CLS, SEP], None, 2, 0)
+
+
+def test_token_ids_are_run_as_they_are_and_obey_the_same_limits() -> None:
+    given_ids = tuple(range(20, 29))
+    assert one(RoleRules(prompt="query: "), given_ids) == (list(given_ids), None, 9, 0)
+    assert one(RoleRules(max_tokens=6), given_ids) == (list(given_ids[:6]), None, 6, 0)
+    assert one(RoleRules(), given_ids, max_tokens=9) == (list(given_ids), None, 9, 0)
+    with pytest.raises(InvalidRequestError, match="has 9 tokens, but at most 8"):
+        one(RoleRules(), given_ids, max_tokens=8)
+    cut = one(RoleRules(), given_ids, Truncation(max_tokens=8, side="left"))
+    assert cut == (list(given_ids[1:]), None, 8, 1)
+
+
+def test_a_request_may_want_less_than_the_roles_own_length() -> None:
+    inputs = LongInputs(Truncation(), 64, 0)
+    builder = TextBuilder(tokenizer(), RoleRules(max_tokens=6), inputs, "documents", max_tokens=4)
+    built = builder.build_from_ids(tuple(range(20, 29)), 0)
+    assert (built.tokens.ids.tolist(), built.truncated) == ([20, 21, 22, 23], True)
+
+
+@pytest.mark.parametrize("wrong", [(), (-1,), (VOCABULARY,), (5, VOCABULARY), (5, -1, 6), (2**70,)])
+def test_token_ids_outside_of_the_vocabulary_are_refused(wrong: tuple[int, ...]) -> None:
+    assert one(RoleRules(), (0, VOCABULARY - 1))[0] == [0, VOCABULARY - 1]
+    with refused("input", rf"^input\[0\] must .* from 0 to {VOCABULARY - 1}$"):
+        one(RoleRules(), wrong)
+
+
+def test_a_text_without_any_token_is_refused() -> None:
+    assert one(RoleRules(), "")[0] == [CLS, SEP]
+    for truncation in (Truncation(), Truncation(windows=True)):
+        builder = TextBuilder(
+            tokenizer(special_tokens=False), RoleRules(), LongInputs(truncation, 9, 0), "input"
+        )
+        with refused("input", r"^input\[3\] has no tokens; leave it out$"):
+            builder.windows(builder.encode([""])[0], 3)
+
+
+@pytest.mark.parametrize("attended", [True, False])
+def test_a_query_is_filled_up_to_the_length_of_its_expansion(attended: bool) -> None:
+    rules = RoleRules(expansion=Expansion(6, MASK, attended, fixed=False))
+    assert one(rules, words(2)) == ([CLS, *ids(2), SEP, MASK, MASK], None, 6 if attended else 4, 0)
+    assert one(rules, words(3)) == ([CLS, *ids(3), SEP, MASK], None, 6 if attended else 5, 0)
+    assert one(rules, words(4)) == ([CLS, *ids(4), SEP], None, 6, 0)
+    assert one(rules, words(5)) == ([CLS, *ids(5), SEP], None, 7, 0)
+    # What is cut by the request is filled up all the same, as are token ids.
+    cut = one(rules, words(9), Truncation(max_tokens=5))
+    assert cut == ([CLS, *ids(3), SEP, MASK], None, 6 if attended else 5, 1)
+    assert one(rules, (20, 21))[0] == [20, 21, MASK, MASK, MASK, MASK]
+    types = embed(preprocessor(model(text=rules)), ["a"]).sequences[0].tokens.type_ids
+    assert types is not None
+    assert types.tolist() == [0] * 6
+
+
+def test_tokens_of_the_skip_list_are_not_pooled() -> None:
+    rules = RoleRules(skipped_ids=np.array([*ids(1, 1), SEP]))
+    assert one(rules, words(4)) == ([CLS, *ids(4), SEP], [0, 1, 3, 4], 6, 0)
+    assert one(RoleRules(skipped_ids=np.array([MASK])), words(4))[1] is None
+    rules = RoleRules(prompt="query: ", pool_prompt=False, skipped_ids=np.array([SEP]))
+    assert one(rules, words(2))[1] == [2, 3], "beside a prompt that is not pooled"
+
+
+def test_a_prompt_may_be_left_out_of_what_is_pooled() -> None:
+    rules = RoleRules(prompt="query: w900 ", pool_prompt=False)
+    assert one(rules, words(2)) == ([CLS, QUERY_PROMPT, *ids(1, 900), *ids(2), SEP], [3, 4, 5], 6, 0)
+    assert one(RoleRules(prompt="query: w900 "), words(2))[1] is None
+    assert one(RoleRules(pool_prompt=False), words(2))[1] is None, "without a prompt everything is pooled"
+    # Token ids are the caller's own: they have no prompt.
+    assert one(rules, (20, 21, 22, 23, 24))[1] is None
+
+
+def test_a_text_that_is_cut_within_its_prompt_is_pooled_whole() -> None:
+    rules = RoleRules(prompt="query: w900 w901 ", pool_prompt=False)
+    # Of [CLS] and three tokens of the prompt nothing is left to pool but [SEP].
+    assert one(rules, words(2), Truncation(max_tokens=5))[1] == [4]
+    bare = {"special_tokens": False}
+    assert one(rules, words(2), Truncation(max_tokens=4), **bare)[1] == [3]  # type: ignore[arg-type]
+    assert one(rules, words(2), Truncation(max_tokens=3), **bare)[1] is None  # type: ignore[arg-type]
+
+
+def windows_of(
+    rules: RoleRules, length: int, truncation: Truncation, max_tokens: int | None = None
+) -> list[tuple[list[int], bool]]:
+    made = tokenizer()
+    builder = TextBuilder(made, rules, LongInputs(truncation, 64, 0), "documents", max_tokens)
+    built = builder.windows(builder.encode_for_windows([words(length)])[0], 0)
+    return [(window.tokens.ids.tolist(), window.truncated) for window in built]
+
+
+def test_every_window_stands_behind_the_prompt() -> None:
+    truncation = Truncation(max_tokens=9, windows=True, window_overlap=1)
+
+    def windows(length: int, own_length: int | None = None) -> list[tuple[list[int], bool]]:
+        return windows_of(RoleRules(words(2, 900) + " ", max_tokens=own_length), length, truncation)
+
+    def expected(*bodies: tuple[int, int]) -> list[tuple[list[int], bool]]:
+        return [([CLS, *ids(2, 900), *ids(stop - start, start), SEP], False) for start, stop in bodies]
+
+    assert windows(12) == expected((0, 5), (4, 9), (8, 12))
+    assert windows(13) == expected((0, 5), (4, 9), (8, 13))
+    assert windows(12, own_length=8) == expected((0, 4), (3, 7), (6, 10), (9, 12))
+    assert windows(5) == expected((0, 5))
+    assert windows(0) == expected((0, 0))
+
+
+def test_windows_read_no_more_than_is_wanted() -> None:
+    through_windows = Truncation(max_tokens=6, windows=True)
+    assert windows_of(RoleRules(), 20, through_windows, max_tokens=6) == [
+        ([CLS, *ids(4), SEP], True),
+        ([CLS, *ids(2, 4), SEP], True),
+    ]
+    assert windows_of(RoleRules(), 20, through_windows, max_tokens=4) == [([CLS, *ids(4), SEP], True)]
+    assert windows_of(RoleRules(), 4, through_windows, max_tokens=4) == [([CLS, *ids(4), SEP], False)]
+    assert windows_of(RoleRules(), 20, Truncation(max_tokens=6)) == [([CLS, *ids(4), SEP], True)], (
+        "no windows"
+    )
+
+
+def test_windows_without_room_behind_the_prompt_are_refused() -> None:
+    rules = RoleRules(prompt=words(4, 900) + " ")
+    assert len(windows_of(rules, 3, Truncation(max_tokens=7, windows=True))) == 3
+    with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 0 tokens beside 6 others"):
+        windows_of(rules, 3, Truncation(max_tokens=6, windows=True))

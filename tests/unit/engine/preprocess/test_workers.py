@@ -1,0 +1,304 @@
+"""The pool's threads: small work goes first, also between the parts of large work, which rests while the
+device has enough to do."""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+
+from maxsimd.engine.preprocess import workers
+from maxsimd.engine.preprocess.workers import WithdrawnError, Work, WorkerPool, yield_to_smaller
+
+SMALL, LARGE = 10, 1_000_000
+SMALLEST_HUGE = 524_288
+PATIENCE = 20
+
+
+class Blocked:
+    """Work that has begun and goes on when it is told to, with `then` if it is given."""
+
+    def __init__(self, pool: WorkerPool, size: int, then: Callable[[], Any] = lambda: None) -> None:
+        self.go_on = threading.Event()
+        self._begun = threading.Event()
+        self._then = then
+        self.work: Work[Any] = pool.submit(self._run, size)
+
+    def _run(self) -> Any:
+        self._begun.set()
+        assert self.go_on.wait(PATIENCE)
+        return self._then()
+
+    def wait_until_begun(self) -> "Blocked":
+        assert self._begun.wait(PATIENCE)
+        return self
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    """A pool of one thread."""
+    pool = WorkerPool(1, lambda: None)
+    yield pool
+    pool.close()
+
+
+def in_order(pool: WorkerPool, sizes: list[int]) -> list[int]:
+    """The numbers of works of these sizes in the order in which one thread does them."""
+    done: list[int] = []
+    first = Blocked(pool, SMALL).wait_until_begun()
+    works = [pool.submit(lambda i=i: done.append(i), size) for i, size in enumerate(sizes)]
+    first.go_on.set()
+    for work in works:
+        work.future.result(PATIENCE)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("sizes", "done"),
+    [
+        pytest.param([LARGE, SMALL, 1000, SMALL], [1, 3, 0, 2], id="small work first"),
+        pytest.param([LARGE, *[SMALL] * 10, 1000], [1, 2, 0, *range(3, 12)], id="every fourth is the oldest"),
+        pytest.param([SMALL, LARGE, *[SMALL] * 3], [0, 2, 1, 3, 4], id="which came first of all sizes"),
+        # As those do whose sizes differ by less than four times, within the same bounds.
+        pytest.param([1024, 2047, 512], [0, 1, 2], id="nearly the same size"),
+    ],
+)
+def test_works_are_done_by_size_and_age(pool: WorkerPool, sizes: list[int], done: list[int]) -> None:
+    assert in_order(pool, sizes) == done
+
+
+@pytest.mark.parametrize(
+    ("size", "passes"), [(SMALL, True), (LARGE // 8, True), (LARGE, False), (4 * LARGE, False)]
+)
+def test_only_smaller_work_runs_within_large_work(pool: WorkerPool, size: int, passes: bool) -> None:
+    events: list[str] = []
+
+    def large() -> str:
+        yield_to_smaller()
+        events.append("large")
+        return "result"
+
+    blocked = Blocked(pool, LARGE, large).wait_until_begun()
+    other = pool.submit(lambda: events.append("other"), size)
+    blocked.go_on.set()
+    assert blocked.work.future.result(PATIENCE) == "result"
+    other.future.result(PATIENCE)
+    assert events == (["other", "large"] if passes else ["large", "other"])
+
+
+def test_one_smaller_work_runs_each_time(pool: WorkerPool) -> None:
+    events: list[str] = []
+
+    def large() -> None:
+        for _ in range(3):
+            yield_to_smaller()
+            events.append("large")
+
+    blocked = Blocked(pool, LARGE, large).wait_until_begun()
+    for name in ("a", "b"):
+        pool.submit(lambda name=name: events.append(name), SMALL)
+    blocked.go_on.set()
+    blocked.work.future.result(PATIENCE)
+    assert events == ["a", "large", "b", "large", "large"]
+
+
+@pytest.mark.parametrize(("threads", "size"), [(2, LARGE), (3, SMALLEST_HUGE)])
+def test_all_threads_but_one_do_huge_work(threads: int, size: int) -> None:
+    pool = WorkerPool(threads, lambda: None)
+    begun = [Blocked(pool, size).wait_until_begun() for _ in range(threads - 1)]
+    waiting = [Blocked(pool, size) for _ in range(3)]
+    while waiting:
+        for _ in range(5):
+            assert pool.submit(lambda: "small", SMALLEST_HUGE - 1).future.result(PATIENCE) == "small"
+        assert not any(blocked.work.future.running() for blocked in waiting)
+        begun[0].go_on.set()
+        begun = [*begun[1:], waiting.pop(0).wait_until_begun()]
+    for blocked in begun:
+        blocked.go_on.set()
+        blocked.work.future.result(PATIENCE)
+    pool.close()
+
+
+def test_work_that_is_done_is_forgotten(pool: WorkerPool) -> None:
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    pool.submit(lambda held=held: None, LARGE).future.result(PATIENCE)
+    del held
+    pool.submit(lambda: None, SMALL).future.result(PATIENCE)
+    gc.collect()
+    assert gone() is None
+
+
+def test_withdrawn_work_is_not_begun(pool: WorkerPool) -> None:
+    begun = []
+    first = Blocked(pool, SMALL).wait_until_begun()
+    work = pool.submit(lambda: begun.append(True), SMALL)
+    work.withdraw()
+    first.go_on.set()
+    assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
+    assert not begun
+    assert work.future.cancelled()
+
+
+def test_withdrawn_work_ends_where_it_yields_and_no_other_does(pool: WorkerPool) -> None:
+    went_on = []
+
+    def large() -> None:
+        yield_to_smaller()  # to the small work, which withdraws this one
+        yield_to_smaller()
+        went_on.append("large")
+
+    def small() -> None:
+        blocked.work.withdraw()
+        yield_to_smaller()
+        went_on.append("small")
+
+    blocked = Blocked(pool, LARGE, large).wait_until_begun()
+    work = pool.submit(small, SMALL)
+    blocked.go_on.set()
+    with pytest.raises(WithdrawnError):
+        blocked.work.future.result(PATIENCE)
+    work.future.result(PATIENCE)
+    assert went_on == ["small"]
+
+
+def test_what_work_raises_is_its_result_and_harms_no_other(pool: WorkerPool) -> None:
+    def broken() -> None:
+        raise SystemExit("broken")
+
+    with pytest.raises(SystemExit, match="broken"):
+        pool.submit(broken, SMALL).future.result(PATIENCE)
+    assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
+
+
+def test_outside_of_a_pool_nobody_yields() -> None:
+    yield_to_smaller()
+
+
+def test_closing_ends_all_work_and_all_threads() -> None:
+    started = []
+    pool = WorkerPool(2, lambda: started.append(threading.current_thread()))
+    begun = threading.Event()
+
+    def endless() -> None:
+        begun.set()
+        while True:
+            yield_to_smaller()
+
+    running = pool.submit(endless, LARGE)
+    assert begun.wait(PATIENCE)
+    waiting = pool.submit(endless, LARGE)
+    pool.close()
+    assert running.future.done()
+    with pytest.raises(WithdrawnError):
+        running.future.result()
+    assert waiting.future.cancelled()
+    with pytest.raises(CancelledError):
+        pool.submit(lambda: None, SMALL).future.result(PATIENCE)
+    assert {thread.name for thread in started} == {"maxsimd-pool_0", "maxsimd-pool_1"}
+    assert all(thread.daemon for thread in started), "a process that does not close its pool can end"
+    assert not any(thread.is_alive() for thread in started)
+
+
+class Clock:
+    """Time that passes only where a test says so, and in naps, which are noted."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.naps: list[float | None] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def pool(self, has_enough: Callable[[], bool] | None) -> WorkerPool:
+        """A pool whose threads, of which none is started, would nap by this clock."""
+
+        class Condition(threading.Condition):
+            def wait(condition, timeout: float | None = None) -> bool:
+                self.naps.append(timeout)
+                self.now += timeout or 0
+                return True
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(threading, "Condition", Condition)
+            return WorkerPool(1, lambda: None, *([] if has_enough is None else [has_enough]))
+
+
+@pytest.mark.parametrize(
+    ("size", "worked", "rested"),
+    [
+        (LARGE, [0.0005], []),
+        (LARGE, [0.001], [0.004]),  # four times as long
+        (LARGE, [0.0005, 0.0005], [0.004]),  # short work adds up
+        (LARGE, [0.01, 0.0005, 0.002], [0.04, 0.01]),  # what was rested for does not
+        (LARGE, [0.0125, 1.0], [0.05, 0.05]),  # but not for long
+        (32_767, [0.01], []),
+        (32_768, [0.01], [0.04]),
+    ],
+)
+def test_large_work_rests_while_the_device_has_enough_to_do(
+    monkeypatch: pytest.MonkeyPatch, size: int, worked: list[float], rested: list[float]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(workers, "time", clock)
+    for has_enough, expected in ((lambda: True, rested), (lambda: False, []), (None, [])):
+        clock.now, clock.naps = 0.0, []
+
+        def work() -> None:
+            for seconds in worked:
+                clock.now += seconds
+                yield_to_smaller()
+
+        Work(clock.pool(has_enough), work, size, 1).run()
+        assert clock.naps == pytest.approx(expected)
+
+
+def test_work_without_a_rest_rests_for_what_it_did_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(workers, "time", clock)
+    answers = iter([False, True])
+    pool = clock.pool(lambda: next(answers))
+
+    def large() -> None:
+        for seconds in (0.008, 0.002):
+            clock.now += seconds
+            yield_to_smaller()
+
+    Work(pool, large, LARGE, 1).run()
+    assert clock.naps == pytest.approx([0.008])
+
+
+@pytest.mark.parametrize(("size", "has_enough"), [(LARGE, True), (LARGE, False), (SMALL, True)])
+def test_a_rest_of_large_work_ends_with_small_work(
+    monkeypatch: pytest.MonkeyPatch, size: int, has_enough: bool
+) -> None:
+    monkeypatch.setattr(workers, "_REST", 1e9)
+    monkeypatch.setattr(workers, "_LONGEST_NAP", 1e6)
+    pool = WorkerPool(1, lambda: None, lambda: has_enough)
+    worked = threading.Event()
+
+    def work() -> str:
+        time.sleep(0.01)
+        worked.set()
+        yield_to_smaller()
+        return "went on"
+
+    submitted = pool.submit(work, size)
+    assert worked.wait(PATIENCE)
+    if has_enough and size == LARGE:
+        with pytest.raises(TimeoutError):
+            submitted.future.result(0.2)
+        while not submitted.future.done():  # until small work comes after the rest has begun
+            pool.submit(lambda: None, SMALL)
+            time.sleep(0.01)
+    assert submitted.future.result(PATIENCE) == "went on"
+    pool.close()

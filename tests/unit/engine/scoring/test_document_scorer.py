@@ -1,0 +1,544 @@
+"""The document scorer against plain MaxSim: what each step scores, holds, releases, fails and stages."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maxsimd.engine.cache import Arriving, CachedEmbedding, EmbeddingCache, Precision
+from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.scoring.document_scorer import DocumentScorer, ScoredDocuments
+from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments, CacheHit, Duplicate
+from maxsimd.engine.scoring.maxsim import maxsim_apart_avx512, maxsim_avx512, maxsim_reference
+from maxsimd.engine.scoring.outcome import RequestFailure
+from maxsimd.pooling.dispatch import Pooled
+from maxsimd.pooling.ragged import Ragged
+from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence, Tokens, Window
+from tests.unit.pairs import Pairs
+
+pytestmark = pytest.mark.fast
+
+DIM = 8
+CPU = torch.device("cpu")
+GONE = "the query's embedding is no longer stored"
+
+
+def rows(seed: int, count: int = 3) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.nn.functional.normalize(torch.randn(count, DIM, generator=random), dim=-1)
+
+
+def tokens(count: int) -> Tokens:
+    return Tokens(np.zeros(count, dtype=np.int32))
+
+
+def query(sequence_id: int, request_id: int, num_consumers: int) -> Sequence:
+    return Sequence.query(sequence_id, request_id, "token_embed", tokens(2), num_consumers)
+
+
+def document(
+    sequence_id: int,
+    slot: ResultSlot,
+    query_id: int,
+    *,
+    key: bytes | None = None,
+    truncated: bool = False,
+    window: Window | None = None,
+    length: int = 3,
+) -> Sequence:
+    payload = DocumentPayload(query_id, key, truncated, window)
+    return Sequence.document(sequence_id, slot, "token_embed", tokens(length), payload)
+
+
+def pooled(*items: tuple[Sequence, torch.Tensor]) -> Pooled:
+    sequences = tuple(sequence for sequence, _ in items)
+    return Pooled("token_embed", sequences, Ragged.from_items([item for _, item in items]))
+
+
+def plain(query_rows: torch.Tensor, document_rows: torch.Tensor) -> float:
+    return sum(max(float(q @ d) for d in document_rows) for q in query_rows)
+
+
+@dataclass
+class ReadsInt8:
+    """A backend that takes int8 rows with scales, and notes what it is given."""
+
+    given: list[Ragged] = field(default_factory=list)
+
+    def __call__(self, queries: Ragged, documents: Ragged, pairs: Pairs) -> torch.Tensor:
+        self.given.append(documents)
+        return maxsim_reference(queries, documents.decoded(torch.float32), pairs)
+
+
+class Scorer(DocumentScorer):
+    """One whose steps have new documents alone unless it is said."""
+
+    def score(self, pooled: Any, skipped: Any = (), cached: Any = ()) -> ScoredDocuments:
+        return super().score(pooled, skipped, cached)
+
+
+def scorer(cache: EmbeddingCache | None = None) -> Scorer:
+    return Scorer("maxsim", maxsim_reference, CPU, torch.float32, cache=cache)
+
+
+def cache_of(precision: Precision) -> EmbeddingCache:
+    return EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
+
+
+def entry(item: torch.Tensor, precision: Precision, truncated: bool = False) -> CachedEmbedding:
+    items = cache_of(precision).rounded(Ragged(item, (0, len(item))))
+    return CachedEmbedding(items.values, items.scales, len(item), truncated)
+
+
+def scores(made: ScoredDocuments) -> dict[ResultSlot, float]:
+    """Every slot's score; no slot may be scored twice."""
+    found: dict[ResultSlot, float] = {}
+    for output in made.outputs:
+        assert output.scalar
+        assert output.items.lengths == [1] * len(output.slots)
+        assert output.items.values.shape == (len(output.slots), 1)
+        for slot, item in zip(output.slots, output.items, strict=True):
+            assert slot not in found
+            found[slot] = item.item()
+    return found
+
+
+def cached_batch(query_id: int, documents: list[tuple[ResultSlot, CachedEmbedding]]) -> CachedBatch:
+    columns = CachedDocuments.of([CachedDocument(*document) for document in documents])
+    return CachedBatch(documents[0][0].request_id, query_id, 1, columns)
+
+
+def near(query_rows: torch.Tensor, *parts: torch.Tensor) -> Any:
+    """About the score of a document of these parts."""
+    return pytest.approx(plain(query_rows, torch.cat(parts)), abs=1e-5)
+
+
+def test_new_documents_of_many_requests_are_scored_in_one_batch() -> None:
+    ours = scorer()
+    slots = [ResultSlot(7, 0), ResultSlot(8, 4), ResultSlot(7, 1), ResultSlot(8, 5)]
+    queries = {1: rows(1, 2), 2: rows(2, 4), 3: rows(3, 1)}
+    asked = [2, 3, 1, 2]
+    items = [rows(10 + i, 1 + i) for i in range(4)]
+    step = [(query(2, 7, 2), queries[2]), (query(1, 7, 1), queries[1])]
+    step += [(document(20 + i, slots[i], asked[i]), items[i]) for i in range(4)]
+    step.append((query(3, 8, 1), queries[3]))
+    made = ours.score([pooled(*step)])
+    assert [output.slots for output in made.outputs] == [tuple(slots)]
+    assert list(scores(made).values()) == pytest.approx(
+        [plain(queries[q], item) for q, item in zip(asked, items, strict=True)], abs=1e-5
+    )
+    assert made.failures == []
+    assert made.new_embeddings == []
+    assert dict(made.releases.queries) == {1: 1, 2: 2, 3: 1}
+    assert made.releases.documents == frozenset()
+
+
+def test_documents_are_scored_against_queries_of_earlier_steps() -> None:
+    ours = scorer()
+    assert ours.score([pooled((query(1, 7, 2), rows(1)))]).outputs == []
+    for i in range(2):
+        slot = ResultSlot(7, i)
+        made = ours.score([pooled((document(2 + i, slot, 1), rows(2 + i)))])
+        assert scores(made) == {slot: near(rows(1), rows(2 + i))}
+        assert len(ours.queries) == 1, "nothing is released before the commit"
+        ours.commit(made.releases)
+        assert len(ours.queries) == 1 - i
+
+
+def test_tasks_are_scored_one_after_the_other() -> None:
+    ours = scorer()
+    first, second = ResultSlot(7, 0), ResultSlot(7, 1)
+    other = Pooled("embed", (document(3, second, 1),), Ragged.from_items([rows(3, 1)]))
+    made = ours.score([pooled((query(1, 7, 2), rows(1)), (document(2, first, 1), rows(2))), other])
+    assert [output.slots for output in made.outputs] == [(first,), (second,)]
+    assert scores(made)[second] == near(rows(1), rows(3, 1))
+    assert dict(made.releases.queries) == {1: 2}
+
+
+def test_what_nobody_waits_for_is_neither_scored_nor_stored() -> None:
+    ours = scorer()
+    slot = ResultSlot(7, 1)
+    text = Sequence.text(5, ResultSlot(9, 0), "token_embed", tokens(3))
+    made = ours.score(
+        [
+            pooled(
+                (text, rows(5)),
+                (query(4, 9, 0), rows(4)),
+                (query(1, 7, 1), rows(1)),
+                (document(2, slot, 1), rows(2)),
+                (text, rows(6)),
+            )
+        ],
+    )
+    assert scores(made) == {slot: near(rows(1), rows(2))}
+    assert len(ours.queries) == 1
+    assert ours.score([pooled((text, rows(5)))]).outputs == []
+
+
+def test_a_document_is_scored_when_its_last_window_has_come() -> None:
+    ours = scorer()
+    slot, whole_slot = ResultSlot(7, 0), ResultSlot(7, 1)
+    windows = [document(10 + i, slot, 1, window=Window(10, 3)) for i in range(3)]
+    # The windows come in another order than they have in the document.
+    made = ours.score([pooled((query(1, 7, 4), rows(1)), (windows[2], rows(12)))])
+    assert (made.outputs, dict(made.releases.queries), len(ours.windows)) == ([], {}, 1)
+    ours.commit(made.releases)
+    made = ours.score(
+        [
+            pooled(
+                (windows[1], rows(11, 2)), (document(20, whole_slot, 1), rows(20)), (windows[0], rows(10, 1))
+            )
+        ],
+    )
+    together = torch.cat([rows(10, 1), rows(11, 2), rows(12)])
+    assert scores(made) == {
+        whole_slot: near(rows(1), rows(20)),
+        slot: near(rows(1), together),
+    }
+    assert dict(made.releases.queries) == {1: 4}
+    assert made.releases.documents == {10}
+    assert (len(ours.queries), len(ours.windows)) == (1, 1)
+    ours.commit(made.releases)
+    assert (len(ours.queries), len(ours.windows)) == (0, 0)
+
+
+def test_the_windows_of_a_document_are_cached_in_its_order() -> None:
+    cache = cache_of("float32")
+    ours = scorer(cache)
+    lengths = [5, 4, 2]
+    windows = [
+        document(10 + i, ResultSlot(7, 0), 1, key=b"k", truncated=True, window=Window(10, 3), length=length)
+        for i, length in enumerate(lengths)
+    ]
+    items = [(windows[i], rows(10 + i, i + 1)) for i in (1, 2, 0)]
+    made = ours.score([pooled((query(1, 7, 3), rows(1)), *items)])
+    cached = made.new_embeddings[0].entry(0)
+    assert torch.equal(cached.rows, torch.cat([rows(10 + i, i + 1) for i in range(3)]))
+    assert (cached.tokens, cached.truncated) == (sum(lengths), True)
+    cache.close()
+
+
+def test_cached_documents_are_scored_against_their_query() -> None:
+    ours = scorer()
+    first = [(ResultSlot(7, i), entry(rows(10 + i, i + 1), "float32")) for i in range(3)]
+    second = [(ResultSlot(8, 0), entry(rows(20), "float32"))]
+    queries = pooled((query(1, 7, 3), rows(1)), (query(2, 8, 1), rows(2)))
+    made = ours.score([queries], [], [cached_batch(1, first), cached_batch(2, second)])
+    assert [output.slots for output in made.outputs] == [
+        (ResultSlot(7, 0), ResultSlot(7, 1), ResultSlot(7, 2)),
+        (ResultSlot(8, 0),),
+    ]
+    expected = [plain(rows(1), rows(10 + i, i + 1)) for i in range(3)] + [plain(rows(2), rows(20))]
+    assert list(scores(made).values()) == pytest.approx(expected, abs=1e-5)
+    assert dict(made.releases.queries) == {1: 3, 2: 1}
+    assert made.new_embeddings == [], "what is cached is not cached again"
+    ours.commit(made.releases)
+    assert len(ours.queries) == 0
+
+
+def test_duplicates_and_hits_are_scored_by_their_own_query() -> None:
+    cache = cache_of("float32")
+    ours = scorer(cache)
+    slots = [ResultSlot(7, 0), ResultSlot(8, 0), ResultSlot(7, 1), ResultSlot(8, 1), ResultSlot(7, 2)]
+    items = [rows(10, 2), rows(11, 5), rows(12, 4)]
+    queries = [(query(1, 7, 3), rows(1)), (query(2, 8, 2), rows(2))]
+    new = [
+        (document(10, slots[0], 1, key=b"a"), items[0]),
+        (document(11, slots[1], 2, key=b"b"), items[1]),
+    ]
+    skipped = [
+        CacheHit(document(14, slots[4], 1, key=b"c"), entry(items[2], "float32")),
+        Duplicate(document(12, slots[2], 1, key=b"b")),
+        Duplicate(document(13, slots[3], 2, key=b"a")),
+    ]
+    made = ours.score([pooled(*queries, *new)], skipped, [])
+    assert [output.slots for output in made.outputs] == [
+        (slots[0], slots[1]),
+        (slots[2], slots[3]),
+        (slots[4],),
+    ]
+    expected = [
+        plain(rows(1), items[0]),
+        plain(rows(2), items[1]),
+        plain(rows(1), items[1]),
+        plain(rows(2), items[0]),
+        plain(rows(1), items[2]),
+    ]
+    assert [scores(made)[slot] for slot in slots] == pytest.approx(expected, abs=1e-5)
+    assert dict(made.releases.queries) == {1: 3, 2: 2}
+    [arriving] = made.new_embeddings
+    assert arriving.keys == [b"a", b"b"]
+    cache.close()
+
+
+@pytest.mark.parametrize("kind", ["new", "duplicate", "hit", "cached"])
+def test_a_query_no_longer_stored_fails_its_request_alone(kind: str) -> None:
+    cache = cache_of("float32")
+    ours = scorer(cache)
+    lost, good, source = ResultSlot(8, 0), ResultSlot(7, 0), ResultSlot(7, 1)
+    step = [(query(1, 7, 2), rows(1)), (document(5, source, 1, key=b"k"), rows(5))]
+    skipped: list[Duplicate | CacheHit] = []
+    cached: list[CachedBatch] = []
+    match kind:
+        case "new":
+            step += [(document(3, lost, 99), rows(3)), (document(4, good, 1), rows(5))]
+        case "duplicate":
+            skipped = [Duplicate(document(3, lost, 99, key=b"k")), Duplicate(document(4, good, 1, key=b"k"))]
+        case "hit":
+            item = entry(rows(5), "float32")
+            skipped = [CacheHit(document(3, lost, 99), item), CacheHit(document(4, good, 1), item)]
+        case _:
+            item = entry(rows(5), "float32")
+            cached = [cached_batch(99, [(lost, item)]), cached_batch(1, [(good, item)])]
+    made = ours.score([pooled(*step)], skipped, cached)
+    assert made.failures == [RequestFailure(8, GONE)]
+    expected = plain(rows(1), rows(5))
+    assert scores(made) == {
+        source: pytest.approx(expected, abs=1e-5),
+        good: pytest.approx(expected, abs=1e-5),
+    }
+    assert dict(made.releases.queries) == {1: 2}
+    cache.close()
+
+
+def test_scoring_twice_and_committing_once_scores_once() -> None:
+    ours = scorer()
+    slots = [ResultSlot(7, i) for i in range(3)]
+    windows = [document(10 + i, slots[0], 1, window=Window(10, 2)) for i in range(2)]
+    step = pooled(
+        (query(1, 7, 4), rows(1)),
+        (windows[0], rows(10)),
+        (windows[1], rows(11)),
+        (document(12, slots[1], 1), rows(12)),
+    )
+    cached = [cached_batch(1, [(slots[2], entry(rows(13), "float32"))])]
+    first = ours.score([step], [], cached)
+    ours.forget({10, 11})
+    second = ours.score([step], [], cached)
+    assert scores(first) == scores(second)
+    assert len(scores(second)) == 3
+    assert dict(second.releases.queries) == {1: 4}
+    assert (len(ours.queries), len(ours.windows)) == (1, 1)
+    ours.commit(second.releases)
+    assert (len(ours.queries), len(ours.windows)) == (0, 0)
+
+
+def test_a_request_that_ended_leaves_nothing_and_others_all() -> None:
+    ours = scorer()
+    for request_id in (7, 8):
+        window = document(
+            10 * request_id, ResultSlot(request_id, 0), request_id, window=Window(request_id, 2)
+        )
+        ours.score([pooled((query(request_id, request_id, 2), rows(1)), (window, rows(2)))])
+    ours.drop_request(7)
+    assert (len(ours.queries), len(ours.windows)) == (1, 1)
+    last = document(81, ResultSlot(8, 0), 8, window=Window(8, 2))
+    made = ours.score([pooled((last, rows(3)))])
+    together = torch.cat([rows(2), rows(3)])
+    assert scores(made) == {ResultSlot(8, 0): near(rows(1), together)}
+
+
+def test_only_documents_with_a_key_are_rounded_and_staged() -> None:
+    cache = cache_of("int8")
+    ours = scorer(cache)
+    slots = [ResultSlot(7, i) for i in range(4)]
+    items = [rows(10 + i, 2 + i) for i in range(4)]
+    keys = [None, b"one", None, b"three"]
+    documents = [
+        document(10 + i, slots[i], 1, key=keys[i], truncated=i == 3, length=20 + i) for i in range(4)
+    ]
+    made = ours.score([pooled((query(1, 7, 4), rows(1)), *zip(documents, items, strict=True))])
+    assert [output.slots for output in made.outputs] == [(slots[0], slots[2]), (slots[1], slots[3])]
+    decoded = [Ragged(e.rows, (0, len(e.rows)), e.scales).decoded(torch.float32).values
+               for e in (entry(item, "int8") for item in items)]  # fmt: skip
+    exact = [plain(rows(1), items[i] if keys[i] is None else decoded[i]) for i in range(4)]
+    assert [scores(made)[slot] for slot in slots] == pytest.approx(exact, abs=1e-5)
+    [arriving] = made.new_embeddings
+    assert isinstance(arriving, Arriving)
+    assert arriving.keys == [b"one", b"three"]
+    one, three = arriving.entry(0), arriving.entry(1)
+    assert torch.equal(one.rows, entry(items[1], "int8").rows)
+    assert torch.equal(three.rows, entry(items[3], "int8").rows)
+    assert [(e.tokens, e.truncated) for e in (one, three)] == [(21, False), (23, True)]
+    cache.close()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_documents_are_scored_as_they_are_if_not_staged(cached: bool) -> None:
+    """Without a cache, or without a key."""
+    cache = cache_of("int8") if cached else None
+    slot = ResultSlot(7, 0)
+    one = document(2, slot, 1, key=None if cached else b"k")
+    made = scorer(cache).score([pooled((query(1, 7, 1), rows(1)), (one, rows(2)))])
+    assert scores(made) == {slot: near(rows(1), rows(2))}
+    assert made.new_embeddings == []
+    if cache is not None:
+        cache.close()
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "takes_int8"),
+    [
+        ("float32", torch.float32, True),
+        ("bfloat16", torch.float32, False),
+        ("bfloat16", torch.bfloat16, True),
+        ("int8", torch.float32, True),
+        ("int8", torch.bfloat16, False),
+    ],
+)
+def test_new_documents_duplicates_and_hits_score_identically(
+    precision: Precision, dtype: torch.dtype, takes_int8: bool
+) -> None:
+    cache = cache_of(precision)
+    maxsim = ReadsInt8()
+    ours = Scorer("maxsim", maxsim, CPU, dtype, takes_int8=takes_int8, cache=cache)
+    slots = [ResultSlot(7, i) for i in range(5)]
+    item, other = rows(10, 9), rows(11, 4)
+    new = pooled(
+        (query(1, 7, 5), rows(1)),
+        (document(3, slots[4], 1, key=b"o"), other),
+        (document(2, slots[0], 1, key=b"k"), item),
+    )
+    made = ours.score([new], [Duplicate(document(4, slots[1], 1, key=b"k"))], [])
+    [arriving] = made.new_embeddings
+    cached = arriving.entry(1)
+    again = ours.score(
+        [], [CacheHit(document(5, slots[2], 1, key=b"k"), cached)], [cached_batch(1, [(slots[3], cached)])]
+    )
+    found = scores(made) | scores(again)
+    assert len({found[slot] for slot in slots[:4]}) == 1, found
+    assert found[slots[4]] != found[slots[0]]
+    for given in maxsim.given:
+        if takes_int8 and precision == "int8":
+            assert given.values.dtype is torch.int8
+            assert given.scales is not None
+            assert len(given.scales) == len(given.values)
+        else:
+            assert given.values.dtype is dtype
+            assert given.scales is None
+    cache.close()
+
+
+@pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernel")
+@pytest.mark.parametrize(
+    ("precision", "dtype", "similarity"),
+    [
+        ("float32", torch.float32, "maxsim"),
+        ("float32", torch.bfloat16, "cosine"),
+        ("bfloat16", torch.float32, "meanmaxsim"),
+        ("bfloat16", torch.bfloat16, "maxsim"),
+        ("int8", torch.float32, "cosine"),
+        ("int8", torch.float32, "maxsim"),
+        ("int8", torch.bfloat16, "meanmaxsim"),
+    ],
+)
+def test_documents_score_where_they_lie_as_end_to_end(
+    precision: Precision, dtype: torch.dtype, similarity: str
+) -> None:
+    cache = cache_of(precision)
+    found = []
+    for apart in (None, maxsim_apart_avx512):
+        ours = Scorer(similarity, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
+        slots = [ResultSlot(7, i) for i in range(4)]
+        length = 1 if similarity == "cosine" else 9
+        new = pooled(
+            (query(1, 7, 4), rows(1, length)),
+            (document(2, slots[0], 1, key=b"k"), rows(10, length)),
+        )
+        was_new = ours.score([new])
+        cached = was_new.new_embeddings[0].entry(0)
+        hits = [CacheHit(document(3, slots[1], 1, key=b"k"), cached)]
+        # The second asks for a query that is no longer there.
+        batches = [cached_batch(1, [(slots[2], cached)]), cached_batch(99, [(slots[3], cached)])]
+        made = ours.score([], hits, batches)
+        assert [failure.request_id for failure in made.failures] == [7]
+        assert made.consumers == {1: 2}
+        found.append(scores(was_new) | scores(made))
+    assert found[0] == found[1]
+    assert list(found[0]) == slots[:3]
+    assert len(set(found[0].values())) == 1
+    cache.close()
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_int8_is_decoded_for_similarities_that_are_not_of_tokens(similarity: str) -> None:
+    ours = Scorer(similarity, ReadsInt8(), CPU, torch.float32, takes_int8=True)
+    slots = [ResultSlot(7, 0), ResultSlot(7, 1)]
+    entries = [entry(3 * rows(10 + i, 1), "int8") for i in range(2)]
+    made = ours.score(
+        [pooled((query(1, 7, 2), 2 * rows(1, 1)))],
+        [],
+        [cached_batch(1, list(zip(slots, entries, strict=True)))],
+    )
+    factor = 6 if similarity == "dot" else 1
+    expected = [factor * plain(rows(1, 1), rows(10 + i, 1)) for i in range(2)]
+    assert list(scores(made).values()) == pytest.approx(expected, abs=0.05)
+
+
+def test_int8_is_taken_only_where_the_backend_takes_it() -> None:
+    for similarity in ("maxsim", "meanmaxsim"):
+        for options in ({"takes_int8": True}, {"takes_int8": False}, {}):
+            maxsim = ReadsInt8()
+            ours = Scorer(similarity, maxsim, CPU, torch.float32, **options)
+            batch = cached_batch(1, [(ResultSlot(7, 0), entry(rows(2), "int8"))])
+            ours.score([pooled((query(1, 7, 1), rows(1)))], [], [batch])
+            [given] = maxsim.given
+            assert (given.values.dtype is torch.int8) == options.get("takes_int8", False)
+            assert (given.scales is not None) == options.get("takes_int8", False)
+
+
+def test_queries_of_one_batch_are_each_given_once() -> None:
+    seen: list[tuple[int, list[list[int]]]] = []
+
+    def maxsim(queries: Ragged, documents: Ragged, pairs: Pairs) -> torch.Tensor:
+        seen.append((len(queries), pairs.tolist()))
+        return maxsim_reference(queries, documents, pairs)
+
+    ours = Scorer("maxsim", maxsim, CPU, torch.float32)
+    ours.score([pooled((query(1, 7, 3), rows(1)), (query(2, 7, 1), rows(2)))])
+    asked = [2, 99, 1, 2]
+    made = ours.score(
+        [pooled(*((document(10 + i, ResultSlot(7, i), q), rows(10 + i)) for i, q in enumerate(asked)))],
+    )
+    assert seen == [(2, [[0, 0], [1, 2], [0, 3]])]
+    assert made.outputs[0].slots == (ResultSlot(7, 0), ResultSlot(7, 2), ResultSlot(7, 3))
+
+
+def test_windows_of_an_attempt_that_failed_are_scored_once() -> None:
+    """The step is tried again in halves, the first of which has both windows."""
+    ours = scorer()
+    slot = ResultSlot(7, 0)
+    windows = [document(10 + i, slot, 1, window=Window(10, 2)) for i in range(2)]
+    asked = pooled((query(1, 7, 3), rows(1)))
+    half = pooled((windows[0], rows(10)), (windows[1], rows(11)))
+    ours.score([asked, half, pooled((document(12, ResultSlot(7, 1), 1), rows(12)))])
+    ours.forget({10, 11, 12})
+    made = ours.score([asked, half])
+    together = torch.cat([rows(10), rows(11)])
+    assert scores(made) == {slot: near(rows(1), together)}
+    assert dict(made.releases.queries) == {1: 2}
+    ours.commit(made.releases)
+    assert len(ours.queries) == 1, "the document of the other half is still to come"
+
+
+@pytest.mark.parametrize("later_first", [False, True])
+def test_windows_in_two_halves_leave_nothing(later_first: bool) -> None:
+    """The step is tried again in halves, with one window in each. With late delivery, the half that completes
+    the document may be committed first."""
+    ours = scorer()
+    slot = ResultSlot(7, 0)
+    windows = [document(10 + i, slot, 1, window=Window(10, 2)) for i in range(2)]
+    asked = pooled((query(1, 7, 2), rows(1)))
+    halves = [pooled((windows[i], rows(10 + i))) for i in range(2)]
+    expected = {slot: near(rows(1), rows(10), rows(11))}
+    ours.score([asked, *halves])
+    ours.forget({1, 10, 11})
+    first = ours.score([asked, halves[0]])
+    second = ours.score([halves[1]])
+    assert (scores(first), scores(second)) == ({}, expected)
+    for made in (second, first) if later_first else (first, second):
+        ours.commit(made.releases)
+    assert (len(ours.queries), len(ours.windows)) == (0, 0)

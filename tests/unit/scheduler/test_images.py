@@ -1,0 +1,215 @@
+"""Pictures in the scheduler: encoded before their sequences, within the budget, and few features held."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.scheduler import (
+    ImageJob,
+    PlacedImage,
+    ResultSlot,
+    Scheduler,
+    Sequence,
+    Step,
+    StepLimits,
+    Tokens,
+)
+from tests.unit.scheduler.scheduled_requests import WORDS, Picture, pages, run_dry, texts
+
+PICTURES = st.tuples(st.integers(1, 60), st.integers(1, 60))
+DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
+
+
+@given(
+    requests=st.lists(st.tuples(DOCUMENTS, st.integers(1, 150)), min_size=1, max_size=4),
+    others=st.lists(st.integers(1, 90), max_size=5),
+    budget=st.integers(20, 200),
+    features=st.integers(1, 150),
+    chunked=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_sequence_runs_once_after_its_pictures(
+    requests: list[tuple[list[list[Picture]], int]],
+    others: list[int],
+    budget: int,
+    features: int,
+    chunked: bool,
+) -> None:
+    scheduler = Scheduler(StepLimits(budget if chunked else 400, 100, chunked, features=features))
+    every: dict[int, Sequence] = {}
+    jobs: dict[int, ImageJob] = {}
+    for request_id, (documents, query_length) in enumerate(requests):
+        sequences, images = pages(request_id, 1000 * (request_id + 1), documents, query_length)
+        scheduler.admit(request_id, sequences, images=images)
+        every |= {sequence.sequence_id: sequence for sequence in sequences}
+        jobs |= {image.image_id: image for image in images}
+    if others:
+        scheduler.admit(99, texts(99, others))
+    most_alone = max((_features(sequence) for sequence in every.values()), default=0)
+    encoded: dict[int, int] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    while (step := scheduler.schedule()) is not None:
+        assert step.num_parts > 0
+        for image in step.images:
+            assert image.image_id not in encoded
+            encoded[image.image_id] = step.step_id
+        for chunk in step.chunks:
+            first.setdefault(chunk.sequence.sequence_id, step.step_id)
+            assert chunk.sequence.sequence_id not in last
+            if chunk.is_last:
+                last[chunk.sequence.sequence_id] = step.step_id
+        held = sum(
+            _features(sequence)
+            for sequence in every.values()
+            if sequence.sequence_id not in last
+            and any(image.image_id in encoded for image in sequence.tokens.images)
+        )
+        assert scheduler.held_features == held <= max(features, most_alone)
+        cost = sum(map(len, step.chunks)) + sum(image.price for image in step.images)
+        most = scheduler.limits.tokens * (1.5 if step.images else 1)
+        assert cost <= most or step.num_parts == 1
+    assert encoded.keys() == jobs.keys()
+    assert set(last) >= every.keys()
+    for sequence_id, sequence in every.items():
+        document = sequence.payload.document
+        if document is not None:
+            assert first[sequence_id] >= last[document.query_id]
+        for image in sequence.tokens.images:
+            assert encoded[image.image_id] < first[sequence_id]
+    assert scheduler.waiting_tokens == scheduler.held_features == 0
+
+
+def _features(sequence: Sequence) -> int:
+    return sum(len(image.positions) for image in sequence.tokens.images)
+
+
+def steps_of(
+    documents: list[list[Picture]], *, chunked: bool = False, words: int = 3, **options: Any
+) -> list[Step]:
+    """The steps of a request of pages."""
+    scheduler = Scheduler(StepLimits(100, 100, chunked, **options))
+    sequences, images = pages(0, 0, documents, query_length=5, words=words)
+    scheduler.admit(0, sequences, images=images)
+    return run_dry(scheduler)
+
+
+def test_pictures_wait_while_as_many_features_are_held() -> None:
+    steps = steps_of([[(10, 40)], [(10, 40)], [(10, 10)]], features=50)
+    assert [[image.image_id for image in step.images] for step in steps] == [[1], [3, 5], []]
+    more = steps_of([[(30, 9), (30, 9), (30, 9)]], features=10)
+    assert [len(step.images) for step in more] == [3, 0], "a document with more is run all the same"
+
+
+def test_a_picture_dearer_than_the_budget_has_a_step_of_its_own() -> None:
+    steps = steps_of([[(1_000, 9)]], chunked=True)
+    assert [(len(step.chunks), len(step.images)) for step in steps] == [(1, 0), (0, 1), (1, 0)]
+
+
+def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
+    """A large request, and in each step a new one of one page: without a reservation the new ones, which are
+    smaller, would hold as many features as there may be for ever."""
+    scheduler = Scheduler(StepLimits(2048, 512, chunked=False))
+    sequences, images = pages(0, 0, [[(215, 1024)]] * 50, query_length=20)
+    scheduler.admit(0, sequences, images=images)
+    left = len(sequences)
+    for number in range(1, 300):
+        sequences, images = pages(number, 1_000 * number, [[(215, 1024)]], query_length=20)
+        scheduler.admit(number, sequences, images=images)
+        step = scheduler.schedule()
+        assert step is not None
+        left -= sum(chunk.sequence.request_id == 0 for chunk in step.chunks if chunk.is_last)
+        if not left:
+            return
+    pytest.fail("the oldest request starves")
+
+
+def test_a_cancelled_request_holds_no_features() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=True, features=10))
+    sequences, images = pages(0, 0, [[(50, 10)]] * 3, query_length=5)
+    scheduler.admit(0, sequences, images=images)
+    scheduler.schedule()
+    assert scheduler.held_features == 10
+    scheduler.cancel(0)
+    assert scheduler.held_features == scheduler.waiting_tokens == 0
+    assert scheduler.schedule() is None
+
+
+def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False))
+    sequences, images = pages(0, 0, [[(10, 4)], [(10, 4)]], query_length=5)
+    scheduler.admit(0, sequences, images=images)
+    scheduler.admit(1, texts(1, [6], first_id=50))
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.num_parts == 4
+    assert step.request_ids == {0, 1}
+    stages = step.stages()
+    assert [(len(stage.chunks), len(stage.images)) for stage in stages] == [(2, 0), (0, 2)]
+    parts = [half for stage in step.halves() for half in stage.halves()]
+    assert [(len(part.chunks), len(part.images)) for part in parts] == [(1, 0), (1, 0), (0, 1), (0, 1)]
+
+
+def test_the_last_pictures_make_no_step_of_their_own() -> None:
+    for number, expected in ((12, [12]), (14, [9, 5]), (21, [9, 12])):
+        steps = steps_of([[(10, 1)]] * number, words=0)
+        assert [len(step.images) for step in steps if step.images] == expected
+        assert sum(len(step.chunks) for step in steps) == number + 1
+
+
+def test_last_pictures_come_along_with_their_own_request_alone() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False))
+    for request_id, price, words in ((0, 150, 60), (1, 10, 5)):
+        sequence, image = picture_and_text(request_id, price, words)
+        scheduler.admit(request_id, [sequence], images=[image])
+    first = scheduler.schedule()
+    assert first is not None
+    assert [image.request_id for image in first.images] == [0], "what fits no step is encoded alone"
+    assert {image.request_id for step in run_dry(scheduler) for image in step.images} == {1}
+
+
+def picture_and_text(request_id: int, price: int, words: int) -> tuple[Sequence, ImageJob]:
+    image = ImageJob(100 * request_id, request_id, price, 1, None)
+    tokens = Tokens(WORDS[:words], images=(PlacedImage(image.image_id, np.arange(1), None, b""),))
+    return Sequence.text(image.image_id + 1, ResultSlot(request_id, 0), "embed", tokens), image
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(DOCUMENTS, st.integers(1, 60), st.integers(0, 2), st.integers(-2, 2), st.integers(0, 3)),
+        min_size=1,
+        max_size=6,
+    ),
+    beside_small=st.sampled_from([None, 10, 40]),
+    chunked=st.booleans(),
+)
+def test_all_pictures_and_sequences_of_all_tenants_run(
+    requests: list[tuple[list[list[Picture]], int, int, int, int]], beside_small: int | None, chunked: bool
+) -> None:
+    scheduler = Scheduler(StepLimits(60, 4, chunked, beside_small=beside_small, features=50))
+    steps = []
+    for request_id, (documents, query_length, tenant, priority, between) in enumerate(requests):
+        limited = [[(price, min(features, 15)) for price, features in pictures] for pictures in documents]
+        sequences, images = pages(request_id, 1000 * request_id, limited, query_length)
+        scheduler.admit(request_id, sequences, (), priority, str(tenant), images=images)
+        for _ in range(between):
+            if (step := scheduler.schedule()) is not None:
+                steps.append(step)
+    steps += run_dry(scheduler)
+    assert scheduler.waiting_tokens == scheduler.held_features == 0
+    encoded = [image.image_id for step in steps for image in step.images]
+    assert len(encoded) == len(set(encoded))
+    assert len(encoded) == sum(len(pictures) for request in requests for pictures in request[0])
+    for step in steps:
+        for stage in step.stages():
+            assert len(stage.chunks) <= 4
+            assert len(stage.images) <= 1 or sum(image.price for image in stage.images) <= 90
+
+
+def test_a_picture_without_a_price_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a price"):
+        ImageJob(0, 0, 0, 1, None)

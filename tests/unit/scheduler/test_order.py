@@ -1,0 +1,348 @@
+"""Which request is served first: classes of size, arrival, the part of the oldest, tenants and priorities."""
+
+import math
+import weakref
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxsimd.scheduler import Scheduler, Step, StepLimits
+from tests.unit.scheduler.scheduled_requests import cached, run_dry, texts, tokens_by_request
+
+
+def scheduler_of(
+    tokens: int, oldest_share: float = 1e-9, weights: dict[str, float] | None = None
+) -> Scheduler:
+    """One whose oldest request gets next to nothing beyond its turn, unless a share is given."""
+    limits = StepLimits(tokens, 10_000, chunked=False)
+    return Scheduler(limits, oldest_share=oldest_share, weights=weights)
+
+
+def finishing_order(steps: list[Step]) -> list[int]:
+    """Request ids in the order of their last parts."""
+    last: dict[int, int] = {}
+    position = 0
+    for step in steps:
+        for chunk in step.chunks:
+            last[chunk.sequence.request_id] = position = position + 1
+        for batch in step.cached:
+            last[batch.request_id] = position = position + 1
+    return sorted(last, key=lambda request_id: last[request_id])
+
+
+def order_of(*requests: tuple[list[int], list[int]]) -> list[int]:
+    """The order in which requests of texts and cached batches finish; before them comes one that takes the
+    part of the oldest."""
+    scheduler = scheduler_of(10)
+    scheduler.admit(-1, texts(-1, [10] * 1000))
+    for request_id, (lengths, prices) in enumerate(requests):
+        scheduler.admit(request_id, texts(request_id, lengths), [cached(request_id, p) for p in prices])
+    return [request_id for request_id in finishing_order(run_dry(scheduler)) if request_id >= 0]
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        pytest.param([([10] * 4, []), ([10], []), ([10] * 2, [])], [1, 2, 0], id="smaller classes first"),
+        pytest.param([([1] * 31, []), ([1] * 16, []), ([1] * 24, [])], [0, 1, 2], id="by arrival in a class"),
+        # Classes begin at powers of two.
+        pytest.param([([1] * 16, []), ([1] * 15, [])], [1, 0], id="16 and 15"),
+        pytest.param([([1] * 31, []), ([1] * 16, [])], [0, 1], id="31 and 16"),
+        pytest.param([([1] * 8, []), ([1] * 7, [])], [1, 0], id="8 and 7"),
+        # Cached batches count at their price.
+        pytest.param([([], [9, 9]), ([10], [])], [1, 0], id="cached and dearer"),
+        pytest.param([([], [9]), ([10], [])], [0, 1], id="cached and cheaper"),
+        pytest.param([([1], [9, 9]), ([10, 6], [])], [0, 1], id="both"),
+    ],
+)
+def test_requests_finish_by_class_of_size(
+    requests: list[tuple[list[int], list[int]]], expected: list[int]
+) -> None:
+    assert order_of(*requests) == expected
+
+
+def test_the_class_is_that_of_what_is_left() -> None:
+    """A large request that has been served down to the class of a later one is not overtaken by it."""
+    scheduler = Scheduler(StepLimits(10, 100, chunked=False), oldest_share=1e-9)
+    scheduler.admit(0, texts(0, [10] * 4))
+    for _ in range(3):
+        scheduler.schedule()
+    scheduler.admit(1, texts(1, [10]))
+    assert finishing_order(run_dry(scheduler)) == [0, 1]
+
+
+def test_work_that_is_added_raises_the_class() -> None:
+    scheduler = Scheduler(StepLimits(10, 100, chunked=False), oldest_share=1e-9)
+    scheduler.admit(-1, texts(-1, [10] * 100))
+    scheduler.schedule()
+    scheduler.admit(0, texts(0, [10]))
+    scheduler.admit(1, texts(1, [10, 10]))
+    scheduler.admit(0, texts(0, [10] * 7))
+    assert finishing_order(run_dry(scheduler)) == [1, 0, -1]
+
+
+def test_the_longest_ready_sequence_of_a_request_goes_first() -> None:
+    scheduler = Scheduler(StepLimits(10, 100, chunked=False))
+    scheduler.admit(0, texts(0, [3, 10, 7, 6]))
+    lengths = [[len(chunk) for chunk in step.chunks] for step in run_dry(scheduler)]
+    assert lengths == [[10], [7, 3], [6]]
+    scheduler.admit(0, texts(0, [4] * 5))
+    ids = [chunk.sequence.sequence_id for step in run_dry(scheduler) for chunk in step.chunks]
+    assert ids == [0, 1, 2, 3, 4], "of one length in the order of admission"
+
+
+@pytest.mark.parametrize(("share", "lengths"), [(1 / 16, [5] * 2000), (1 / 8, [10_000]), (1 / 2, [5] * 2000)])
+def test_the_oldest_gets_its_share_of_the_tokens(share: float, lengths: list[int]) -> None:
+    """And no more, while small requests fill every step; taken as twice the share in every other step."""
+    scheduler = Scheduler(StepLimits(160, 10_000, chunked=True), oldest_share=share, overdue_share=0)
+    scheduler.admit(0, texts(0, lengths))
+    parts = []
+    for i in range(1, 101):
+        scheduler.admit(i, texts(i, [1] * 160))
+        parts.append(tokens_by_request(scheduler.schedule()).get(0, 0))
+    assert sum(parts) == pytest.approx(share * 160 * 100, abs=share * 160 + 5)
+    assert parts[0] == parts[2] == 2 * share * 160
+    assert parts[1] == parts[3] == 0
+
+
+@pytest.mark.parametrize(("weight", "share"), [(3.0, 1 / 4), (0.5, 1 / 6), (0.1, 1 / 8)])
+def test_an_overdue_request_gets_up_to_half_of_its_tenants_due(weight: float, share: float) -> None:
+    """It is overdue once as much has been run as waited with it when it came."""
+    limits = StepLimits(1600, 10_000, chunked=True)
+    scheduler = Scheduler(limits, weights={"own": weight, "small": 1.0})
+    scheduler.admit(0, texts(0, [10] * 3200), tenant="own")
+    number, parts = 1, []
+    for _ in range(60):
+        # Of its own tenant and of the other, and all smaller than it.
+        for tenant in ("own", "small"):
+            scheduler.admit(number, texts(number, [10] * 320, 10_000 * number), tenant=tenant)
+            number += 1
+        parts.append(tokens_by_request(scheduler.schedule()).get(0, 0) / 1600)
+    due = parts[:20]
+    assert sum(due) == pytest.approx(20 / 8, abs=0.3), "32,000 tokens are 20 steps"
+    assert sum(parts[20:60]) == pytest.approx(40 * share, abs=0.5)
+
+
+def test_the_next_oldest_takes_what_the_oldest_leaves() -> None:
+    scheduler = scheduler_of(100, oldest_share=0.25)
+    scheduler.admit(0, texts(0, [10] * 3))
+    scheduler.admit(1, texts(1, [10] * 100))
+    scheduler.admit(2, texts(2, [1] * 16))
+    scheduler.admit(3, texts(3, [1] * 15))
+    first = scheduler.schedule()
+    assert first is not None
+    assert [chunk.sequence.request_id for chunk in first.chunks][:6] == [0, 0, 0, 1, 1, 3]
+
+
+def test_the_credit_of_the_oldest_is_at_most_a_step() -> None:
+    """One that could not take its part, because a step holds few sequences, does not get all of it later."""
+    scheduler = Scheduler(StepLimits(100, 1, chunked=False), oldest_share=0.5)
+    scheduler.admit(0, texts(0, [1] * 200 + [100] * 8))
+    scheduler.admit(1, texts(1, [1] * 90))
+    given = [tokens_by_request(scheduler.schedule()) for _ in range(12)]
+    assert [0 in step for step in given].count(False) > 0
+
+
+@pytest.mark.parametrize(("ahead", "tokens"), [(63, 100), (64, 60)])
+def test_sixty_four_requests_of_which_nothing_fits_are_looked_at(ahead: int, tokens: int) -> None:
+    scheduler = scheduler_of(100)
+    scheduler.admit(0, texts(0, [60]))
+    for request_id in range(1, ahead + 1):
+        scheduler.admit(request_id, texts(request_id, [41]))
+    scheduler.admit(100, texts(100, [40]))
+    assert sum(tokens_by_request(scheduler.schedule()).values()) == tokens
+
+
+def test_a_sequence_without_room_goes_first_in_the_next_step() -> None:
+    """Small requests keep coming and fill the step; the long one need not wait until it is the oldest."""
+    scheduler = scheduler_of(100, oldest_share=0.05)
+    scheduler.admit(0, texts(0, [10] * 5000))
+    scheduler.admit(1, texts(1, [96]))
+    waited = 0
+    while True:
+        scheduler.admit(2 + waited, texts(2 + waited, [10]))
+        given = tokens_by_request(scheduler.schedule())
+        if 1 in given:
+            break
+        waited += 1
+        assert waited < 3
+    assert waited > 0, "it did not have to wait, so this shows nothing"
+
+
+def given_to(scheduler: Scheduler, steps: int) -> dict[int, int]:
+    given: dict[int, int] = {}
+    for _ in range(steps):
+        for request_id, tokens in tokens_by_request(scheduler.schedule()).items():
+            given[request_id] = given.get(request_id, 0) + tokens
+    return given
+
+
+def shares_of(kinds: list[tuple[str, int]], weights: dict[str, float], size: int = 10) -> list[float]:
+    """The part of all tokens that each tenant and priority gets; each always has two requests waiting."""
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights=weights, oldest_share=0.01)
+    waiting: dict[int, int] = {}
+    given = [0] * len(kinds)
+    next_id = 0
+    for _ in range(200):
+        for kind, (tenant, priority) in enumerate(kinds):
+            while sum(request_id % len(kinds) == kind for request_id in waiting) < 2:
+                request_id = next_id * len(kinds) + kind
+                next_id += 1
+                waiting[request_id] = 300 // size * size
+                scheduler.admit(request_id, texts(request_id, [size] * (300 // size)), (), priority, tenant)
+        for request_id, tokens in tokens_by_request(scheduler.schedule()).items():
+            given[request_id % len(kinds)] += tokens
+            waiting[request_id] -= tokens
+            if not waiting[request_id]:
+                del waiting[request_id]
+    return [tokens / sum(given) for tokens in given]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "weights", "shares"),
+    [
+        pytest.param([("a", 0), ("b", 0)], {"a": 1.0, "b": 3.0}, [1 / 4, 3 / 4], id="weights"),
+        pytest.param([("a", 0), ("", 0)], {"a": 3.0}, [3 / 4, 1 / 4], id="who is not named weighs one"),
+        pytest.param([("", 2), ("", 0)], {}, [1 / 5, 4 / 5], id="lower priority numbers get more"),
+        pytest.param([("", -1), ("", 0)], {}, [2 / 3, 1 / 3], id="below zero too"),
+        pytest.param([("a", -2), ("a", 0), ("b", -3)], {}, [2 / 5, 1 / 10, 1 / 2], id="within their tenant"),
+        # A tenant that has only work of a priority above zero lets others pass.
+        pytest.param([("a", 0), ("b", 3)], {}, [8 / 9, 1 / 9], id="above zero alone"),
+        pytest.param([("a", 0), ("b", 1), ("b", 2)], {}, [4 / 7, 2 / 7, 1 / 7], id="two above zero"),
+        pytest.param([("", 8), ("", 20)], {}, [1 / 2, 1 / 2], id="beyond eight is eight"),
+        pytest.param([("", -8), ("", -20)], {}, [1 / 2, 1 / 2], id="below minus eight is minus eight"),
+        pytest.param([("", 7), ("", 20)], {}, [2 / 3, 1 / 3], id="seven is not eight"),
+        pytest.param([("", -7), ("", -20)], {}, [1 / 3, 2 / 3], id="minus seven is not minus eight"),
+    ],
+)
+def test_tenants_and_priorities_share(
+    kinds: list[tuple[str, int]], weights: dict[str, float], shares: list[float]
+) -> None:
+    assert shares_of(kinds, weights) == pytest.approx(
+        shares, rel=0.08 if ("b", 3) in kinds or len(kinds) > 2 else 0.05
+    )
+
+
+def test_added_work_costs_nothing_before_it_is_scheduled() -> None:
+    scheduler = scheduler_of(100)
+    scheduler.admit(0, texts(0, [10] * 20), tenant="a")
+    scheduler.admit(1, texts(1, [10] * 20), tenant="b")
+    for i in range(50):
+        scheduler.admit(0, texts(0, [1], 100 + i), tenant="a")
+    assert tokens_by_request(scheduler.schedule()) == {0: 50, 1: 50}
+    scheduler.cancel(1)
+    assert tokens_by_request(scheduler.schedule()) == {0: 100}, "a tenant that is alone gets everything"
+
+
+def test_a_tenant_gains_nothing_by_one_request_at_a_time() -> None:
+    """Each fills a whole step; the next comes when it is done."""
+    scheduler = scheduler_of(100, weights={"a": 1.0, "b": 3.0})
+    scheduler.admit(0, texts(0, [10] * 5000), tenant="b")
+    given = {"a": 0, "b": 0}
+    waiting = 0
+    for request_id in range(1, 201):
+        if not waiting:
+            scheduler.admit(request_id, texts(request_id, [100]), tenant="a")
+            waiting = request_id
+        step = tokens_by_request(scheduler.schedule())
+        given["b"] += step.get(0, 0)
+        if waiting in step:
+            given["a"] += step[waiting]
+            waiting = 0
+    assert given["a"] == pytest.approx(given["b"] / 3, rel=0.1)
+
+
+def test_weights_that_change_hold_for_what_waits() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights={"a": 3.0}, oldest_share=0.01)
+    for request_id, tenant in enumerate("ab"):
+        scheduler.admit(request_id, texts(request_id, [10] * 5000), tenant=tenant)
+    assert given_to(scheduler, 40) == pytest.approx({0: 3000, 1: 1000}, rel=0.05)
+    scheduler.set_weights({"b": 4.0})
+    assert given_to(scheduler, 40) == pytest.approx({0: 800, 1: 3200}, rel=0.05)
+    scheduler.set_weights({})
+    assert given_to(scheduler, 40) == pytest.approx({0: 2000, 1: 2000}, rel=0.05)
+    scheduler.set_weights({"a": 3.0})
+    with pytest.raises(ValueError, match="positive and finite"):
+        scheduler.set_weights({"a": 1.0, "b": 0.0})
+    assert given_to(scheduler, 40) == pytest.approx({0: 3000, 1: 1000}, rel=0.05), "as before"
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_who_is_ahead_when_weights_change_stays_so_by_tokens(is_back: bool) -> None:
+    """Beside a large weight, a hundredth is given four steps as the oldest, and then weighs as much as the
+    other: four steps of the other's are what it waits for, not four hundred."""
+    scheduler = Scheduler(StepLimits(100, 100, chunked=False), weights={"a": 0.01}, oldest_share=0.5)
+    scheduler.admit(0, texts(0, [10] * (20 if is_back else 5000)), tenant="a")
+    scheduler.admit(1, texts(1, [10] * 5000), tenant="b")
+    given_to(scheduler, 4)
+    scheduler.set_weights({})
+    if is_back:
+        scheduler.admit(2, texts(2, [10] * 5000), tenant="a")
+    scheduler.oldest_share = 0.01
+    given = given_to(scheduler, 60)
+    assert sum(given.get(request_id, 0) for request_id in (0, 2)) > 2500
+
+
+def test_what_waits_of_a_tenant_is_counted() -> None:
+    scheduler = scheduler_of(100)
+    scheduler.admit(0, texts(0, [10] * 20), tenant="a")
+    scheduler.admit(1, texts(1, [10] * 5), [cached(1, 7)], priority=3, tenant="a")
+    scheduler.admit(2, texts(2, [10] * 9), tenant="b")
+    assert [scheduler.waiting_of(tenant) for tenant in ("a", "b", "")] == [257, 90, 0]
+    scheduler.schedule()
+    assert scheduler.waiting_of("a") + scheduler.waiting_of("b") == scheduler.waiting_tokens
+
+
+class Tenant(str):
+    """A name that a weak reference can watch."""
+
+
+def test_nothing_is_held_of_a_tenant_even_with_the_others() -> None:
+    scheduler = scheduler_of(100)
+    scheduler.admit(0, texts(0, [10] * 1000), tenant="a")
+    tenant = Tenant("b")
+    held = weakref.ref(tenant)
+    scheduler.admit(1, texts(1, [50]), tenant=tenant)
+    del tenant
+    while scheduler.waiting_requests == 2:
+        scheduler.schedule()
+    assert held() is None
+
+
+def test_a_weight_or_a_share_that_means_nothing_is_refused() -> None:
+    limits = StepLimits(100, 100, chunked=False)
+    for weight in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"^the weight of tenant 'a' must be positive and finite"):
+            Scheduler(limits, weights={"a": weight})
+    for share in (0.0, -0.1, 0.51):
+        with pytest.raises(ValueError, match=r"^oldest_share must be above 0 and at most 0\.5"):
+            Scheduler(limits, oldest_share=share)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.booleans())
+def test_every_request_finishes_within_the_bound(data: st.DataObject, chunked: bool) -> None:
+    """Whatever else comes in every step: small requests that pass it, or long sequences that must be cut."""
+    budget, share = 40, data.draw(st.sampled_from([1 / 8, 1 / 4, 1 / 2]))
+    scheduler = Scheduler(StepLimits(budget, 10_000, chunked), oldest_share=share)
+    longest = 3 * budget if chunked else budget
+    lengths = st.lists(st.integers(1, longest), min_size=1, max_size=8)
+    for request_id in range(data.draw(st.integers(0, 4))):
+        scheduler.admit(request_id, texts(request_id, data.draw(lengths)), tenant=str(request_id % 2))
+    for _ in range(data.draw(st.integers(0, 3))):
+        scheduler.schedule()
+    own = data.draw(lengths)
+    prices = data.draw(st.lists(st.integers(1, 2 * budget), max_size=2))
+    scheduler.admit(10, texts(10, own), [cached(10, price) for price in prices], 5, "last")
+    ahead = scheduler.waiting_tokens
+    once = share * budget + max(longest, *prices, 0) + longest
+    bound = math.ceil((ahead + once) / (share * budget)) + 1
+    others = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=4))
+    left = sum(own) + sum(prices)
+    for step in range(bound):
+        scheduler.admit(100 + step, texts(100 + step, others * (budget // sum(others) + 1)))
+        left -= tokens_by_request(scheduler.schedule()).get(10, 0)
+        if not left:
+            return
+    pytest.fail(f"{left} tokens are left after {bound} steps")

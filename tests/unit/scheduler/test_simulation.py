@@ -1,0 +1,85 @@
+"""The scheduler under load, as `maxsimd bench order-of-work` simulates it, on fewer requests."""
+
+import pytest
+
+from maxsimd.bench.beside_batches import beside_batches
+from maxsimd.bench.order_of_work import (
+    BUDGET,
+    MIXES,
+    longest_wait_of_bound,
+    poisson_arrivals,
+    simulate,
+    summary,
+    tokens_of_tenants,
+)
+from maxsimd.bench.queue_orders import FirstComeFirstServed, RoundRobin, SchedulerOrder
+from maxsimd.engine.requests import priority_number
+
+
+def test_orders_to_compare_with_do_as_their_names_say() -> None:
+    first_come = FirstComeFirstServed(10)
+    first_come.admit(0, [4, 3, 5])
+    first_come.admit(1, [2, 1])
+    assert [first_come.step() for _ in range(3)] == [{0: 9, 1: 1}, {0: 3, 1: 2}, {}]
+    round_robin = RoundRobin(10)
+    round_robin.admit(0, [3] * 5)
+    round_robin.admit(1, [2] * 5)
+    assert [round_robin.step() for _ in range(4)] == [{0: 6, 1: 4}, {1: 6, 0: 3}, {0: 6}, {}]
+
+
+def test_a_request_ends_with_the_step_of_its_last_document() -> None:
+    arrivals = poisson_arrivals(0.5, 1, MIXES["50 documents"], seed=1)
+    tokens = sum(arrivals[0].lengths)
+    for order in (SchedulerOrder(BUDGET), RoundRobin(BUDGET), FirstComeFirstServed(BUDGET)):
+        steps = -(-tokens // BUDGET)
+        latency = simulate(arrivals, order)[0]
+        assert latency == pytest.approx(tokens / 30_000 + 0.002 * steps, abs=0.0021)
+
+
+def test_what_exceeds_the_queue_limit_is_refused() -> None:
+    arrivals = poisson_arrivals(0.5, 20, MIXES["50 documents"], seed=1)
+    tokens = min(sum(arrival.lengths) for arrival in arrivals)
+    assert (
+        simulate(arrivals, SchedulerOrder(BUDGET), lambda waiting, own: waiting + own < tokens) == [None] * 20
+    )
+    most = 20 * 50 * 150
+    latencies = simulate(arrivals, SchedulerOrder(BUDGET), lambda waiting, own: waiting + own <= most)
+    assert None not in latencies
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_latency_near_saturation_is_below_that_of_round_robin(mix: str) -> None:
+    arrivals = poisson_arrivals(0.95, 400, MIXES[mix], seed=1)
+    ours = summary(simulate(arrivals, SchedulerOrder(BUDGET)))
+    round_robin = summary(simulate(arrivals, RoundRobin(BUDGET)))
+    first_come = summary(simulate(arrivals, FirstComeFirstServed(BUDGET)))
+    assert ours["mean_s"] <= 0.9 * round_robin["mean_s"]
+    assert ours["mean_s"] <= 1.07 * first_come["mean_s"]
+    assert ours["p99_s"] <= round_robin["p99_s"]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_under_overload_admitted_requests_finish_in_bounds(mix: str) -> None:
+    bound = longest_wait_of_bound(MIXES[mix], 400, seed=1)
+    assert bound["longest_of_bound"] <= 1
+    assert bound["refused"] > 0
+
+
+def test_tenants_that_are_always_busy_share_by_their_weights() -> None:
+    given = tokens_of_tenants({"a": 1.0, "b": 3.0}, 200, seed=1)
+    assert given["b"] / given["a"] == pytest.approx(3, rel=0.1)
+
+
+def test_batches_take_what_requests_leave_and_no_more() -> None:
+    """Of 100 documents at a load of 0.6: as long as if batches weighed nothing, and far less than beside
+    batches that weigh as much as they do."""
+    batch = beside_batches(100, 0.6, 100, priority_number("batch"))
+    assert batch.latency["mean_s"] <= 1.02 * beside_batches(100, 0.6, 100, 8).latency["mean_s"]
+    assert batch.latency["mean_s"] <= 1.5 * beside_batches(100, 0.6, 100, None).latency["mean_s"]
+    assert batch.latency["mean_s"] < 0.3 * beside_batches(100, 0.6, 100, 0).latency["mean_s"]
+    assert batch.batch_share > 0.3, "what is left is theirs"
+
+
+def test_batches_never_starve() -> None:
+    """Requests alone would keep the device busy; the oldest of all gets its part all the same."""
+    assert beside_batches(20, 1.3, 300, 8).batch_share > 0.1

@@ -1,0 +1,431 @@
+"""How a step is filled: queries and prefixes first, cuts, cached batches, reduced budgets, cancellation."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxsimd.scheduler import Scheduler, Step, StepLimits, WaitingRequest, share_of
+from tests.unit.scheduler.scheduled_requests import (
+    cached,
+    cost,
+    document,
+    pairs,
+    query,
+    run_dry,
+    texts,
+    tokens_by_request,
+    two_stage,
+)
+
+
+def spans(step: Step | None) -> list[tuple[int, int, int]]:
+    """Sequence id, start and stop of each chunk."""
+    assert step is not None
+    return [(chunk.sequence.sequence_id, chunk.start, chunk.stop) for chunk in step.chunks]
+
+
+def prices(step: Step | None) -> list[int]:
+    assert step is not None
+    return [batch.price for batch in step.cached]
+
+
+def bidirectional(tokens: int, sequences: int = 1000) -> Scheduler:
+    return Scheduler(StepLimits(tokens, sequences, chunked=False))
+
+
+def causal(tokens: int, sequences: int = 100) -> Scheduler:
+    return Scheduler(StepLimits(tokens, sequences, chunked=True))
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(0, 1), (1, 0)])
+def test_limits_that_allow_nothing_are_refused(tokens: int, sequences: int) -> None:
+    with pytest.raises(ValueError, match=r"^a step must hold at least one token and one sequence$"):
+        StepLimits(tokens, sequences, chunked=True)
+    StepLimits(1, 1, chunked=True)
+
+
+def test_a_sequence_that_can_never_fit_refuses_its_request() -> None:
+    scheduler = bidirectional(100)
+    assert scheduler.fits(100)
+    assert not scheduler.fits(101)
+    assert causal(100).fits(101)
+    request = WaitingRequest(0, ("", 0))
+    request.add(texts(0, [5, 101]), [cached(0, 5)])
+    for admit in (
+        lambda: scheduler.admit(0, texts(0, [5, 101]), [cached(0, 5)]),
+        lambda: scheduler.enter(request),
+    ):
+        with pytest.raises(ValueError, match=r"^101 tokens do not fit a step of 100$"):
+            admit()
+        assert scheduler.waiting_sequences == scheduler.waiting_requests == scheduler.waiting_cached == 0
+    scheduler.admit(0, texts(0, [100]))
+
+
+def test_steps_are_numbered_from_one() -> None:
+    scheduler = bidirectional(10)
+    scheduler.admit(0, [])
+    assert scheduler.waiting_requests == 0, "a request without work does not wait"
+    assert scheduler.schedule() is None
+    scheduler.admit(0, texts(0, [10, 10]))
+    assert [step.step_id for step in run_dry(scheduler)] == [1, 2]
+
+
+def test_a_step_holds_at_most_the_allowed_number_of_sequences() -> None:
+    scheduler = bidirectional(100, sequences=3)
+    scheduler.admit(0, texts(0, [1] * 7), [cached(0, 1)] * 4)
+    steps = run_dry(scheduler)
+    assert [len(step.chunks) for step in steps] == [3, 3, 1]
+    assert [len(step.cached) for step in steps] == [4, 0, 0], "cached batches are none"
+    scheduler = bidirectional(100, sequences=1)
+    scheduler.admit(0, texts(0, [10]), [cached(0, 95), cached(0, 50)])
+    assert [prices(step) for step in run_dry(scheduler)] == [[50], [95]]
+
+
+def test_documents_follow_their_query_in_the_same_step() -> None:
+    scheduler = bidirectional(100)
+    sequences, batches = two_stage(0, [10], [20, 30], [5])
+    scheduler.admit(0, sequences, batches)
+    step = scheduler.schedule()
+    assert spans(step) == [(0, 0, 10), (2, 0, 30), (1, 0, 20)]
+    assert prices(step) == [5]
+    scheduler.admit(1, [document(1, 11, 50, 10), query(1, 10, 50)])
+    assert [sequence_id for sequence_id, _, _ in spans(scheduler.schedule())] == [10, 11], "in any order"
+
+
+def test_a_query_is_started_only_when_nothing_that_is_ready_fits() -> None:
+    scheduler = bidirectional(100)
+    sequences, batches = two_stage(0, [10, 10], [30, 30, 30, 30], [20, 20])
+    scheduler.admit(0, sequences, batches)
+    steps = run_dry(scheduler)
+    assert [sequence_id for sequence_id, _, _ in spans(steps[0])] == [0, 2, 4, 1]
+    assert prices(steps[0]) == [20]
+
+
+def test_documents_that_come_later_wait_for_a_query_that_waits() -> None:
+    scheduler = causal(10)
+    scheduler.admit(0, [query(0, 0, 25, 3)])
+    scheduler.schedule()
+    assert scheduler.is_mid_prefill
+    scheduler.admit(0, [document(0, 1, 2, 0)], [cached(0, 2, query_id=0)])
+    assert spans(scheduler.schedule()) == [(0, 10, 20)]
+    step = scheduler.schedule()
+    assert spans(step) == [(0, 20, 25), (1, 0, 2)]
+    assert prices(step) == [2]
+    scheduler.admit(0, [document(0, 2, 2, 0)])
+    assert spans(scheduler.schedule()) == [(2, 0, 2)]
+
+
+def test_pairs_are_run_and_cut_behind_their_prefix() -> None:
+    scheduler = causal(100)
+    scheduler.admit(0, pairs(0, 20, [30, 40]))
+    assert scheduler.waiting_tokens == 90
+    assert spans(scheduler.schedule()) == [(0, 0, 20), (2, 20, 60), (1, 20, 50)]
+    scheduler = causal(50)
+    scheduler.admit(0, pairs(0, 20, [70]))
+    assert [spans(step) for step in run_dry(scheduler)] == [[(0, 0, 20), (1, 20, 50)], [(1, 50, 90)]]
+
+
+def test_a_sequence_is_cut_to_fill_the_step_and_continued() -> None:
+    scheduler = causal(10)
+    scheduler.admit(0, texts(0, [8, 7]))
+    assert spans(scheduler.schedule()) == [(0, 0, 8), (1, 0, 2)]
+    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.is_mid_prefill) == (5, 1, True)
+    assert spans(scheduler.schedule()) == [(1, 2, 7)]
+    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.is_mid_prefill) == (0, 0, False)
+    scheduler.admit(1, texts(1, [11, 30, 12]))
+    assert spans(scheduler.schedule()) == [(1, 0, 10)], "the longest is the one that is cut"
+    # Given its part as the oldest, its turn and the gap, as one chunk.
+    scheduler = causal(100)
+    scheduler.admit(0, texts(0, [500]))
+    assert [spans(step) for step in run_dry(scheduler)] == [[(0, i, i + 100)] for i in range(0, 500, 100)]
+
+
+def test_a_very_long_prefill_leaves_room_for_others() -> None:
+    scheduler = causal(100)
+    scheduler.admit(0, texts(0, [10_000]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [30], 1))
+    assert spans(scheduler.schedule()) == [(1, 0, 30), (0, 100, 170)]
+
+
+def test_a_cut_sequence_gets_what_nothing_else_fits_into() -> None:
+    """It belongs to a request that is not served first, and nothing else may be cut beside it."""
+    scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.01)
+    scheduler.admit(0, texts(0, [10_000]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [70, 70], 1))
+    step = spans(scheduler.schedule())
+    assert step[0][0] == 1
+    assert step[1][:2] == (0, 100)
+    assert sum(stop - start for _, start, stop in step) == 100
+
+
+def test_a_cut_sequence_is_finished_before_another_is_cut() -> None:
+    scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.01)
+    scheduler.admit(0, texts(0, [1000]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [250], 1))
+    for step in range(2, 12):
+        scheduler.admit(step, texts(step, [1] * 100, 100 * step))
+    steps = run_dry(scheduler)
+    last = {chunk.sequence.sequence_id: i for i, step in enumerate(steps) for chunk in step.chunks}
+    assert last[0] <= last[1]
+    assert all(step.num_tokens == 100 for step in steps[:-1])
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(201, [(0, 100, 200)]), (101, [(0, 100, 101), (100, 0, 99)])]
+)
+def test_a_cut_sequence_goes_on_past_many_that_must_be_cut(
+    length: int, expected: list[tuple[int, int, int]]
+) -> None:
+    """More than are looked at in a step; what its end leaves of a step goes to the first of them."""
+    scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.01)
+    scheduler.admit(0, texts(0, [length] * 6))
+    scheduler.schedule()
+    for number in range(100, 200):
+        scheduler.admit(number, texts(number, [150], number))
+    assert spans(scheduler.schedule()) == expected
+
+
+def test_a_cut_sequence_joins_no_step_with_all_its_sequences() -> None:
+    scheduler = Scheduler(StepLimits(10, 2, chunked=True), oldest_share=0.01)
+    scheduler.admit(0, texts(0, [25]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [1] * 4, 1))
+    assert [spans(step) for step in run_dry(scheduler)] == [
+        [(1, 0, 1), (2, 0, 1)],
+        [(3, 0, 1), (4, 0, 1)],
+        [(0, 10, 20)],
+        [(0, 20, 25)],
+    ]
+
+
+def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | None = None) -> Scheduler:
+    """Request 1, the oldest, must be cut; but of request 2, which was cut before it, 50 tokens are left."""
+    limits = StepLimits(100, sequences, chunked=True)
+    scheduler = Scheduler(limits, oldest_share=0.5, weights=weights)
+    scheduler.admit(0, texts(0, [100]), tenant="a")
+    scheduler.admit(1, texts(1, [4000], 1), tenant="a")
+    scheduler.admit(2, texts(2, [250], 2), tenant="b")
+    assert [spans(scheduler.schedule()) for _ in range(3)] == [[(0, 0, 100)], [(2, 0, 100)], [(2, 100, 200)]]
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("sequences", "expected"),
+    [(2, [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]), (1, [[(2, 200, 250)], [(1, 0, 100)]])],
+)
+def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest(
+    sequences: int, expected: list[list[tuple[int, int, int]]]
+) -> None:
+    """Its turn came earlier in the step, when it could not be cut."""
+    scheduler = one_that_waits_to_be_cut(sequences)
+    assert [spans(scheduler.schedule()) for _ in range(2)] == expected
+
+
+def test_the_oldest_takes_the_next_cut_past_many_others() -> None:
+    """More than are looked at in a step; its short sequence goes before its cut."""
+    scheduler = one_that_waits_to_be_cut(weights={"b": 100.0})
+    scheduler.admit(1, texts(1, [1], 3))
+    for number in range(100, 200):
+        scheduler.admit(number, texts(number, [150], number), tenant="b")
+    assert spans(scheduler.schedule()) == [(2, 200, 250), (3, 0, 1), (1, 0, 49)]
+
+
+def test_cancelling_leaves_the_next_cut_to_others() -> None:
+    scheduler = one_that_waits_to_be_cut()
+    scheduler.admit(3, texts(3, [150], 3), tenant="b")
+    scheduler.cancel(1)
+    assert spans(scheduler.schedule()) == [(2, 200, 250), (3, 0, 50)]
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [([4000], {2: 100}), ([4000, 5], {1: 5, 3: 95})])
+def test_a_cut_sequence_is_hurried_where_the_oldest_fits_nowhere(
+    lengths: list[int], expected: dict[int, int]
+) -> None:
+    """Past a smaller request of its own tenant, and only as long as the step is empty."""
+    scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.5)
+    scheduler.admit(0, texts(0, [100]), tenant="a")
+    scheduler.admit(1, texts(1, lengths, 1), tenant="a")
+    scheduler.admit(2, texts(2, [1000], 3), tenant="b")
+    assert [tokens_by_request(scheduler.schedule()) for _ in range(2)] == [{0: 100}, {2: 100}]
+    scheduler.admit(3, texts(3, [1] * 100, 4), tenant="b")
+    assert tokens_by_request(scheduler.schedule()) == expected
+
+
+def test_the_part_of_the_oldest_ends_with_the_step() -> None:
+    """Its part is larger than the step, because short sequences could not use up earlier ones."""
+    scheduler = Scheduler(StepLimits(100, 1, chunked=True), oldest_share=0.5)
+    scheduler.admit(0, texts(0, [1, 1, 1, 250]))
+    assert [cost(step) for step in run_dry(scheduler)] == [1, 1, 1, 100, 100, 50]
+
+
+@pytest.mark.parametrize("length", [110, 190])
+def test_the_oldest_takes_the_next_cut_from_smaller_ones(length: int) -> None:
+    """Others whose sequences must be cut keep coming; each is of a smaller class than the oldest."""
+    scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.125)
+    scheduler.admit(0, texts(0, [150]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [4000], 1))
+    started = None
+    for number in range(2, 60):
+        scheduler.admit(number, texts(number, [length], number))
+        step = scheduler.schedule()
+        assert step is not None
+        assert step.num_tokens == 100
+        if started is None and 1 in {sequence_id for sequence_id, _, _ in spans(step)}:
+            started = number
+    assert started is not None
+    assert 2 < started < 20
+
+
+def test_cancelling_frees_the_partial_prefill_for_another() -> None:
+    scheduler = causal(10)
+    scheduler.admit(0, texts(0, [100]))
+    scheduler.schedule()
+    scheduler.admit(1, texts(1, [50], 1))
+    scheduler.cancel(0)
+    assert not scheduler.is_mid_prefill
+    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.waiting_requests) == (50, 1, 1)
+    assert spans(scheduler.schedule()) == [(1, 0, 10)]
+
+
+def test_a_step_may_hold_cached_batches_only() -> None:
+    scheduler = bidirectional(100)
+    scheduler.admit(0, [], [cached(0, 60), cached(0, 30), cached(0, 40)])
+    assert (scheduler.waiting_tokens, scheduler.waiting_cached, scheduler.waiting_sequences) == (130, 3, 0)
+    first, second = run_dry(scheduler)
+    assert (prices(first), first.chunks) == ([60, 40], ())
+    assert (prices(second), second.chunks) == ([30], ())
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_cached_batch_dearer_than_the_budget_has_its_own_step(chunked: bool) -> None:
+    scheduler = Scheduler(StepLimits(100, 10, chunked))
+    scheduler.admit(0, texts(0, [50]), [cached(0, 101), cached(0, 100)])
+    steps = [(step.num_tokens, prices(step)) for step in run_dry(scheduler)]
+    assert steps == [(50, []), (0, [100]), (0, [101])]
+    # And is not starved.
+    scheduler = Scheduler(StepLimits(100, 200, chunked))
+    scheduler.admit(0, [], [cached(0, 150)])
+    scheduler.admit(1, texts(1, [10] * 50))
+    assert prices(scheduler.schedule()) == [150]
+    scheduler.admit(2, [], [cached(2, 150)])
+    for waited in range(1, 5):
+        scheduler.admit(10 + waited, texts(10 + waited, [1] * 10))
+        if prices(scheduler.schedule()) == [150]:
+            return
+    pytest.fail("the cached batch does not get a step")
+
+
+def test_a_reduced_budget_holds_for_the_given_number_of_steps() -> None:
+    scheduler = bidirectional(100)
+    scheduler.reduce_budget(steps=2)
+    for _ in range(5):
+        assert scheduler.schedule() is None  # only steps count
+    scheduler.admit(0, texts(0, [10] * 30))
+    assert [cost(step) for step in run_dry(scheduler)] == [50, 50, 100, 100]
+
+
+def test_a_budget_is_halved_again_and_recovers_at_once() -> None:
+    scheduler = bidirectional(256)
+    for _ in range(10):
+        scheduler.reduce_budget(steps=1)
+    scheduler.admit(0, texts(0, [1] * 300))
+    assert [cost(step) for step in run_dry(scheduler)] == [4, 256, 40]
+    scheduler.reduce_budget(steps=1)
+    scheduler.admit(1, texts(1, [1] * 130))
+    assert [cost(step) for step in run_dry(scheduler)] == [128, 2]
+    scheduler.reduce_budget()
+    scheduler.admit(2, texts(2, [128] * 102))
+    assert [cost(step) for step in run_dry(scheduler)] == [128] * 100 + [256]
+
+
+def test_a_reduced_budget_cuts_what_can_be_cut_to_a_token() -> None:
+    scheduler = causal(100)
+    scheduler.reduce_budget(steps=2)
+    scheduler.admit(0, texts(0, [90]))
+    assert [cost(step) for step in run_dry(scheduler)] == [50, 40]
+    scheduler = causal(3)
+    scheduler.reduce_budget()
+    scheduler.reduce_budget()
+    scheduler.admit(0, texts(0, [3]))
+    assert [cost(step) for step in run_dry(scheduler)] == [1, 1, 1]
+
+
+def test_whole_sequences_beyond_a_reduced_budget_run_alone() -> None:
+    scheduler = bidirectional(100)
+    scheduler.reduce_budget(steps=4)
+    scheduler.admit(0, [query(0, 0, 60), document(0, 1, 90, 0)], [cached(0, 70, query_id=0)])
+    scheduler.admit(1, texts(1, [51, 50]))
+    steps = run_dry(scheduler)
+    assert [cost(step) for step in steps] == [60, 50, 51, 90, 70]
+    assert all(step.num_parts == 1 for step in steps)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_one_document_behind_ten_thousand_runs_in_two_steps(chunked: bool) -> None:
+    many = two_stage(0, [30], [20 + i % 380 for i in range(10_000)], [])[0]
+    for length in (1, 60, 512):
+        scheduler = Scheduler(StepLimits(2048, 512, chunked))
+        scheduler.admit(0, many)
+        for _ in range(3):
+            scheduler.schedule()
+        scheduler.admit(1, two_stage(1, [12], [length], [], first_id=20_000)[0])
+        given = [tokens_by_request(scheduler.schedule()).get(1, 0) for _ in range(2)]
+        assert sum(given) == 12 + length
+
+
+def in_order(lengths: list[int], chunked: bool = False) -> list[list[tuple[int, int, int]]]:
+    """The chunks of each step of a request whose first sequences count most."""
+    scheduler = Scheduler(StepLimits(10, 100, chunked))
+    scheduler.admit(0, texts(0, lengths), in_order=True)
+    return [spans(step) for step in run_dry(scheduler)]
+
+
+def test_a_request_may_be_run_in_the_order_in_which_it_was_given() -> None:
+    assert in_order([2, 9, 3, 4, 5, 1]) == [
+        [(0, 0, 2), (2, 0, 3), (3, 0, 4), (5, 0, 1)],
+        [(1, 0, 9)],
+        [(4, 0, 5)],
+    ], "what does not fit the step is passed"
+    assert in_order([3, 12, 4], chunked=True)[0] == [(0, 0, 3), (2, 0, 4), (1, 0, 3)]
+    scheduler = bidirectional(10)
+    scheduler.admit(0, texts(0, [6, 6]), [cached(0, 4), cached(0, 4)], in_order=True)
+    assert [prices(step) for step in run_dry(scheduler)] == [[4, 4], [], []], "what is cached comes first"
+
+
+def test_a_sequence_beyond_the_next_ones_is_not_looked_for() -> None:
+    first, second, *_ = in_order([5] + [6] * 64 + [5])
+    assert (first, second) == ([(0, 0, 5)], [(1, 0, 6)])
+    assert in_order([5] + [6] * 63 + [5])[0] == [(0, 0, 5), (64, 0, 5)]
+
+
+@given(st.data())
+def test_a_whole_request_is_run_as_one_admitted_in_parts(
+    data: st.DataObject,
+) -> None:
+    """What waits for a query is taken over in one go, or is added one by one once the query has run."""
+    lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=30))
+    prices = data.draw(st.lists(st.integers(1, 120), max_size=5))
+    alone = data.draw(st.lists(st.integers(1, 90), max_size=5))
+    in_order = data.draw(st.booleans())
+    sequences, batches = two_stage(0, [10], lengths, prices, first_id=100)
+    others = texts(0, alone, 500)
+    whole, parts = bidirectional(100), bidirectional(100)
+    for scheduler in (whole, parts):
+        scheduler.admit(9, texts(9, [10] * 20, 1000))
+    request = WaitingRequest(0, share_of("", 0), in_order)
+    request.add([*others, *sequences], batches)
+    whole.enter(request)
+    cut = data.draw(st.integers(1, len(sequences)))
+    parts.admit(0, [*others, *sequences[:cut]], in_order=in_order)
+    parts.admit(0, sequences[cut:], batches)
+    while (step := whole.schedule()) is not None:
+        other = parts.schedule()
+        assert other is not None
+        assert spans(step) == spans(other)
+        assert [id(batch) for batch in step.cached] == [id(batch) for batch in other.cached]
+    assert parts.schedule() is None
+    assert whole.waiting_tokens == whole.waiting_sequences == whole.waiting_cached == 0
