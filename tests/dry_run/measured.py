@@ -24,15 +24,12 @@ TOWERS_WAIT = {
 }  # fmt: skip
 # And of steps with pictures, whose features are added to several layers (DeepStack) by a mask.
 DEEP_WAITS = {"colqwen3", "qwen3_vl_embedding"}
-# Those that are run as another one is; `make test-all` drives them too.
-ALIKE = {
-    "ColBERT, attended expansion", "answerai-colbert-small", "LateOn", "native multi-vector", "RoBERTa",
-    "ELECTRA", "Llama", "mxbai-rerank-v2", "bge-reranker-v2-gemma", "LogitScore", "MiniLM", "E5", "GTE",
-    "prompt left out", "Qwen3-Embedding", "colqwen2_5", "qwen3_vl_embedding", "jina-colbert-v1",
-    "jina-reranker-v1", "jina-embeddings-v2", "JinaBERT with ReLU", "gte-base-en-v1.5",
-    "snowflake-arctic-embed-m-v2.0", "mT5", "NV-EmbedQA", "T5 1.1", "GTE-ModernColBERT", "XLM-RoBERTa",
-    "DistilBERT", "Qwen2", "Qwen3", "Gemma", "Llama Nemotron Embed", "voyage-4-nano", "gte-Qwen2",
-    "LFM2.5-ColBERT", "jina-embeddings-v5-text-small", "gte-large-en-v1.5", "BGE", "any encoder",
+# One of each way to run: by attention that is absolute, relative, biased, windowed or causal, by
+# convolutions, by an encoder beside a decoder, padded, listwise, with pictures. `make test-all` drives all.
+ONE_OF_EACH = {
+    "ColBERT", "native multi-vector, token pooling", "ModernBERT", "DeBERTa-v2", "Qwen3-Reranker", "monoT5",
+    "EmbeddingGemma", "LFM2.5-Embedding", "SGPT", "jina-embeddings-v2-base-code", "jina-reranker-v3",
+    "colpali", "colqwen3", "clip",
 }  # fmt: skip
 
 

@@ -6,9 +6,9 @@ from tests.checkpoints.shared import SharedCheckpoints
 from tests.dry_run.entering import fake_gpu
 from tests.dry_run.faults import HostWaits
 from tests.dry_run.measured import (
-    ALIKE,
     CHECKPOINTS,
     DEEP_WAITS,
+    ONE_OF_EACH,
     TOWERS_WAIT,
     Checkpoint,
     cost_of,
@@ -19,7 +19,7 @@ from tests.dry_run.steps import drive_all, drives, pictures, run, with_features_
 
 BY_NAME = {each.name: each for each in CHECKPOINTS}
 PARAMS = [
-    pytest.param(each, marks=pytest.mark.exhaustive if each.name in ALIKE else (), id=each.name)
+    pytest.param(each, marks=() if each.name in ONE_OF_EACH else pytest.mark.exhaustive, id=each.name)
     for each in CHECKPOINTS
 ]
 
@@ -69,10 +69,10 @@ def test_no_step_mixes_devices_or_waits(checkpoint: Checkpoint, loaded: OnCPU) -
     [
         ("ColBERT", "triton", "int8"),
         ("ColBERT", "torch", "float32"),
-        ("GTE-ModernColBERT", "triton", "bfloat16"),
-        ("EmbeddingGemma", "triton", "bfloat16"),
+        pytest.param("GTE-ModernColBERT", "triton", "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param("EmbeddingGemma", "triton", "bfloat16", marks=pytest.mark.exhaustive),
         ("Qwen3", "triton", "bfloat16"),
-        ("colpali", "triton", "bfloat16"),
+        pytest.param("colpali", "triton", "bfloat16", marks=pytest.mark.exhaustive),
     ],
 )
 def test_nor_with_another_attention_or_cache(

@@ -106,7 +106,7 @@ async def test_a_folder_with_weights_of_its_own_is_no_adapter(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_adapter_that_says_nothing_of_its_use_is_used_as_its_base(
+async def test_an_adapter_without_modules_is_used_as_its_base(
     checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path
 ) -> None:
     folder = Path(checkpoints(vision_language.colqwen2_5_adapter))

@@ -95,15 +95,6 @@ def test_what_is_said_to_be_unscored_is(architecture: Architecture, checkpoint: 
     assert not np.allclose(first, second), "sentence-transformers scores it now, so it is no more unscored"
 
 
-@pytest.mark.parametrize("name", ["albert", "fnet", "convbert"])
-def test_those_that_were_served_wrong_are_among_the_exact(name: str) -> None:
-    architecture = Architecture("cross-encoder", name)
-    assert architecture in all_architectures()
-    assert left_out(architecture) is None
-    assert architecture not in REFUSED
-    assert name not in UNSCORED
-
-
 async def _ours(architecture: Architecture, path: str) -> Outputs:
     queries, documents = zip(*((pair.query, pair.document) for pair in sample_pairs()), strict=True)
     config = EngineConfig(model=path, score_type=architecture.kind, dtype="float32", threads=1)

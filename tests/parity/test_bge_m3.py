@@ -175,7 +175,7 @@ async def test_a_layer_that_is_missing_is_missed_where_it_is_needed(
         assert "has no colbert_linear" in _refusal(folder, score_type=kind)
 
 
-async def test_kinds_that_need_its_layers_are_refused_of_other_encoders(
+async def test_other_encoders_have_no_such_kinds_of_scores(
     checkpoints: SharedCheckpoints,
 ) -> None:
     assert "has no colbert_linear and sparse_linear" in _refusal(

@@ -16,7 +16,7 @@ from tests.parity.references import loaded
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-# The embedded model is large for a test: `make test` has it in test_families, as "MiniLM".
+# The embedded model is large for a test: `make test` has its embeddings of tokens alone, in test_families.
 @pytest.fixture(params=[pytest.param("minilm", marks=pytest.mark.exhaustive), "qwen3_embedding"])
 def checkpoint(request: pytest.FixtureRequest) -> str:
     if request.param == "minilm":
@@ -28,19 +28,11 @@ def _config(checkpoint: str, dtype: Any) -> EngineConfig:
     return EngineConfig(model=checkpoint, score_type="bi-encoder", dtype=dtype)
 
 
-async def test_scores_equal_cosine_in_float32(checkpoint: str, engines: Engines, pairs: list[Pair]) -> None:
-    scores = await engines.scores(_config(checkpoint, "float32"), pairs)
-    model = loaded(SentenceTransformer, checkpoint)
-    queries, documents = [pair.query for pair in pairs], [pair.document for pair in pairs]
-    reference = model.similarity_pairwise(model.encode_query(queries), model.encode_document(documents))
-    np.testing.assert_allclose(scores, reference.numpy(), atol=1e-5)
-
-
 @pytest.mark.parametrize("input_type", ["query", "document"])
 async def test_embeddings_equal_encode(
     checkpoint: str, engines: Engines, pairs: list[Pair], input_type: Any
 ) -> None:
-    texts = [pair.document for pair in pairs[:60]]
+    texts = [pair.document for pair in pairs[:20]]
     engine = await engines(_config(checkpoint, "float32"))
     result = await engine.embed(texts, input_type=input_type, truncation=CUT_LONG)
     short = await engine.embed(texts, input_type=input_type, dimensions=32, truncation=CUT_LONG)

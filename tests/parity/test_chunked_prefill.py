@@ -8,6 +8,8 @@ from sentence_transformers import SentenceTransformer
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import Engine, EngineConfig
+from tests.parity.references import loaded
+from tests.parity.selection import with_default
 from tests.waiting import until
 
 BUDGETS = [7, 16, 61, 200, 1000]
@@ -20,24 +22,16 @@ def texts(pairs: list[Pair]) -> list[str]:
     return [*documents, "one", "a few words"]
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-async def test_last_token_embeddings_do_not_depend_on_the_budget(
+@pytest.mark.parametrize("budget", with_default(BUDGETS, [7, 200]))
+async def test_embeddings_do_not_depend_on_the_budget(
     qwen3_embedding: str, texts: list[str], budget: int
 ) -> None:
+    """Those of the last token and those of all tokens."""
+    model = loaded(SentenceTransformer, qwen3_embedding)
     config = EngineConfig(model=qwen3_embedding, dtype="float32", max_batch_tokens=budget)
     async with Engine(config) as engine:
         embeddings = (await engine.embed(texts, input_type="document")).embeddings
-    reference = SentenceTransformer(qwen3_embedding, device="cpu").encode_document(texts)
-    np.testing.assert_allclose(embeddings, reference, atol=1e-5)
-
-
-@pytest.mark.parametrize("budget", BUDGETS)
-async def test_token_embeddings_do_not_depend_on_the_budget(
-    qwen3_embedding: str, texts: list[str], budget: int
-) -> None:
-    model = SentenceTransformer(qwen3_embedding, device="cpu")
-    config = EngineConfig(model=qwen3_embedding, dtype="float32", max_batch_tokens=budget)
-    async with Engine(config) as engine:
+        np.testing.assert_allclose(embeddings, model.encode_document(texts), atol=1e-5)
         matrices = (await engine.embed_tokens(texts, input_type="document")).embeddings
     for text, ours in zip(texts, matrices, strict=True):
         alone = model.encode(text, output_value="token_embeddings").float().numpy()

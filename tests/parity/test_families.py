@@ -1,5 +1,5 @@
 """Every family of models scores as the library that its model card uses. A family's tests share its engines
-and its float32 scores."""
+and its float32 scores. `make test` runs one family of each structure and format, `make test-all` all."""
 
 from typing import Any
 
@@ -15,14 +15,23 @@ from tests.engines import Engines
 from tests.native_bfloat16 import needs_native_bfloat16
 from tests.parity import references
 from tests.parity.families import FAMILIES, Family
+from tests.parity.selection import families
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+# Rounding is tried by default with one family of each kind of attention.
+ROUNDED = {"GTE-ModernColBERT", "DeBERTa-v2", "Qwen3-Reranker", "monoT5", "SPLADE"}
 
-@pytest.fixture(params=FAMILIES, ids=lambda family: f"{family.kind}: {family.name}")
-def family(request: pytest.FixtureRequest) -> Family:
-    found: Family = request.param
-    return found
+# Not where tokens are merged: which ones are can hang on the last bit of a distance. All embeddings of bge-m3
+# are compared in test_bge_m3.py.
+EMBEDDING = [
+    family
+    for family in FAMILIES
+    if family.kind in ("bi-encoder", "late-interaction")
+    and family.name not in ("native multi-vector, token pooling", "bge-m3, multi-vector")
+]
+# Short convolutions hold no state between chunks, so that texts longer than the budget are cut to it.
+CAUSAL = [family for family in FAMILIES if family.causal and family.packed and family.name != "LFM2-ColBERT"]
 
 
 @pytest.fixture
@@ -34,11 +43,12 @@ def _config(family: Family, path: str, **settings: Any) -> EngineConfig:
     return EngineConfig(model=path, **{"dtype": "float32", **family.settings, **settings})
 
 
+@families(FAMILIES)
 async def test_scores_equal_the_reference(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
     # SparseEncoder takes its time.
-    pairs = pairs[: 30 if family.kind == "sparse" else 100]
+    pairs = pairs[: 8 if family.kind == "sparse" else 20]
     ours = await engines.scores(_config(family, path), pairs)
     texts = [pair.query for pair in pairs], [pair.document for pair in pairs]
     reference = family.reference(family.weights(path), *texts)
@@ -47,23 +57,12 @@ async def test_scores_equal_the_reference(
     np.testing.assert_allclose(ours, reference, atol=tolerance, rtol=0)
 
 
-# Not where tokens are merged: which ones are can hang on the last bit of a distance. All embeddings of bge-m3
-# are compared in test_bge_m3.py.
-EMBEDDING = [
-    family
-    for family in FAMILIES
-    if family.kind in ("bi-encoder", "late-interaction")
-    and "token pooling" not in family.name
-    and family.name != "bge-m3, multi-vector"
-]
-
-
 @pytest.mark.parametrize("role", ["query", "document"])
-@pytest.mark.parametrize("family", EMBEDDING, ids=lambda family: f"{family.kind}: {family.name}")
+@families(EMBEDDING)
 async def test_embeddings_equal_the_reference(
     family: Family, path: str, engines: Engines, pairs: list[Pair], role: Any
 ) -> None:
-    texts = [pair.query if role == "query" else pair.document for pair in pairs[:25]]
+    texts = [pair.query if role == "query" else pair.document for pair in pairs[:12]]
     engine = await engines(_config(family, path))
     embed = engine.embed if family.kind == "bi-encoder" else engine.embed_tokens
     ours = (await embed(texts, input_type=role, truncation=CUT_LONG)).embeddings
@@ -84,6 +83,7 @@ def _embeddings(family: Family, path: str, texts: list[str], role: str) -> list[
 
 
 @needs_native_bfloat16
+@families(FAMILIES, ROUNDED)
 async def test_bfloat16_ranks_as_float32_does(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
@@ -92,6 +92,7 @@ async def test_bfloat16_ranks_as_float32_does(
     assert spearmanr(exact, rounded).statistic >= 0.99
 
 
+@families(FAMILIES)
 async def test_it_is_packed_where_it_can_be(family: Family, path: str, engines: Engines) -> None:
     engine = await engines(_config(family, path))
     assert (engine.device_model.prepared.not_packed is None) == family.packed
@@ -99,14 +100,10 @@ async def test_it_is_packed_where_it_can_be(family: Family, path: str, engines: 
     assert engine.model.score_type.value == family.kind
 
 
-# Short convolutions hold no state between chunks, so that texts longer than the budget are cut to it.
-CAUSAL = [family for family in FAMILIES if family.causal and family.packed and family.name != "LFM2-ColBERT"]
-
-
-@pytest.mark.parametrize("family", CAUSAL, ids=lambda family: f"{family.kind}: {family.name}")
+@families(CAUSAL, {"Qwen3-Reranker", "bge-reranker-v2-gemma", "Qwen3-Embedding"})
 async def test_scores_do_not_depend_on_the_budget(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
-    whole = await engines.scores(_config(family, path, max_batch_tokens=4096), pairs[:20])
+    whole = await engines.scores(_config(family, path), pairs[:20])
     cut = await engines.scores(_config(family, path, max_batch_tokens=61), pairs[:20])
     np.testing.assert_allclose(cut, whole, atol=1e-5, rtol=1e-5)

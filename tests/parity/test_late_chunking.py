@@ -20,6 +20,7 @@ from tests.checkpoints import bi_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.references import loaded
+from tests.parity.selection import with_default
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -92,7 +93,7 @@ async def _embedded(engine: Engine, texts: Any, **options: Any) -> EmbedResult |
         return None
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", with_default(BUDGETS, [7, 4096]))
 async def test_a_causal_model_cut_anywhere_equals_a_plain_reading(
     checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair], budget: int
 ) -> None:
@@ -115,12 +116,15 @@ async def test_a_causal_model_cut_anywhere_equals_a_plain_reading(
 
 @pytest.mark.parametrize(
     ("build", "role", "skips_prompt"),
-    [
-        (bi_encoders.gte, None, False),
-        (bi_encoders.jina_v3, "document", False),
-        (bi_encoders.without_prompt, "document", True),
-        (bi_encoders.embeddinggemma, "document", False),
-    ],
+    with_default(
+        [
+            (bi_encoders.gte, None, False),
+            (bi_encoders.jina_v3, "document", False),
+            (bi_encoders.without_prompt, "document", True),
+            (bi_encoders.embeddinggemma, "document", False),
+        ],
+        [(bi_encoders.without_prompt, "document", True), (bi_encoders.embeddinggemma, "document", False)],
+    ),
 )
 async def test_an_encoder_equals_a_plain_reading(
     checkpoints: SharedCheckpoints,

@@ -45,6 +45,7 @@ def _reference(checkpoint: str | None) -> MultiVectorEncoder:
 async def test_scores_equal_maxsim_in_float32(
     checkpoint: str | None, engines: Engines, pairs: list[Pair]
 ) -> None:
+    pairs = pairs[:100]
     scores = await engines.scores(EngineConfig(model=checkpoint, dtype="float32"), pairs)
     queries, documents = [pair.query for pair in pairs], [pair.document for pair in pairs]
     model = _reference(checkpoint)
@@ -55,7 +56,7 @@ async def test_scores_equal_maxsim_in_float32(
 async def test_one_query_against_many_equals_maxsim(
     checkpoint: str | None, engines: Engines, pairs: list[Pair]
 ) -> None:
-    documents = [pair.document for pair in pairs[:80]]
+    documents = [pair.document for pair in pairs[:20]]
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
     await engine.clear_cache()
     result = await engine.score(pairs[3].query, documents, truncation=CUT_LONG)
@@ -69,7 +70,7 @@ async def test_one_query_against_many_equals_maxsim(
 async def test_token_embeddings_equal_encode(
     checkpoint: str | None, engines: Engines, pairs: list[Pair], input_type: Any
 ) -> None:
-    texts = [pair.query for pair in pairs[:30]] + ["What, then, is the point?!", "the"]
+    texts = [pair.query for pair in pairs[:10]] + ["What, then, is the point?!", "the"]
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
     result = await engine.embed_tokens(texts, input_type=input_type, truncation=CUT_LONG)
     model = _reference(checkpoint)
@@ -81,6 +82,7 @@ async def test_token_embeddings_equal_encode(
 async def test_bfloat16_ranks_as_float32_does(
     checkpoint: str | None, engines: Engines, pairs: list[Pair]
 ) -> None:
+    pairs = pairs[:100]
     exact, rounded = [
         await engines.scores(EngineConfig(model=checkpoint, dtype=dtype), pairs)
         for dtype in ("float32", "bfloat16")
@@ -89,7 +91,7 @@ async def test_bfloat16_ranks_as_float32_does(
     assert spearmanr(exact, rounded).statistic >= 0.998
 
 
-async def test_an_expanded_query_has_the_fixed_length_that_its_checkpoint_says(stanford_colbert: str) -> None:
+async def test_an_expanded_query_has_the_length_of_its_checkpoint(stanford_colbert: str) -> None:
     async with Engine(EngineConfig(model=stanford_colbert)) as engine:
         short = await engine.embed_tokens(["why"], input_type="query")
         long = await engine.embed_tokens(["why " * 200], input_type="query")
@@ -98,7 +100,7 @@ async def test_an_expanded_query_has_the_fixed_length_that_its_checkpoint_says(s
 
 @pytest.mark.parametrize("maxsim", ["reference", "tiled"])
 async def test_maxsim_backends_agree(stanford_colbert: str, pairs: list[Pair], maxsim: str) -> None:
-    documents = [pair.document for pair in pairs[:40]]
+    documents = [pair.document for pair in pairs[:15]]
     results = []
     for backend in (maxsim, "auto"):
         async with Engine(EngineConfig(model=stanford_colbert, dtype="float32", maxsim=backend)) as engine:
@@ -109,7 +111,7 @@ async def test_maxsim_backends_agree(stanford_colbert: str, pairs: list[Pair], m
 async def test_token_pooling_merges_the_tokens_of_documents_alone(
     stanford_colbert: str, pairs: list[Pair]
 ) -> None:
-    queries, documents = [pair.query for pair in pairs[:60]], [pair.document for pair in pairs[:60]]
+    queries, documents = [pair.query for pair in pairs[:20]], [pair.document for pair in pairs[:20]]
     config = EngineConfig(model=stanford_colbert, dtype="float32", doc_token_pooling=2)
     async with Engine(config) as engine:
         result = await engine.score(queries, documents, truncation=CUT_LONG)
@@ -125,7 +127,7 @@ async def test_dimensions_keep_the_first_columns_in_scores_and_vectors(
     stanford_colbert: str, pairs: list[Pair]
 ) -> None:
     """Matryoshka, as jina-colbert-v2 is trained for 128, 96 and 64."""
-    documents = [pair.document for pair in pairs[:40]]
+    documents = [pair.document for pair in pairs[:15]]
     async with Engine(EngineConfig(model=stanford_colbert, dtype="float32", dimensions=16)) as engine:
         scores = (await engine.score(pairs[0].query, documents, truncation=CUT_LONG)).scores
         vectors = (await engine.embed_tokens([pairs[0].query], input_type="query")).embeddings[0]
@@ -140,7 +142,7 @@ async def test_dimensions_keep_the_first_columns_in_scores_and_vectors(
     np.testing.assert_allclose(scores, reference, atol=1e-4)
 
 
-async def test_a_mask_that_keeps_only_some_tokens_of_documents_is_followed(
+async def test_a_mask_that_keeps_some_tokens_of_documents_is_followed(
     tmp_path: Path, pairs: list[Pair]
 ) -> None:
     """As ColPali-like models keep only the tokens of pictures; here every other token of the vocabulary."""
@@ -148,7 +150,7 @@ async def test_a_mask_that_keeps_only_some_tokens_of_documents_is_followed(
     settings = Path(folder) / "2_MultiVectorMask" / "config.json"
     kept = {"keep_only_token_ids": list(range(0, 30522, 2))}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | kept))
-    queries, documents = [pair.query for pair in pairs[:40]], [pair.document for pair in pairs[:40]]
+    queries, documents = [pair.query for pair in pairs[:15]], [pair.document for pair in pairs[:15]]
     async with Engine(EngineConfig(model=folder, dtype="float32")) as engine:
         result = await engine.score(queries, documents, truncation=CUT_LONG)
     model = MultiVectorEncoder(folder, device="cpu")

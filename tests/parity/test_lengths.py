@@ -70,7 +70,7 @@ CASES: list[tuple[str, str, Callable[[int], Any], str]] = [
     [case[1:] for case in CASES],
     ids=[case[0] for case in CASES],
 )
-async def test_a_short_text_beside_a_long_one_is_embedded_as_alone(
+async def test_a_text_beside_a_long_one_is_embedded_as_alone(
     kind: str, config_of: Callable[[int], Any], execution: str, tmp_path: Path
 ) -> None:
     model = AutoModel.from_config(config_of(save_tokenizer(kind, tmp_path)))
@@ -86,7 +86,7 @@ async def test_a_short_text_beside_a_long_one_is_embedded_as_alone(
     np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
 
 
-async def test_a_reranker_in_bfloat16_with_an_output_layer_of_its_own_scores_as_the_card_says(
+async def test_a_reranker_with_an_untied_output_layer_in_bfloat16(
     tmp_path: Path,
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -107,7 +107,7 @@ async def test_a_reranker_in_bfloat16_with_an_output_layer_of_its_own_scores_as_
     np.testing.assert_allclose(ours, exact, atol=3e-2)
 
 
-async def test_checkpoints_are_checked_also_when_two_are_loaded_at_a_time(tmp_path: Path) -> None:
+async def test_two_checkpoints_loaded_at_a_time_are_checked(tmp_path: Path) -> None:
     from tests.checkpoints import cross_encoders
 
     good, bad = cross_encoders.bert(tmp_path / "good"), cross_encoders.bert(tmp_path / "bad")
@@ -125,7 +125,7 @@ async def test_checkpoints_are_checked_also_when_two_are_loaded_at_a_time(tmp_pa
     assert all("missing: bert.encoder.layer.3" in message for message in loaded[1::2])
 
 
-def test_a_long_window_that_no_layer_asks_for_is_no_reason_to_trust_short_texts() -> None:
+def test_a_window_that_no_layer_asks_for_is_not_trusted() -> None:
     config = MistralConfig(vocab_size=100, sliding_window=2000, **_SIZES)
     backbone, rules = SimpleNamespace(config=config, modules=list), SimpleNamespace(expansion=None)
     model: Any = SimpleNamespace(backbone=backbone, max_tokens=4096, query=rules, document=rules)

@@ -1,5 +1,8 @@
 """Listwise models score as their paper says, however many documents there are."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
@@ -36,13 +39,17 @@ async def test_scores_equal_a_plain_reading_of_the_paper(
     np.testing.assert_allclose(ours, reference, atol=1e-5)
 
 
-async def test_a_long_document_is_cut_and_one_over_the_context_starts_a_new_pass(
-    checkpoint: str, pairs: list[Pair]
+async def test_a_document_over_the_context_starts_a_new_pass(
+    checkpoints: SharedCheckpoints, pairs: list[Pair], tmp_path: Path
 ) -> None:
+    """And a long one is cut."""
+    folder = checkpoints.copy(language_models.jina_reranker_v3, tmp_path / "short")
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": 3 * 2048}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     long = " ".join(pair.document for pair in pairs[:80])
-    documents = [long, pairs[1].document, *[long] * 11, pairs[2].document]
-    ours = await _score(checkpoint, "why", documents, dtype="float32")
-    reference = references.jina_reranker_v3(checkpoint, "why", documents)
+    documents = [long, pairs[1].document, long, long, pairs[2].document]
+    ours = await _score(str(folder), "why", documents, dtype="float32")
+    reference = references.jina_reranker_v3(str(folder), "why", documents)
     np.testing.assert_allclose(ours, reference, atol=1e-5)
 
 
@@ -68,7 +75,7 @@ async def test_bfloat16_ranks_as_float32_does(checkpoint: str, pairs: list[Pair]
     assert spearmanr(exact, rounded).statistic >= 0.995
 
 
-async def test_an_instruction_changes_the_scores_and_pairs_are_ranked_each_by_itself(checkpoint: str) -> None:
+async def test_an_instruction_changes_the_scores(checkpoint: str) -> None:
     async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
         plain = await engine.score("a", ["b", "c"])
         instructed = await engine.score("a", ["b", "c"], instruction="prefer the letter c")
@@ -80,7 +87,7 @@ async def test_an_instruction_changes_the_scores_and_pairs_are_ranked_each_by_it
     assert by_pair.scores[0] == pytest.approx(alone.scores[0], abs=1e-6)
 
 
-async def test_documents_are_spread_over_more_passes_where_the_context_is_short(checkpoint: str) -> None:
+async def test_documents_are_spread_over_passes_of_short_contexts(checkpoint: str) -> None:
     """Prompts around short documents can be more than what the packing rule counts."""
     documents = [f"document {i}" for i in range(120)]
     results = []
@@ -96,7 +103,7 @@ async def test_documents_are_spread_over_more_passes_where_the_context_is_short(
     assert np.corrcoef(spread.scores, whole.scores)[0, 1] > 0.5
 
 
-def test_a_pass_is_closed_when_it_is_full_or_the_context_might_be() -> None:
+def test_a_pass_is_closed_before_the_context_is_full() -> None:
     rules = ListwiseRules("q", "d", context=10_000, max_document_tokens=2048, block_documents=4)
     assert in_blocks([10] * 9, 20, rules) == [4, 4, 1]
     assert in_blocks([2000] * 6, 20, rules) == [4, 2]

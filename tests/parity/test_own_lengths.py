@@ -8,6 +8,7 @@ from sentence_transformers import MultiVectorEncoder
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import WINDOW_LONG, Engine, EngineConfig, InvalidRequestError, ScoreResult, Truncation
+from tests.parity.references import loaded
 
 # How many tokens of a document each reads, and the longest query.
 CHECKPOINTS = {"stanford_colbert": (180, 32), "native_multi_vector": (128, 48)}
@@ -30,14 +31,14 @@ def documents(pairs: list[Pair]) -> list[str]:
 
 
 def _reference(checkpoint: str, query: str, documents: list[str]) -> np.ndarray:
-    model = MultiVectorEncoder(checkpoint, device="cpu")
+    model = loaded(MultiVectorEncoder, checkpoint)
     return model.similarity(model.encode_query([query]), model.encode_document(documents))[0].numpy()
 
 
 QUERY = "how is a file read " * 40
 
 
-async def test_scores_of_long_texts_equal_the_references_without_a_word(
+async def test_scores_of_long_texts_equal_the_reference(
     checkpoint: str, lengths: tuple[int, int], documents: list[str]
 ) -> None:
     async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
@@ -50,12 +51,12 @@ async def test_scores_of_long_texts_equal_the_references_without_a_word(
     assert first.truncated == again.truncated == ranked.truncated == 0
     for result in (first, again):
         np.testing.assert_allclose(result.scores, _reference(checkpoint, QUERY, documents), atol=1e-4)
-    encoded = MultiVectorEncoder(checkpoint, device="cpu").encode_document(documents)
+    encoded = loaded(MultiVectorEncoder, checkpoint).encode_document(documents)
     for ours, theirs in zip(matrices, encoded, strict=True):
         np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
 
 
-async def test_windows_of_the_checkpoints_length_read_all_of_a_document(
+async def test_windows_read_all_of_a_document(
     checkpoint: str, lengths: tuple[int, int], documents: list[str]
 ) -> None:
     """Whatever was read and cached before, and the other way round."""
@@ -75,9 +76,7 @@ async def test_windows_of_the_checkpoints_length_read_all_of_a_document(
     assert [result.truncated for result in (cut, *read, once_more)] == [0] * 4
 
 
-async def test_a_limit_of_the_requests_own_that_is_lower_is_a_cut_that_counts(
-    checkpoint: str, lengths: tuple[int, int]
-) -> None:
+async def test_a_lower_limit_of_the_request_is_counted(checkpoint: str, lengths: tuple[int, int]) -> None:
     documents = ["word " * 150, "word " * 600, "short"]
     most, _ = lengths
 
@@ -97,9 +96,7 @@ async def test_a_limit_of_the_requests_own_that_is_lower_is_a_cut_that_counts(
         )
 
 
-async def test_a_query_is_read_to_the_checkpoints_length_and_cut_below_it_on_request(
-    checkpoint: str, lengths: tuple[int, int]
-) -> None:
+async def test_a_query_is_read_to_the_checkpoints_length(checkpoint: str, lengths: tuple[int, int]) -> None:
     _, longest = lengths
     async with Engine(EngineConfig(model=checkpoint)) as engine:
         whole = await engine.score("why " * 200, "because")
@@ -110,7 +107,7 @@ async def test_a_query_is_read_to_the_checkpoints_length_and_cut_below_it_on_req
         assert cut.truncated == 1
 
 
-async def test_where_the_model_takes_less_than_the_checkpoint_reads_the_error_names_the_models_maximum(
+async def test_an_error_names_the_maximum_of_a_model_that_takes_less(
     checkpoint: str, lengths: tuple[int, int]
 ) -> None:
     config = EngineConfig(model=checkpoint, max_model_len=100)

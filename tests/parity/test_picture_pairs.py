@@ -60,9 +60,7 @@ async def test_scores_equal_sentence_transformers(engine: Engine, checkpoint: st
     assert np.ptp(expected) > 0.1
 
 
-async def test_contents_of_texts_and_pictures_equal_sentence_transformers(
-    engine: Engine, checkpoint: str
-) -> None:
+async def test_contents_of_texts_and_pictures_equal_the_reference(engine: Engine, checkpoint: str) -> None:
     page, other = PAGES[0], noise(64, 50, 9)
     both = Content.of([PillowPicture(page), "a page"])
     given = {"image": page, "text": "a page"}
@@ -115,13 +113,13 @@ async def test_cut_after_any_token_they_score_as_whole(
 ) -> None:
     documents = [PAGES[0], "a text"]
     whole = [(await scored(engine, query, documents)).scores for query in (PAGES[1], "a")]
-    for budget in (1, 2, 3, 7, 13, 16, 29):
+    for budget in (1, 7, 16):
         cut = await engines(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=budget))
         for query, expected in zip((PAGES[1], "a"), whole, strict=True):
             np.testing.assert_allclose((await scored(cut, query, documents)).scores, expected, atol=1e-4)
 
 
-async def test_scores_of_texts_are_cached_and_those_of_pictures_run_again(engine: Engine) -> None:
+async def test_scores_of_texts_are_cached_those_of_pictures_are_not(engine: Engine) -> None:
     await engine.clear_cache()
     documents = [PAGES[0], "a text", PAGES[1]]
     first = await engine.score("What?", documents)

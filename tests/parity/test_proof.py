@@ -23,6 +23,7 @@ from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops.qkv import KV, QKV
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.parity import references
+from tests.parity.selection import with_default
 
 Patch = pytest.MonkeyPatch
 CPU = torch.device("cpu")
@@ -157,7 +158,7 @@ async def test_nothing_is_found_where_nothing_is_broken(
 
 @pytest.mark.parametrize(
     ("break_it", "kind", "settings", "expected"),
-    BROKEN,
+    with_default(BROKEN, [each for i, each in enumerate(BROKEN) if i not in (1, 5, 7, 9)]),
     ids=lambda value: value.__name__ if callable(value) else None,
 )
 async def test_what_is_broken_is_noticed_and_scores_are_right(

@@ -16,12 +16,11 @@ from maxsimd.engine.checkpoint.load import load_model
 from maxsimd.engine.checkpoint.served import SERVED, row_of
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.families import FAMILIES, Family
+from tests.parity.selection import families
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.kind}: {family.name}")
-def test_every_family_is_in_the_table_by_its_architecture_and_kind(
-    family: Family, checkpoints: SharedCheckpoints
-) -> None:
+@families(FAMILIES)
+def test_every_family_is_in_the_table(family: Family, checkpoints: SharedCheckpoints) -> None:
     architecture = read_files(checkpoints(family.build), None).architecture
     assert family.kind in row_of(architecture).kinds, architecture
 
@@ -45,9 +44,7 @@ def test_the_error_for_an_unknown_architecture_lists_the_table(tmp_path: Path) -
         assert all(name in message for name in row.architectures if name != "*")
 
 
-def test_the_error_for_a_type_that_is_newer_than_transformers_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_type_newer_than_transformers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "gte", "architectures": ["GteModel"], "rope_theta": 1e4}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     monkeypatch.setattr("maxsimd.engine.checkpoint.support.CONFIG_MAPPING", {})

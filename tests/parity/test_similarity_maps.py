@@ -14,6 +14,7 @@ from maxsimd.engine.media import PillowPicture
 from tests.checkpoints import vision_language, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.parity.selection import with_default
 from tests.parity.test_visual import PAGES, reference
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -30,7 +31,12 @@ PLAIN = (
 TILED = (visual.colmodernvbert, vision_language.colsmol)
 
 
-@pytest.fixture(scope="module", params=[*PLAIN, *TILED], ids=lambda build: build.__name__)
+@pytest.fixture(
+    scope="module",
+    params=with_default(
+        [*PLAIN, *TILED], [visual.colpali, vision_language.colqwen3, vision_language.colsmol]
+    ),
+)
 def checkpoint(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> str:
     return checkpoints(request.param)
 

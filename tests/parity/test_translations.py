@@ -56,7 +56,7 @@ def test_a_setting_that_is_not_carried_out_is_refused(
         load_model(EngineConfig(model=path), torch.device("cpu"))
 
 
-def test_what_a_config_of_alibaba_leaves_out_has_the_default_of_its_code(
+def test_alibaba_configs_have_the_defaults_of_their_code(
     checkpoints: SharedCheckpoints, tmp_path: Path
 ) -> None:
     copy = Path(_with(checkpoints, gte.multilingual, tmp_path))

@@ -19,12 +19,14 @@ from tests.unit.engine.ops.interpreted import run_interpreted
 
 pytest.importorskip("triton")
 
+DOCUMENTS = 4
+
 PLAIN = EngineConfig(dtype="float32", attention="torch", maxsim="reference", kernels="torch")
 TRITON = EngineConfig(dtype="float32", attention="triton", maxsim="triton", kernels="torch")
 
 
 def compare_late_interaction(path: str, cache_mb: str, precision: Any) -> None:
-    documents = [pair.document[:150] for pair in docstring_pairs()[:8]]
+    documents = [pair.document[:90] for pair in docstring_pairs()[:DOCUMENTS]]
     plain, ours = (
         asyncio.run(
             _score_twice(
@@ -50,7 +52,7 @@ def compare_with_a_slab(path: str, precision: Any) -> None:
         patch.setattr(load, "open_slab", open_slab)
         compare_late_interaction(path, "8", precision)
     for slab in opened:
-        assert slab.hits == len(slab) == 8
+        assert slab.hits == len(slab) == DOCUMENTS
         assert slab.copied == 0
 
 
@@ -81,12 +83,9 @@ def test_embeddings_that_stay_on_the_device(stanford_colbert: str, precision: st
 
 @pytest.mark.parametrize(
     ("cache_mb", "precision"),
-    [
-        ("0", "auto"),
-        pytest.param("8", "float32", marks=pytest.mark.exhaustive),
-        pytest.param("8", "int8", marks=pytest.mark.exhaustive),
-    ],
+    [("0", "auto"), ("8", "float32"), ("8", "int8")],
 )
+@pytest.mark.exhaustive
 def test_late_interaction(stanford_colbert: str, cache_mb: str, precision: str) -> None:
     """Without a cache, with one, and with one in int8, whose rows are scored as they are."""
     run_interpreted(compare_late_interaction, stanford_colbert, cache_mb, precision)

@@ -139,7 +139,7 @@ async def test_pages_and_texts_of_many_requests_score_as_alone(
     checkpoint: str, engines: Engines, pairs: list[Pair]
 ) -> None:
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
-    documents: list[Any] = [*PAGES, *(pair.document[:300] for pair in pairs[:20])]
+    documents: list[Any] = [*PAGES, *(pair.document[:300] for pair in pairs[:8])]
     alone = [
         (await engine.score("What is it?", document, cache="bypass")).scores[0] for document in documents
     ]
@@ -166,7 +166,7 @@ async def test_pages_that_are_cut_between_steps_score_as_whole(checkpoint: str, 
     if not whole.device_model.prepared.runner.chunked:
         pytest.skip("a bidirectional model reads a page in one step")
     expected = (await whole.score("What is it?", PAGES, cache="bypass")).scores
-    for budget in (1, 2, 3, 5, 7, 11, 16, 33):
+    for budget in (1, 7, 16):
         config = EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=budget)
         cut = await engines(config)
         result = await cut.score("What is it?", PAGES, cache="bypass")
@@ -212,9 +212,7 @@ async def test_a_page_that_fits_no_step_is_refused_with_both_numbers(
     assert len((await engine.score("a", ["a text"])).scores) == 1
 
 
-async def test_content_that_the_model_does_not_read_is_refused_by_its_name(
-    checkpoint: str, engines: Engines
-) -> None:
+async def test_content_that_the_model_does_not_read_is_refused(checkpoint: str, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
     with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 1 picture and 1 text"):
         await engine.score("a", [PAGES[0], Content.of([PillowPicture(PAGES[0]), "a"])])
@@ -227,9 +225,7 @@ async def test_content_that_the_model_does_not_read_is_refused_by_its_name(
     ).scores
 
 
-async def test_vectors_of_pages_are_merged_as_sentence_transformers_merges_them(
-    checkpoint: str, engines: Engines
-) -> None:
+async def test_vectors_of_pages_are_merged_as_the_reference_does(checkpoint: str, engines: Engines) -> None:
     config = EngineConfig(model=checkpoint, dtype="float32", doc_token_pooling=3)
     engine = await engines(config)
     pooling = HierarchicalTokenPooling(3, num_protected_tokens=0)

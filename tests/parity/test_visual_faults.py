@@ -80,9 +80,7 @@ async def test_requests_that_are_cancelled_leave_no_features(checkpoint: str, en
     await until(lambda: engine.stats().device.cut_sequences == 0)
 
 
-async def test_the_same_new_page_in_several_requests_at_once_is_scored_in_each(
-    checkpoint: str, engines: Engines
-) -> None:
+async def test_a_new_page_in_several_requests_is_scored_in_each(checkpoint: str, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
     expected = (await engine.score("what?", PAGES, cache="bypass")).scores
     await engine.clear_cache()
