@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-fleet test-ray test-gpu test-instructions test-clients test-oracles recipes screenshots docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
+.PHONY: serve test test-fast test-all test-full test-cluster test-fleet test-ray test-gpu test-instructions test-clients test-oracles recipes screenshots docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -21,10 +21,13 @@ serve: $(VENV)/.demo
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -m fast
 
-# What must pass before a change is merged: minutes. Those on Ray, whose processes fill the machine, come by themselves.
+# What must pass before a change is merged: minutes.
 test: $(VENV)/.dev
-	$(PYTEST) -m "not exhaustive" --ignore tests/cluster
-	$(BIN)/python -m pytest --durations 10 -m "not exhaustive" tests/cluster
+	$(PYTEST) -m "not exhaustive and not ray"
+
+# The essentials on Ray, alone because its processes fill the machine: a minute or two.
+test-cluster: $(VENV)/.dev
+	$(BIN)/python -m pytest --durations 10 -m "ray and not exhaustive" tests/cluster
 
 # The server's tests with servers of two fronts and two engines.
 test-fleet: $(VENV)/.dev
@@ -40,7 +43,15 @@ test-instructions: $(VENV)/.dev
 
 # Every architecture that transformers has, every damage to every family, every precision: up to an hour.
 test-all: $(VENV)/.dev
-	$(PYTEST)
+	$(PYTEST) -m "not ray"
+	$(BIN)/python -m pytest --durations 10 -m ray
+
+# Everything that needs neither a GPU nor other people's clients, before a release: hours.
+test-full:
+	$(MAKE) test-all
+	$(MAKE) test-fleet
+	$(MAKE) test-ray
+	$(MAKE) test-instructions
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.memory import Allocated
+from tests.forked import Forked, Program
 from tests.server.conftest import Server
 
 ROOT = Path(__file__).parents[2]
@@ -94,19 +95,25 @@ def running(
     """A server in float32 that is ready, stopped in the end. `before` is what its process does first."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        program = "tests.chaos.server" if hooked else "maxsimd"
+        module = "tests.chaos.server" if hooked else None
         port = _free_port()
-        command = [sys.executable, "-m", program, "serve", model, "--dtype", "float32", "--port", str(port)]
+        words = ["serve", model, "--dtype", "float32", "--port", str(port), *options]
         log_file = folder / "log"
-        with log_file.open("wb") as log:
-            process = subprocess.Popen(
-                [*command, *options],
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                preexec_fn=before,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", "CHAOS_SOCKET": str(folder / "control")},
-            )
+        log_file.touch()
+        environment = {"HF_HUB_OFFLINE": "1", "CHAOS_SOCKET": str(folder / "control")}
+        process: subprocess.Popen[bytes] | Forked
+        if before is None:
+            process = Program(words, module=module, environment=environment).start(log_file)
+        else:
+            with log_file.open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", module or "maxsimd", *words],
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=log,
+                    preexec_fn=before,
+                    env=os.environ | environment,
+                )
         server = Running(f"http://127.0.0.1:{port}", process, log_file)
         try:
             server.wait_until_ready()

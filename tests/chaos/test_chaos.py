@@ -27,13 +27,13 @@ def server(stanford_colbert: str) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def pool(server: Running) -> Pool:
     """Asked of the server before anything disturbs it."""
-    return Pool.ask(Texts.draw(0, queries=6, documents=150), server.url)
+    return Pool.ask(Texts.draw(0, queries=6, documents=100), server.url)
 
 
 async def test_nothing_is_lost_and_nothing_wrong_while_things_go_wrong(
     stanford_colbert: str, pool: Pool
 ) -> None:
-    report = await disturb(stanford_colbert, pool, 15, processes=2, pause=0.1)
+    report = await disturb(stanford_colbert, pool, 10, processes=2, pause=0.1)
     assert report.is_good, report.lines()
     assert report.count(Outcome.RIGHT) > 50
     assert report.count(Outcome.FAILED) > 0
@@ -42,18 +42,18 @@ async def test_nothing_is_lost_and_nothing_wrong_while_things_go_wrong(
 
 
 async def test_exactly_the_poisoned_sequences_fail(server: Running, pool: Pool) -> None:
-    report = await poison(server, pool, 1500, 15)
+    report = await poison(server, pool, 500, 8)
     assert report.is_good, report.lines()
-    assert sum(verdict.outcome is Outcome.FAILED for verdict in report.verdicts) > 5
+    assert sum(verdict.outcome is Outcome.FAILED for verdict in report.verdicts) > 1
 
 
 async def test_a_server_is_as_before_when_clients_have_left(server: Running, pool: Pool) -> None:
-    report = await disconnect(server, pool, 200)
+    report = await disconnect(server, pool, 100)
     assert report.is_restored, report.lines()
     assert len(report.moments) == 5
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 async def test_what_was_accepted_is_answered_when_the_server_stops(
     stanford_colbert: str, pool: Pool, seed: int
 ) -> None:
@@ -108,7 +108,7 @@ def test_a_right_answer_is_right_and_others_are_wrong(small: Pool) -> None:
     assert _judge(ask, right, 500) is Outcome.WRONG
 
 
-def test_of_poisoned_requests_exactly_the_poisoned_documents_may_fail(small: Pool) -> None:
+def test_only_poisoned_documents_may_fail(small: Pool) -> None:
     ask = rerank(small, random.Random(0), 10, 2, {"on_error": "report"})
     broken = [i for i, text in enumerate(json.loads(ask.body)["documents"]) if "poison" in text]
     errors = [{"index": i, "error": "the model failed on it"} for i in broken]

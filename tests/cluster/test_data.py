@@ -44,7 +44,10 @@ def _table(*rows: dict[str, Any]) -> pa.Table:
     return pa.Table.from_pylist(list(rows))
 
 
-@pytest.mark.parametrize("kind", ["late interaction", "cross-encoder"])
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "kind", ["late interaction", pytest.param("cross-encoder", marks=pytest.mark.exhaustive)]
+)
 def test_a_data_set_has_the_engines_scores(local_ray: None, bert_cross_encoder: str, kind: str) -> None:
     config = LATE if kind == "late interaction" else EngineConfig(model=bert_cross_encoder, dtype="float32")
     scored = build_scorer(config, normalize=True)(ray.data.from_items(ROWS)).take_all()
@@ -58,6 +61,8 @@ def test_a_data_set_has_the_engines_scores(local_ray: None, bert_cross_encoder: 
         assert row["documents"] == ROWS[int(row["id"][1:])]["documents"]
 
 
+@pytest.mark.ray
+@pytest.mark.exhaustive
 def test_rows_are_made_of_others_and_made_into_others(local_ray: None) -> None:
     scorer = build_scorer(
         LATE,
@@ -77,6 +82,8 @@ def test_rows_are_made_of_others_and_made_into_others(local_ray: None) -> None:
     )
 
 
+@pytest.mark.ray
+@pytest.mark.exhaustive
 def test_an_actor_whose_engine_has_died_is_started_anew(local_ray: None, tmp_path: Path) -> None:
     arguments = {"marker": str(tmp_path / "died"), "config": LATE}
     given = ray.data.from_items(
@@ -88,7 +95,7 @@ def test_an_actor_whose_engine_has_died_is_started_anew(local_ray: None, tmp_pat
     assert all(row["error"] is None for row in scored)
 
 
-def test_a_document_that_cannot_be_scored_leaves_the_others_alone(late: ScoreRows) -> None:
+def test_a_document_that_cannot_be_scored_spares_the_others(late: ScoreRows) -> None:
     table = _table(
         {"id": 1, "query": "file", "documents": ["a file", None, "a list"]},
         {"id": 2, "query": None, "documents": ["a file", "a list"]},
@@ -124,7 +131,7 @@ def test_a_document_that_is_too_long_is_named(late: ScoreRows) -> None:
     assert [error is None for error in pairs["error"].to_pylist()] == [True, False]
 
 
-def test_other_columns_stay_and_those_that_are_added_are_replaced(late: ScoreRows) -> None:
+def test_other_columns_stay_and_added_ones_are_replaced(late: ScoreRows) -> None:
     table = _table({"score": "old", "query": "file", "document": "a file", "n": 1, "error": "old"})
     scored = late(table)
     assert scored.column_names == ["query", "document", "n", "score", "error", "prompt_tokens"]
@@ -174,7 +181,9 @@ def test_a_dead_engine_is_an_error_outside_of_an_actor() -> None:
     rows.close()
 
 
-def test_every_row_is_there_once_after_an_actor_and_the_command_were_killed(tmp_path: Path) -> None:
+@pytest.mark.ray
+@pytest.mark.exhaustive
+def test_every_row_is_there_once_after_kills(tmp_path: Path) -> None:
     rows = soak_rows.pairs(2000)
     parquet.write_table(rows, tmp_path / "in.parquet", row_group_size=333)
     killed = soak_rows.score_with_kills(tmp_path / "in.parquet", tmp_path / "out", 50, soak_rows.KILLS[:2])
@@ -184,6 +193,8 @@ def test_every_row_is_there_once_after_an_actor_and_the_command_were_killed(tmp_
     assert verdict == soak_rows.Verdict(missing=0, doubled=0, wrong=0, is_in_order=True)
 
 
+@pytest.mark.ray
+@pytest.mark.exhaustive
 def test_lines_of_json_have_their_scores_and_errors(tmp_path: Path) -> None:
     lines = [json.dumps({"id": i, "documents": DOCUMENTS, "nested": {"a": [i]}}) for i in range(5)]
     lines += ["{broken", "[1]", '{"document": 7}']
@@ -220,6 +231,8 @@ def test_lines_of_json_have_their_scores_and_errors(tmp_path: Path) -> None:
         assert answer in again.output
 
 
+@pytest.mark.ray
+@pytest.mark.exhaustive
 def test_a_model_that_is_not_there_is_one_line(local_ray: None, tmp_path: Path) -> None:
     parquet.write_table(soak_rows.pairs(3), tmp_path / "in.parquet")
     missing = EngineConfig(model=str(tmp_path / "none"))

@@ -105,7 +105,7 @@ def test_other_runs_and_other_folders_are_refused(tmp_path: Path) -> None:
         _folder(tmp_path / "letters" / "a.txt")
 
 
-def test_a_run_is_told_from_others_by_all_that_changes_its_output(tmp_path: Path) -> None:
+def test_a_run_is_known_by_all_that_changes_its_output(tmp_path: Path) -> None:
     path = _input(tmp_path, "jsonl", 3)
 
     def digest(config: EngineConfig = EngineConfig(), query: str | None = None, rows: int = 10) -> str:  # noqa: B008

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from tests.documentation.pages import PAGES, ROOT, Block, all_blocks
+from tests.forked import Program
 from tests.server.conftest import Server
 
 _BLOCKS = all_blocks()
@@ -32,11 +33,16 @@ _MAKE_TARGETS = set(
 )
 
 
+def _on_ray(block: Block) -> bool:
+    return re.search(r"^import ray$", block.text, flags=re.MULTILINE) is not None
+
+
 def _of(language: str, page: Path | None = None) -> list[Any]:
     """The blocks of a page; without one, of all pages but those that clients run."""
     here = {page} if page is not None else {block.page for block in _BLOCKS} - _OF_CLIENTS
     found = [block for block in _BLOCKS if block.language == language and block.page in here]
-    return [pytest.param(block, id=str(block)) for block in found]
+    marks = (pytest.mark.ray, pytest.mark.exhaustive)
+    return [pytest.param(block, id=str(block), marks=marks if _on_ray(block) else ()) for block in found]
 
 
 def _commands(program: str) -> list[Any]:
@@ -59,16 +65,14 @@ def test_every_block_is_of_a_language_that_is_tested() -> None:
 
 @pytest.mark.parametrize("block", _of("python"))
 def test_python_runs_as_it_stands(block: Block, tmp_path: Path) -> None:
-    if re.search(r"^import ray$", block.text, flags=re.MULTILINE):
-        pytest.importorskip("ray")
-    (tmp_path / "shown.py").write_text(block.text, encoding="utf-8")
-    subprocess.run(
-        [sys.executable, "shown.py"],
-        cwd=tmp_path,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        check=True,
-        timeout=120,
-    )
+    script = tmp_path / "shown.py"
+    script.write_text(block.text, encoding="utf-8")
+    if not _on_ray(block):
+        Program([], script).run()
+        return
+    pytest.importorskip("ray")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("block", _of("json"))

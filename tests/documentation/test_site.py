@@ -59,10 +59,15 @@ def browser() -> Iterator[Browser]:
     yield from chromium()
 
 
-@pytest.mark.parametrize("name", _NAMES)
-def test_a_page_loads_nothing_from_elsewhere_and_can_be_read_by_all(
-    browser: Browser, site: str, name: str
-) -> None:
+# The pages that have all kinds of content. The others are checked before a release.
+_TYPICAL = ("clients", "index", "models", "reference/http")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in _TYPICAL else pytest.mark.exhaustive) for name in _NAMES],
+)
+def test_a_page_loads_nothing_else_and_can_be_read_by_all(browser: Browser, site: str, name: str) -> None:
     with opened(browser, f"{site}/{name}.html") as watched:
         expect(watched.page.locator("h1")).to_have_count(1)
         assert not watched.serious_findings()
@@ -70,13 +75,26 @@ def test_a_page_loads_nothing_from_elsewhere_and_can_be_read_by_all(
 
 
 @pytest.mark.parametrize("view", ["dark", "phone"])
-@pytest.mark.parametrize("name", ["index", "clients", "reference/http"])
+@pytest.mark.parametrize(
+    "name",
+    ["clients", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("index", "reference/http"))],
+)
 def test_pages_can_be_read_in_the_dark_and_on_a_phone(
     browser: Browser, site: str, name: str, view: str
 ) -> None:
     with opened(browser, f"{site}/{name}.html", **VIEWS[view]) as watched:
         assert not watched.serious_findings()
         watched.check(site)
+
+
+def test_every_page_has_one_heading_and_loads_nothing(folder: Path) -> None:
+    for name in _NAMES:
+        html = (folder / f"{name}.html").read_text(encoding="utf-8")
+        assert html.count("<h1") == 1, name
+        foreign = (
+            r"""<(?:script|img|iframe)[^>]+src=["'](?:https?:)?//|<link[^>]+stylesheet[^>]+href=["']http"""
+        )
+        assert not re.findall(foreign, html), name
 
 
 def test_what_is_looked_for_is_found(browser: Browser, site: str) -> None:

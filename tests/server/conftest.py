@@ -1,4 +1,4 @@
-"""Real servers: the installed command on a free port, always stopped."""
+"""Real servers: processes of their own on a free port, always stopped."""
 
 import os
 import re
@@ -15,13 +15,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.forked import Forked, Program
+
 
 @dataclass
 class Server:
     """A running `maxsimd serve`."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: "subprocess.Popen[bytes] | Forked"
     log_file: Path
 
     @property
@@ -63,21 +65,20 @@ ON_RAY = FLEET == "ray"
 _READY_SECONDS, _END_SECONDS = (300.0, 180.0) if ON_RAY else (120.0, 60.0)
 
 
-def _command(arguments: Sequence[str], program: Sequence[str]) -> list[str]:
-    """That starts a server. Skips the test where Ray would have no such server."""
-    started = [*(program or [installed_command()])]
+def _serve(arguments: Sequence[str], special: bool) -> list[str]:
+    """The arguments that start a server. Skips the test where Ray would have no such server."""
     if not FLEET:
-        return [*started, "serve", *arguments]
+        return ["serve", *arguments]
     if not ON_RAY:
         fronts, replicas = FLEET.split("x")
-        return [*started, "serve", *arguments, "--fronts", fronts, "--replicas", replicas]
+        return ["serve", *arguments, "--fronts", fronts, "--replicas", replicas]
     pytest.importorskip("ray")
     from maxsimd.api.cluster.config import RAYS_OWN
 
     options = {argument.partition("=")[0] for argument in arguments}
-    if program or options & {"--" + name.replace("_", "-") for name in RAYS_OWN}:
+    if special or options & {"--" + name.replace("_", "-") for name in RAYS_OWN}:
         pytest.skip("connections and processes are Ray's own there")
-    return [*started, "cluster", "serve", *arguments, "--replicas", "2"]
+    return ["cluster", "serve", *arguments, "--replicas", "2"]
 
 
 StartServer = Callable[..., Server]
@@ -100,28 +101,34 @@ def _starter(folder: Path) -> Iterator[StartServer]:
     def start(
         *arguments: str,
         ready: bool = True,
+        installed: bool = False,
         descriptors: int | None = None,
         environment: dict[str, str] | None = None,
+        file: Path | None = None,
         program: Sequence[str] = (),
         before: Callable[[], None] | None = None,
     ) -> Server:
-        """`descriptors` is the process's limit on them, `program` another command than the installed one, and
-        `before` what its process does first."""
+        """Starts the command; with `installed`, `program` or `before` as a new process of that program, whose
+        process does `before` first; else in a process that has everything imported, where a Python `file` may
+        take the command's place. `descriptors` is the process's limit on them."""
         port = _free_port()
-        if ON_RAY and (descriptors is not None or before is not None):
-            pytest.skip("processes are Ray's own there")
-        command = [*_command(arguments, program), "--host", "127.0.0.1", "--port", str(port)]
-        if descriptors is not None:
-            command = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *command]
+        special = bool(descriptors or file or program or before)
+        words = [*_serve(arguments, special), "--host", "127.0.0.1", "--port", str(port)]
         log_file = folder / f"server-{port}.log"
-        with log_file.open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                preexec_fn=before,
-                stderr=log,
-                stdout=log,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"} | (environment or {}),
-            )
+        process: subprocess.Popen[bytes] | Forked
+        if ON_RAY or installed or program or before:
+            with log_file.open("wb") as log:
+                process = subprocess.Popen(
+                    [*(program or [installed_command()]), *words],
+                    preexec_fn=before,
+                    stderr=log,
+                    stdout=log,
+                    env=os.environ | {"HF_HUB_OFFLINE": "1"} | (environment or {}),
+                )
+        else:
+            forked = Program(words, file, environment=environment or {}, descriptors=descriptors)
+            log_file.touch()
+            process = forked.start(log_file)
         server = Server(f"http://127.0.0.1:{port}", process, log_file)
         servers.append(server)
         if ready:

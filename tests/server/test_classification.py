@@ -44,9 +44,7 @@ def test_classify_gives_probabilities_with_labels(classifier: Server, three_labe
     assert sum(logits) != pytest.approx(1)
 
 
-def test_predict_answers_as_text_embeddings_inference_does(
-    classifier: Server, three_label_classifier: str
-) -> None:
+def test_predict_answers_as_tei_does(classifier: Server, three_label_classifier: str) -> None:
     one = post(classifier, "/predict", {"inputs": "some text"})
     assert [item["score"] for item in one] == sorted((item["score"] for item in one), reverse=True)
     expected = _probabilities(three_label_classifier, ["some text"])[0]

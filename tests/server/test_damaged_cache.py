@@ -90,7 +90,7 @@ def count_warnings(log: str) -> int:
     return log.count("the embedding cache in")
 
 
-def test_a_file_in_place_of_the_folder_stays_until_its_user_removes_it(
+def test_a_file_in_place_of_the_cache_folder_stays(
     server: Server, folder: Path, documents: list[str], expected: list[float]
 ) -> None:
     assert "cached in memory only" in server.log
@@ -132,7 +132,7 @@ def test_a_server_survives_damage_to_its_cache(
     undo(folder)
 
 
-def test_a_server_goes_on_while_another_process_has_its_cache_locked(
+def test_a_server_goes_on_while_its_cache_is_locked(
     server: Server, folder: Path, documents: list[str], expected: list[float]
 ) -> None:
     if folder.is_file():
@@ -152,7 +152,7 @@ def _limit_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
 
-def test_a_server_starts_with_a_damaged_cache_and_serves_on_when_its_disk_is_full(
+def test_a_damaged_cache_and_a_full_disk_stop_no_server(
     start_server: StartServer,
     server: Server,
     folder: Path,

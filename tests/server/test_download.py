@@ -109,7 +109,7 @@ def test_a_downloaded_checkpoint_is_served_where_there_is_no_hub(
     checked = _download("http://127.0.0.1:9", tmp_path / "home", MODEL, "--to", str(folder), "--check")
     assert "files are what SHA256SUMS says" in checked.stdout
 
-    server = start_server(str(folder), "--offline", "--dtype", "float32", environment=NO_HUB)
+    server = start_server(str(folder), "--offline", "--dtype", "float32", environment=NO_HUB, installed=True)
     ours = httpx.post(server.url + "/score", json={"queries": "q", "documents": ["a", "b"]}).json()
     plain = start_server(bert_cross_encoder, "--dtype", "float32")
     theirs = httpx.post(plain.url + "/score", json={"queries": "q", "documents": ["a", "b"]}).json()
@@ -130,7 +130,7 @@ def test_a_file_that_is_not_as_it_was_downloaded_is_named(
         data = bytearray(weights.read_bytes())
         data[-1] ^= 1
         weights.write_bytes(data)
-    server = start_server(str(folder), "--offline", ready=False, environment=NO_HUB)
+    server = start_server(str(folder), "--offline", ready=False, environment=NO_HUB, installed=True)
     assert server.process.wait(timeout=120) == 1
     assert f"{weights} is" in server.log
     assert "download the checkpoint again" in server.log

@@ -33,7 +33,7 @@ def test_score_equals_multi_vector_encoder(colbert: Server, stanford_colbert: st
         np.testing.assert_allclose(_score(colbert, pair.query, documents), reference.numpy(), atol=1e-4)
 
 
-def test_scores_without_markers_expansion_and_skip_list_are_others(
+def test_scores_without_markers_and_skip_list_differ(
     colbert: Server, stanford_colbert: str, pairs: list[Pair]
 ) -> None:
     """What a server computes that runs the encoder and the projection alone."""

@@ -1,18 +1,19 @@
 """`maxsimd rerank` and `score` over folders of pictures, PDFs and texts."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from maxsimd.api.cli import main
 from maxsimd.engine import EngineConfig, SyncEngine
 from maxsimd.engine.media import Picture, PictureError, PictureLimits, pages_of
 from tests.checkpoints import visual
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.server.conftest import installed_command
+from tests.forked import run_command
 
 QUERY = "what is this?"
 
@@ -41,14 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NAMES = ["a.png", "inner/b.JPG", "notes.txt", "report.pdf page 1", "report.pdf page 2", "report.pdf page 3"]
 
 
-def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    ran = subprocess.run(
-        [installed_command(), *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ran.returncode == status, ran.stderr
-    return ran
-
-
 def test_each_picture_page_and_text_of_a_folder_is_a_document(
     folder: Path, checkpoints: SharedCheckpoints
 ) -> None:
@@ -59,7 +52,7 @@ def test_each_picture_page_and_text_of_a_folder_is_a_document(
         pictures = [Image.open(folder / name) for name in NAMES[:2]]
         expected = engine.score(QUERY, [*pictures, "a text among the pages", *pages]).scores
     options = ("--query", QUERY, "--documents", str(folder), "--dtype", "float32")
-    ran = run("rerank", checkpoint, *options)
+    ran = run_command("rerank", checkpoint, *options)
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     assert {each["id"]: each["score"] for each in found} == pytest.approx(
         dict(zip(NAMES, expected, strict=True)), abs=1e-5
@@ -69,18 +62,7 @@ def test_each_picture_page_and_text_of_a_folder_is_a_document(
     )
     assert "6 of 6 documents" in ran.stderr
     out = folder.parent / "scores.jsonl"
-    run(
-        "score",
-        checkpoint,
-        "--query",
-        QUERY,
-        "--documents",
-        str(folder),
-        "--out",
-        str(out),
-        "--dtype",
-        "float32",
-    )
+    run_command("score", checkpoint, *options, "--out", str(out))
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == NAMES
 
 
@@ -117,7 +99,10 @@ def test_what_cannot_be_read_is_told_in_one_line(
     tmp_path: Path, name: str, data: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(data)
-    ran = run("rerank", "--query", QUERY, "--documents", str(tmp_path), status=1)
+    words = ["rerank", "--query", QUERY, "--documents", str(tmp_path)]
+    ran = CliRunner().invoke(main, words)
+    assert ran.exit_code == 1
     assert message in ran.stderr.splitlines()[-1]
-    ran = run("rerank", "--query", QUERY, "--documents", str(tmp_path), "--field", "a", status=2)
+    ran = CliRunner().invoke(main, [*words, "--field", "a"])
+    assert ran.exit_code == 2
     assert "--input-format and --field are for files, not for a folder" in ran.stderr

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import ON_RAY, Server, StartServer
+from tests.waiting import wait_for
 
 
 def different(text: str, number: int) -> list[str]:
@@ -18,13 +19,6 @@ def different(text: str, number: int) -> list[str]:
 
 HEAVY = {"query": "q", "documents": different("word " * 245, 400), "return_documents": False}
 LIGHT = {"query": "q", "documents": ["d"]}
-
-
-def _wait_for(condition: Any, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.05)
 
 
 @pytest.mark.not_on_ray  # whose proxy answers 404 until the application is there
@@ -41,7 +35,7 @@ def test_a_starting_server_says_so_and_then_serves(start_server: StartServer) ->
         assert (health.status_code, health.json()["status"]) in {(200, "starting"), (200, "ok")}
         return ready.status_code == 200
 
-    _wait_for(is_ready, 120)
+    wait_for(is_ready, 120)
     assert seen <= {(200, 503), (200, 200)}
     assert httpx.get(server.url + "/version").json()["version"]
     card = httpx.get(server.url + "/v1/models").json()["data"][0]
@@ -50,7 +44,7 @@ def test_a_starting_server_says_so_and_then_serves(start_server: StartServer) ->
     assert server.terminate() == 0
 
 
-def test_a_model_that_is_not_there_ends_the_server_with_a_clear_error(start_server: StartServer) -> None:
+def test_a_missing_model_ends_the_server_with_a_clear_error(start_server: StartServer) -> None:
     server = start_server("/nowhere/at/all", ready=False)
     assert server.process.wait(timeout=120) == 1
     assert "there is no folder '/nowhere/at/all'" in (server.log.splitlines()[-1] if ON_RAY else server.log)
@@ -77,7 +71,7 @@ def test_work_of_a_client_that_leaves_disappears_from_the_queue(start_server: St
             await asyncio.gather(request, return_exceptions=True)
 
     asyncio.run(leave())
-    _wait_for(lambda: server.metric("maxsimd_queue_tokens") == 0, seconds=5)
+    wait_for(lambda: server.metric("maxsimd_queue_tokens") == 0, seconds=5)
     assert server.metric("maxsimd_queue_sequences") == 0
     assert server.metric("maxsimd_cancelled_requests_total") == 1
     assert server.metric('maxsimd_http_requests_total{route="/rerank",status="499"}') == 1
@@ -131,10 +125,9 @@ def test_a_small_request_does_not_wait_for_a_large_one(server: Server) -> None:
     assert small < large / 2
 
 
-@pytest.mark.parametrize("clients", [6])
-def test_sigterm_under_load_loses_no_accepted_request(start_server: StartServer, clients: int) -> None:
+def test_sigterm_under_load_loses_no_accepted_request(start_server: StartServer) -> None:
     server = start_server()
-    rounds = count()
+    clients, rounds = 6, count()
 
     async def load() -> tuple[list[int], int]:
         statuses: list[int] = []

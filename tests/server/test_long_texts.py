@@ -47,7 +47,7 @@ def test_a_long_text_takes_memory_in_proportion(roomy: Server) -> None:
     assert _memory(roomy, "VmHWM") - before < 64 + 20 * MEGABYTES
 
 
-def test_small_requests_are_answered_while_a_long_text_is_tokenised(roomy: Server) -> None:
+def test_small_requests_are_answered_beside_a_long_text(roomy: Server) -> None:
     answers: list[Any] = []
     long = threading.Thread(target=lambda: answers.append(post(roomy, "/tokenize", {"text": LONG})))
     long.start()

@@ -120,7 +120,7 @@ def test_the_log_of_all_that_has_no_trace_and_no_error(strict_server: Server) ->
     assert 'status="500"' not in httpx.get(strict_server.url + "/metrics").text
 
 
-def test_a_client_that_leaves_while_it_is_told_to_go_on_is_no_error(strict_server: Server) -> None:
+def test_a_client_that_leaves_at_100_continue_is_no_error(strict_server: Server) -> None:
     before = len(strict_server.log)
     for _ in range(50):
         client = RawClient(strict_server.url)

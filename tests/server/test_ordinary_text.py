@@ -39,7 +39,7 @@ def _warned_of(answer: Any) -> int:
 
 
 @pytest.mark.parametrize("characters", [pytest.param(1000, marks=pytest.mark.exhaustive), 4000])
-def test_all_chunks_are_answered_and_those_that_were_cut_are_counted(server: Server, characters: int) -> None:
+def test_all_chunks_are_answered_and_truncated_ones_counted(server: Server, characters: int) -> None:
     chunks = _chunks(characters)
     assert len(chunks) > ARTICLES
     before = server.metric("maxsimd_truncated_inputs_total")

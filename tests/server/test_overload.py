@@ -26,7 +26,7 @@ def _documents(number: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.one_process
-def test_what_would_wait_too_long_is_refused_and_small_requests_are_served(server: Server) -> None:
+def test_only_requests_that_would_wait_too_long_are_refused(server: Server) -> None:
     async def overload() -> tuple[list[httpx.Response], list[httpx.Response]]:
         async with httpx.AsyncClient(timeout=120) as client:
 

@@ -103,9 +103,7 @@ def image_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def test_the_same_picture_scores_the_same_in_every_shape_and_from_every_source(
-    pages: Server, media_host: str, media_dir: Path
-) -> None:
+def test_a_picture_scores_the_same_in_every_shape(pages: Server, media_host: str, media_dir: Path) -> None:
     url, again = data_url(FIRST), base64_of(FIRST)
     shapes: list[Any] = [
         {"content": [image_part(url)]},
@@ -222,7 +220,7 @@ def test_what_cannot_be_read_is_refused_by_its_name(pages: Server, document: Any
     assert post(pages, "/rerank", query="what?", documents=["a text"])["results"]
 
 
-def test_one_that_cannot_be_read_is_reported_and_the_others_are_scored(pages: Server) -> None:
+def test_an_unreadable_picture_is_reported_beside_scores(pages: Server) -> None:
     documents = [{"image": data_url(FIRST)}, {"image": "http://example.com/a.png"}, "a text"]
     answer = post(pages, "/rerank", query="what?", documents=documents, on_error="report")
     assert {one["index"] for one in answer["results"]} == {0, 2}

@@ -15,7 +15,7 @@ def _join(group: Path) -> None:
 
 @pytest.mark.one_process  # several engines share them, and do not say so
 @pytest.mark.parametrize("threads", [None, 2])
-def test_a_server_has_as_many_threads_as_its_quota_unless_told_otherwise(
+def test_a_server_has_as_many_threads_as_its_quota(
     group_of_one_core: Path, start_server: StartServer, threads: int | None
 ) -> None:
     options = [] if threads is None else ["--threads", str(threads)]

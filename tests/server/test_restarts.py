@@ -1,7 +1,6 @@
 """What becomes of a server whose device fails: what callers and probes are told, and if it comes back."""
 
 import signal
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.one_process
 
-FAILING = (sys.executable, str(Path(__file__).parents[1] / "stand_ins" / "failing_server.py"))
+FAILING = Path(__file__).parents[1] / "stand_ins" / "failing_server.py"
 # Long enough for any step of these on a busy machine.
 OPTIONS = ("--dtype", "float32", "--threads", "1", "--step-timeout-seconds", "2")
 RESTARTING = (*OPTIONS, "--restart-on-failure")
@@ -50,8 +49,8 @@ def _until_restarting(server: Server) -> None:
     assert _probe(server) == (200, 503, "restarting")
 
 
-def test_a_stuck_device_is_red_at_once_and_right_again_after_a_restart(start_server: StartServer) -> None:
-    server = start_server(*RESTARTING, program=FAILING)
+def test_a_stuck_device_is_restarted_and_right_again(start_server: StartServer) -> None:
+    server = start_server(*RESTARTING, file=FAILING)
     right = _warm_up(server)
     with ThreadPoolExecutor() as threads:
         steps = server.metric("maxsimd_step_tokens_count")
@@ -73,7 +72,7 @@ def test_a_stuck_device_is_red_at_once_and_right_again_after_a_restart(start_ser
 
 @pytest.mark.parametrize("word", [pytest.param("spin", marks=pytest.mark.exhaustive), "die"])
 def test_without_the_option_the_server_ends_with_status_1(start_server: StartServer, word: str) -> None:
-    server = start_server(*OPTIONS, program=FAILING)
+    server = start_server(*OPTIONS, file=FAILING)
     _warm_up(server)
     answer = _ask(server, word)
     assert answer.status_code == 503
@@ -83,7 +82,7 @@ def test_without_the_option_the_server_ends_with_status_1(start_server: StartSer
 
 
 def test_an_actor_and_a_device_that_fail_are_started_again(start_server: StartServer) -> None:
-    server = start_server(*RESTARTING, program=FAILING)
+    server = start_server(*RESTARTING, file=FAILING)
     right = _warm_up(server)
     for restarts, word in enumerate(("die", "lose"), start=1):
         assert _ask(server, word).status_code == 503
@@ -95,7 +94,7 @@ def test_an_actor_and_a_device_that_fail_are_started_again(start_server: StartSe
 
 
 def test_a_signal_ends_a_server_that_is_restarting(start_server: StartServer) -> None:
-    server = start_server(*RESTARTING, program=FAILING, environment={"MAXSIMD_TEST_SLOW_LOADS": "1"})
+    server = start_server(*RESTARTING, file=FAILING, environment={"MAXSIMD_TEST_SLOW_LOADS": "1"})
     assert _ask(server, "die").status_code == 503
     _until_restarting(server)
     time.sleep(1.5)  # the load, which never ends, has begun
@@ -107,7 +106,7 @@ def test_a_signal_ends_a_server_that_is_restarting(start_server: StartServer) ->
 
 @pytest.mark.exhaustive
 def test_a_server_that_dies_again_and_again_gives_up(start_server: StartServer) -> None:
-    server = start_server(*RESTARTING, program=FAILING, environment={"MAXSIMD_TEST_LOADS": "1"})
+    server = start_server(*RESTARTING, file=FAILING, environment={"MAXSIMD_TEST_LOADS": "1"})
     assert _ask(server, "die").status_code == 503
     assert server.process.wait(120) == 1
     pauses = [line.split("again in ")[1] for line in server.log.splitlines() if "again in " in line]
@@ -119,7 +118,7 @@ def test_a_server_that_dies_again_and_again_gives_up(start_server: StartServer) 
 @pytest.mark.exhaustive
 def test_a_process_that_was_stopped_is_not_taken_for_stuck(start_server: StartServer) -> None:
     options: Any = (*OPTIONS, "--step-timeout-seconds", "1")
-    server = start_server(*options, program=FAILING)
+    server = start_server(*options, file=FAILING)
     _warm_up(server)
     words: Callable[[int], str] = lambda i: f"{i} " + "word " * 240  # noqa: E731
     with ThreadPoolExecutor() as threads:

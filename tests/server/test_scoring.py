@@ -72,7 +72,7 @@ def test_documents_are_left_out_of_the_answer_on_request(server: Server) -> None
     assert all("document" not in result for result in post(server, "/rerank", body).json()["results"])
 
 
-def test_rerank_with_texts_answers_as_text_embeddings_inference_does(server: Server) -> None:
+def test_rerank_with_texts_answers_as_tei_does(server: Server) -> None:
     answer = post(server, "/rerank", {"query": QUERY, "texts": DOCUMENTS, "return_text": True}).json()
     assert [set(item) for item in answer] == [{"index", "score", "text"}] * 3
     assert answer[0]["index"] == 1

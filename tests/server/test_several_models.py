@@ -1,6 +1,5 @@
 """A server of several models: each as in a server alone, and what befalls one is no other's business."""
 
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.one_process
 
-FAILING = (sys.executable, str(Path(__file__).parents[1] / "stand_ins" / "failing_server.py"))
+FAILING = Path(__file__).parents[1] / "stand_ins" / "failing_server.py"
 ADMIN = {"authorization": "Bearer boss"}
 QUERY = "capital"
 DOCUMENTS = [
@@ -44,7 +43,7 @@ def several(
     }
     options = {"dtype": "float32", "api_key_file": str(keys), "grace_seconds": 1.0}
     config.write_text(yaml.safe_dump({"models": models, **options}, sort_keys=False))
-    return module_starter("--config", str(config), program=FAILING)
+    return module_starter("--config", str(config), file=FAILING)
 
 
 def _post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -126,7 +125,7 @@ def _beside_load(several: Server, happens: Callable[[], None]) -> None:
         assert all(each.result() >= 3 for each in asking)
 
 
-def test_one_that_dies_under_load_fails_its_own_and_can_be_loaded_again(several: Server) -> None:
+def test_a_model_that_dies_fails_its_own_and_can_be_reloaded(several: Server) -> None:
     expected = _plain(_ranked(several, "org/doomed"))
 
     def dies() -> None:

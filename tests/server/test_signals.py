@@ -32,14 +32,14 @@ def _catches_sigterm(server: Server) -> bool:
     not Path("/proc/self/status").exists(), reason="only Linux tells which signals are caught"
 )
 def test_a_server_that_is_still_importing_ends_at_once_and_well(start_server: StartServer) -> None:
-    server = start_server(ready=False)
+    server = start_server(ready=False, installed=True)
     wait_for(lambda: _catches_sigterm(server))
     assert server.terminate() == 0
     assert "Traceback" not in server.log
 
 
 @pytest.mark.not_on_ray  # where nobody answers until the model is loaded
-def test_a_server_that_is_loading_ends_without_waiting_for_the_model(start_server: StartServer) -> None:
+def test_a_server_that_is_loading_ends_at_once(start_server: StartServer) -> None:
     server = start_server(ready=False)
     wait_for(lambda: _answers(server))
     assert server.terminate() == 0
@@ -54,7 +54,7 @@ def _work(server: Server, threads: ThreadPoolExecutor) -> "Future[httpx.Response
     return answer
 
 
-def test_requests_longer_than_the_grace_period_get_a_503_and_the_server_ends_in_time(
+def test_requests_longer_than_the_grace_period_get_a_503(
     start_server: StartServer,
 ) -> None:
     server = start_server("--grace-seconds", "1")

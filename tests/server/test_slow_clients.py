@@ -46,9 +46,7 @@ def test_headers_that_do_not_come_in_time_are_a_408(strict_server: Server, parts
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_a_connection_on_which_nothing_is_asked_is_closed_without_a_word(
-    strict_server: Server, answered: bool
-) -> None:
+def test_an_idle_connection_is_closed_without_a_word(strict_server: Server, answered: bool) -> None:
     client = RawClient(strict_server.url)
     if answered:
         client.send(head("GET /version HTTP/1.1"))
@@ -105,7 +103,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(strict_server: Server
     client.close()
 
 
-def test_when_answers_take_too_much_memory_the_slowest_reader_is_cut_off(
+def test_the_slowest_reader_is_cut_off_to_free_memory(
     start_server: StartServer, bert_cross_encoder: str
 ) -> None:
     server = start_server(bert_cross_encoder, "--max-bodies-mb", "3", "--transfer-seconds", "600")
@@ -128,7 +126,7 @@ def test_when_answers_take_too_much_memory_the_slowest_reader_is_cut_off(
         client.close()
 
 
-def test_a_client_that_asks_on_and_on_and_reads_nothing_is_cut_off(strict_server: Server) -> None:
+def test_a_client_that_asks_on_and_reads_nothing_is_cut_off(strict_server: Server) -> None:
     before = cut(strict_server, "slow_reader")
     # Their answers have some 10 MB, of which no single one is long.
     ask = head("GET /metrics HTTP/1.1") * 1000
@@ -138,9 +136,7 @@ def test_a_client_that_asks_on_and_on_and_reads_nothing_is_cut_off(strict_server
 
 
 @pytest.mark.parametrize("asks", [0, 1])
-def test_a_connection_is_as_good_as_new_after_a_body_that_was_not_waited_for(
-    strict_server: Server, asks: int
-) -> None:
+def test_a_connection_is_reused_after_an_unread_body(strict_server: Server, asks: int) -> None:
     before = cut(strict_server, "idle")
     request = post("/nope", RERANK)
     parts = [request[:-1], request[-1:], *[head("GET /health HTTP/1.1")] * asks]

@@ -22,8 +22,8 @@ async def test_an_engine_ranks_the_answer_first() -> None:
         assert result.score == pytest.approx(pairwise[result.index], abs=1e-2)
 
 
-def test_a_server_ranks_the_answer_first_and_ends_when_it_is_asked_to(start_server: StartServer) -> None:
-    server = start_server()
+def test_a_server_ranks_the_answer_first_and_ends(start_server: StartServer) -> None:
+    server = start_server(installed=True)
     response = httpx.post(server.url + "/rerank", json={"query": QUERY, "documents": DOCUMENTS}, timeout=60)
     assert response.status_code == 200, response.text
     assert response.json()["results"][0]["index"] == 1

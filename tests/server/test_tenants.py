@@ -134,7 +134,7 @@ def test_priorities_have_names(server: Server) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
 
 
-def test_a_tenant_has_one_rate_for_all_its_keys_and_may_come_again_when_it_is_told(server: Server) -> None:
+def test_a_tenant_has_one_rate_for_all_its_keys(server: Server) -> None:
     keys = ["old-search-key", "new-search-key"]
     answers = [_post(server, keys[0])]
     while answers[-1].status_code == 200:
@@ -187,9 +187,7 @@ def test_a_file_that_changes_counts_at_once(server: Server, key_file: Path) -> N
     assert "s3cret" not in server.log
 
 
-def test_a_file_with_something_wrong_ends_the_start_and_says_where(
-    start_server: StartServer, tmp_path: Path
-) -> None:
+def test_a_wrong_key_file_ends_the_start_and_says_where(start_server: StartServer, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\nsk-t0p-s3cret weigth=3\n")
     server = start_server("--api-key-file", str(file), ready=False)

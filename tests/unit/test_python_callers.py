@@ -186,7 +186,7 @@ def test_a_second_event_loop_is_told_why_it_gets_nothing() -> None:
 
 def _run(program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_a_forked_process_is_told_instead_of_waiting_for_ever() -> None:
