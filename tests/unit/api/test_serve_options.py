@@ -169,7 +169,7 @@ def test_help_says_what_each_option_is_for_and_its_default() -> None:
 def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("measure", f"{__name__}:measure", "maxsimd.commands")
     points = {"maxsimd.commands": [point]}
-    monkeypatch.setattr("maxsimd.api.cli.entry_points", lambda *, group: points[group])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: points[group])
     runner = CliRunner()
     listed = runner.invoke(main, ["--help"]).output.partition("Commands:\n")[2].splitlines()
     names = "calibrate download embed eval inspect measure rerank score serve version"
@@ -197,8 +197,9 @@ def test_inspect_hands_on_what_it_was_asked(monkeypatch: pytest.MonkeyPatch, che
     monkeypatch.setattr("maxsimd.engine.inspection.show", lambda rows: f"shown: {rows}")
     flags = ["--check"] if check else []
     shown = CliRunner().invoke(main, ["inspect", "some/model", "--dtype", "float16", *flags])
-    assert shown.output == "shown: {'größe': 1}\n"
+    assert shown.stdout == "shown: {'größe': 1}\n"
+    assert shown.stderr == "Loading some/model ...\n"
     as_json = CliRunner().invoke(main, ["inspect", "some/model", "--dtype", "float16", "--json", *flags])
-    assert json.loads(as_json.output) == {"größe": 1}
-    assert "größe" in as_json.output
+    assert json.loads(as_json.stdout) == {"größe": 1}
+    assert "größe" in as_json.stdout
     assert asked == [(EngineConfig(model="some/model", dtype="float16"), check)] * 2

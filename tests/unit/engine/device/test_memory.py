@@ -67,7 +67,7 @@ def test_the_default_is_a_part_of_what_is_free(
     free: int | None, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(open_cache, "free_memory", lambda: free)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         assert open_cache.memory_limit(EngineConfig()) == limit << 20
     assert f"{limit} MiB" in caplog.text
     assert open_cache.memory_limit(EngineConfig(cache_mb=7)) == 7 << 20
