@@ -50,7 +50,7 @@ def embed(**values: Any) -> None:
     progress.note(f"reading {values['texts']}")
     records = read_records(values["texts"], values["input_format"], values["field"])
     progress.total = len(records)
-    progress.note(f"Loading {shown_name(config.model)} ... for {len(records):,} texts")
+    progress.note(f"Loading {shown_name(config.model)} for {len(records):,} texts ...")
     from maxsimd.api.commands.embedding_texts import embed_records, write_array, write_arrays
     from maxsimd.api.commands.running import Interrupted, run
 

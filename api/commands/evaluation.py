@@ -132,7 +132,7 @@ def _ranked(
     from maxsimd.api.commands.running import Interrupted, run
 
     progress.total = sum(len(ids) for _, ids in work)
-    progress.note(f"Loading {shown_name(config.model)} ... for {progress.total:,} pairs")
+    progress.note(f"Loading {shown_name(config.model)} for {progress.total:,} pairs ...")
     try:
         return run(rank_all(config, work, queries, documents, progress))
     except Interrupted:

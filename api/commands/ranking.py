@@ -104,7 +104,7 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
     progress.note(f"reading {values['documents']}")
     records = _records(values)
     progress.total = len(records)
-    progress.note(f"Loading {shown_name(config.model)} ... for {len(records):,} documents")
+    progress.note(f"Loading {shown_name(config.model)} for {len(records):,} documents ...")
     from maxsimd.api.commands.running import run
     from maxsimd.api.commands.scoring import Work, score_records
 
