@@ -284,7 +284,7 @@ IN_A_SCRIPT = """
 import sys, threading
 from maxsimd.engine import EngineConfig, EngineDeadError, SyncEngine
 
-config = EngineConfig(sys.argv[1], dtype="float32", threads=1, step_timeout_seconds=0.5)
+config = EngineConfig(model=sys.argv[1], dtype="float32", threads=1, step_timeout_seconds=0.5)
 with SyncEngine(config) as engine:
     engine.score("a", ["b"])
     engine._engine.device_model.prepared.runner.forward = lambda step: threading.Event().wait()
