@@ -194,19 +194,20 @@ def _serve_several(models: Sequence[ModelSetup], print_config: bool, values: dic
 
     set_up_logging(server_config.log_level, server_config.log_format)
     with leaving_when_asked():
-        _say_loading([setup.engine for setup in models])
+        _say_loading([setup.engine for setup in models], may_be_missing=True)
         from maxsimd.api.serve import serve_several
 
         sys.exit(serve_several(models, options, server_config, _STARTED))
 
 
-def _say_loading(configs: Sequence[EngineConfig]) -> None:
+def _say_loading(configs: Sequence[EngineConfig], may_be_missing: bool = False) -> None:
     """Logs which models are loaded, before the imports that take seconds. Ends the process where a model's
-    folder is missing."""
+    folder is missing, unless it `may_be_missing` because others can serve."""
     log = logging.getLogger("maxsimd.serve")
     for config in configs:
         try:
-            refuse_missing_folder(config.model)
+            if not may_be_missing:
+                refuse_missing_folder(config.model)
         except ModelLoadError as error:
             log.error("%s", error)
             sys.exit(1)

@@ -53,7 +53,7 @@ def load_encoder_decoder(
     model = AutoModelForSeq2SeqLM.from_pretrained(path, **common, **options["model_kwargs"])
     model = model.to(options["device"]).eval()
     _refuse_other_words(path, family, model.config)
-    log.debug("%r is asked %r and answers %s or %s", path, _TEMPLATE, family.true, family.false)
+    log.info("%r is asked %r and answers %s or %s", path, _TEMPLATE, family.true, family.false)
     words = [token_id(tokenizer, word, path) for word in (family.true, family.false)]
     if template is None:
         template = ScoreTemplate((_TEMPLATE,), trailing_ids=_trailing_ids(path, tokenizer))

@@ -54,7 +54,7 @@ def find_on_hub(model: str, name: str, revision: str | None) -> Path | None:
             raise ModelLoadError(
                 f"no checkpoint at {model!r}: there is no such folder, it is not in the local cache, and "
                 f"{said.reason}; name a folder, or download it elsewhere with `maxsimd download` and serve "
-                "that folder with --offline"
+                "that folder with offline=True"
             )
         if name not in said.files:
             return None
@@ -101,7 +101,7 @@ def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
     if _went_offline and not os.environ.get("HF_HUB_OFFLINE"):
         constants.HF_HUB_OFFLINE = _went_offline = False
     if constants.HF_HUB_OFFLINE:
-        return _Asked(time.monotonic(), None, "no hub is asked (--offline, or HF_HUB_OFFLINE)")
+        return _Asked(time.monotonic(), None, "no hub is asked (offline=True, or HF_HUB_OFFLINE)")
     try:
         info = HfApi().model_info(model, revision=revision, timeout=_ASKING_SECONDS)
     except (GatedRepoError, HFValidationError):
@@ -111,7 +111,7 @@ def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
     except RepositoryNotFoundError as error:
         raise ModelLoadError(
             f"no checkpoint at {model!r}: there is no such folder, and {endpoint} has no such model or it is "
-            "private; check the name, set HF_TOKEN for a private one, or serve a folder with --offline"
+            "private; check the name, set HF_TOKEN for a private one, or serve a folder with offline=True"
         ) from error
     except Exception as error:
         # The client passes on what its HTTP library raises, which changes from version to version. Other

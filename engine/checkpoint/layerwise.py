@@ -81,7 +81,7 @@ def load_layerwise(
     backbone.layers = backbone.layers[:layer]
     backbone.config.num_hidden_layers = layer
     if compression is not None:
-        log.debug("token compression: %s", compression)
+        log.info("token compression: %s", compression)
         backbone.config.compress_ratio = compression.ratio
         backbone.config.compress_layers = list(compression.layers)
     kinds = getattr(backbone.config, "layer_types", None)
@@ -141,7 +141,7 @@ def _compression(config: EngineConfig, last: int, cutoff: int) -> Compression | 
         )
     if len(effective) < len(layers):
         ignored = ", ".join(map(str, layers[len(effective) :]))
-        log.debug("not compressed behind layers that are not run, as in FlagEmbedding: %s", ignored)
+        log.info("not compressed behind layers that are not run, as in FlagEmbedding: %s", ignored)
     return Compression(config.compress_ratio, effective)
 
 

@@ -104,7 +104,7 @@ def readable(
             f"encoder need{others}"
         )
     if pickled:
-        log.debug(
+        log.info(
             "%s beside the model are not read: they give sparse and multi-vector embeddings and hybrid "
             "scores with allow_pickle",
             _named(pickled),

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from sentence_transformers.base.modules import Dense
 
-from maxsimd.engine.checkpoint.heads import modules_of
+from maxsimd.engine.checkpoint.heads import Dense, modules_of
 from maxsimd.engine.checkpoint.weights import read_tensors
 from maxsimd.engine.errors import ModelLoadError
 

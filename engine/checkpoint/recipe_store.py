@@ -23,6 +23,7 @@ from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, read_files
 from maxsimd.engine.checkpoint.recipe import Recipe
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models.bert import ENCODERS
 
 log = logging.getLogger(__name__)
@@ -73,9 +74,14 @@ def source_of(config: EngineConfig) -> Source | None:
     path = config.model if config.model is not None else embedded_model_path()
     if Path(path).is_file():
         return None
-    if find_file(path, "adapter_config.json", config.revision) is not None:
-        return None
-    files = read_files(path, config.revision)
+    try:
+        if find_file(path, "adapter_config.json", config.revision) is not None:
+            return None
+        files = read_files(path, config.revision)
+    except ModelLoadError:
+        if Path(path).is_dir() or path.endswith(".gguf"):  # it may have a GGUF file
+            return None
+        raise
     if files.config.get("model_type") not in ENCODERS:
         return None
     folder = _folder(path, config.revision)

@@ -23,6 +23,14 @@ def model(request: pytest.FixtureRequest) -> str | None:
     return None if request.param is None else str(request.getfixturevalue(request.param))
 
 
+def _rank_alike(exact: np.ndarray, rounded: np.ndarray, unit: float) -> None:
+    """Scores that lie further apart than the rounding of a number as large as the largest, by `unit` of it
+    each, have the same order. A unit is some roundings to bfloat16, each of up to 2^-9."""
+    apart = exact[:, None] - exact > 2 * unit * np.abs(exact).max()
+    assert apart.any()
+    assert (rounded[:, None] - rounded)[apart].min() > 0
+
+
 @on_one_loop
 async def test_bfloat16_by_torch_ranks_as_float32_does(
     model: str | None, engines: Engines, pairs: list[Pair]
@@ -30,7 +38,7 @@ async def test_bfloat16_by_torch_ranks_as_float32_does(
     pairs = pairs[:100]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, dtype="bfloat16", kernels="torch"), pairs)
-    assert spearmanr(exact, rounded).statistic >= 0.999
+    _rank_alike(np.array(exact), np.array(rounded), 2**-6)
 
 
 @on_one_loop

@@ -38,7 +38,8 @@ def _children(server: Server) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def fleet(module_starter: StartServer) -> Server:
-    server = module_starter(*FLEET)
+    # A request may wait while engines are started again, on a slow machine too.
+    server = module_starter(*FLEET, "--max-wait-seconds", "600", "--grace-seconds", "120")
     wait_for(lambda: _num_engines(server) == 2)
     wait_for(lambda: _num_fronts(server) == 2)
     return server
@@ -230,4 +231,4 @@ def test_the_only_front_comes_back_and_all_end_with_their_parent(
 def test_a_model_that_cannot_be_loaded_ends_the_server(start_server: StartServer) -> None:
     server = start_server("/nowhere/at/all", "--replicas", "2", ready=False)
     assert server.process.wait(60) == 1
-    assert "is not started again" in server.log
+    assert server.log.count("there is no folder '/nowhere/at/all'") == 1

@@ -9,7 +9,7 @@ from tests.checkpoints.architectures import Architecture, build
 from tests.server.conftest import Server, StartServer
 
 
-def test_the_model_card_and_the_log_say_what_was_checked_at_load(server: Server) -> None:
+def test_the_model_card_says_what_was_checked_at_load(server: Server) -> None:
     card = httpx.get(server.url + "/v1/models").json()["data"][0]
     assert card["execution"] == "packed"
     proven, as_run, together = card["checked"]
@@ -18,8 +18,6 @@ def test_the_model_card_and_the_log_say_what_was_checked_at_load(server: Server)
     )
     assert as_run.startswith("as it is run, in float32: beside float32: 8 sequences,")
     assert together.startswith("alone and together: the same")
-    for line in card["checked"]:
-        assert line in server.log
 
 
 @pytest.fixture

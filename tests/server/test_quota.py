@@ -18,7 +18,7 @@ def _join(group: Path) -> None:
 def test_a_server_has_as_many_threads_as_its_quota(
     group_of_one_core: Path, start_server: StartServer, threads: int | None
 ) -> None:
-    options = [] if threads is None else ["--threads", str(threads)]
+    options = ["--log-level", "debug", *([] if threads is None else ["--threads", str(threads)])]
     # This test's own process may have been told how many threads to use.
     program = ("env", "-u", "OMP_NUM_THREADS", installed_command())
     join = partial(_join, group_of_one_core)

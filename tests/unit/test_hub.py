@@ -109,14 +109,14 @@ def test_a_hub_is_asked_once_and_the_error_names_it(
     assert said in message
     assert url in message
     assert "'no-such/model'" in message
-    assert "--offline" in message or "gated" in message
+    assert "offline=True" in message or "gated" in message
     assert asked == ["/api/models/no-such/model"]
 
 
 def test_a_hub_that_refuses_connections_is_named(tmp_path: Path) -> None:
     message = found("http://127.0.0.1:9", tmp_path)
     assert "http://127.0.0.1:9 cannot be reached" in message
-    assert "--offline" in message
+    assert "offline=True" in message
 
 
 @pytest.mark.parametrize("status", [None, 500])
