@@ -1,9 +1,11 @@
 """The engine for scripts and notebooks: the same methods, blocking, with a progress bar on long lists."""
 
 import asyncio
+import atexit
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -73,16 +75,27 @@ class SyncEngine:
         except BaseException:
             self._close_loop()
             raise
+        atexit.register(self._end_at_exit)
         return self
 
     def close(self) -> None:
         """Frees everything; more than once does no harm."""
         if self._loop is None:
             return
+        atexit.unregister(self._end_at_exit)
         try:
             self._wait(self._engine.stop())
         finally:
             self._close_loop()
+
+    def _end_at_exit(self) -> None:
+        """Ends the threads of an engine that nobody closed. A thread inside torch may abort the process while
+        the interpreter goes away."""
+        if self._loop is None or self._process != os.getpid():
+            return
+        with suppress(Exception):
+            self._wait(self._engine.stop(grace=0))
+        self._close_loop()
 
     @property
     def config(self) -> EngineConfig:
