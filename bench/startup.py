@@ -29,7 +29,7 @@ _LINES = 100
 
 
 class _Found(NamedTuple):
-    """Of one server: seconds until its first line of output and until it is ready, its resident memory when
+    """One server: seconds until its first line of output and until it is ready, its resident memory when
     it is ready and its peak after a request in MiB, and the median of lone requests in milliseconds."""
 
     first_line_s: float
@@ -40,7 +40,7 @@ class _Found(NamedTuple):
 
 
 class _FoundOfRerank(NamedTuple):
-    """Of one run of `maxsimd rerank`: seconds until its first line of output and until its end."""
+    """One run of `maxsimd rerank`: seconds until its first line of output and until its end."""
 
     first_line_s: float
     total_s: float

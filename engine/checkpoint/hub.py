@@ -19,7 +19,7 @@ _REMEMBERED_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the hub said. `files` is None where it could not be asked, for the `reason` given."""
+    """The hub's answer. `files` is None if the hub could not be asked, and `reason` says why."""
 
     at: float
     files: frozenset[str] | None
@@ -77,8 +77,8 @@ def find_on_hub(model: str, name: str, revision: str | None) -> Path | None:
 
 
 def _ask(endpoint: str, model: str, revision: str | None) -> _Asked:
-    """Which files the hub says that the checkpoint has. Raises ModelLoadError where it says that there is no
-    such checkpoint, and what the hub's client raises for a gated one."""
+    """Asks the hub for the checkpoint's files. Raises ModelLoadError if the hub has no such checkpoint, and
+    GatedRepoError for a gated one."""
     key = (endpoint, model, revision)
     with _lock:
         said = _asked.get(key)

@@ -149,7 +149,6 @@ class ProvenRecipe:
     model: LoadedModel
 
 
-@torch.inference_mode()
 def make_recipe(model: LoadedModel, folder: Path, module_folders: Sequence[tuple[str, str]]) -> ProvenRecipe:
     """The recipe of a model that the libraries have loaded from a folder, proven.
 
@@ -532,7 +531,8 @@ def _proof(made: LoadedModel, model: LoadedModel) -> str:
     """How the results of two models that share their weights compare. Raises UnfitError where they differ."""
     sequences = list(_probe_sequences(made, model))
     worst = 0.0
-    with _in_float32([made.backbone, model.backbone]):
+    # Conversions come first: tensors that are made in inference mode cannot be changed outside of it.
+    with _in_float32([made.backbone, model.backbone]), torch.inference_mode():
         for name, task in made.tasks.items():
             theirs = model.tasks[name].reference
             assert task.reference is not None

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import stat
-import struct
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -42,11 +41,10 @@ _IRRELEVANT = frozenset(
 )
 _LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "safetensors")
 # Files of a checkpoint that nobody reads who loads it with safetensors.
-_UNREAD = re.compile(
-    r"\.(md|txt\.gz|onnx|onnx_data|bin|pt|h5|msgpack|ot|tflite|xml|png|jpe?g|gguf)$|^LICENSE"
-)
+_UNREAD = re.compile(r"\.(md|onnx|onnx_data|bin|pt|h5|msgpack|ot|tflite|xml|png|jpe?g|gguf)$|^LICENSE")
 _UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
-_LARGEST_FILE = 128 * 2**20
+# All configuration files together; folders with more hold something else, such as datasets.
+_MOST_BYTES = 256 * 2**20
 # How many recipes are kept.
 _MOST = 100
 
@@ -69,8 +67,8 @@ class Source:
 
 
 def source_of(config: EngineConfig) -> Source | None:
-    """What the configuration names, if it may have a recipe: an encoder of a family of ours, all of whose
-    files are on this machine. Raises ModelLoadError if there is no checkpoint."""
+    """Returns the checkpoint that the configuration names, or None if it cannot have a recipe: it is of no
+    family of ours, or its files are not on this machine. Raises ModelLoadError if there is no checkpoint."""
     path = config.model if config.model is not None else embedded_model_path()
     if Path(path).is_file():
         return None
@@ -159,16 +157,18 @@ def _module_folders(files: CheckpointFiles) -> tuple[tuple[str, str], ...]:
 
 
 def _content(folder: Path, config: EngineConfig) -> str | None:
-    """The digest of what is read from a folder's files, the libraries' versions and the options; None where
-    a file cannot be read or is too large to be a configuration."""
+    """The digest of a folder's configuration files, the libraries' versions and the options; None if a file
+    cannot be read, or the files are too large to be configurations."""
     digest = hashlib.sha256()
     options = [(each.name, getattr(config, each.name)) for each in fields(config)]
     digest.update(repr([each for each in options if each[0] not in _IRRELEVANT]).encode())
     # The build of torch ("+cpu") makes no difference to what is read.
     digest.update(repr([version(name).partition("+")[0] for name in _LIBRARIES]).encode())
+    left = _MOST_BYTES
     try:
         for path in _read_files(folder):
-            data = _header(path) if path.suffix == ".safetensors" else _whole(path)
+            data = _header(path, left) if path.suffix == ".safetensors" else _whole(path, left)
+            left -= len(data)
             digest.update(f"\n{path.relative_to(folder).as_posix()} {len(data)}\n".encode() + data)
     except (OSError, ValueError) as error:
         log.debug("%s has no recipe: %s", folder, error)
@@ -184,17 +184,18 @@ def _read_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _whole(path: Path) -> bytes:
-    if path.stat().st_size > _LARGEST_FILE:
+def _whole(path: Path, most: int) -> bytes:
+    if path.stat().st_size > most:
         raise ValueError(f"{path.name} is too large for a configuration")
     return path.read_bytes()
 
 
-def _header(path: Path) -> bytes:
+def _header(path: Path, most: int) -> bytes:
     """The header of a safetensors file: names, types, shapes and places of its tensors."""
     with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        if size > _LARGEST_FILE:
+        start = file.read(8)
+        size = int.from_bytes(start, "little")
+        if len(start) < 8 or size > most:
             raise ValueError(f"{path.name} has no safetensors header")
         header = file.read(size)
     json.loads(header)

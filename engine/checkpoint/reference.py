@@ -166,7 +166,7 @@ class HiddenStatesReference:
 
 
 class PooledReference:
-    """What a head makes of a backbone's pooled hidden states: [1, dim]. `pooling` is cls, mean, last or
+    """Pools a backbone's hidden states and applies a head: [1, dim]. `pooling` is cls, mean, last or
     weighted-mean (of position i by i + 1; Muennighoff 2022, arXiv 2202.08904)."""
 
     def __init__(self, backbone: Any, tokenizer: Any, pooling: str, head: Any) -> None:

@@ -8,12 +8,11 @@ from tokenizers import Tokenizer
 
 
 class TokenizerFacts(msgspec.Struct, frozen=True):
-    """What transformers knows of a tokenizer beside what tokenizer.json says."""
+    """Facts that transformers knows and tokenizer.json lacks."""
 
     model_input_names: tuple[str, ...]
     model_max_length: int
     all_special_ids: tuple[int, ...]
-    num_tokens: int
 
 
 class PlainTokenizer:
@@ -23,13 +22,9 @@ class PlainTokenizer:
         backend.no_padding()
         backend.no_truncation()
         self.backend_tokenizer = backend
-        self.facts = facts
         self.model_input_names = list(facts.model_input_names)
         self.model_max_length = facts.model_max_length
         self.all_special_ids = list(facts.all_special_ids)
-
-    def __len__(self) -> int:
-        return self.facts.num_tokens
 
     def __call__(self, text: str, pair: str | None = None) -> Mapping[str, list[int]]:
         """The token ids of a text or pair with its special tokens, and token types where the model reads
@@ -48,10 +43,9 @@ class PlainTokenizer:
 
 
 def facts_of(tokenizer: Any) -> TokenizerFacts:
-    """What there is to know of one of transformers' tokenizers."""
+    """Takes the facts from one of transformers' tokenizers."""
     return TokenizerFacts(
         tuple(tokenizer.model_input_names),
         int(tokenizer.model_max_length),
         tuple(map(int, tokenizer.all_special_ids)),
-        len(tokenizer),
     )

@@ -301,6 +301,16 @@ def test_inspect_check_compares_anew(checkpoints: SharedCheckpoints, monkeypatch
     assert rows["checked"][0].startswith("as transformers reads and runs it: 11 texts")
 
 
+def test_a_folder_with_much_beside_the_checkpoint_has_none(
+    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints(cross_encoders.bert)
+    assert source_of(EngineConfig(model=path)) is not None
+    monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store._MOST_BYTES", 10_000)
+    assert source_of(EngineConfig(model=path)) is None
+    assert not isinstance(_load(path).backbone, bert.Encoder)
+
+
 def test_few_recipes_are_kept(
     checkpoints: SharedCheckpoints, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
