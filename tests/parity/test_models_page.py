@@ -50,10 +50,11 @@ def test_the_command_prints_what_the_page_shows() -> None:
 def test_the_command_says_what_was_compared_if_it_is_asked() -> None:
     shown = CliRunner().invoke(main, ["inspect", "--dtype", "float32", "--check"])
     assert shown.exit_code == 0
+    assert re.search(r"as transformers reads and runs it: 6 texts, largest difference", shown.stdout)
     for line in ("packed, in float32", "as it is run, in float32", "alone and together"):
         assert re.search(rf"{line}: .*\b8 sequences", shown.stdout), shown.stdout
     as_json = json.loads(CliRunner().invoke(main, ["inspect", "--check", "--json"]).stdout)
-    assert len(as_json["checked"]) == 3
+    assert len(as_json["checked"]) == 4
 
 
 def test_a_model_that_is_not_there_is_an_error_in_one_line() -> None:
