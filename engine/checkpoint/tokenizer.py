@@ -35,6 +35,10 @@ class PlainTokenizer:
             made["token_type_ids"] = encoded.type_ids
         return made
 
+    def __len__(self) -> int:
+        """How many tokens there are, the added ones included."""
+        return int(self.backend_tokenizer.get_vocab_size())
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend_tokenizer.decode(list(ids), skip_special_tokens=False))
 
