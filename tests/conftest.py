@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 
+import certifi
 import pytest
 import pytest_asyncio
 import torch
@@ -57,6 +58,16 @@ def cache_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Recipes of checkpoints are shared by the workers of a run and the servers that they start."""
     os.environ.setdefault("MPLCONFIGDIR", str(Path("~/.cache/matplotlib").expanduser()))  # its fonts
     os.environ["XDG_CACHE_HOME"] = str(shared_checkpoints(tmp_path_factory).folder.with_name("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_certificate_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """httpx loads 140 certificates for each client, which takes 0.1 s of the processor. No test asks a server
+    that needs them."""
+    bundle = Path(certifi.where()).read_text("utf-8")
+    file = tmp_path_factory.mktemp("certificates") / "one.pem"
+    file.write_text(bundle[: bundle.index("-----END") + len("-----END CERTIFICATE-----\n")], "utf-8")
+    os.environ["SSL_CERT_FILE"] = str(file)
 
 
 @pytest.fixture(autouse=True)

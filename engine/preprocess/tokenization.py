@@ -8,6 +8,7 @@ tokeniser itself.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import repeat
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.preprocess.breaks import Breaks
 from maxsimd.engine.preprocess.origins import Spans
 from maxsimd.engine.preprocess.pieces import (
     LONGEST_PIECE,
@@ -39,6 +41,8 @@ PART_TEXTS, PART_CHARACTERS = 256, 65_536
 _CHARACTERS_A_TOKEN, _FEWEST_CHARACTERS = 8, 1024
 # The most tokens that are decoded at once, within two seconds or so.
 MOST_DECODED = 1_048_576
+# The breaks of each tokenizer by the digest of its description: finding them takes half a second.
+_BREAKS: dict[bytes, Breaks | None] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,10 +95,14 @@ class TextTokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise InvalidRequestError(f"{type(tokenizer).__name__} has no fast tokeniser, which is required")
-        self._tokenizer: Tokenizer = Tokenizer.from_str(backend.to_str())
+        description = backend.to_str()
+        self._tokenizer: Tokenizer = Tokenizer.from_str(description)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._breaks = proven_breaks(self._tokenizer)
+        digest = sha256(description.encode()).digest()
+        if digest not in _BREAKS:
+            _BREAKS[digest] = proven_breaks(self._tokenizer)
+        self._breaks = _BREAKS[digest]
         self.single = _learn_template(self._tokenizer.encode("a"), texts=1)
         self.pair = _learn_template(self._tokenizer.encode("a", "b"), texts=2)
 
