@@ -119,7 +119,7 @@ def test_a_hub_that_refuses_connections_is_named(tmp_path: Path) -> None:
     assert "offline=True" in message
 
 
-@pytest.mark.parametrize("status", [None, 500])
+@pytest.mark.parametrize("status", [pytest.param(None, marks=pytest.mark.exhaustive), 500])
 def test_a_cached_model_is_read_without_its_hub(status: int | None, tmp_path: Path) -> None:
     snapshot = cached(tmp_path)
     with hub(status) as (url, asked):

@@ -211,7 +211,9 @@ def test_a_forked_process_is_told_instead_of_waiting_for_ever() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("end", ["", "engine.close()", "raise SystemExit(0)"])
+@pytest.mark.parametrize(
+    "end", ["", pytest.param("engine.close()", marks=pytest.mark.exhaustive), "raise SystemExit(0)"]
+)
 def test_nothing_is_printed_at_exit(end: str) -> None:
     done = _run(
         f"""

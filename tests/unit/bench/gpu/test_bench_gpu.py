@@ -49,6 +49,7 @@ def check_kernels() -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_kernels_are_measured_beside_plain_torch() -> None:
     pytest.importorskip("triton")
     run_interpreted(check_kernels)
@@ -170,6 +171,7 @@ def test_packages_are_given_what_is_fastest_for_them(
         assert list(ready.runs) == list(in_int8), ready.failures
 
 
+@pytest.mark.exhaustive
 async def test_a_server_is_measured_under_published_workloads(tmp_path: Path) -> None:
     checkpoint = save_colbert(tmp_path, Shape(layers=1, hidden=32, heads=2, vocabulary=30_600, dim=16))
     workloads = (Workload("single", 6, 1, 300, 0.5, 3), Workload("many", 2, 20, 64, 0.0, 2))
