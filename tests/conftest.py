@@ -17,6 +17,7 @@ from maxsimd.engine.device.cores import usable_cores
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints, shared_checkpoints
 from tests.engines import Engines
+from tests.remembered import breaks_found_once
 
 # As servers do. Else a process that has run a thousand tests holds gigabytes that nothing uses.
 share_heaps(usable_cores().threads)
@@ -57,6 +58,12 @@ def cache_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Recipes of checkpoints are shared by the workers of a run and the servers that they start."""
     os.environ.setdefault("MPLCONFIGDIR", str(Path("~/.cache/matplotlib").expanduser()))  # its fonts
     os.environ["XDG_CACHE_HOME"] = str(shared_checkpoints(tmp_path_factory).folder.with_name("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def breaks_are_found_once() -> Iterator[None]:
+    with breaks_found_once():
+        yield
 
 
 @pytest.fixture(autouse=True)

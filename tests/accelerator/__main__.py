@@ -14,12 +14,13 @@ from maxsimd.engine import Content
 from maxsimd.engine.media import PillowPicture
 from tests.accelerator import device
 from tests.accelerator.cases import BROKEN, CASES, OTHERS, Case
+from tests.remembered import breaks_found_once
 
 QUERIES = ("what is a cat", "rain in spain, and where it falls")
 DOCUMENTS = (
     "a cat is an animal that purrs",
     "rain",
-    "bread and butter, " * 20,
+    "bread and butter, " * 8,
     "it rains in the plain mainly",
 )
 
@@ -60,9 +61,10 @@ def main() -> None:
         command()
         return
     cases = {case.name: case for case in (*CASES, *OTHERS, *BROKEN)}
-    for line in sys.stdin:
-        name, path = json.loads(line)
-        print(json.dumps([name, _outcome(cases[name], path)]), flush=True)
+    with breaks_found_once():
+        for line in sys.stdin:
+            name, path = json.loads(line)
+            print(json.dumps([name, _outcome(cases[name], path)]), flush=True)
 
 
 main()
