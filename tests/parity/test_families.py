@@ -1,5 +1,5 @@
 """Every family of models scores as the library that its model card uses. A family's tests share its engines
-and its float32 scores. `make test` runs one family of each structure and way to score, `make test-all` all."""
+and its float32 scores. `make test` runs the main families, `make test-all` all of them."""
 
 from typing import Any
 
