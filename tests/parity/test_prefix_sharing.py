@@ -135,7 +135,7 @@ async def test_a_pair_is_split_where_it_would_be_in_a_crowd(checkpoint: str, doc
         windows = _paths(
             engine,
             QUERY,
-            [" ".join(documents)],
+            [" ".join(documents * 2)],
             truncation=Truncation(max_tokens=300, windows=True, window_overlap=4),
         )
         assert len(windows) > 5
