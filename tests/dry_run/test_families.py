@@ -35,21 +35,16 @@ def loaded(checkpoint: Checkpoint, checkpoints: SharedCheckpoints) -> OnCPU:
     return load(checkpoints(checkpoint.build), **checkpoint.settings)
 
 
-def test_a_step_costs_what_is_held(checkpoint: Checkpoint, loaded: OnCPU) -> None:
-    """`python -m tests.dry_run --write` holds the tests to what there is now."""
+def test_a_step_neither_waits_nor_costs_more(checkpoint: Checkpoint, loaded: OnCPU) -> None:
+    """No step mixes devices or waits: of whole, cut, shared, cached and explained sequences, and of pictures.
+    The towers of some models wait in code that is not ours; what follows them does not. Costs are what
+    `python -m tests.dry_run --write` has held."""
     with fake_gpu() as gpu:
         gpu.may_wait = checkpoint.may_wait
         on = OnGPU(gpu, loaded, "varlen")
         assert on.is_packed == checkpoint.packed
         assert cost_of(on) == held()[checkpoint.name]
         on.close()
-
-
-def test_no_step_mixes_devices_or_waits(checkpoint: Checkpoint, loaded: OnCPU) -> None:
-    """Of whole, cut, shared, cached and explained sequences, and of pictures. The towers of some models wait
-    in code that is not ours; what follows them does not."""
-    with fake_gpu() as gpu:
-        gpu.may_wait = checkpoint.may_wait
         on = OnGPU(gpu, loaded, "varlen")
         for drive in drives(on):
             if drive is pictures and checkpoint.name in TOWERS_WAIT:

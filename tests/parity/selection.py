@@ -23,23 +23,30 @@ def family_id(family: Family) -> str:
     return f"{family.kind}: {family.name}"
 
 
-# Families that another one stands for: the same structure, read from the same kind of files. Those of BERT
-# and of colbertv2.0 are compared in test_cross_encoder.py and test_late_interaction.py.
-ALIKE = {
-    *("ColBERT", "ColBERT, attended expansion", "LateOn", "MiniLM", "BGE", "GTE", "bge-m3, dense"),
-    *("BERT", "RoBERTa", "DistilBERT", "jina-reranker-v1", "Qwen2", "Llama", "Gemma"),
-    *("Llama Nemotron Embed", "jina-embeddings-v5-text-nano", "T5 1.1"),
-    *("gte-base-en-v1.5", "snowflake-arctic-embed-m-v2.0"),
-    *("jina-embeddings-v2", "JinaBERT with ReLU"),
-    *("SPLADE, heaviest words", "SPLADE over ModernBERT", "SPLADE over XLM-RoBERTa"),
+# One family of each structure, loader and way to score. Those of BERT and of colbertv2.0 are compared in
+# test_cross_encoder.py and test_late_interaction.py, sparse vectors in test_sparse.py.
+MAIN = {
+    *("GTE-ModernColBERT", "jina-colbert-v2", "LFM2-ColBERT", "native multi-vector, token pooling"),
+    *(
+        "XLM-RoBERTa",
+        "ModernBERT",
+        "gte-multilingual-reranker",
+        "jina-reranker-v2",
+        "Qwen3",
+        "Qwen3-Reranker",
+    ),
+    *("mxbai-rerank-v2", "bge-reranker-v2-gemma", "LogitScore", "monoT5", "Llama Nemotron Rerank"),
+    *("E5", "nomic", "Qwen3-Embedding", "EmbeddingGemma", "SGPT", "MPNet", "jina-embeddings-v2-base-code"),
+    *("nomic-embed-text-v2-moe", "voyage-4-nano", "jina-embeddings-v5-text-small", "prompt left out"),
+    *("SPLADE", "gte-multilingual, sparse", "bge-m3, multi-vector", "bge-m3, all three"),
 }
 
 
 def families(every: Iterable[Family], default: Collection[str] | None = None) -> pytest.MarkDecorator:
-    """The argument `family`. By default those named are run, or those that no other one stands for."""
+    """The argument `family`. By default those named are run, or the main ones."""
     params = []
     for family in every:
-        is_default = family.name not in ALIKE if default is None else family.name in default
+        is_default = family.name in (MAIN if default is None else default)
         marks = () if is_default else pytest.mark.exhaustive
         params.append(pytest.param(family, id=family_id(family), marks=marks))
     return pytest.mark.parametrize("family", params)

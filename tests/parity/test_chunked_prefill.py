@@ -18,11 +18,11 @@ BUDGETS = [7, 16, 61, 200, 1000]
 @pytest.fixture(scope="module")
 def texts(pairs: list[Pair]) -> list[str]:
     """Mixed lengths, from a few tokens to several hundred."""
-    documents = [pair.document[: 20 + 90 * i] for i, pair in enumerate(pairs[:14])]
+    documents = [pair.document[: 20 + 130 * i] for i, pair in enumerate(pairs[:7])]
     return [*documents, "one", "a few words"]
 
 
-@pytest.mark.parametrize("budget", with_default(BUDGETS, [7, 200]))
+@pytest.mark.parametrize("budget", with_default(BUDGETS, [7]))
 async def test_embeddings_do_not_depend_on_the_budget(
     qwen3_embedding: str, texts: list[str], budget: int
 ) -> None:

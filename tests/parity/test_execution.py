@@ -16,7 +16,7 @@ CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder", "stanford_colb
 
 
 @pytest.fixture(
-    params=with_default([None, *CHECKPOINTS], ["xlm_roberta_cross_encoder", "stanford_colbert"]),
+    params=with_default([None, *CHECKPOINTS], ["stanford_colbert"]),
     ids=lambda name: name or "embedded",
 )
 def model(request: pytest.FixtureRequest) -> str | None:
@@ -56,7 +56,7 @@ async def test_int8_ranks_nearly_as_float32_does(
 @on_one_loop
 @pytest.mark.parametrize(
     "settings",
-    with_default([{"kernels": "torch"}, {"dtype": "float32"}, {"dtype": "bfloat16"}], [{"dtype": "float32"}]),
+    with_default([{"kernels": "torch"}, {"dtype": "float32"}, {"dtype": "bfloat16"}], []),
 )
 async def test_int8_of_the_embedded_model_ranks_as_float32_does(
     settings: dict[str, str], engines: Engines, pairs: list[Pair]

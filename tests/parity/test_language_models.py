@@ -151,6 +151,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.exhaustive
 def test_memory_does_not_grow_with_vocabulary_times_tokens(folder: Path) -> None:
     """The logits of one step of 4,096 tokens alone would be 2.4 GB."""
     checkpoint = language_models.qwen3_reranker(folder / "large-vocabulary", VOCABULARY)

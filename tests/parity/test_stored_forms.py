@@ -13,15 +13,14 @@ from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.native_bfloat16 import needs_native_bfloat16
 from tests.parity.families import Family
+from tests.parity.selection import families
 from tests.parity.stored_forms import FORMS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-
-@pytest.fixture(params=FORMS, ids=lambda family: f"{family.kind}: {family.name}")
-def family(request: pytest.FixtureRequest) -> Family:
-    found: Family = request.param
-    return found
+# The others differ in their blocks alone: test_gguf.py and test_quantized.py read those of every kind.
+DEFAULT = {"bge-reranker-v2-m3, F16", "Qwen3-Embedding, Q8_0", "compressed-tensors, w4a16", "FP8 in blocks"}
+every_form = families(FORMS, DEFAULT)
 
 
 @pytest.fixture
@@ -33,6 +32,7 @@ def _config(family: Family, path: str, **settings: Any) -> EngineConfig:
     return EngineConfig(model=path, **{"dtype": "float32", **family.settings, **settings})
 
 
+@every_form
 async def test_scores_equal_the_reference(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
@@ -45,6 +45,7 @@ async def test_scores_equal_the_reference(
 
 
 @needs_native_bfloat16
+@every_form
 async def test_bfloat16_ranks_as_float32_does(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
@@ -53,6 +54,7 @@ async def test_bfloat16_ranks_as_float32_does(
     assert spearmanr(exact, rounded).statistic >= 0.98
 
 
+@every_form
 async def test_it_is_packed_where_it_can_be(family: Family, path: str, engines: Engines) -> None:
     engine = await engines(_config(family, path))
     assert (engine.device_model.prepared.not_packed is None) == family.packed

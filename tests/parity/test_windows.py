@@ -14,7 +14,7 @@ QUERY = "How is a file opened for reading?"
 @pytest.fixture(scope="module")
 def long_documents(pairs: list[Pair]) -> list[str]:
     """From a few to several hundred words."""
-    return [" ".join(pair.document for pair in pairs[i : i + 1 + i % 5]) for i in range(12)]
+    return [" ".join(pair.document for pair in pairs[i : i + 1 + i % 3]) for i in range(6)]
 
 
 def _windows(ids: np.ndarray, room: int, overlap: int) -> list[np.ndarray]:
@@ -30,7 +30,7 @@ def _without_ends(engine: Engine, text: str) -> np.ndarray:
     return engine.tokenizer.encode([text], "text")[0]
 
 
-@pytest.mark.parametrize("overlap", [0, 7])
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.exhaustive), 7])
 async def test_late_interaction_reads_the_tokens_of_all_windows(
     long_documents: list[str], overlap: int
 ) -> None:
@@ -83,7 +83,7 @@ async def test_windows_of_several_documents_and_queries_do_not_mix(long_document
     truncation = Truncation(max_tokens=50, windows=True)
     async with Engine(EngineConfig(dtype="float32", max_batch_tokens=512, window_overlap=4)) as engine:
         together = (await engine.score(queries, long_documents, truncation=truncation)).scores
-        for i in (0, 4, 9):
+        for i in (0, 4):
             alone = await engine.score(queries[i], long_documents[i], truncation=truncation)
             assert together[i] == pytest.approx(alone.scores[0], abs=1e-4)
 
@@ -94,7 +94,7 @@ async def test_windows_of_several_documents_and_queries_do_not_mix(long_document
 async def test_a_sentence_at_the_end_of_a_long_document_is_found(pairs: list[Pair], score_type: str) -> None:
     """Where cutting the documents misses it."""
     words = " ".join(pair.document for pair in pairs).split()
-    documents = [" ".join((words[i * 700 :] + words[: i * 700])[:1_200]) for i in range(4)]
+    documents = [" ".join((words[i * 350 :] + words[: i * 350])[:600]) for i in range(4)]
     documents[3] += " The capital of Mongolia is Ulaanbaatar, a city on the river Tuul."
     query = "What is the capital of Mongolia?"
     async with Engine(EngineConfig(score_type=score_type)) as engine:
@@ -102,7 +102,7 @@ async def test_a_sentence_at_the_end_of_a_long_document_is_found(pairs: list[Pai
         missed = await engine.rerank(query, documents, truncation=CUT_LONG)
     assert found.results[0].index == 3
     assert missed.results[0].index != 3
-    assert found.usage.prompt_tokens > 4 * 1_200
+    assert found.usage.prompt_tokens > 4 * 600
 
 
 async def test_windows_that_repeat_more_than_they_read_are_an_error(bert_cross_encoder: str) -> None:
