@@ -133,6 +133,22 @@ def test_sixty_four_requests_of_which_nothing_fits_are_looked_at(ahead: int, tok
     assert sum(tokens_by_request(scheduler.schedule()).values()) == tokens
 
 
+def test_a_sequence_without_room_goes_first_in_the_next_step() -> None:
+    """Small requests keep coming and fill the step; the long one need not wait until it is the oldest."""
+    scheduler = scheduler_of(100, oldest_share=0.05)
+    scheduler.admit(0, texts(0, [10] * 5000))
+    scheduler.admit(1, texts(1, [96]))
+    waited = 0
+    while True:
+        scheduler.admit(2 + waited, texts(2 + waited, [10]))
+        given = tokens_by_request(scheduler.schedule())
+        if 1 in given:
+            break
+        waited += 1
+        assert waited < 3
+    assert waited > 0, "it did not have to wait, so this shows nothing"
+
+
 def given_to(scheduler: Scheduler, steps: int) -> dict[int, int]:
     given: dict[int, int] = {}
     for _ in range(steps):

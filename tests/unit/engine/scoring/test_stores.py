@@ -47,6 +47,25 @@ def test_a_query_is_a_copy_and_goes_with_its_last_consumer() -> None:
     assert torch.equal(store.get(1), torch.ones(2, 4))
 
 
+def test_dropping_a_request_drops_all_its_queries_and_no_others() -> None:
+    store = QueryStore()
+    for sequence_id, request_id in [(1, 7), (2, 8), (3, 7)]:
+        store.put(_query(sequence_id, 9, request_id), torch.full((2, 4), float(sequence_id)))
+    store.drop_request(7)
+    assert len(store) == 1
+    assert torch.equal(store.get(2), torch.full((2, 4), 2.0))
+
+
+def test_a_document_is_whole_with_its_last_window_in_order() -> None:
+    store = WindowStore()
+    window = Window(5, 3)
+    assert store.put(_window(7, window), window, torch.full((2, 4), 7.0)) is None
+    assert store.put(_window(5, window), window, torch.full((1, 4), 5.0)) is None
+    whole = store.put(_window(6, window), window, torch.full((3, 4), 6.0))
+    assert whole is not None
+    assert whole[:, 0].tolist() == [5, 6, 6, 6, 7, 7]
+
+
 def test_a_window_put_twice_counts_once_and_is_a_copy() -> None:
     store = WindowStore()
     window = Window(5, 2)
@@ -90,3 +109,13 @@ def test_windows_that_are_forgotten_must_come_again() -> None:
     assert whole is not None
     assert whole[:, 0].tolist() == [5, 6, 6]
     assert store.put(_window(1, first), first, torch.ones(1, 4)) is None
+
+
+def test_dropping_a_request_drops_its_windows_and_no_others() -> None:
+    store = WindowStore()
+    for document_id, request_id in [(1, 7), (2, 8), (3, 7)]:
+        window = Window(document_id, 2)
+        store.put(_window(document_id, window, request_id), window, torch.ones(1, 4))
+    store.drop_request(7)
+    assert len(store) == 1
+    assert store.tokens(2) == 2
