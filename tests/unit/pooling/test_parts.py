@@ -60,13 +60,6 @@ def test_the_pooled_rows_of_a_chunk_are_its_part_of_them() -> None:
     assert (rows.dtype, len(rows), lengths) == (np.int64, 0, [])
 
 
-def test_a_selection_keeps_chunks_beside_their_starts() -> None:
-    chunks = tuple(whole(text(i, 2)) for i in range(4))
-    cursor = PoolingCursor(chunks, (0, 5, 9, 11)).select(lambda chunk: chunk.sequence.sequence_id % 2 == 1)
-    assert [chunk.sequence.sequence_id for chunk in cursor.chunks] == [1, 3]
-    assert cursor.starts == (5, 11)
-
-
 def test_rows_are_taken_in_their_order_as_float32() -> None:
     every = [[2, 3, 4], [0], [5], [0, 1, 2, 3, 4, 5], [1, 3], [3, 2, 4], [0, 2, 2, 3], [4, 4], [2, 1], []]
     for rows in every:

@@ -150,7 +150,7 @@ def sparse_vectors(draw: st.DrawFn) -> Ragged:
     return entries_of(torch.tensor(dense))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(queries=sparse_vectors(), documents=sparse_vectors(), data=st.data())
 def test_sparse_scores_equal_the_plain_dot_products(
     queries: Ragged, documents: Ragged, data: st.DataObject

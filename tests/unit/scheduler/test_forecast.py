@@ -75,13 +75,6 @@ def test_the_scheduler_does_as_was_forecast() -> None:
         assert -4 * BUDGET < before - forecast < 10 * BUDGET, seed
 
 
-def test_between_tenants_it_does_about_as_was_forecast() -> None:
-    for seed in range(6):
-        scheduler = Scheduler(StepLimits(BUDGET, 1000, chunked=False), weights={"heavy": 3})
-        forecast, before = _run_before(scheduler, random.Random(seed), ("", "light", "heavy"))
-        assert forecast / 2.5 - BUDGET < before < 2.5 * forecast + BUDGET, seed
-
-
 def test_who_is_coming_counts_as_waiting() -> None:
     scheduler = Scheduler(StepLimits(BUDGET, 1000, chunked=False))
     scheduler.admit(1, texts(1, [50], 0))

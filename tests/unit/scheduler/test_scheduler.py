@@ -62,7 +62,7 @@ def test_every_step_is_sound_and_the_counts_are_exact(step_limits: StepLimits, d
     assert scheduler.schedule() is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_order_is_the_plain_one(data: st.DataObject) -> None:
     budget = data.draw(st.integers(20, 200))
@@ -142,7 +142,7 @@ def test_a_causal_model_fills_every_step_to_the_brim(budget: int, seed: int) -> 
     assert all(step.num_tokens == budget for step in steps[:-1])
 
 
-@pytest.mark.parametrize(("tenants", "lengths"), [(1, [30, 60, 70]), (1, [1500]), (10_000, [1500])])
+@pytest.mark.parametrize(("tenants", "lengths"), [(1, [30, 60, 70]), (10_000, [1500])])
 def test_a_step_takes_hardly_longer_with_forty_times_as_many(tenants: int, lengths: list[int]) -> None:
     """Also where nothing of most fits. The best of some, because the machine may be busy."""
 

@@ -280,26 +280,6 @@ def test_the_oldest_takes_the_next_cut_from_smaller_ones(length: int) -> None:
     assert 2 < started < 20
 
 
-def test_cancelling_frees_the_partial_prefill_for_another() -> None:
-    scheduler = causal(10)
-    scheduler.admit(0, texts(0, [100]))
-    scheduler.schedule()
-    scheduler.admit(1, texts(1, [50], 1))
-    scheduler.cancel(0)
-    assert not scheduler.is_mid_prefill
-    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.waiting_requests) == (50, 1, 1)
-    assert spans(scheduler.schedule()) == [(1, 0, 10)]
-
-
-def test_a_step_may_hold_cached_batches_only() -> None:
-    scheduler = bidirectional(100)
-    scheduler.admit(0, [], [cached(0, 60), cached(0, 30), cached(0, 40)])
-    assert (scheduler.waiting_tokens, scheduler.waiting_cached, scheduler.waiting_sequences) == (130, 3, 0)
-    first, second = run_dry(scheduler)
-    assert (prices(first), first.chunks) == ([60, 40], ())
-    assert (prices(second), second.chunks) == ([30], ())
-
-
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_cached_batch_dearer_than_the_budget_has_its_own_step(chunked: bool) -> None:
     scheduler = Scheduler(StepLimits(100, 10, chunked))
@@ -340,18 +320,6 @@ def test_a_budget_is_halved_again_and_recovers_at_once() -> None:
     scheduler.reduce_budget()
     scheduler.admit(2, texts(2, [128] * 102))
     assert [cost(step) for step in run_dry(scheduler)] == [128] * 100 + [256]
-
-
-def test_a_reduced_budget_cuts_what_can_be_cut_to_a_token() -> None:
-    scheduler = causal(100)
-    scheduler.reduce_budget(steps=2)
-    scheduler.admit(0, texts(0, [90]))
-    assert [cost(step) for step in run_dry(scheduler)] == [50, 40]
-    scheduler = causal(3)
-    scheduler.reduce_budget()
-    scheduler.reduce_budget()
-    scheduler.admit(0, texts(0, [3]))
-    assert [cost(step) for step in run_dry(scheduler)] == [1, 1, 1]
 
 
 def test_whole_sequences_beyond_a_reduced_budget_run_alone() -> None:

@@ -17,8 +17,8 @@ from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, guarded
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.memory import MemoryStore
 from tests.damage import DAMAGES, undo
+from tests.unit.engine.cache.entries import MIB, key
 
-MIB = 1024 * 1024
 MOMENTS = ("at start", "while serving", "in a clear")
 SIZES = (3, 300, 1300, 4000)
 NUMBER = 60  # of entries
@@ -37,10 +37,6 @@ class Log(logging.Handler):
     def take(self) -> list[str]:
         lines, self.lines = self.lines, []
         return lines
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "big")
 
 
 @cache

@@ -19,7 +19,8 @@ import torch
 from maxsimd.engine.cache.database import DAMAGED_FILE, FILE
 from maxsimd.engine.cache.disk import DiskStore
 from tests.damage import DAMAGES, heed_permissions
-from tests.unit.engine.cache.damaged_folders import MIB, MOMENTS, NUMBER, entry, key
+from tests.unit.engine.cache.damaged_folders import MOMENTS, NUMBER, entry
+from tests.unit.engine.cache.entries import MIB, key
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[4]

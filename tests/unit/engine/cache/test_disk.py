@@ -13,30 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from maxsimd.engine.cache import database, guarded, tables
 from maxsimd.engine.cache import disk as disk_store
 from maxsimd.engine.cache.database import DAMAGED_FILE, FILE, PAGE
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.entry import CachedEmbedding
-from tests.waiting import wait_for
-
-MIB = 1024 * 1024
-
-
-def entry(seed: int, rows: int = 2, dim: int = 4) -> CachedEmbedding:
-    """An embedding of `rows * dim * 4` bytes."""
-    values = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
-    return CachedEmbedding(values, None, rows, False)
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "big")
-
-
-def same(one: CachedEmbedding | None, other: CachedEmbedding) -> bool:
-    return one is not None and torch.equal(one.rows, other.rows)
+from tests.unit.engine.cache.entries import MIB, entry, key, same
 
 
 def numbers(store: DiskStore) -> list[int]:
@@ -373,17 +356,6 @@ def test_a_lock_is_waited_for_once_and_reported_once(
             disk.drop(key(number))
         assert time.monotonic() - started < 20 * database.LOCK_SECONDS
     assert caplog.text.count("was locked for too long") == 1
-
-
-def test_what_was_locked_is_used_again_after_a_pause(
-    disk: DiskStore, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guarded, "PAUSE_SECONDS", 0.3)
-    disk.put([(key(1), entry(1))])
-    with sql(folder) as connection:
-        connection.execute("BEGIN EXCLUSIVE")
-        assert disk.get(key(1)) is None
-    wait_for(lambda: same(disk.get(key(1)), entry(1)))
 
 
 def test_who_prepares_a_write_keeps_nobody_from_reading(

@@ -70,7 +70,7 @@ def tokens_run(engine: Engine) -> float:
     [
         EMBEDDING,
         EngineConfig(score_type="bi-encoder", dtype="float32"),
-        pytest.param(EngineConfig(dtype="bfloat16"), marks=needs_native_bfloat16),
+        pytest.param(EngineConfig(dtype="bfloat16"), marks=[needs_native_bfloat16, pytest.mark.exhaustive]),
     ],
     ids=["late interaction", "bi-encoder", "bfloat16"],
 )
@@ -88,6 +88,7 @@ async def test_a_cached_document_scores_as_one_that_is_encoded(
     assert again.truncated > 0, "what was cut once is still told of"
 
 
+@pytest.mark.exhaustive
 async def test_int8_keeps_the_ranking(documents: list[str]) -> None:
     async with Engine(EngineConfig(dtype="float32", cache_precision="int8")) as engine:
         new = await engine.score(QUERY, documents, truncation=CUT_LONG, cache="bypass")
@@ -133,19 +134,6 @@ async def test_how_a_document_is_read_is_part_of_its_key(engine: Engine, documen
     assert results[-2].usage.prompt_tokens == new.usage.prompt_tokens
 
 
-async def test_every_input_that_is_cut_counts_and_no_other(engine: Engine) -> None:
-    long = "word " * 40
-    documents = ["short", long, "word " * 39, long, "b"]
-    cut = await engine.score(long, documents, truncation=Truncation(max_tokens=20))
-    assert cut.truncated == 4, "the query, and three documents, two of them equal"
-    again = await engine.score("a", documents, truncation=Truncation(max_tokens=20))
-    assert (again.truncated, again.usage.cached_documents) == (3, 4)
-    limited = await engine.score("a", documents, truncation=Truncation(max_document_tokens=40))
-    assert limited.truncated == 0
-    limited = await engine.score(long, documents, truncation=Truncation(max_query_tokens=5))
-    assert limited.truncated == 1
-
-
 async def test_refresh_encodes_again_and_bypass_keeps_nothing(engine: Engine, documents: list[str]) -> None:
     cache = engine.device_model.cache
     assert cache is not None
@@ -162,7 +150,7 @@ async def test_refresh_encodes_again_and_bypass_keeps_nothing(engine: Engine, do
 async def test_cancelling_leaves_nothing_behind(engine: Engine, documents: list[str]) -> None:
     tasks = [
         asyncio.create_task(engine.score(QUERY, [*documents, f"new {i}"], truncation=CUT_LONG))
-        for i in range(8)
+        for i in range(4)
     ]
     await asyncio.sleep(0.01)
     for task in tasks:
@@ -170,19 +158,6 @@ async def test_cancelling_leaves_nothing_behind(engine: Engine, documents: list[
     await asyncio.gather(*tasks, return_exceptions=True)
     assert len((await engine.score(QUERY, documents, truncation=CUT_LONG)).scores) == len(documents)
     await until(lambda: engine.stats() == EngineStats())
-
-
-async def test_a_document_that_fits_is_found_by_every_request(engine: Engine, documents: list[str]) -> None:
-    short = [document[:200] for document in documents[:10]]
-    await engine.score("why", short)
-    for truncation in (CUT_LONG, WINDOWS, Truncation(max_tokens=200)):
-        again = await engine.score("why", short, truncation=truncation)
-        assert again.usage.cached_documents == 10
-    shorter = await engine.score("why", short, truncation=Truncation(max_tokens=12))
-    assert shorter.usage.cached_documents < 10
-    assert shorter.truncated > 0
-    with pytest.raises(InvalidRequestError, match=r"documents\[3\]"):
-        await engine.score("why", ["a", "a", "a", "word " * 500], truncation="error")
 
 
 # Pairs that were scored before: the same bits without a forward pass, however a request is made up.
@@ -214,7 +189,7 @@ async def test_known_and_new_pairs_score_as_without_a_cache(
     texts = [*documents, *(" ".join(draw.choices(documents[:11], k=12)) for _ in range(2))]
     queries = [QUERY, "sort", " ".join(documents[:3])]
     num_cached = 0
-    for _ in range(8):
+    for _ in range(4):
         chosen = draw.choices(texts, k=draw.randint(1, 15))
         asked: Any = draw.choice(queries)
         if draw.random() < 0.5:
@@ -227,16 +202,6 @@ async def test_known_and_new_pairs_score_as_without_a_cache(
         assert cached.usage.prompt_tokens == plain.usage.prompt_tokens
         num_cached += cached.usage.cached_documents
     assert num_cached > 0
-
-
-async def test_refreshed_and_cleared_pairs_are_run_again(cross_encoder: Engine) -> None:
-    async def cached(**options: Any) -> int:
-        return (await cross_encoder.score(QUERY, "a", **options)).usage.cached_documents
-
-    assert [await cached(), await cached(cache="refresh"), await cached()] == [0, 0, 1]
-    await cross_encoder.clear_cache()
-    assert await cached() == 0
-    assert [await cached(truncation=how) for how in ("window", "error")] == [0, 0]
 
 
 async def test_without_memory_there_is_no_cache(bert_cross_encoder: str) -> None:

@@ -19,6 +19,7 @@ from maxsimd.engine.checkpoint import LoadedModel, load_model
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.engine.cache.fingerprint_variants import (
     BUILDERS,
+    FIRST,
     INGREDIENTS,
     OF_NO_CONCERN,
     OF_QUERIES,
@@ -72,7 +73,13 @@ def edited(one: Start, folder: Path, *edits: Callable[[Path], None]) -> Path:
     return copied
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, id=str(variant), marks=() if variant in FIRST else pytest.mark.exhaustive)
+        for variant in VARIANTS
+    ],
+)
 def test_each_edit_of_a_checkpoint_changes_its_one_ingredient(
     variant: Variant, usual: Callable[..., Start], tmp_path: Path
 ) -> None:

@@ -182,7 +182,7 @@ def test_the_segment_that_was_not_used_for_longest_goes_first() -> None:
     assert emptied == [1, 2]
 
 
-def test_what_does_not_fit_is_left_out_and_what_comes_after_it_is_not() -> None:
+def test_what_does_not_fit_is_left_out_alone() -> None:
     segments = Segments(ROWS)
     segments.begin_turn()
     starts, _ = segments.reserve(np.array([3, SEGMENT + 1, 2]))
@@ -230,7 +230,7 @@ def test_documents_in_a_slab_score_as_their_embeddings(backend: str, precision: 
     check_scores_from_a_slab("cpu", backend, precision)
 
 
-@pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.exhaustive), "int8"])
 def test_they_do_by_the_triton_kernel_when_interpreted(precision: str) -> None:
     pytest.importorskip("triton")
     run_interpreted(check_scores_from_a_slab, "cpu", "triton", precision)

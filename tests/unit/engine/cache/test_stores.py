@@ -22,24 +22,10 @@ from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.store import EmbeddingCache
 from maxsimd.engine.cache.writer import CacheWriter
 from maxsimd.pooling.ragged import Ragged
+from tests.unit.engine.cache.entries import MIB, entry, key, same
 
-MIB = 1024 * 1024
 HEADER = struct.Struct("<4sBBIII")
 CHECKSUM = struct.Struct("<I")
-
-
-def entry(seed: int, rows: int = 2, dim: int = 4) -> CachedEmbedding:
-    """An embedding of `rows * dim * 4` bytes."""
-    values = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
-    return CachedEmbedding(values, None, rows, False)
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "big")
-
-
-def same(one: CachedEmbedding | None, other: CachedEmbedding) -> bool:
-    return one is not None and torch.equal(one.rows, other.rows)
 
 
 @pytest.fixture
@@ -408,21 +394,6 @@ def test_a_start_fills_memory_with_the_newest_to_the_byte() -> None:
     memory.put(key(3), entry(3))
     assert memory.get(key(3)) is not None, "what was asked for twice takes the place of what was read once"
     assert len(memory) == 3
-
-
-def test_what_was_put_last_is_in_memory_again_after_a_restart(tmp_path: Path) -> None:
-    entries = [(key(i), entry(i)) for i in range(6)]
-    first = EmbeddingCache(b"", "float32", MemoryStore(1 << 20), DiskStore(tmp_path, 1 << 24))
-    first.put(entries)
-    first.close()
-    memory: MemoryStore[CachedEmbedding] = MemoryStore(3 * entry(0).nbytes)
-    again = EmbeddingCache(b"", "float32", memory, DiskStore(tmp_path, 1 << 24))
-    again.wait_until_warm(60)
-    assert [same(memory.get(name), found) for name, found in entries] == [False] * 3 + [True] * 3
-    assert memory.evictions == 0
-    again.clear()
-    assert again.get(key(5)) is None
-    again.close()
 
 
 def test_a_start_leaves_what_is_newer_in_memory() -> None:

@@ -5,6 +5,7 @@ import unicodedata
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer
 
 from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
@@ -79,6 +80,11 @@ WITHOUT_LETTERS = (
     "+\t-\t",
     "!\r\n?\r\n",
 )
+
+
+# A kind of each pre-tokenizer and model. The others are variations of these.
+USUAL = ("bert", "qwen", "roberta", "xlm_roberta", "gemma")
+KINDS = [name if name in USUAL else pytest.param(name, marks=pytest.mark.exhaustive) for name in CUT]
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from maxsimd.engine.preprocess.break_characters import SPACES
 from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
 from tests.checkpoints import tokenizer_kinds
 from tests.checkpoints.tokenizer_kinds import (
-    CUT,
     QWEN,
     WHOLE,
     Kind,
@@ -25,6 +24,7 @@ from tests.checkpoints.tokenizer_kinds import (
 )
 from tests.unit.engine.preprocess.cut_texts import (
     DIVIDERS,
+    KINDS,
     SCRIPTS,
     WITHOUT_LETTERS,
     assert_pieces_equal_the_whole,
@@ -57,8 +57,8 @@ RAGGED = st.lists(st.tuples(WORDS | WORDS | ODD, SEPARATORS), max_size=40).map(
 SPACES_OF = {"roberta": " ", "gemma": " \n"}
 
 
-@pytest.mark.parametrize("name", CUT)
-@settings(max_examples=35)
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=25)
 @given(text=TEXTS | RAGGED)
 @example(text="a b,c\nd. e \u6f22\u5b57\u3002\u304b\u306a a,1 2,b")
 @example(text="a\n\n<mask>b  <mask> c <mask>, d\n<mask>")
@@ -70,7 +70,7 @@ def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
     assert_pieces_equal_the_whole(tokenizer, breaks, text, words=name != "gemma")
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", KINDS)
 def test_there_are_breaks_in_prose_of_all_scripts(name: str) -> None:
     _, breaks = cut_kind(name)
     text = "The quick brown fox jumps over the lazy dog and runs away from all of us"
@@ -182,7 +182,7 @@ OTHERS: dict[str, Kind] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(text=RAGGED)
 def test_so_have_pieces_after_other_steps(name: str, text: str) -> None:
     tokenizer, breaks = _other(name)
@@ -210,7 +210,7 @@ ADDED = {
 
 
 @pytest.mark.parametrize("name", ADDED)
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(extra=st.lists(SEPARATED, max_size=10).map("".join))
 def test_added_tokens_are_not_cut(name: str, extra: str) -> None:
     token, text = ADDED[name]
@@ -247,9 +247,14 @@ GEMMA_CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def gemma_as_json() -> str:
+    return tokenizer_kinds.gemma().to_str()
+
+
 @pytest.mark.parametrize("name", GEMMA_CHANGES)
 def test_text_without_words_is_cut_where_no_token_reaches(name: str) -> None:
-    described = json.loads(tokenizer_kinds.gemma().to_str())
+    described = json.loads(gemma_as_json())
     model = described["model"] | {"merges": []}
     change = dict(GEMMA_CHANGES[name])
     if token := change.pop("vocab", None):
@@ -264,21 +269,23 @@ def test_text_without_words_is_cut_where_no_token_reaches(name: str) -> None:
     assert token or (unchanged is not None and unchanged.all("a b") == [1])
 
 
-def test_all_letters_before_a_break_are_letters_to_the_library() -> None:
+@pytest.mark.parametrize(
+    "name", ["bert", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen", "albert"))]
+)
+def test_letters_before_breaks_are_letters_to_the_library(name: str) -> None:
     """In every normal form: what a pattern takes for a letter ends a word before what is none."""
-    for name in ("qwen", "albert", "bert"):
-        tokenizer, breaks = cut_kind(name)
-        separator = " " if name == "albert" else ","
-        letters = [
-            letter
-            for letter in map(chr, range(0xD800))
-            if unicodedata.category(letter)[0] in "LN" and breaks.all(f"{letter}{separator}a")
-        ]
-        assert len(letters) > 40_000
-        text = separator.join(letters)
-        ends = [breaks.first(text, 2 * i + 1, 2 * i + 2) for i in range(len(letters) - 1)]
-        assert ends == list(range(1, len(text), 2))
-        assert_pieces_equal_the_whole(tokenizer, breaks, text)
+    tokenizer, breaks = cut_kind(name)
+    separator = " " if name == "albert" else ","
+    letters = [
+        letter
+        for letter in map(chr, range(0xD800))
+        if unicodedata.category(letter)[0] in "LN" and breaks.all(f"{letter}{separator}a")
+    ]
+    assert len(letters) > 40_000
+    text = separator.join(letters)
+    ends = [breaks.first(text, 2 * i + 1, 2 * i + 2) for i in range(len(letters) - 1)]
+    assert ends == list(range(1, len(text), 2))
+    assert_pieces_equal_the_whole(tokenizer, breaks, text)
 
 
 def test_a_letter_that_is_none_when_normalized_ends_nothing() -> None:

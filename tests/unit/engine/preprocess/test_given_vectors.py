@@ -100,19 +100,6 @@ async def test_no_token_counts_as_run_or_cached(colbert: RecordingEngine) -> Non
     assert usage.prompt_tokens == usage.cached_tokens > 0
 
 
-async def test_many_of_them_fill_several_batches(colbert: RecordingEngine) -> None:
-    """More rows than a batch of cached documents holds, with dimensions that random vectors have."""
-    dim = colbert.model.tasks["token_embed"].dim
-    draw = np.random.default_rng(0)
-    documents = [
-        draw.standard_normal((int(n), dim), dtype=np.float32) for n in draw.integers(1, 400, size=200)
-    ]
-    query = draw.standard_normal((9, dim), dtype=np.float32)
-    found = await colbert.score(query, documents)
-    expected = [(query @ each.T).max(axis=1).sum() for each in documents]
-    np.testing.assert_allclose(found.scores, expected, rtol=1e-4)
-
-
 async def test_bi_encoders_take_one_vector_a_text(qwen3_embedding: str) -> None:
     async with Engine(EngineConfig(model=qwen3_embedding, dtype="float32")) as engine:
         expected = (await engine.score(QUERY, DOCUMENTS)).scores

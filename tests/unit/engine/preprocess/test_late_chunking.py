@@ -37,7 +37,7 @@ def plain_owner(text: str, spans: list[tuple[int, int]], row: int) -> int:
 
 
 @given(tokens_of_a_text(), st.data())
-def test_a_token_belongs_to_the_chunk_of_its_first_visible_character(
+def test_a_token_is_in_the_chunk_of_its_first_visible_character(
     case: tuple[str, list[tuple[int, int]]], data: st.DataObject
 ) -> None:
     text, spans = case

@@ -10,7 +10,7 @@ from maxsimd.engine.preprocess.origins import Origins, around, behind_prompt, ex
 from maxsimd.engine.preprocess.pieces import PIECE
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from tests.checkpoints.tokenizer_kinds import CUT
-from tests.unit.engine.preprocess.cut_texts import SCRIPTS
+from tests.unit.engine.preprocess.cut_texts import KINDS, SCRIPTS
 
 WORDS = (
     "Der",
@@ -32,7 +32,7 @@ def _tokenizer(name: str) -> TextTokenizer:
     return TextTokenizer(SimpleNamespace(backend_tokenizer=CUT[name]()))
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_tokens_of_a_text_stand_for_all_of_it_in_order(name: str) -> None:
     tokenizer = _tokenizer(name)
     ids, spans = tokenizer.encode_with_spans(TEXT, "text")
@@ -48,7 +48,7 @@ def test_the_tokens_of_a_text_stand_for_all_of_it_in_order(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", KINDS)
 def test_words_are_made_of_whole_spans(name: str) -> None:
     """No token's span reaches into two words, nor ends within what a reader sees as one character."""
     tokenizer = _tokenizer(name)
@@ -68,9 +68,10 @@ def test_words_are_made_of_whole_spans(name: str) -> None:
         assert not unicodedata.combining(seen[0])
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen", "xlm_roberta"])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("most", [None, 5, 3000])
+@pytest.mark.parametrize(
+    ("name", "side", "most"),
+    [("bert", "right", None), ("qwen", "left", 5), ("xlm_roberta", "left", 3000), ("bert", "right", 3000)],
+)
 def test_long_texts_are_cut_as_their_tokens_are(name: str, side: str, most: int | None) -> None:
     tokenizer = _tokenizer(name)
     text = "".join(f"Käse {i}, " for i in range(2 * PIECE // 10))

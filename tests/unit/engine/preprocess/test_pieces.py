@@ -21,7 +21,7 @@ from maxsimd.engine.preprocess.pieces import (
     proven_breaks,
 )
 from tests.checkpoints import tokenizer_kinds
-from tests.unit.engine.preprocess.cut_texts import cut_kind
+from tests.unit.engine.preprocess.cut_texts import KINDS, cut_kind
 
 CutUp = Callable[[str, int, Breaks | None], Iterator[tuple[int, int]]]
 BOTH = pytest.mark.parametrize("cut_into", [cut_up, cut_up_backwards])
@@ -82,7 +82,7 @@ def test_pieces_before_the_refused_one_are_given() -> None:
             next(found)
 
 
-@pytest.mark.parametrize("name", tokenizer_kinds.CUT)
+@pytest.mark.parametrize("name", KINDS)
 def test_places_are_proven_for_all_kinds_that_have_any(name: str, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer, breaks = cut_kind(name)
     assert proven_breaks(tokenizer) == breaks

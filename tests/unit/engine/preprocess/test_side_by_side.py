@@ -47,7 +47,7 @@ def threads_of(threads: int, has_enough: bool) -> int:
     return len(set(in_pool(lambda: [*called_on_each(call, range(2))], threads, has_enough)))
 
 
-def test_a_helper_calls_too_where_the_pool_has_two_threads_and_the_device_not_enough() -> None:
+def test_a_helper_calls_while_the_device_lacks_work() -> None:
     assert threads_of(2, has_enough=False) == 2
     assert threads_of(1, has_enough=False) == 1
     assert threads_of(2, has_enough=True) == 1
@@ -57,7 +57,7 @@ def test_outside_of_a_pool_one_thread_calls() -> None:
     assert set(called_on_each(lambda item: threading.get_ident(), range(5))) == {threading.get_ident()}
 
 
-def test_the_first_error_is_raised_where_its_result_would_come_and_ends_the_rest() -> None:
+def test_the_first_error_is_raised_in_order_and_ends_the_rest() -> None:
     called = []
 
     def call(item: int) -> int:
@@ -80,7 +80,7 @@ def test_the_first_error_is_raised_where_its_result_would_come_and_ends_the_rest
     assert alive == []
 
 
-def test_who_stops_reading_waits_for_the_helper_and_lets_another_have_one() -> None:
+def test_a_reader_that_stops_ends_and_frees_the_helper() -> None:
     def read() -> tuple[int, int]:
         with closing(called_on_each(lambda item: item, range(1000))) as results:
             first = next(results)

@@ -49,18 +49,18 @@ def test_longest_first_cuts_as_the_tokenizers_library_does(first: int, second: i
     assert longest_first(first, second, room) == lengths
 
 
-@pytest.mark.parametrize("checkpoint", ["bert_cross_encoder", "xlm_roberta_cross_encoder", "qwen3_embedding"])
+@pytest.mark.parametrize("checkpoint", ["bert_cross_encoder", "xlm_roberta_cross_encoder"])
 def test_pairs_and_single_texts_equal_the_tokenizer(
     request: pytest.FixtureRequest, pairs: list[Pair], checkpoint: str
 ) -> None:
     original = AutoTokenizer.from_pretrained(request.getfixturevalue(checkpoint))
     ours = TextTokenizer(original)
-    samples = [(pair.query, pair.document) for pair in pairs[:20]] + [
+    samples = [(pair.query, pair.document) for pair in pairs[:6]] + [
         ("", "x"),
         ("x", ""),
         ("ümlaut Ł 漢字", "🙂 ok"),
     ]
-    for (query, document), most in product(samples, (512, 40, 9)):
+    for (query, document), most in product(samples, (512, 9)):
         q, d = ours.encode([query, document], "texts")
         lengths = longest_first(len(q), len(d), most - ours.pair.special_tokens)
         ids, types = ours.pair.fill(cut(q, lengths[0], "right"), cut(d, lengths[1], "right"))

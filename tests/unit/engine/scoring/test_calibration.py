@@ -88,9 +88,7 @@ def _calibrate(files: Path, out: Path, *more: str) -> Any:
     return CliRunner().invoke(main, ["calibrate", *arguments, "--out", str(out), *more])
 
 
-def test_a_calibrated_server_gives_probabilities(
-    files: Path, tmp_path: Path, bert_cross_encoder: str, qwen3_embedding: str
-) -> None:
+def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, qwen3_embedding: str) -> None:
     out = tmp_path / "calibration.json"
     ran = _calibrate(files, out, qwen3_embedding, "--dtype", "float32", "--others", "5")
     assert ran.exit_code == 0, ran.output
@@ -119,7 +117,6 @@ def test_a_calibrated_server_gives_probabilities(
         ):
             pass
         for other in (
-            EngineConfig(model=bert_cross_encoder, calibration=str(out)),
             EngineConfig(model=qwen3_embedding, query_prompt="query: ", calibration=str(out)),
             EngineConfig(model=qwen3_embedding, dimensions=8, calibration=str(out)),
         ):

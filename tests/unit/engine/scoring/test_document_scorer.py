@@ -507,23 +507,6 @@ def test_queries_of_one_batch_are_each_given_once() -> None:
     assert made.outputs[0].slots == (ResultSlot(7, 0), ResultSlot(7, 2), ResultSlot(7, 3))
 
 
-def test_windows_of_an_attempt_that_failed_are_scored_once() -> None:
-    """The step is tried again in halves, the first of which has both windows."""
-    ours = scorer()
-    slot = ResultSlot(7, 0)
-    windows = [document(10 + i, slot, 1, window=Window(10, 2)) for i in range(2)]
-    asked = pooled((query(1, 7, 3), rows(1)))
-    half = pooled((windows[0], rows(10)), (windows[1], rows(11)))
-    ours.score([asked, half, pooled((document(12, ResultSlot(7, 1), 1), rows(12)))])
-    ours.forget({10, 11, 12})
-    made = ours.score([asked, half])
-    together = torch.cat([rows(10), rows(11)])
-    assert scores(made) == {slot: near(rows(1), together)}
-    assert dict(made.releases.queries) == {1: 2}
-    ours.commit(made.releases)
-    assert len(ours.queries) == 1, "the document of the other half is still to come"
-
-
 @pytest.mark.parametrize("later_first", [False, True])
 def test_windows_in_two_halves_leave_nothing(later_first: bool) -> None:
     """The step is tried again in halves, with one window in each. With late delivery, the half that completes

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine.config import EngineConfig
@@ -105,6 +105,7 @@ def pooled(name: str, steps: list[list[Chunk]], states: dict[int, torch.Tensor])
     return found
 
 
+@settings(max_examples=30)
 @given(cut=cut_sequences(), seed=st.integers(0, 99))
 def test_items_equal_their_plain_definitions(
     cut: tuple[list[Sequence], list[list[Chunk]]], seed: int
@@ -127,6 +128,7 @@ def test_items_equal_their_plain_definitions(
         torch.testing.assert_close(item[1:, :DIM], states[key][1:] @ VECTORS)
 
 
+@settings(max_examples=30)
 @given(cut=cut_sequences(), seed=st.integers(0, 99))
 def test_scores_equal_their_plain_definitions(
     cut: tuple[list[Sequence], list[list[Chunk]]], seed: int

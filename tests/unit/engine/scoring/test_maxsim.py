@@ -99,15 +99,6 @@ def test_every_backend_follows_the_definition(maxsim: MaxSim, problem: Problem, 
 
 
 @pytest.mark.parametrize("maxsim", BACKENDS)
-def test_a_document_without_tokens_has_the_lowest_score_of_all(maxsim: MaxSim) -> None:
-    queries, documents = ragged([3, 2], 4, 1), ragged([0, 2, 0], 4, 2)
-    scores = maxsim(queries, documents, pairs_of([(0, 0), (1, 1), (1, 2)]))
-    assert scores[[0, 2]].tolist() == [EMPTY_DOCUMENT_SCORE] * 2 == [-1e9] * 2
-    assert maxsim(queries, ragged([0], 4, 2), pairs_of([(0, 0)])).tolist() == [-1e9]
-    assert maxsim(queries, documents, pairs_of([])).shape == (0,)
-
-
-@pytest.mark.parametrize("maxsim", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_number_makes_the_scores_of_its_own_text_none(maxsim: MaxSim, dtype: torch.dtype) -> None:
     queries, documents = ragged([3, 2], 4, 1), ragged([40, 5, 33], 4, 2)

@@ -129,11 +129,6 @@ def test_the_lighter_of_two_cells_is_taken() -> None:
         assert reach.other is not reach.cell
 
 
-def test_documents_move_to_a_member_that_comes_and_nowhere_else() -> None:
-    for count in (12, 16):  # fewer: see test_simulation
-        assert moved(fleet(count), fleet(count + 1), 8) <= 1.2 / (count + 1)
-
-
 def test_where_a_member_was_its_documents_are_in_other_cells() -> None:
     assert moved(fleet(16), fleet(16)[:-1], 8) == 0
     assert moved(fleet(16), fleet(16)[1:], 8) == 0

@@ -1,0 +1,21 @@
+"""Entries of a cache that tests tell apart by a number."""
+
+import torch
+
+from maxsimd.engine.cache import CachedEmbedding
+
+MIB = 1024 * 1024
+
+
+def entry(seed: int, rows: int = 2, dim: int = 4) -> CachedEmbedding:
+    """An embedding of `rows * dim * 4` bytes."""
+    values = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
+    return CachedEmbedding(values, None, rows, False)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def same(one: CachedEmbedding | None, other: CachedEmbedding) -> bool:
+    return one is not None and torch.equal(one.rows, other.rows)
