@@ -89,7 +89,7 @@ TOO_LONG = "word " * 600
 
 
 async def test_unreadable_documents_have_errors_and_the_rest_scores(engine: RecordingEngine) -> None:
-    """One is too long, one breaks the model, and one is no Unicode. So many are made results of in a thread."""
+    """One is too long, one breaks the model, and one is no Unicode. A thread makes the result."""
     short = [f"text {i}" for i in range(520)]
     whole = await engine.score("a query", short)
     mixed = [*short[:40], TOO_LONG, *short[40:], POISON, "\ud800"]
