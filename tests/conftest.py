@@ -1,5 +1,6 @@
 """What all tests share: the order in which they run, checkpoints, engines and real text."""
 
+import gc
 import os
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -80,8 +81,11 @@ def same_number_of_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_given_back() -> Iterator[None]:
-    """Models that tests load beside engines leave gaps in the heaps."""
+    """Models that tests load beside engines leave gaps in the heaps. What is imported lives on: engines that
+    start and stop collect garbage, and need not look through it each time."""
+    gc.freeze()
     yield
+    gc.unfreeze()
     give_back_memory()
 
 

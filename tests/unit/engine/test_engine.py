@@ -125,7 +125,7 @@ async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
         await engine.embed("a", dimensions=385)
 
 
-async def test_an_over_long_document_is_cut_or_refused_with_both_numbers(engine: Engine) -> None:
+async def test_a_long_document_is_cut_or_refused(engine: Engine) -> None:
     long = "word " * 400
     for policy in ("error", Truncation()):
         with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 402 tokens, but at most 256"):
@@ -136,7 +136,7 @@ async def test_an_over_long_document_is_cut_or_refused_with_both_numbers(engine:
 
 
 @pytest.mark.parametrize("task", ["embed", "embed_tokens"])
-async def test_an_over_long_text_is_cut_or_refused_where_it_is_embedded(engine: Engine, task: str) -> None:
+async def test_a_long_text_is_cut_or_refused_where_it_is_embedded(engine: Engine, task: str) -> None:
     long = "word " * 400
     run = getattr(engine, task)
     cut = await run(["fine", long])
@@ -210,7 +210,7 @@ async def test_a_cancelled_prefill_leaves_no_state_on_the_device(
         await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_small_requests_are_served_beside_large_work_which_can_be_cancelled(
+async def test_small_requests_are_served_beside_large_work(
     qwen3_embedding: str,
 ) -> None:
     ended = []
@@ -279,9 +279,7 @@ async def test_only_the_request_with_the_broken_sequence_fails(engine: Engine) -
     assert (await engine.score("a", ["b"])).scores
 
 
-async def test_running_out_of_memory_makes_steps_smaller_and_loses_nothing(
-    qwen3_embedding: str, pairs: list[Pair]
-) -> None:
+async def test_running_out_of_memory_makes_steps_smaller(qwen3_embedding: str, pairs: list[Pair]) -> None:
     sizes: list[int] = []
 
     def small_memory(step: Step) -> None:
@@ -317,9 +315,7 @@ async def test_a_score_that_is_not_a_number_fails_its_request_only(engine: Engin
     assert not isinstance(good, BaseException)
 
 
-async def test_leaving_the_context_finishes_what_was_asked_and_then_refuses(
-    qwen3_embedding: str, pairs: list[Pair]
-) -> None:
+async def test_leaving_the_context_finishes_what_was_asked(qwen3_embedding: str, pairs: list[Pair]) -> None:
     engine = Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=256))
     async with engine:
         task = asyncio.create_task(
@@ -348,7 +344,7 @@ async def test_what_is_running_when_the_engine_stops_is_finished(
     assert len(values) == 600
 
 
-async def test_an_engine_can_be_started_again_and_leaves_nothing_behind(qwen3_embedding: str) -> None:
+async def test_a_second_start_leaves_nothing_behind(qwen3_embedding: str) -> None:
     before = set(threading.enumerate())
     engine = Engine(EngineConfig(model=qwen3_embedding))
     for _ in range(2):
@@ -378,7 +374,7 @@ async def test_of_two_starts_at_a_time_one_is_refused(qwen3_embedding: str) -> N
     await engine.stop()
 
 
-async def test_an_engine_that_died_tells_every_caller_and_can_be_started_again(
+async def test_a_dead_engine_tells_every_caller_and_starts_again(
     qwen3_embedding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def die(*args: object) -> None:
@@ -387,27 +383,26 @@ async def test_an_engine_that_died_tells_every_caller_and_can_be_started_again(
     engine = Engine(EngineConfig(model=qwen3_embedding))
     devices = len(device_threads())
     async with engine, asyncio.timeout(60):
-        for _ in range(2):
-            with monkeypatch.context() as broken:
-                broken.setattr(RunnerActor, "_run", die)
-                asked = (engine.score("a", ["b"]) for _ in range(3))
-                told = await asyncio.gather(*asked, return_exceptions=True)
-                assert [type(each) for each in told] == [EngineDeadError] * 3
-                assert "beyond repair" in str(told[0])
-                await engine.until_dead()
-                assert not engine.is_healthy
-                with pytest.raises(EngineDeadError):
-                    await engine.score("a", ["b"])
-            await engine.start()
-            assert engine.is_healthy
-            assert engine.death is None
-            assert (await engine.score("a", ["b"])).scores
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(engine.until_dead(), 0.05)
+        with monkeypatch.context() as broken:
+            broken.setattr(RunnerActor, "_run", die)
+            asked = (engine.score("a", ["b"]) for _ in range(3))
+            told = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(each) for each in told] == [EngineDeadError] * 3
+            assert "beyond repair" in str(told[0])
+            await engine.until_dead()
+            assert not engine.is_healthy
+            with pytest.raises(EngineDeadError):
+                await engine.score("a", ["b"])
+        await engine.start()
+        assert engine.is_healthy
+        assert engine.death is None
+        assert (await engine.score("a", ["b"])).scores
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.until_dead(), 0.05)
         assert len(device_threads()) == devices + 1, "what died left its thread and its model behind"
 
 
-async def test_an_engine_can_be_watched_on_another_event_loop_after_a_stop(qwen3_embedding: str) -> None:
+async def test_an_engine_can_be_watched_on_another_event_loop(qwen3_embedding: str) -> None:
     engine = Engine(EngineConfig(model=qwen3_embedding))
 
     async def watch() -> None:

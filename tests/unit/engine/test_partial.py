@@ -5,7 +5,6 @@ import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,8 @@ from maxsimd.engine import (
 )
 from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Step
-from tests.checkpoints import language_models
+from tests.checkpoints import bi_encoders, cross_encoders, language_models
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.calling_handlers import Caller, RecordingEngine
 from tests.waiting import until
 
@@ -33,10 +33,14 @@ POISON = "poison"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["late interaction", "cross-encoder"])
-async def engine(request: pytest.FixtureRequest, bert_cross_encoder: str) -> AsyncIterator[RecordingEngine]:
+async def engine(
+    request: pytest.FixtureRequest, checkpoints: SharedCheckpoints
+) -> AsyncIterator[RecordingEngine]:
     """An engine of small steps, whose model fails on one word."""
-    model = None if request.param == "late interaction" else bert_cross_encoder
-    config = EngineConfig(model=model, dtype="float32", max_batch_tokens=512, cache_mb=0)
+    kind: dict[str, Any] = {"model": checkpoints(cross_encoders.bert)}
+    if request.param == "late interaction":
+        kind = {"model": checkpoints(bi_encoders.bge), "score_type": "late-interaction"}
+    config = EngineConfig(dtype="float32", max_batch_tokens=512, cache_mb=0, **kind)
     async with RecordingEngine(config) as engine:
         _poison(engine)
         yield engine
@@ -58,64 +62,48 @@ def _poison(engine: Engine) -> None:
 @pytest.fixture
 def documents(pairs: list[Pair]) -> list[str]:
     texts = [f"{i} {pair.document}" for i, pair in enumerate(pairs)]
-    return [text for text in texts if POISON not in text.lower()][:200]
+    return [text for text in texts if POISON not in text.lower()][:60]
 
 
-async def test_one_document_that_breaks_the_model_has_an_error_and_the_others_scores(
+async def test_documents_that_break_the_model_have_errors(
     engine: RecordingEngine, documents: list[str]
 ) -> None:
     whole = await engine.score("a query", documents, truncation=CUT_LONG)
-    documents = [*documents[:70], POISON, *documents[70:], f"{POISON} again"]
+    documents = [*documents[:20], POISON, *documents[20:], f"{POISON} again"]
     with pytest.raises(RequestFailedError):
         await engine.score("a query", documents, truncation=CUT_LONG)
     result = await engine.score("a query", documents, truncation=CUT_LONG, on_error="report")
-    assert result.errors == {70: "the model failed on it", 201: "the model failed on it"}
+    assert result.errors == {20: "the model failed on it", 61: "the model failed on it"}
     assert result.unscored == ()
-    assert math.isnan(result.scores[70])
+    assert math.isnan(result.scores[20])
     assert [score for score in result.scores if not math.isnan(score)] == pytest.approx(
         whole.scores, abs=1e-4
     )
     ranked = await engine.rerank("a query", documents, truncation=CUT_LONG, on_error="report")
-    assert len(ranked.results) == 200
-    assert set(ranked.errors) == {70, 201}
+    assert len(ranked.results) == 60
+    assert set(ranked.errors) == {20, 61}
     await until(lambda: engine.stats() == EngineStats())
 
 
 TOO_LONG = "word " * 600
 
 
-async def test_documents_that_cannot_be_read_have_errors_and_the_others_scores(
-    engine: RecordingEngine, documents: list[str]
-) -> None:
-    """One is too long, one breaks the model, and one is no Unicode."""
-    short = [" ".join(document.split()[:20]) for document in documents[:97]]
+async def test_unreadable_documents_have_errors_and_the_rest_scores(engine: RecordingEngine) -> None:
+    """One is too long, one breaks the model, and one is no Unicode. A thread makes the result."""
+    short = [f"text {i}" for i in range(520)]
     whole = await engine.score("a query", short)
     mixed = [*short[:40], TOO_LONG, *short[40:], POISON, "\ud800"]
     with pytest.raises(InvalidRequestError):
         await engine.score("a query", mixed, truncation="error")
     result = await engine.score("a query", mixed, truncation="error", on_error="report")
-    assert sorted(result.errors) == [40, 98, 99]
+    assert sorted(result.errors) == [40, 521, 522]
     assert result.errors[40].startswith("documents[40] has ")
-    assert result.errors[98] == "the model failed on it"
-    assert "Unicode" in result.errors[99]
-    there = [result.scores[i] for i in range(100) if i not in result.errors]
+    assert result.errors[521] == "the model failed on it"
+    assert "Unicode" in result.errors[522]
+    there = [result.scores[i] for i in range(523) if i not in result.errors]
     assert there == pytest.approx(whole.scores, abs=1e-4)
     assert result.unscored == ()
     await until(lambda: engine.stats() == EngineStats())
-
-
-async def test_of_a_thousand_documents_two_have_errors_and_the_others_their_scores(
-    engine: RecordingEngine,
-) -> None:
-    fine = [f"text {i} of a thousand" for i in range(998)]
-    whole = await engine.score("a query", fine)
-    given = [*fine[:333], POISON, *fine[333:666], TOO_LONG, *fine[666:]]
-    ranked = await engine.rerank("a query", given, truncation=Truncation(), on_error="report")
-    assert len(ranked.results) == 998
-    assert sorted(ranked.errors) == [333, 667]
-    scores = {result.index: result.score for result in ranked.results}
-    there = [scores[i] for i in range(1000) if i not in ranked.errors]
-    assert there == pytest.approx(whole.scores, abs=1e-4)
 
 
 async def test_each_of_many_queries_keeps_its_document(engine: RecordingEngine) -> None:
@@ -127,7 +115,7 @@ async def test_each_of_many_queries_keeps_its_document(engine: RecordingEngine) 
         assert result.scores[i] == pytest.approx(alone.scores[0], abs=1e-4)
 
 
-async def test_a_request_of_which_no_document_can_be_read_has_an_empty_ranking(
+async def test_without_a_readable_document_the_ranking_is_empty(
     engine: RecordingEngine,
 ) -> None:
     ranked = await engine.rerank("a", [TOO_LONG] * 3, truncation=Truncation(), on_error="report")
@@ -154,7 +142,7 @@ async def test_a_document_of_which_a_window_fails_has_an_error(engine: Recording
     await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_a_request_of_which_every_document_fails_has_an_empty_ranking(engine: RecordingEngine) -> None:
+async def test_where_every_document_fails_the_ranking_is_empty(engine: RecordingEngine) -> None:
     ranked = await engine.rerank("a", [POISON], on_error="report")
     assert (ranked.results, dict(ranked.errors)) == ([], {0: "the model failed on it"})
 
@@ -186,7 +174,7 @@ async def test_when_the_time_is_up_what_is_scored_comes_back(
     monkeypatch.setattr(runner, "forward", held_up)
     try:
         result = await engine.score(
-            "a query", documents, truncation=CUT_LONG, timeout=1.5, on_timeout="partial"
+            "a query", documents, truncation=CUT_LONG, timeout=1.0, on_timeout="partial"
         )
     finally:
         answered.set()
@@ -209,7 +197,7 @@ async def test_where_there_is_no_time_to_prepare_nothing_is_scored(
 ) -> None:
     ranked = await engine.rerank("a", documents, timeout=1e-6, on_timeout="partial")
     assert ranked.results == []
-    assert ranked.unscored == tuple(range(200))
+    assert ranked.unscored == tuple(range(60))
     assert ranked.usage.prompt_tokens == 0
     await until(lambda: engine.stats() == EngineStats())
 
@@ -247,8 +235,8 @@ async def test_the_wire_says_what_is_missing_where_it_is_asked(engine: Recording
         assert (status, error["param"]) == (400, next(iter(option)))
 
 
-async def test_a_listwise_model_takes_neither(tmp_path: Path) -> None:
-    model = language_models.jina_reranker_v3(tmp_path / "jina-v3")
+async def test_a_listwise_model_takes_neither(checkpoints: SharedCheckpoints) -> None:
+    model = checkpoints(language_models.jina_reranker_v3)
     async with Engine(EngineConfig(model=model, dtype="float32")) as engine:
         for option in ("on_timeout", "on_error"):
             given: dict[str, Any] = {option: {"on_timeout": "partial", "on_error": "report"}[option]}

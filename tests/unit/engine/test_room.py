@@ -20,7 +20,7 @@ async def _refusal(**settings: Any) -> str:
     return str(refused.value)
 
 
-async def test_a_budget_below_the_length_of_expanded_queries_is_refused_with_both_numbers(
+async def test_a_budget_below_expanded_queries_is_refused(
     stanford_colbert: str,
 ) -> None:
     message = await _refusal(model=stanford_colbert, max_batch_tokens=16)
@@ -31,9 +31,7 @@ async def test_a_budget_below_the_length_of_expanded_queries_is_refused_with_bot
 
 
 @pytest.mark.parametrize("packing", ["auto", "off"])
-async def test_the_least_budget_that_is_not_refused_runs_every_kind_of_request(
-    stanford_colbert: str, packing: str
-) -> None:
+async def test_the_least_budget_runs_every_kind_of_request(stanford_colbert: str, packing: str) -> None:
     usual = EngineConfig(model=stanford_colbert, dtype="float32", packing=packing)
     async with Engine(replace(usual, max_batch_tokens=32)) as engine, Engine(usual) as roomy:
         documents, long = ["b", "word " * 100], Truncation(max_tokens=32)
@@ -53,7 +51,7 @@ async def test_the_least_budget_that_is_not_refused_runs_every_kind_of_request(
         assert engine.is_healthy
 
 
-async def test_a_model_length_below_that_of_expanded_queries_is_refused(stanford_colbert: str) -> None:
+async def test_a_model_length_below_expanded_queries_is_refused(stanford_colbert: str) -> None:
     message = await _refusal(model=stanford_colbert, max_model_len=20)
     assert "at least 32 tokens" in message
     assert "20 tokens" in message
@@ -61,9 +59,7 @@ async def test_a_model_length_below_that_of_expanded_queries_is_refused(stanford
 
 
 @pytest.mark.parametrize("packing", ["auto", pytest.param("off", marks=pytest.mark.exhaustive)])
-async def test_a_budget_must_hold_the_special_tokens_and_one_token_of_each_text(
-    bert_cross_encoder: str, packing: str
-) -> None:
+async def test_a_budget_must_hold_one_token_of_each_text(bert_cross_encoder: str, packing: str) -> None:
     """[CLS] a [SEP], and for a pair [CLS] a [SEP] a [SEP]."""
     assert "at least 3 tokens" in await _refusal(max_batch_tokens=2, packing=packing)
     async with Engine(EngineConfig(max_batch_tokens=3, packing=packing)) as engine:
@@ -80,7 +76,7 @@ async def test_a_budget_must_hold_the_prompts(tmp_path: Path) -> None:
     assert "a query of" in await _refusal(model=folder, max_batch_tokens=8)
 
 
-async def test_a_causal_model_is_run_in_chunks_of_any_budget_but_not_beyond_its_length(folder: Path) -> None:
+async def test_a_causal_model_runs_in_chunks_of_any_budget(folder: Path) -> None:
     reranker = language_models.qwen3_reranker(folder / "room-qwen3-reranker")
     async with Engine(EngineConfig(model=reranker, max_batch_tokens=7)) as engine:
         assert (await engine.score("a", ["b"])).scores

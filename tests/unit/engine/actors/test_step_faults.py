@@ -343,7 +343,7 @@ async def test_a_step_that_fails_before_delivery_is_tried_again(
     indirect=["delivery"],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
-async def test_a_failed_delivery_or_commit_ends_the_engine_and_says_so(
+async def test_a_failed_delivery_or_commit_ends_the_engine(
     function: Any,
     delivery: str,
     which: str,

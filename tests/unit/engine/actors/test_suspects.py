@@ -70,7 +70,7 @@ def test_a_query_comes_first_and_its_documents_fail_or_run_together() -> None:
     assert _ids(suspects.isolate(stage)) == [[11], [12], [10, 13], [14]]
 
 
-def test_a_sequence_alone_is_not_split_and_one_that_runs_well_is_forgotten() -> None:
+def test_a_lone_sequence_is_not_split_and_may_be_forgotten() -> None:
     suspects = Suspects()
     suspects.add(_text(1, [3, 4]))
     stage = _step(_text(2, [3, 4]))
@@ -165,7 +165,7 @@ def _requests(pairs: list[Pair], seed: int) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
 @LOOP
-async def test_the_second_time_nobody_else_is_run_twice_and_all_is_as_without(
+async def test_the_second_time_nobody_else_is_run_twice(
     counting: Counting, pairs: list[Pair], seed: int
 ) -> None:
     good = _requests(pairs, seed)
@@ -189,7 +189,7 @@ async def test_the_second_time_nobody_else_is_run_twice_and_all_is_as_without(
 
 
 @LOOP
-async def test_a_query_that_breaks_a_step_takes_its_documents_with_it_and_nobody_else(
+async def test_a_query_that_breaks_a_step_fails_its_documents_alone(
     counting: Counting, pairs: list[Pair]
 ) -> None:
     good = _requests(pairs, 7)

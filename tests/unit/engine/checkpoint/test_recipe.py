@@ -187,12 +187,7 @@ def test_damaged_recipes_are_made_anew(checkpoints: SharedCheckpoints, cache_fol
     path = checkpoints(cross_encoders.bert)
     _load(path)
     (kept,) = cache_folder.iterdir()
-    for damage in (
-        b"",
-        b"{}",
-        kept.read_bytes()[:100],
-        kept.read_bytes().replace(b"model.safetensors", b"x"),
-    ):
+    for damage in (kept.read_bytes()[:100], kept.read_bytes().replace(b"model.safetensors", b"x")):
         kept.write_bytes(damage)
         assert isinstance(_load(path).backbone, bert.Encoder)
         assert msgspec.json.decode(kept.read_bytes(), type=Recipe).is_classifier

@@ -19,12 +19,18 @@ from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.triton.attention_blocks import blocks_of, most_blocks
 from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
 from tests.unit.engine.ops.interpreted import run_interpreted
-from tests.unit.engine.ops.kernel_checks import CHECKS
+from tests.unit.engine.ops.kernel_checks import CHECKS, check_maxsim_of_all_sizes
 
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=pytest.mark.exhaustive if check is check_maxsim_of_all_sizes else ())
+        for check in CHECKS
+    ],
+)
 def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], None]) -> None:
     run_interpreted(check, "cpu")
 
@@ -77,7 +83,7 @@ def test_attention_compiles_without_spilling_registers(
     ("head_dim", "causal", "most_instructions", "least_tflops", "programs"),
     [(64, False, 330, 770, 4), (128, True, 400, 900, 2)],
 )
-def test_attention_on_an_h100_is_not_bound_by_its_instructions(
+def test_attention_on_an_h100_is_not_bound_by_instructions(
     head_dim: int, causal: bool, most_instructions: int, least_tflops: float, programs: int
 ) -> None:
     """Blocks of 64 queries with several programs at a time, so that one multiplies while another computes."""
@@ -126,7 +132,7 @@ def test_documents_are_split_only_where_the_device_would_be_idle() -> None:
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=8),
     st.sampled_from([16, 64]),
 )
-def test_blocks_cover_every_query_once_with_the_heaviest_first(
+def test_blocks_cover_every_query_once_the_heaviest_first(
     sequences: list[tuple[int, int]], queries: int
 ) -> None:
     table, row = [], 0

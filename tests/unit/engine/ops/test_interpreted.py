@@ -34,7 +34,7 @@ def test_a_check_that_fails_is_reported_and_the_next_one_runs() -> None:
     run_interpreted(fails, "something else")
 
 
-def test_where_the_process_dies_its_last_words_are_reported_and_the_next_check_runs() -> None:
+def test_the_last_words_of_a_process_are_reported() -> None:
     with pytest.raises(AssertionError, match=r"(?s)the process died.*the last words"):
         run_interpreted(dies)
     run_interpreted(fails, "something else")

@@ -18,7 +18,7 @@ from maxsimd.engine import (
     SyncEngine,
     Truncation,
 )
-from tests.checkpoints import language_models
+from tests.checkpoints import bi_encoders, cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.waiting import until
 
@@ -32,13 +32,13 @@ WINDOWS = Truncation(max_tokens=40, windows=True)
 @pytest_asyncio.fixture(
     scope="module", loop_scope="module", params=["late interaction", "bi-encoder", "cross-encoder"]
 )
-async def engine(request: pytest.FixtureRequest, bert_cross_encoder: str) -> AsyncIterator[Engine]:
+async def engine(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> AsyncIterator[Engine]:
     """An engine of small steps."""
     options: dict[str, Any] = {"dtype": "float32", "max_batch_tokens": 256}
     if request.param == "cross-encoder":
-        options["model"] = bert_cross_encoder
+        options["model"] = checkpoints(cross_encoders.bert)
     else:
-        options["score_type"] = request.param.replace(" ", "-")
+        options |= {"model": checkpoints(bi_encoders.bge), "score_type": request.param.replace(" ", "-")}
     async with Engine(EngineConfig(**options)) as engine:
         yield engine
 

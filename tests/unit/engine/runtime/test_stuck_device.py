@@ -3,8 +3,6 @@
 import asyncio
 import logging
 import sqlite3
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.runtime import launching as launch_module
 from maxsimd.engine.runtime import running as running_module
 from maxsimd.scheduler import Step
+from tests.forked import Program
 from tests.waiting import until, wait_for
 
 DOCUMENTS = ["Paris is the capital of France.", "Berlin is in Germany."]
@@ -68,7 +67,7 @@ async def _score(engine: Engine) -> list[float]:
         return (await engine.score("capital of France", DOCUMENTS, cache="bypass")).scores
 
 
-async def test_a_stuck_engine_says_so_and_starts_again_beside_the_stuck_thread_once(
+async def test_a_stuck_engine_says_so_and_starts_again_once(
     sticking: Sticking, config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Engine(config) as engine:
@@ -135,7 +134,7 @@ async def test_a_stop_with_a_stuck_step_ends_all_the_same(sticking: Sticking, co
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-async def test_only_an_error_of_a_gpu_itself_stands_against_another_start(
+async def test_an_error_of_a_gpu_itself_prevents_another_start(
     device: str, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     def broken(step: Step) -> Any:
@@ -150,7 +149,7 @@ async def test_only_an_error_of_a_gpu_itself_stands_against_another_start(
         assert (engine.restart_obstacle is not None) == (device == "cuda")
 
 
-async def test_of_what_died_nothing_is_in_memory_when_the_next_is_loaded(
+async def test_what_died_is_freed_before_the_next_is_loaded(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     def die(*_: object) -> None:
@@ -176,7 +175,7 @@ async def test_of_what_died_nothing_is_in_memory_when_the_next_is_loaded(
         assert await _score(engine)
 
 
-async def test_a_start_that_fails_leaves_the_engine_dead_and_the_next_one_counts(
+async def test_a_failed_start_leaves_the_engine_dead_until_the_next(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     async def die(*_: object) -> None:
@@ -225,7 +224,7 @@ def _entries(folder: Path) -> int:
         return int(connection.execute("SELECT count(*) FROM entries").fetchone()[0])
 
 
-async def test_what_was_cached_on_disk_is_found_by_the_next_start(
+async def test_the_next_start_finds_what_was_cached_on_disk(
     sticking: Sticking, tmp_path: Path, config: EngineConfig, stanford_colbert: str
 ) -> None:
     async with Engine(replace(config, model=stanford_colbert, cache_dir=str(tmp_path))) as engine:
@@ -241,7 +240,7 @@ async def test_what_was_cached_on_disk_is_found_by_the_next_start(
     assert _entries(tmp_path) == 3
 
 
-async def test_a_writer_that_is_stuck_while_it_writes_harms_neither_requests_nor_the_file(
+async def test_a_stuck_writer_harms_neither_requests_nor_the_file(
     sticking: Sticking,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -296,7 +295,7 @@ print("left")
 """
 
 
-def test_a_script_ends_although_a_thread_is_stuck(qwen3_embedding: str) -> None:
-    command = [sys.executable, "-c", IN_A_SCRIPT, qwen3_embedding]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert (ran.returncode, ran.stdout.split()) == (0, ["told", "left"]), ran.stderr
+def test_a_script_ends_although_a_thread_is_stuck(qwen3_embedding: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IN_A_SCRIPT)
+    assert Program([qwen3_embedding], script).run().stdout.split() == ["told", "left"]

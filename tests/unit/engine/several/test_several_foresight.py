@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from maxsimd.engine import EngineConfig, Engines, InvalidRequestError, PictureFile, RequestTimeoutError, Stage
 from maxsimd.engine.requests import Truncation
-from tests.checkpoints import cross_encoders
+from tests.checkpoints import bi_encoders, cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 
 # Engines belong to one event loop.
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEXTS = ["a cat", "a dog", "rain"]
 LONG = "word " * 300
-VECTOR = np.ones((3, 384), dtype=np.float32)
+VECTOR = np.ones((3, 128), dtype=np.float32)
 PAGE = PictureFile(b"no picture, which nobody opens")
 TO_EMBED, TO_RERANK = ("rerank", "embed"), ("embed", "rerank")
 
@@ -26,7 +26,10 @@ TO_EMBED, TO_RERANK = ("rerank", "embed"), ("embed", "rerank")
 async def both(checkpoints: SharedCheckpoints) -> AsyncIterator[Engines]:
     options: dict[str, Any] = {"dtype": "float32", "threads": 1}
     reranker = EngineConfig(model=checkpoints(cross_encoders.bert), **options)
-    async with Engines({"embed": EngineConfig(**options), "rerank": reranker}) as engines:
+    embedder = EngineConfig(
+        model=checkpoints(bi_encoders.bge), score_type="late-interaction", max_model_len=256, **options
+    )
+    async with Engines({"embed": embedder, "rerank": reranker}) as engines:
         yield engines
 
 
@@ -39,7 +42,7 @@ def _stages(names: tuple[str, str], keep: int | None = None, instruction: str | 
     [
         ("a", TEXTS, _stages(TO_RERANK, 1, "be kind"), {}, "this model takes no instruction"),
         ("a", [VECTOR] * 2, _stages(TO_RERANK, 1, "be kind"), {}, "this model takes no instruction"),
-        (LONG, TEXTS, _stages(TO_EMBED, 1), {"truncation": "error"}, "queries[0] has 302 tokens"),
+        (LONG, TEXTS, _stages(TO_EMBED, 1), {"truncation": "error"}, "queries[0] has 310 tokens"),
         (LONG * 2, TEXTS, _stages(TO_RERANK, 1), {"truncation": "error"}, "documents[0] has 605 tokens"),
         ("a", [*TEXTS, LONG], _stages(TO_EMBED, 4), {"truncation": "error"}, "documents[3] has 302 tokens"),
         ("a", [*TEXTS, LONG], _stages(TO_EMBED), {"truncation": "error"}, "documents[3] has 302 tokens"),
@@ -63,7 +66,7 @@ def _stages(names: tuple[str, str], keep: int | None = None, instruction: str | 
         ("a", [*TEXTS, PAGE], _stages(TO_RERANK, 4), {}, "documents[3] is a picture; this model reads only"),
     ],
 )
-async def test_what_is_refused_for_certain_is_told_before_any_stage_runs(
+async def test_certain_refusals_are_told_before_any_stage_runs(
     both: Engines,
     monkeypatch: pytest.MonkeyPatch,
     query: Any,
@@ -94,7 +97,7 @@ async def test_what_is_refused_for_certain_is_told_before_any_stage_runs(
         ([LONG * 2, "", " "], {"truncation": "window"}),
     ],
 )
-async def test_what_depends_on_which_documents_come_is_not_refused_before(
+async def test_possible_refusals_are_not_told_before(
     both: Engines, documents: list[Any], options: dict[str, Any]
 ) -> None:
     """One may be of another kind, and does not come to the last stage; others are cut, or read in windows."""
@@ -104,7 +107,7 @@ async def test_what_depends_on_which_documents_come_is_not_refused_before(
     assert {one.index for one in found.results} == {one.index for one in first}
 
 
-async def test_a_text_that_is_too_long_does_no_harm_where_it_does_not_come(both: Engines) -> None:
+async def test_a_long_text_does_no_harm_where_it_does_not_come(both: Engines) -> None:
     for word in ("word", "cat", "rain", "dog"):
         documents = [*TEXTS, f"{word} " * 300]
         ranked = [one.index for one in (await both["rerank"].rerank("a", documents)).results]

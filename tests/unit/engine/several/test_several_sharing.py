@@ -88,7 +88,7 @@ async def test_time_on_the_device_is_shared_by_weight(
             await until(partial(counts_them, name))
 
 
-async def test_no_step_runs_while_a_checkpoint_is_read_and_all_do_afterwards(
+async def test_no_step_runs_while_a_checkpoint_is_read(
     monkeypatch: pytest.MonkeyPatch, pairs: list[Pair], config: Config
 ) -> None:
     """Reading one changes torch's default precision for all threads."""
@@ -117,7 +117,7 @@ async def test_no_step_runs_while_a_checkpoint_is_read_and_all_do_afterwards(
         await asyncio.gather(traffic, return_exceptions=True)
 
 
-async def test_no_step_runs_while_a_checkpoint_is_read_whose_load_was_cancelled(
+async def test_no_step_runs_while_a_cancelled_load_reads(
     monkeypatch: pytest.MonkeyPatch, config: Config
 ) -> None:
     load_model, is_read, go_on = load.load_model, threading.Event(), threading.Event()
@@ -203,7 +203,7 @@ async def test_an_exit_in_one_models_code_ends_that_model_alone(config: Config) 
         await until(lambda: engines.state("b").startswith("failed"))
 
 
-async def test_a_step_that_never_ends_fails_all_models_of_its_device_which_can_be_loaded_again(
+async def test_a_step_that_never_ends_fails_all_models_of_its_device(
     config: Config,
 ) -> None:
     reached, released = threading.Event(), threading.Event()
@@ -235,7 +235,7 @@ async def test_a_step_that_never_ends_fails_all_models_of_its_device_which_can_b
 
 
 @pytest.mark.parametrize("cycles", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
-async def test_loads_and_drops_under_traffic_lose_no_request_and_give_memory_back(
+async def test_loads_and_drops_lose_no_request_and_free_memory(
     cycles: int, pairs: list[Pair], config: Config
 ) -> None:
     documents = [pair.document for pair in pairs[:5]]
