@@ -96,8 +96,9 @@ def _redirect(out: Path, error: Path, given: Path | None) -> None:
         os.dup2(opened, number)
         os.close(opened)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", line_buffering=False)  # type: ignore[union-attr]
+    # Made anew, because those of a regular file ask where in it they are, which a terminal does not know.
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def _run_in_child(program: Program, out: Path, error: Path, given: Path | None) -> None:

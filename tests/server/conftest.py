@@ -108,7 +108,7 @@ def _starter(folder: Path) -> Iterator[StartServer]:
         program: Sequence[str] = (),
         before: Callable[[], None] | None = None,
     ) -> Server:
-        """Starts the command; with `installed` or `program` as a new process of that program, else in a process
+        """Starts the command; with `installed` or `program` as a new process of that program, else in one
         that has everything imported, which does `before` first, and where a Python `file` may take the
         command's place. `descriptors` is the process's limit on them."""
         port = free_port()
