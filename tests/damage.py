@@ -15,10 +15,18 @@ _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _PR_CAPBSET_DROP = 1, 2, 24
 
 
 def heed_permissions() -> None:
-    """From its next exec on, this process may write only where permissions say so, even as root."""
-    if sys.platform == "linux":
-        for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH):
-            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    """This process, and what it executes, may write only where permissions say so, even as root."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    # Version 3 of capget(2): effective, permitted and inheritable, for capabilities below 32 and the others.
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc.capget(header, sets)
+    for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH):
+        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+        for i in range(3):
+            sets[i] &= ~(1 << capability)
+    libc.capset(header, sets)
 
 
 def _overwrite(folder: Path, start: int, data: bytes) -> None:

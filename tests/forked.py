@@ -53,13 +53,15 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What such a process runs: `maxsimd` with these arguments, or a Python file or module in its place."""
+    """What such a process runs: `maxsimd` with these arguments, or a Python file or module in its place.
+    `before`, a function of a module, runs first."""
 
     arguments: Sequence[str]
     file: Path | None = None
     module: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     descriptors: int | None = None
+    before: Callable[[], None] | None = None
 
     def start(self, out: Path, error: Path | None = None, given: Path | None = None) -> Forked:
         """Starts it with what it prints in files, which may be one."""
@@ -94,8 +96,9 @@ def _redirect(out: Path, error: Path, given: Path | None) -> None:
         os.dup2(opened, number)
         os.close(opened)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", line_buffering=False)  # type: ignore[union-attr]
+    # Made anew, because those of a regular file ask where in it they are, which a terminal does not know.
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def _run_in_child(program: Program, out: Path, error: Path, given: Path | None) -> None:
@@ -103,6 +106,8 @@ def _run_in_child(program: Program, out: Path, error: Path, given: Path | None) 
     os.environ |= program.environment
     if program.descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (program.descriptors, program.descriptors))
+    if program.before is not None:
+        program.before()
     if program.file is not None:
         sys.argv = [str(program.file), *program.arguments]
         sys.path[0] = str(program.file.parent)

@@ -124,6 +124,8 @@ async def disturb(
                     sampling = asyncio.create_task(sampler.run())
                     started = asyncio.get_running_loop().time()
                     disturber = Disturber(server, clients, pool, disk, random.Random(seed))
+                    while not clients.records:  # their processes are starting
+                        await asyncio.sleep(0.05)
                     await disturber.run(seconds, pause)
                     await asyncio.sleep(pause)  # for what comes after the last fault
                     sampling.cancel()

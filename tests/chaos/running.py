@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.memory import Allocated
-from tests.forked import Forked, Program
-from tests.server.conftest import Server
+from tests.forked import Program
+from tests.server.conftest import Server, free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -96,24 +94,12 @@ def running(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         module = "tests.chaos.server" if hooked else None
-        port = _free_port()
+        port = free_port()
         words = ["serve", model, "--dtype", "float32", "--port", str(port), *options]
         log_file = folder / "log"
         log_file.touch()
         environment = {"HF_HUB_OFFLINE": "1", "CHAOS_SOCKET": str(folder / "control")}
-        process: subprocess.Popen[bytes] | Forked
-        if before is None:
-            process = Program(words, module=module, environment=environment).start(log_file)
-        else:
-            with log_file.open("wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", module or "maxsimd", *words],
-                    cwd=ROOT,
-                    stdout=log,
-                    stderr=log,
-                    preexec_fn=before,
-                    env=os.environ | environment,
-                )
+        process = Program(words, module=module, environment=environment, before=before).start(log_file)
         server = Running(f"http://127.0.0.1:{port}", process, log_file)
         try:
             server.wait_until_ready()
@@ -132,9 +118,3 @@ def running(
             if process.poll() is None:
                 process.kill()
                 process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

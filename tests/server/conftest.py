@@ -84,7 +84,7 @@ def _serve(arguments: Sequence[str], special: bool) -> list[str]:
 StartServer = Callable[..., Server]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -108,25 +108,26 @@ def _starter(folder: Path) -> Iterator[StartServer]:
         program: Sequence[str] = (),
         before: Callable[[], None] | None = None,
     ) -> Server:
-        """Starts the command; with `installed`, `program` or `before` as a new process of that program, whose
-        process does `before` first; else in a process that has everything imported, where a Python `file` may
-        take the command's place. `descriptors` is the process's limit on them."""
-        port = _free_port()
+        """Starts the command; with `installed` or `program` as a new process of that program, else in one
+        that has everything imported, which does `before` first, and where a Python `file` may take the
+        command's place. `descriptors` is the process's limit on them."""
+        port = free_port()
         special = bool(descriptors or file or program or before)
         words = [*_serve(arguments, special), "--host", "127.0.0.1", "--port", str(port)]
         log_file = folder / f"server-{port}.log"
         process: subprocess.Popen[bytes] | Forked
-        if ON_RAY or installed or program or before:
+        if ON_RAY or installed or program:
             with log_file.open("wb") as log:
                 process = subprocess.Popen(
                     [*(program or [installed_command()]), *words],
-                    preexec_fn=before,
                     stderr=log,
                     stdout=log,
                     env=os.environ | {"HF_HUB_OFFLINE": "1"} | (environment or {}),
                 )
         else:
-            forked = Program(words, file, environment=environment or {}, descriptors=descriptors)
+            forked = Program(
+                words, file, environment=environment or {}, descriptors=descriptors, before=before
+            )
             log_file.touch()
             process = forked.start(log_file)
         server = Server(f"http://127.0.0.1:{port}", process, log_file)

@@ -26,17 +26,17 @@ def scores(answer: Any) -> list[float]:
 
 def test_a_second_request_is_answered_from_the_cache(start_server: StartServer, pairs: list[Pair]) -> None:
     server = start_server()
-    documents = [pair.document for pair in pairs[:40]]
+    documents = [f"{i} {pair.document[:150]}" for i, pair in enumerate(pairs[:12])]
     first, second = rerank(server, documents), rerank(server, documents)
     assert "prompt_tokens_details" not in first["usage"]
     details = second["usage"]["prompt_tokens_details"]
-    assert details["cached_documents"] == 40
+    assert details["cached_documents"] == 12
     assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
     np.testing.assert_allclose(scores(first), scores(second), atol=1e-3)
-    assert server.metric("maxsimd_cache_hits_total") == 40
-    assert server.metric("maxsimd_cache_misses_total") == 40
-    wait_for(lambda: server.metric("maxsimd_cache_entries") == 40)
-    assert server.metric("maxsimd_cache_memory_bytes") > 100_000
+    assert server.metric("maxsimd_cache_hits_total") == 12
+    assert server.metric("maxsimd_cache_misses_total") == 12
+    wait_for(lambda: server.metric("maxsimd_cache_entries") == 12)
+    assert server.metric("maxsimd_cache_memory_bytes") > 10_000
 
     bypassed = rerank(server, documents, cache="bypass")
     assert "prompt_tokens_details" not in bypassed["usage"]
@@ -47,18 +47,12 @@ def test_a_second_request_is_answered_from_the_cache(start_server: StartServer, 
     assert "prompt_tokens_details" not in rerank(server, documents, cache="refresh")["usage"]
 
 
-def test_a_wrong_word_for_the_cache_is_refused(server: Server) -> None:
-    response = httpx.post(server.url + "/rerank", json={"query": "a", "documents": ["b"], "cache": "yes"})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "cache"
-
-
 @pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_folder_outlives_the_server(
     start_server: StartServer, tmp_path: Path, pairs: list[Pair], kill: bool
 ) -> None:
     folder = str(tmp_path / "cache")
-    documents = [pair.document for pair in pairs[:40]]
+    documents = [f"{i} {pair.document[:150]}" for i, pair in enumerate(pairs[:12])]
     server = start_server("--cache-dir", folder)
     first = rerank(server, documents)
     if kill:
@@ -69,15 +63,15 @@ def test_a_folder_outlives_the_server(
         assert server.terminate() == 0
     again = start_server("--cache-dir", folder)
     second = rerank(again, documents)
-    assert second["usage"]["prompt_tokens_details"]["cached_documents"] == 40
+    assert second["usage"]["prompt_tokens_details"]["cached_documents"] == 12
     np.testing.assert_allclose(scores(first), scores(second), atol=1e-3)
-    assert again.metric("maxsimd_cache_disk_bytes") > 100_000
+    assert again.metric("maxsimd_cache_disk_bytes") > 10_000
 
 
 @pytest.mark.exhaustive
 def test_two_servers_share_a_folder(start_server: StartServer, tmp_path: Path, pairs: list[Pair]) -> None:
     folder = str(tmp_path / "cache")
-    documents = [pair.document for pair in pairs[:20]]
+    documents = [f"{i} {pair.document[:150]}" for i, pair in enumerate(pairs[:20])]
     one, other = (start_server("--cache-dir", folder) for _ in range(2))
     first = rerank(one, documents)
     wait_for(lambda: one.metric("maxsimd_cache_staged") == 0)

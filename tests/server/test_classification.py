@@ -59,19 +59,7 @@ def test_predict_answers_as_tei_does(classifier: Server, three_label_classifier:
     assert len(post(classifier, "/predict", {"inputs": [["a premise", "a hypothesis"]]})) == 1
 
 
-@pytest.mark.parametrize("inputs", [[], [["a"], ["b", "c"]], 3, [[1]], [["a", "b", "c"]]])
-def test_inputs_that_cannot_be_predicted_are_refused(classifier: Server, inputs: Any) -> None:
-    answer = post(classifier, "/predict", {"inputs": inputs}, status=400)
-    assert answer["error"]["param"] == "inputs"
-
-
 def test_a_classifier_of_three_labels_does_not_score(classifier: Server) -> None:
     answer = post(classifier, "/score", {"queries": "a", "documents": ["b"]}, status=400)
     assert "3 labels" in answer["error"]["message"]
     assert "/classify" in answer["error"]["message"]
-
-
-def test_a_model_without_classifier_does_not_classify(server: Server) -> None:
-    answer = post(server, "/classify", {"input": "a"}, status=400)
-    assert "cannot classify" in answer["error"]["message"]
-    post(server, "/predict", {"inputs": ["a", "b"]}, status=400)

@@ -11,6 +11,7 @@ from tests.server.conftest import StartServer
 
 
 @pytest.mark.one_process
+@pytest.mark.exhaustive  # tests/accelerator has engines on such a device
 def test_a_server_on_an_accelerator_says_so(
     start_server: StartServer, checkpoints: SharedCheckpoints
 ) -> None:

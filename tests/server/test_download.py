@@ -3,19 +3,21 @@ real one's API; the client is huggingface_hub."""
 
 import hashlib
 import json
-import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
+from click.testing import CliRunner, Result
+from huggingface_hub import constants
 
+from maxsimd.api.cli import main
 from maxsimd.api.commands.download import wanted
-from tests.server.conftest import StartServer, installed_command
+from tests.server.conftest import Server, StartServer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = "somebody/a-reranker"
@@ -82,47 +84,65 @@ def hub(bert_cross_encoder: str) -> Iterator[Hub]:
     server.server_close()
 
 
-def _download(url: str, home: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    ran = subprocess.run(
-        [installed_command(), "download", *arguments],
-        env=environment | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+Download = Callable[..., Result]
+
+
+@pytest.fixture
+def download(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Download:
+    """Runs the command in this process, whose client asks the stand-in."""
+    asks_at(hub.url, monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+
+    def run(*arguments: str, status: int = 0) -> Result:
+        ran = CliRunner().invoke(main, ["download", *arguments])
+        assert ran.exit_code == status, ran.output
+        assert status == 0 or isinstance(ran.exception, SystemExit), "there is no traceback"
+        return ran
+
+    return run
+
+
+def asks_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
     )
-    assert ran.returncode == status, ran.stdout + ran.stderr
-    return ran
 
 
-def test_a_downloaded_checkpoint_is_served_where_there_is_no_hub(
-    hub: Hub, tmp_path: Path, bert_cross_encoder: str, start_server: StartServer
+def test_a_downloaded_checkpoint_is_served_without_a_hub(
+    hub: Hub,
+    download: Download,
+    tmp_path: Path,
+    bert_cross_encoder: str,
+    start_server: StartServer,
+    cross_encoder_server: Server,
 ) -> None:
     folder = tmp_path / "model"
-    ran = _download(hub.url, tmp_path / "home", MODEL, "--to", str(folder))
-    assert "file 1 of" in ran.stderr
+    assert "file 1 of" in download(MODEL, "--to", str(folder)).stderr
     assert not any("onnx" in path for path in hub.asked)
     for path in Path(bert_cross_encoder).iterdir():
         assert (folder / path.name).read_bytes() == path.read_bytes()
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
-    checked = _download("http://127.0.0.1:9", tmp_path / "home", MODEL, "--to", str(folder), "--check")
-    assert "files are what SHA256SUMS says" in checked.stdout
+    number = len(hub.asked)
+    assert "files are what SHA256SUMS says" in download(MODEL, "--to", str(folder), "--check").stdout
+    assert len(hub.asked) == number, "a comparison asks no hub"
 
-    server = start_server(str(folder), "--offline", "--dtype", "float32", environment=NO_HUB, installed=True)
-    ours = httpx.post(server.url + "/score", json={"queries": "q", "documents": ["a", "b"]}).json()
-    plain = start_server(bert_cross_encoder, "--dtype", "float32")
-    theirs = httpx.post(plain.url + "/score", json={"queries": "q", "documents": ["a", "b"]}).json()
-    assert [each["score"] for each in ours["data"]] == [each["score"] for each in theirs["data"]]
+    server = start_server(str(folder), "--offline", "--dtype", "float32", environment=NO_HUB)
+    ours, theirs = (
+        httpx.post(each.url + "/score", json={"queries": "q", "documents": ["a", "b"]}).json()["data"]
+        for each in (server, cross_encoder_server)
+    )
+    assert [each["score"] for each in ours] == [each["score"] for each in theirs]
 
 
 @pytest.mark.not_on_ray
-@pytest.mark.parametrize("damage", ["changed", "missing"])
+@pytest.mark.parametrize("damage", ["changed", pytest.param("missing", marks=pytest.mark.exhaustive)])
 def test_a_file_that_is_not_as_it_was_downloaded_is_named(
-    damage: str, hub: Hub, tmp_path: Path, start_server: StartServer
+    damage: str, download: Download, tmp_path: Path, start_server: StartServer
 ) -> None:
     folder = tmp_path / "model"
-    _download(hub.url, tmp_path / "home", MODEL, "--to", str(folder))
+    download(MODEL, "--to", str(folder))
     weights = folder / "model.safetensors"
     if damage == "missing":
         weights.unlink()
@@ -130,25 +150,22 @@ def test_a_file_that_is_not_as_it_was_downloaded_is_named(
         data = bytearray(weights.read_bytes())
         data[-1] ^= 1
         weights.write_bytes(data)
-    server = start_server(str(folder), "--offline", ready=False, environment=NO_HUB, installed=True)
+    server = start_server(str(folder), "--offline", ready=False, environment=NO_HUB)
     assert server.process.wait(timeout=120) == 1
     assert f"{weights} is" in server.log
     assert "download the checkpoint again" in server.log
     assert "Traceback" not in server.log
-    checked = _download(hub.url, tmp_path / "home", MODEL, "--to", str(folder), "--check", status=1)
-    assert f"{weights} is" in checked.stderr
+    assert f"{weights} is" in download(MODEL, "--to", str(folder), "--check", status=1).stderr
 
 
-def test_what_the_hub_does_not_have_is_told_in_one_line(hub: Hub, tmp_path: Path) -> None:
-    home, folder = tmp_path / "home", str(tmp_path / "model")
+def test_what_the_hub_does_not_have_is_told_in_one_line(
+    hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tmp_path / "model")
+    assert "there is no SHA256SUMS" in download(MODEL, "--to", folder, "--check", status=1).stderr
     for url, model in ((hub.url, "somebody/else"), ("http://127.0.0.1:9", MODEL)):
-        ran = _download(url, home, model, "--to", folder, status=1)
-        assert f"Error: {model} cannot be downloaded" in ran.stderr
-        assert "Traceback" not in ran.stderr
-    assert (
-        "there is no SHA256SUMS"
-        in _download(hub.url, home, MODEL, "--to", folder, "--check", status=1).stderr
-    )
+        asks_at(url, monkeypatch)
+        assert f"Error: {model} cannot be downloaded" in download(model, "--to", folder, status=1).stderr
 
 
 def test_weights_of_other_frameworks_are_left_out() -> None:

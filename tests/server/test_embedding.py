@@ -1,6 +1,5 @@
 """The routes that give vectors, over HTTP and with OpenAI's own client."""
 
-import base64
 from typing import Any
 
 import httpx
@@ -28,21 +27,6 @@ def test_openais_client_gets_embeddings(server: Server) -> None:
     cut = vectors[0, :64] / np.linalg.norm(vectors[0, :64])
     np.testing.assert_allclose(short.data[0].embedding, cut, atol=1e-4)
     assert answer.usage.prompt_tokens == 4 + 3
-
-
-def test_base64_and_floats_give_the_same_vector(server: Server) -> None:
-    floats = post(server, "/v1/embeddings", {"input": "hello world"})["data"][0]["embedding"]
-    encoded = post(server, "/v1/embeddings", {"input": ["hello world"], "encoding_format": "base64"})
-    decoded = np.frombuffer(base64.b64decode(encoded["data"][0]["embedding"]), dtype="<f4")
-    np.testing.assert_allclose(decoded, floats, atol=1e-6)
-
-
-def test_pooling_gives_what_the_models_scores_are_made_of(server: Server) -> None:
-    answer = post(server, "/pooling", {"input": ["hello world", "x"], "input_type": "document"})
-    assert [np.array(item["data"]).shape for item in answer["data"]] == [(4, 384), (3, 384)]
-    pooled = post(server, "/pooling", {"input": "hello world", "task": "embed"})
-    embedded = post(server, "/v1/embeddings", {"input": "hello world"})
-    np.testing.assert_allclose(pooled["data"][0]["data"], embedded["data"][0]["embedding"], atol=1e-6)
 
 
 def test_pooled_token_vectors_give_the_score(server: Server) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Server, StartServer
+from tests.server.conftest import Server
 
 
 def check(response: httpx.Response, status: int, message: str, param: str | None = None) -> None:
@@ -20,6 +20,7 @@ def check(response: httpx.Response, status: int, message: str, param: str | None
 
 RERANK = {"query": "q", "documents": ["d"]}
 STRICT = {"long_documents": "error"}
+# One of each kind; tests/unit/api/handlers has them all.
 BAD_REQUESTS: list[tuple[str, Any, str, str | None]] = [
     (
         "/score",
@@ -28,89 +29,24 @@ BAD_REQUESTS: list[tuple[str, Any, str, str | None]] = [
         "text_2",
     ),
     ("/score", {"text_1": ["a"]}, "text_2 is missing", "text_2"),
-    ("/score", {}, "queries and documents are missing", "queries"),
-    ("/score", {"queries": [], "documents": ["a"]}, "queries is empty", "queries"),
-    ("/rerank", {"query": "q", "documents": []}, "documents is empty", "documents"),
-    ("/rerank", {"query": "q", "texts": []}, "texts is empty; give at least one text", "texts"),
-    ("/score", {"text_1": "q", "text_2": []}, "text_2 is empty", "text_2"),
-    ("/score", {"data_1": [], "data_2": "d"}, "data_1 is empty", "data_1"),
     ("/score", STRICT | {"queries": "q", "items": ["d ", "d " * 900]}, "items[1] has 902 tokens", "items"),
-    ("/score", STRICT | {"text_1": "q " * 900, "text_2": "d"}, "text_1[0] has 902 tokens", "text_1"),
-    (
-        "/rerank",
-        {"query": "q", "texts": ["d " * 900], "truncate": False},
-        "texts[0] has 902 tokens, but at most 256 can be run",
-        "texts",
-    ),
-    (
-        "/rerank",
-        {"query": "q " * 900, "documents": ["d"], "long_documents": "error"},
-        "query has 902 tokens",
-        "query",
-    ),
-    ("/rerank", {"documents": ["a"]}, "query is missing", "query"),
-    ("/rerank", {"query": "q"}, "documents is missing", "documents"),
-    ("/rerank", {"query": 7, "documents": ["a"]}, "query: expected", "query"),
+    ("/rerank", STRICT | {"query": "q " * 900, "documents": ["d"]}, "query has 902 tokens", "query"),
     ("/rerank", {"query": "q", "documents": ["a", 7]}, "documents[1]: expected", "documents"),
-    ("/rerank", {"query": "q", "documents": [{"title": "x"}]}, 'without a "text"', "documents"),
-    (
-        "/rerank",
-        {"query": "q", "documents": [{"a": "x"}, {"b": "y", "a": None}], "rank_fields": ["a"]},
-        "documents[1] has none of the fields that rank_fields names",
-        "rank_fields",
-    ),
     ("/rerank", RERANK | {"top_n": -1}, "top_n: expected", "top_n"),
-    ("/rerank", RERANK | {"top_n": "two"}, "top_n: expected", "top_n"),
-    ("/rerank", RERANK | {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "truncate_prompt_tokens"),
     ("/rerank", RERANK | {"truncate_prompt_tokens": 257}, "more than the 256", "truncate_prompt_tokens"),
-    ("/rerank", RERANK | {"truncation_side": "up"}, "truncation_side", "truncation_side"),
-    ("/rerank", RERANK | {"timeout": 0}, "timeout", "timeout"),
-    ("/v1/embeddings", {"input": []}, "not empty", "input"),
-    ("/v1/embeddings", {"input": {"a": 1}}, "input must be", "input"),
-    ("/v1/embeddings", {"input": [[1, 2]]}, "input has token ids", "input"),
+    ("/rerank", RERANK | {"long_documents": "all"}, "long_documents", "long_documents"),
+    ("/rerank", RERANK | {"cache": "yes"}, "cache", "cache"),
     ("/v1/embeddings", {"input": "a", "dimensions": 385}, "from 1 to 384", "dimensions"),
-    ("/v1/embeddings", {"input": "a", "input_type": "poem"}, "not known", "input_type"),
-    ("/pooling", {"input": "a", "task": "plugin"}, "task", "task"),
     ("/pooling", {"input": "a", "task": "classify"}, "cannot classify; it can embed", "task"),
-    ("/tokenize", {}, "text is missing", "text"),
     ("/detokenize", {"tokens": [99_999_999]}, "must be below", "tokens"),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "message", "param"), BAD_REQUESTS)
-def test_the_answer_to_a_bad_request_says_what_to_change(
-    server: Server, path: str, body: Any, message: str, param: str | None
-) -> None:
-    check(httpx.post(server.url + path, json=body), 400, message, param)
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[1, 2", b"\xff\xfe", b'"text"', b"null"])
-def test_a_body_that_is_no_json_object_is_a_400(server: Server, body: bytes) -> None:
-    response = httpx.post(server.url + "/rerank", content=body)
-    assert response.status_code == 400
-    assert "body" in response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("escape", [rb"\ud800", rb"\udc00", rb"\ud800x", rb"\ud800\ud800"])
-def test_half_of_a_character_is_a_400(server: Server, escape: bytes) -> None:
-    for path, body in (
-        ("/rerank", b'{"query": "%s", "documents": ["a"]}'),
-        ("/rerank", b'{"query": "q", "documents": [{"text": "%s"}]}'),
-        ("/score", b'{"queries": "q", "documents": ["%s"]}'),
-        ("/v1/embeddings", b'{"input": "%s"}'),
-        ("/pooling", b'{"input": ["%s"]}'),
-        ("/tokenize", b'{"text": "%s"}'),
-    ):
-        response = httpx.post(server.url + path, content=body % escape)
-        check(response, 400, "half of a character")
-
-
-def test_a_body_that_is_not_utf8_is_a_400(server: Server) -> None:
-    body = json.dumps(RERANK)
-    marked = httpx.post(server.url + "/rerank", content=body.encode("utf-8-sig"))
-    assert marked.status_code == 200
-    for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"):
-        check(httpx.post(server.url + "/rerank", content=body.encode(encoding)), 400, "send JSON in UTF-8")
+def test_the_answer_to_a_bad_request_says_what_to_change(server: Server) -> None:
+    for path, body, message, param in BAD_REQUESTS:
+        check(httpx.post(server.url + path, json=body), 400, message, param)
+    for content in (b"{", b"\xff\xfe", json.dumps(RERANK).encode("utf-16"), b'{"query": "\\ud800"}'):
+        check(httpx.post(server.url + "/rerank", content=content), 400, "")
 
 
 def test_unusual_text_is_scored(server: Server) -> None:
@@ -120,20 +56,11 @@ def test_unusual_text_is_scored(server: Server) -> None:
     assert len(response.json()["results"]) == len(documents)
 
 
-def test_unknown_fields_are_ignored(server: Server) -> None:
-    body = RERANK | {"user": "me", "return_images": False, "cache_salt": None}
-    assert httpx.post(server.url + "/rerank", json=body).status_code == 200
-
-
-def test_null_means_left_open(server: Server) -> None:
-    names = """model top_n return_documents priority timeout use_activation raw_scores rank_fields texts
-        max_tokens_per_doc max_tokens_per_query truncate_prompt_tokens truncation_side long_documents"""
-    nulls = dict.fromkeys(names.split())
-    response = httpx.post(server.url + "/rerank", json=RERANK | nulls)
+def test_unknown_fields_and_null_are_ignored(server: Server) -> None:
+    body = RERANK | {"user": "me", "cache_salt": None} | dict.fromkeys(("model", "top_n", "timeout", "texts"))
+    response = httpx.post(server.url + "/rerank", json=body)
     assert response.status_code == 200, response.text
     assert response.json()["results"][0]["document"] == {"text": "d"}
-    nulls = dict.fromkeys(("dimensions", "encoding_format", "input_type", "user", "priority"))
-    assert httpx.post(server.url + "/v1/embeddings", json={"input": "a"} | nulls).status_code == 200
 
 
 def test_unknown_models_routes_and_methods(server: Server) -> None:
@@ -152,22 +79,9 @@ def test_too_many_documents_and_too_large_bodies_are_413(server: Server) -> None
     check(large, 413, "too large")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'"",' * 300_000 + b'""', "more than 20000 strings"),
-        (b"{%s}" % b",".join(b'"%x":0' % i for i in range(80_000)), "more than 20000 strings"),
-        (b"[]," * 300_000 + b"[]", "more than 10000 arrays and objects"),
-    ],
-)
-def test_a_body_of_more_than_documents_need_is_a_413(server: Server, content: bytes, message: str) -> None:
-    body = b'{"query":"q","documents":[' + content + b"]}"
-    check(httpx.post(server.url + "/rerank", content=body), 413, message)
-
-
 def test_a_timeout_is_a_504(server: Server) -> None:
     # Different documents: equal ones are encoded once, which may take no longer than that.
-    documents = [f"{i} " + "word " * 240 for i in range(400)]
+    documents = [f"{i} " + "word " * 240 for i in range(100)]
     body = {"query": "q", "documents": documents, "timeout": 0.05}
     check(httpx.post(server.url + "/rerank", json=body, timeout=60), 504, "not done within 0.05 seconds")
 
@@ -179,18 +93,6 @@ def test_the_clients_request_id_comes_back(server: Server) -> None:
     assert "total;dur=" in response.headers["server-timing"]
     strange = httpx.post(server.url + "/rerank", json=RERANK, headers={"x-request-id": "a b"})
     assert strange.headers["x-request-id"] != "a b"
-
-
-def test_keys_guard_everything_but_health(start_server: StartServer, tmp_path: Any) -> None:
-    (tmp_path / "keys").write_text("second\nthird\n")
-    server = start_server("--api-key", "first", "--api-key-file", str(tmp_path / "keys"))
-    assert httpx.get(server.url + "/health").status_code == 200
-    for path in ("/rerank", "/score", "/pooling", "/v1/embeddings"):
-        check(httpx.post(server.url + path, json=RERANK), 401, "Authorization: Bearer")
-    check(httpx.get(server.url + "/metrics"), 401, "Authorization: Bearer")
-    for key, status in (("first", 200), ("third", 200), ("fourth", 401)):
-        headers = {"Authorization": f"Bearer {key}"}
-        assert httpx.post(server.url + "/rerank", json=RERANK, headers=headers).status_code == status
 
 
 def test_no_text_of_a_user_is_logged(server: Server) -> None:

@@ -169,7 +169,7 @@ def test_an_engine_that_is_killed_loses_nothing(fleet: Server, clients: Clients)
     rng = random.Random(0)
     with clients.asking():
         for _ in range(KILLS):
-            time.sleep(rng.uniform(0.5, 2.0))
+            time.sleep(rng.uniform(0.2, 1.0))
             engines = _children(fleet)["engine"]
             os.kill(rng.choice(engines), signal.SIGKILL)
             wait_for(lambda before=set(engines): len(set(_children(fleet)["engine"]) - before) == 1, 60)
@@ -198,7 +198,7 @@ def test_all_processes_are_gone_after_sigterm(fleet: Server) -> None:
     processes = [pid for pids in _children(fleet).values() for pid in pids]
     assert len(processes) >= 3
     with ThreadPoolExecutor() as threads:
-        documents = [f"{i} {text}" for i in range(10) for text in DOCUMENTS]
+        documents = [f"{i} {text}" for i in range(5) for text in DOCUMENTS]
         body = {"query": "a list", "documents": documents, "cache": "bypass"}
         asked = threads.submit(httpx.post, fleet.url + "/rerank", json=body, timeout=60)
         wait_for(lambda: fleet.metric("maxsimd_queue_tokens") > 0)
@@ -207,6 +207,7 @@ def test_all_processes_are_gone_after_sigterm(fleet: Server) -> None:
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.one_process  # other servers have a front more
 def test_the_only_front_comes_back_and_all_end_with_their_parent(
     start_server: StartServer, server: Server
@@ -228,6 +229,7 @@ def test_the_only_front_comes_back_and_all_end_with_their_parent(
     wait_for(lambda: not [pid for pid in processes if os.path.exists(f"/proc/{pid}")], 30)
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_cannot_be_loaded_ends_the_server(start_server: StartServer) -> None:
     server = start_server("/nowhere/at/all", "--replicas", "2", ready=False)
     assert server.process.wait(60) == 1

@@ -12,7 +12,7 @@ import pytest
 from tests.server.conftest import Server, StartServer
 
 # Some seconds of tokenising.
-MEGABYTES = 8
+MEGABYTES = 4
 WORDS = "it was the best of times, it was the worst of times; we had everything before us. "
 LONG = WORDS * (MEGABYTES * 10**6 // len(WORDS))
 

@@ -5,7 +5,6 @@ import socket
 import struct
 
 import httpx
-import pytest
 
 from tests.server.conftest import Server
 from tests.server.raw_client import RERANK, RawClient, head, post
@@ -89,19 +88,22 @@ MALFORMED: dict[str, tuple[bytes, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_requests_get_an_error_of_the_one_shape(strict_server: Server, name: str) -> None:
-    sent, status, message = MALFORMED[name]
-    received = RawClient(strict_server.url).send(sent).receive()
-    assert received.status == status
-    error = received.error
-    assert set(error) == {"message", "type", "param", "code"}
-    assert message in error["message"]
-    assert error["code"] == status
-    assert len(received.headers["x-request-id"]) == 32
-    assert received.headers["x-content-type-options"] == "nosniff"
-    assert received.headers["server"] == "maxsimd"
-    assert received.closed
+def test_malformed_requests_get_an_error_of_the_one_shape(strict_server: Server) -> None:
+    for name, (sent, status, message) in MALFORMED.items():
+        received = RawClient(strict_server.url).send(sent).receive()
+        assert received.status == status, name
+        error = received.error
+        assert set(error) == {"message", "type", "param", "code"}, name
+        assert message in error["message"], name
+        assert error["code"] == status
+        assert len(received.headers["x-request-id"]) == 32
+        assert received.headers["x-content-type-options"] == "nosniff"
+        assert received.headers["server"] == "maxsimd"
+        assert received.closed, name
+    assert "Traceback" not in strict_server.log
+    assert " ERROR " not in strict_server.log
+    assert "GARBAGE" not in strict_server.log
+    assert 'status="500"' not in httpx.get(strict_server.url + "/metrics").text
 
 
 def test_a_chunk_that_breaks_off_the_body_is_not_waited_for(strict_server: Server) -> None:
@@ -109,15 +111,6 @@ def test_a_chunk_that_breaks_off_the_body_is_not_waited_for(strict_server: Serve
     received = RawClient(strict_server.url).send(start, b"zz\r\n", every=0.1).receive()
     assert received.status == 400
     assert NOT_HTTP in received.error["message"]
-
-
-def test_the_log_of_all_that_has_no_trace_and_no_error(strict_server: Server) -> None:
-    for sent, *_ in MALFORMED.values():
-        RawClient(strict_server.url).send(sent).receive()
-    assert "Traceback" not in strict_server.log
-    assert " ERROR " not in strict_server.log
-    assert "GARBAGE" not in strict_server.log
-    assert 'status="500"' not in httpx.get(strict_server.url + "/metrics").text
 
 
 def test_a_client_that_leaves_at_100_continue_is_no_error(strict_server: Server) -> None:
@@ -131,29 +124,26 @@ def test_a_client_that_leaves_at_100_continue_is_no_error(strict_server: Server)
     assert " ERROR " not in strict_server.log[before:]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/nope%0a20:00:00%20ERROR%20FAKE%1b[31m",
-        "/nope%0D%0A20:00:00%20ERROR%20FAKE",
+def test_a_path_forges_no_line_of_the_log(strict_server: Server) -> None:
+    for path in (
+        "/nope%0D%0A20:00:00%20ERROR%20FAKE%1b[31m",
         "/nope%e2%80%a820:00:00%20ERROR%20FAKE%c2%9b31m%e2%80%ae",
         "/nope%20200%201.0%20ms%20id=FAKE",
         "/" + "FAKE%0a" * 1000,
-    ],
-)
-def test_a_path_forges_no_line_of_the_log(strict_server: Server, path: str) -> None:
-    before = len(strict_server.log)
-    assert RawClient(strict_server.url).send(head(f"POST {path} HTTP/1.1")).receive(1).status == 404
-    (line,) = strict_server.log[before:].splitlines()
-    assert line[8:].startswith(" INFO    POST /")
-    assert line.isprintable()
-    assert len(line) < 700
-    # Time, level, method, path, status, milliseconds, "ms", id, why.
-    assert len(line.split()) == 9
+    ):
+        before = len(strict_server.log)
+        ask = head(f"POST {path} HTTP/1.1", "Connection: close")
+        assert RawClient(strict_server.url).send(ask).receive().status == 404
+        (line,) = strict_server.log[before:].splitlines()
+        assert line[8:].startswith(" INFO    POST /")
+        assert line.isprintable()
+        assert len(line) < 700
+        # Time, level, method, path, status, milliseconds, "ms", id, why.
+        assert len(line.split()) == 9
 
 
 def test_only_a_little_of_what_was_sent_is_repeated(strict_server: Server) -> None:
-    long = "x\u202e\x07\n" * 200_000
+    long = "x\u202e\x07\n" * 50_000
     bodies = [
         {"query": "q", "documents": ["d"], "model": long},
         {"query": "q", "documents": ["d"], "truncation_side": long},

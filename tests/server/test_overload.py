@@ -63,3 +63,24 @@ def test_what_is_too_much_by_itself_is_413(server: Server) -> None:
     response = httpx.post(server.url + "/rerank", json=_documents(80, timeout=0.02), timeout=60)
     assert response.status_code in (413, 504), "unless its time is up before its tokens are counted"
     assert httpx.post(server.url + "/rerank", json=_documents(1)).status_code == 200
+
+
+def test_a_full_queue_answers_429_and_loses_nobody(
+    start_server: StartServer, bert_cross_encoder: str
+) -> None:
+    server = start_server(bert_cross_encoder, "--max-queued-tokens", "20000")
+
+    async def overload() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=120) as client:
+            url = server.url + "/rerank"
+            return await asyncio.gather(*(client.post(url, json=_documents(60)) for _ in range(8)))
+
+    responses = asyncio.run(overload())
+    assert sorted({response.status_code for response in responses}) == [200, 429]
+    for response in responses:
+        if response.status_code == 429:
+            assert int(response.headers["Retry-After"]) >= 1
+            assert response.json()["error"]["type"] == "QueueFullError"
+        else:
+            assert len(response.json()["results"]) == 60
+    assert httpx.post(server.url + "/rerank", json=_documents(1)).status_code == 200

@@ -70,7 +70,8 @@ def test_a_stuck_device_is_restarted_and_right_again(start_server: StartServer) 
     assert server.terminate() == 0, "the stuck thread keeps no process from ending"
 
 
-@pytest.mark.parametrize("word", [pytest.param("spin", marks=pytest.mark.exhaustive), "die"])
+@pytest.mark.exhaustive  # tests/server/test_serve.py ends one in its own process
+@pytest.mark.parametrize("word", ["spin", "die"])
 def test_without_the_option_the_server_ends_with_status_1(start_server: StartServer, word: str) -> None:
     server = start_server(*OPTIONS, file=FAILING)
     _warm_up(server)
@@ -93,6 +94,7 @@ def test_an_actor_and_a_device_that_fail_are_started_again(start_server: StartSe
     assert _probe(server) == (200, 200, "ok")
 
 
+@pytest.mark.exhaustive
 def test_a_signal_ends_a_server_that_is_restarting(start_server: StartServer) -> None:
     server = start_server(*RESTARTING, file=FAILING, environment={"MAXSIMD_TEST_SLOW_LOADS": "1"})
     assert _ask(server, "die").status_code == 503

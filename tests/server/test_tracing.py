@@ -89,6 +89,7 @@ def test_a_request_is_a_span_with_its_parts(start_server: StartServer, collector
     assert SECRET.encode() not in collector.raw
 
 
+@pytest.mark.exhaustive
 def test_without_a_collector_the_server_serves_all_the_same(start_server: StartServer) -> None:
     server = start_server(
         "--dtype", "float32", environment={"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
