@@ -30,6 +30,7 @@ def pool(server: Running) -> Pool:
     return Pool.ask(Texts.draw(0, queries=6, documents=100), server.url)
 
 
+@pytest.mark.exhaustive
 async def test_nothing_is_lost_and_nothing_wrong_while_things_go_wrong(
     stanford_colbert: str, pool: Pool
 ) -> None:

@@ -27,8 +27,7 @@ DEEP_WAITS = {"colqwen3", "qwen3_vl_embedding"}
 # One of each way to run: by attention that is absolute, relative, biased, windowed or causal, by
 # convolutions, by an encoder beside a decoder, padded, listwise, with pictures. `make test-all` drives all.
 ONE_OF_EACH = {
-    "ColBERT", "native multi-vector, token pooling", "ModernBERT", "DeBERTa-v2", "Qwen3-Reranker",
-    "EmbeddingGemma", "LFM2.5-Embedding", "SGPT", "jina-reranker-v3", "colqwen3",
+    "ColBERT", "ModernBERT", "DeBERTa-v2", "Qwen3-Reranker", "jina-reranker-v3", "colqwen3",
 }  # fmt: skip
 
 

@@ -108,6 +108,7 @@ async def test_each_query_with_its_own_document(engine: Engine, checkpoint: str)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 async def test_cut_after_any_token_they_score_as_whole(
     engine: Engine, checkpoint: str, engines: Engines
 ) -> None:

@@ -77,6 +77,7 @@ async def _score_twice(config: EngineConfig, documents: list[str]) -> list[float
 
 
 @pytest.mark.parametrize("precision", ["auto", pytest.param("int8", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_embeddings_that_stay_on_the_device(stanford_colbert: str, precision: str) -> None:
     run_interpreted(compare_with_a_slab, stanford_colbert, precision)
 

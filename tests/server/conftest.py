@@ -109,8 +109,8 @@ def _starter(folder: Path) -> Iterator[StartServer]:
         before: Callable[[], None] | None = None,
     ) -> Server:
         """Starts the command; with `installed` or `program` as a new process of that program, else in one
-        that has everything imported, which does `before` first, and where a Python `file` may take the
-        command's place. `descriptors` is the process's limit on them."""
+        that has everything imported, where a Python `file` may take the command's place. The process does
+        `before` first; `descriptors` is its limit on them."""
         port = free_port()
         special = bool(descriptors or file or program or before)
         words = [*_serve(arguments, special), "--host", "127.0.0.1", "--port", str(port)]
@@ -120,6 +120,7 @@ def _starter(folder: Path) -> Iterator[StartServer]:
             with log_file.open("wb") as log:
                 process = subprocess.Popen(
                     [*(program or [installed_command()]), *words],
+                    preexec_fn=before,
                     stderr=log,
                     stdout=log,
                     env=os.environ | {"HF_HUB_OFFLINE": "1"} | (environment or {}),

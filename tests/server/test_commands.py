@@ -87,6 +87,7 @@ def test_a_terminal_shows_a_table_and_one_line_of_progress(tmp_path: Path) -> No
     assert "..." in text
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_goes_on_as_if_it_were_one(tmp_path: Path) -> None:
     file, out = tmp_path / "documents.txt", tmp_path / "out.jsonl"
     texts = [f"{i} {TEXTS[i % 4]}" for i in range(1300)]  # a part has 256, and four are asked for at a time

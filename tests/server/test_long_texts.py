@@ -38,6 +38,7 @@ def _memory(server: Server, name: str) -> float:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.exhaustive
 def test_a_long_text_takes_memory_in_proportion(roomy: Server) -> None:
     """Twenty times the body and 64 MB; as one text, or as lists of tokens, it would take a gigabyte."""
     post(roomy, "/tokenize", {"text": WORDS})

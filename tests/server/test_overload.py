@@ -26,6 +26,7 @@ def _documents(number: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.one_process
+@pytest.mark.exhaustive
 def test_only_requests_that_would_wait_too_long_are_refused(server: Server) -> None:
     async def overload() -> tuple[list[httpx.Response], list[httpx.Response]]:
         async with httpx.AsyncClient(timeout=120) as client:

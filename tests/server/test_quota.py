@@ -1,19 +1,16 @@
 """A server that may use one core of several."""
 
-import os
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.server.conftest import StartServer
+from tests.server.conftest import StartServer, installed_command
 
 
 def _join(group: Path) -> None:
     (group / "cgroup.procs").write_text("0")
-    # This test's own process may have been told how many threads to use.
-    os.environ.pop("OMP_NUM_THREADS", None)
 
 
 @pytest.mark.one_process  # several engines share them, and do not say so
@@ -22,8 +19,10 @@ def test_a_server_has_as_many_threads_as_its_quota(
     group_of_one_core: Path, start_server: StartServer, threads: int | None
 ) -> None:
     options = ["--log-level", "debug", *([] if threads is None else ["--threads", str(threads)])]
+    # This test's own process may have been told how many threads to use.
+    program = ("env", "-u", "OMP_NUM_THREADS", installed_command())
     join = partial(_join, group_of_one_core)
-    server = start_server("--dtype", "float32", *options, before=join)
+    server = start_server("--dtype", "float32", *options, program=program, before=join)
     assert httpx.post(server.url + "/rerank", json={"query": "a", "documents": ["b"]}).status_code == 200
     assert ("threads for computing: 1 (" in server.log) == (threads is None)
     assert server.terminate() == 0

@@ -49,6 +49,7 @@ def _until_restarting(server: Server) -> None:
     assert _probe(server) == (200, 503, "restarting")
 
 
+@pytest.mark.exhaustive
 def test_a_stuck_device_is_restarted_and_right_again(start_server: StartServer) -> None:
     server = start_server(*RESTARTING, file=FAILING)
     right = _warm_up(server)

@@ -69,6 +69,7 @@ def _error(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["message"]
 
 
+@pytest.mark.exhaustive
 def test_each_scores_as_in_a_server_alone(
     several: Server, server: Server, cross_encoder_server: Server
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_model_that_dies_fails_its_own_and_can_be_reloaded(several: Server) ->
     assert _plain(_ranked(several, "org/doomed")) == expected
 
 
+@pytest.mark.exhaustive
 def test_one_that_is_dropped_while_requests_wait_tells_them(several: Server) -> None:
     heavy = {
         "query": QUERY,

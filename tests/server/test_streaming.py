@@ -23,6 +23,7 @@ def _steps(server: Server) -> float:
     return server.metric("maxsimd_step_tokens_count")
 
 
+@pytest.mark.exhaustive
 def test_the_first_line_comes_before_the_last_document_is_scored(small_steps: Server) -> None:
     before = _steps(small_steps)
     with httpx.stream("POST", small_steps.url + "/rerank", json=BODY, timeout=120) as answer:

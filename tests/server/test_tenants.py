@@ -116,6 +116,7 @@ def _ratio(server: Server, first: str, second: str, enough: int = 20_000) -> Cal
     return measured
 
 
+@pytest.mark.exhaustive
 def test_tenants_share_a_busy_server_by_their_weights(server: Server) -> None:
     senders = (("light-key", {}), ("heavy-key", {}))
     ratio = asyncio.run(_shares_while_busy(server, senders, _ratio(server, "light", "heavy", 60_000)))

@@ -212,7 +212,12 @@ def test_a_forked_process_is_told_instead_of_waiting_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    "end", ["", pytest.param("engine.close()", marks=pytest.mark.exhaustive), "raise SystemExit(0)"]
+    "end",
+    [
+        pytest.param("", marks=pytest.mark.exhaustive),
+        pytest.param("engine.close()", marks=pytest.mark.exhaustive),
+        "raise SystemExit(0)",
+    ],
 )
 def test_nothing_is_printed_at_exit(end: str) -> None:
     done = _run(

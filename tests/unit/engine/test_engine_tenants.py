@@ -36,6 +36,7 @@ async def _shares(engine: Engine, least: int) -> float:
     return (tokens_of(engine, "b") - b) / (tokens_of(engine, "a") - a)
 
 
+@pytest.mark.exhaustive
 async def test_weights_that_are_set_hold_for_requests_that_wait(engine: Engine) -> None:
     engine.set_tenants({"a": Tenant(), "b": Tenant()})
     calls = [asyncio.create_task(engine.score("q", DOCUMENTS, tenant=tenant)) for tenant in ("a", "b")]

@@ -65,6 +65,7 @@ def test_every_method_is_there(three_label_classifier: str) -> None:
         assert engine.classify(["a"], text_pairs=["b"]).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
+@pytest.mark.exhaustive
 def test_the_bar_counts_documents_whatever_they_come_to(
     documents: list[str], folder: Path, qwen3_embedding: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from tests.unit.engine.ops.interpreted import run_interpreted
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
 def test_a_model_with_fused_layers_scores_as_without(name: str) -> None:
     run_interpreted(checks.check_scores, name)
 

@@ -295,6 +295,7 @@ print("left")
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_ends_although_a_thread_is_stuck(qwen3_embedding: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(IN_A_SCRIPT)
