@@ -20,7 +20,7 @@ from tests.waiting import wait_for
 
 FLEET = ("--dtype", "float32", "--fronts", "2", "--replicas", "2")
 # More than one step, so that requests are spread.
-DOCUMENTS = [pair.document for pair in docstring_pairs() if len(pair.document) > 200][:60]
+DOCUMENTS = [pair.document[:400] for pair in docstring_pairs() if len(pair.document) > 200][:60]
 
 
 def _children(server: Server) -> dict[str, list[int]]:
