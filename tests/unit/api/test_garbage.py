@@ -63,18 +63,6 @@ async def test_what_has_aged_is_collected_when_it_is_quiet() -> None:
         task.cancel()
 
 
-async def test_a_server_that_is_never_quiet_collects_once_it_has_grown() -> None:
-    sizes = [0]
-    with garbage_left_alone():
-        circle = aged_circle()
-        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: sizes[-1]))
-        await asyncio.sleep(0.05)
-        sizes.append(128 << 20)
-        await asyncio.sleep(0.05)
-        assert circle() is not None
-        sizes.append((128 << 20) + 1)
-        await until(lambda: circle() is None)
-        task.cancel()
 
 
 async def test_a_server_that_is_never_quiet_collects_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

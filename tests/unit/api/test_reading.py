@@ -33,11 +33,12 @@ def test_queries_and_documents_come_under_four_pairs_of_names() -> None:
         assert reading.texts_to_score(request, 9) == (["q"], ["d", "e"])
 
 
-def test_of_two_pairs_the_first_is_read() -> None:
+def test_of_two_names_the_first_is_read() -> None:
     request = ScoreRequest(queries="q", documents=None, items="i", data_1="1", data_2="2")
     assert reading.texts_to_score(request, 9) == (["q"], ["i"])
     request.documents = "d"
     assert reading.texts_to_score(request, 9) == (["q"], ["d"])
+    assert reading.texts_to_rank(RerankRequest(query="q", documents=["d"], texts=["t"]), 9) == ("q", ["t"])
 
 
 def test_a_score_request_without_texts_names_the_field() -> None:
@@ -110,7 +111,7 @@ def test_rank_fields_name_what_is_read_of_a_record() -> None:
         ([{"text": "a", "t": "b"}], [], ["a"]),
         ({"text": "a", "t": "b"}, None, ["a"]),
     ):
-        request = RerankRequest(query="q", documents=documents, rank_fields=fields)
+        request = RerankRequest(query={"text": "q"}, documents=documents, rank_fields=fields)
         assert reading.texts_to_rank(request, 9) == ("q", texts)
 
 

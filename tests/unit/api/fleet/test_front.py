@@ -208,19 +208,6 @@ async def test_what_a_listwise_model_reads_together_stays_together(tmp_path: Pat
         assert sorted(len(engine.asked) for engine in engines) == [0, 1]
 
 
-async def test_the_parts_of_an_engine_that_dies_go_to_another(tmp_path: Path) -> None:
-    died = []
-
-    async def die_once(engine: StandIn, question: Score) -> None:
-        if not died:
-            died.append(engine)
-            await _dying(engine, comes_back=False)
-
-    async with fleet(tmp_path, 3, die_once) as (front, _):
-        documents = _documents(60)
-        result = await front.score("q", documents)
-        assert result.scores == [float(len(text)) for text in documents]
-        assert len(died) == 1
 
 
 async def test_documents_that_belong_together_are_never_parted(tmp_path: Path) -> None:

@@ -28,11 +28,6 @@ def caller(engine: RecordingEngine) -> Caller:
     return Caller(engine, served_model_name=("mine",))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def one_label_engine(bert_cross_encoder: str) -> AsyncIterator[RecordingEngine]:
-    config = EngineConfig(model=bert_cross_encoder, dtype="float32", threads=1)
-    async with RecordingEngine(config) as engine:
-        yield engine
 
 
 async def test_classify_gives_the_engines_rows_with_labels(caller: Caller) -> None:
@@ -166,25 +161,5 @@ async def test_a_classifier_does_not_embed(caller: Caller) -> None:
         assert (status, error["message"]) == (400, "this model cannot embed; it can classify")
 
 
-async def test_a_cross_encoder_gives_probabilities_or_logits(one_label_engine: RecordingEngine) -> None:
-    caller = Caller(one_label_engine)
-    logits = (await one_label_engine.score("q", TEXTS, use_activation=False)).scores
-    activated = 1 / (1 + np.exp(-np.array(logits)))
-
-    async def scores(path: str, name: str, **options: Any) -> list[float]:
-        answer = await caller.json(path, {name: "q", "documents": TEXTS} | options)
-        items = answer["data"] if path == "/score" else answer["results"]
-        values = sorted((item["index"], item.get("score", item.get("relevance_score"))) for item in items)
-        return [value for _, value in values]
-
-    for path, name in (("/score", "queries"), ("/rerank", "query")):
-        np.testing.assert_allclose(await scores(path, name), activated, atol=1e-5)
-        np.testing.assert_allclose(await scores(path, name, raw_scores=True), logits, atol=1e-5)
-        np.testing.assert_allclose(await scores(path, name, use_activation=False), logits, atol=1e-5)
 
 
-async def test_usage_counts_the_query_again_for_each_pair(one_label_engine: RecordingEngine) -> None:
-    caller = Caller(one_label_engine)
-    answer = await caller.json("/rerank", {"query": "hello", "documents": ["world", "two words"]})
-    # [CLS] hello [SEP] world [SEP], and one more
-    assert answer["usage"] == {"prompt_tokens": 11, "total_tokens": 11}

@@ -421,14 +421,6 @@ async def test_a_missing_field_is_a_400_that_names_it(caller: Caller) -> None:
             assert (status, error["param"], error["message"]) == (400, field, f"{field} is missing"), path
 
 
-async def test_the_message_says_where_and_what(caller: Caller) -> None:
-    for body, message, param in (
-        ({"query": 7}, "query: expected `str | object`, got `int`", "query"),
-        ({"documents": ["a", 7]}, "documents[1]: expected `str | object`, got `int`", "documents"),
-        ({"top_n": -1}, "top_n: expected `int` >= 0", "top_n"),
-    ):
-        status, error = await caller.error("/rerank", RERANK_BODY | body)
-        assert (status, error["message"], error["param"]) == (400, message, param)
 
 
 SETTINGS: list[tuple[str, dict[str, Any], Truncation]] = [
@@ -474,3 +466,18 @@ async def test_a_model_may_be_named_by_either_name_and_no_other(caller: Caller) 
                 "code": 404,
             },
         )
+
+
+async def test_token_ids_need_a_server_that_accepts_them(engine: RecordingEngine) -> None:
+    caller, accepting = Caller(engine), Caller(engine, accept_token_ids=True)
+    for path in ("/v1/embeddings", "/pooling", "/classify"):
+        for given in ("a", ["a", "b"]):
+            await caller.post(path, {"input": given})
+            assert engine.calls[-1][1] == ([given] if isinstance(given, str) else given,)
+        for ids in ([101, 102], [[101], [101, 102]]):
+            engine.calls.clear()
+            status, error = await caller.error(path, {"input": ids})
+            assert (status, error["param"], engine.calls) == (400, "input", [])
+            assert "--accept-token-ids" in error["message"]
+            await accepting.post(path, {"input": ids})
+            assert engine.calls[0][1] == (ids if isinstance(ids[0], list) else [ids],)

@@ -100,17 +100,6 @@ async def test_a_bad_request_is_refused_with_a_status(path: str, engine: Recordi
         assert error_of(answer)["param"] == next(iter(change))
 
 
-async def test_other_shapes_do_not_stream(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
-    for path, body in (
-        ("/rerank", {"query": "q", "texts": ["d"]}),
-        ("/rerank", {"query": "q", "documents": ["d"], "top_k": 1}),
-        ("/v1/reranking", {"query": "q", "input": ["d"]}),
-        ("/v1/ranking", {"query": {"text": "q"}, "passages": [{"text": "d"}]}),
-    ):
-        for option in ("stream", "explain"):
-            answer = await caller.post(path, body | {option: True})
-            assert (answer.status, error_of(answer)["param"]) == (400, option), path
 
 
 class _Sink:

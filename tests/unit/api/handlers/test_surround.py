@@ -72,12 +72,6 @@ async def test_probes_need_no_key(engine: RecordingEngine) -> None:
         assert (await Caller(engine, api_key=("one",)).ask("GET", path)).status == 200
 
 
-async def test_the_server_asks_for_the_keys_of_its_file(engine: RecordingEngine, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("two\n")
-    caller = Caller(engine, api_key_file=str(file))
-    assert (await caller.post("/rerank", RERANK)).status == 401
-    assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer two"})).status == 200
 
 
 # Of these the engine is asked nothing.
@@ -176,7 +170,7 @@ async def test_every_request_has_a_line_in_the_log(caller: Caller, lines: pytest
     ):
         lines.clear()
         answer = await caller.ask(method, path, body, {"x-request-id": "mine"})
-        (line,) = [record for record in lines.records if record.name == "maxsimd.http"]
+        (line,) = lines.records
         assert answer.status == status
         assert line.levelno == level
         start, _, rest = line.getMessage().partition(f"{method} {path} {status} ")
@@ -211,24 +205,8 @@ async def test_every_answer_says_that_it_is_data_and_for_nobody_else(caller: Cal
         assert not [name for name in headers if name.startswith("Access-Control")]
 
 
-async def test_a_request_that_is_ended_is_a_503(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
-    asked = asyncio.create_task(caller.post("/rerank", HEAVY | {"cache": "bypass"}))
-    await until(lambda: engine.queued_tokens > 0)
-    assert caller.state.end_requests() == 1
-    answer = await asked
-    assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
-    assert error_of(answer)["message"] == "the server is starting or shutting down; try again shortly"
-    assert caller.state.end_requests() == 0
-    await until(lambda: engine.queued_tokens == 0)
 
 
-async def test_no_text_of_a_user_is_logged(caller: Caller, lines: pytest.LogCaptureFixture) -> None:
-    body = {"query": "a secret question", "documents": ["a secret document"]}
-    await caller.post("/rerank", body)
-    await caller.post("/rerank", body | {"top_n": -1})
-    assert len(lines.records) == 2
-    assert "secret" not in "".join(record.getMessage() for record in lines.records)
 
 
 async def test_requests_are_counted_by_route_and_status(caller: Caller) -> None:

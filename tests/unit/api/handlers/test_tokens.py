@@ -1,10 +1,11 @@
 """The routes that show how the model reads a text: as tokens, and back."""
 
+import numpy as np
 import pytest
 
 from maxsimd.engine.preprocess.pieces import LONGEST_PIECE
 from maxsimd.engine.preprocess.tokenization import MOST_DECODED
-from tests.unit.calling_handlers import Caller
+from tests.unit.calling_handlers import Caller, RecordingEngine
 
 
 @pytest.mark.parametrize("name", ["text", "prompt"])
@@ -83,3 +84,11 @@ async def test_characters_are_counted_from_a_long_texts_beginning(caller: Caller
 async def test_special_tokens_are_left_out_on_request(caller: Caller) -> None:
     answer = await caller.json("/tokenize", {"text": "hello world", "add_special_tokens": False})
     assert answer["tokens"] == [7592, 2088]
+
+
+async def test_a_texts_own_token_ids_give_its_vector(engine: RecordingEngine) -> None:
+    caller = Caller(engine, accept_token_ids=True)
+    ids = (await caller.json("/tokenize", {"text": "hello world"}))["tokens"]
+    answer = await caller.json("/v1/embeddings", {"input": ids})
+    expected = await caller.json("/v1/embeddings", {"input": "hello world"})
+    np.testing.assert_allclose(answer["data"][0]["embedding"], expected["data"][0]["embedding"], atol=1e-6)
