@@ -63,8 +63,6 @@ async def test_what_has_aged_is_collected_when_it_is_quiet() -> None:
         task.cancel()
 
 
-
-
 async def test_a_server_that_is_never_quiet_collects_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_LONGEST_SECONDS", 0.05)
     with garbage_left_alone():

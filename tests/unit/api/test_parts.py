@@ -31,5 +31,3 @@ def test_only_modules_that_use_sockets_import_aiohttp() -> None:
     starting = {"cli", "process"}
     inner = [path for path in files if path.stem not in outer | starting and path.parent.name != "media"]
     assert not [path for path in inner if _imports(path) & reaching]
-
-

@@ -208,8 +208,6 @@ async def test_what_a_listwise_model_reads_together_stays_together(tmp_path: Pat
         assert sorted(len(engine.asked) for engine in engines) == [0, 1]
 
 
-
-
 async def test_documents_that_belong_together_are_never_parted(tmp_path: Path) -> None:
     deaths = []
 

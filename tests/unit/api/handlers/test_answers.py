@@ -170,8 +170,6 @@ async def test_truncation_cuts_the_side_that_the_request_names(caller: Caller, p
         np.testing.assert_allclose(found, await values(remains), atol=1e-4)
 
 
-
-
 async def test_embeddings_are_the_engines(caller: Caller) -> None:
     expected = (await caller.engine.embed(["hello", "two words"])).embeddings
     for path, name, kind, change in (
@@ -209,8 +207,6 @@ async def test_base64_is_little_endian_float32_in_row_order(caller: Caller) -> N
             np.testing.assert_allclose(item[name], same[name], atol=1e-6)
             values = np.frombuffer(base64.b64decode(packed[name]), dtype="<f4")
             np.testing.assert_allclose(values, np.ravel(item[name]), atol=1e-6)
-
-
 
 
 async def test_more_vectors_than_an_answer_has_room_for_are_refused(engine: RecordingEngine) -> None:

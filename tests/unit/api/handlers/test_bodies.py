@@ -88,8 +88,6 @@ async def test_a_body_above_the_limit_is_a_413_on_every_route(caller: Caller) ->
     assert (await caller.post("/rerank", json.dumps(RERANK).encode().ljust(most))).status == 200
 
 
-
-
 async def test_a_body_may_arrive_in_pieces(caller: Caller) -> None:
     body = json.dumps(RERANK).encode()
     pieces = Pieces([body[:5], b"", body[5:6], body[6:]])

@@ -28,8 +28,6 @@ def caller(engine: RecordingEngine) -> Caller:
     return Caller(engine, served_model_name=("mine",))
 
 
-
-
 async def test_classify_gives_the_engines_rows_with_labels(caller: Caller) -> None:
     for activated in (True, False, None):
         result = await caller.engine.classify(TEXTS, use_activation=activated is not False)
@@ -159,7 +157,3 @@ async def test_a_classifier_does_not_embed(caller: Caller) -> None:
     for path, change in (("/v1/embeddings", {}), ("/pooling", {"task": "embed"})):
         status, error = await caller.error(path, {"input": "a"} | change)
         assert (status, error["message"]) == (400, "this model cannot embed; it can classify")
-
-
-
-

@@ -421,8 +421,6 @@ async def test_a_missing_field_is_a_400_that_names_it(caller: Caller) -> None:
             assert (status, error["param"], error["message"]) == (400, field, f"{field} is missing"), path
 
 
-
-
 SETTINGS: list[tuple[str, dict[str, Any], Truncation]] = [
     ("truncate", {}, CUT_LONG),
     ("error", {}, REFUSE),

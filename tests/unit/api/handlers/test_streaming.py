@@ -100,8 +100,6 @@ async def test_a_bad_request_is_refused_with_a_status(path: str, engine: Recordi
         assert error_of(answer)["param"] == next(iter(change))
 
 
-
-
 class _Sink:
     """Notes what is sent; fails as if the client had gone away after `most` parts."""
 

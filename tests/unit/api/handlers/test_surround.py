@@ -1,6 +1,5 @@
 """What surrounds every request: keys, ids, timing, log lines and metrics, without a web server."""
 
-import asyncio
 import importlib
 import logging
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.unit.calling_handlers import (
     error_of,
     expected,
 )
-from tests.waiting import until
 
 
 @pytest.fixture
@@ -70,8 +68,6 @@ async def test_probes_need_no_key(engine: RecordingEngine) -> None:
     assert set(OPEN_ROUTES) == {"/health", "/ready", "/ping"}
     for path in OPEN_ROUTES:
         assert (await Caller(engine, api_key=("one",)).ask("GET", path)).status == 200
-
-
 
 
 # Of these the engine is asked nothing.
@@ -203,10 +199,6 @@ async def test_every_answer_says_that_it_is_data_and_for_nobody_else(caller: Cal
         assert headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
         assert headers["Referrer-Policy"] == "no-referrer"
         assert not [name for name in headers if name.startswith("Access-Control")]
-
-
-
-
 
 
 async def test_requests_are_counted_by_route_and_status(caller: Caller) -> None:
