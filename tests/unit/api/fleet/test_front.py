@@ -92,6 +92,17 @@ async def _dying(engine: "StandIn", comes_back: bool = True) -> None:
     await asyncio.sleep(10)
 
 
+def _deadly(deaths: list["StandIn"], most: int, comes_back: bool = True) -> Any:
+    """Engines die of the first `most` questions, and are noted."""
+
+    async def die(engine: "StandIn", question: object) -> None:
+        if len(deaths) < most:
+            deaths.append(engine)
+            await _dying(engine, comes_back)
+
+    return die
+
+
 class StandIn:
     """Scores each document by its length. `before` is awaited before each answer, and may raise; and so is
     `before_encoding` where a query is to be encoded."""
@@ -209,14 +220,7 @@ async def test_what_a_listwise_model_reads_together_stays_together(tmp_path: Pat
 
 
 async def test_documents_that_belong_together_are_never_parted(tmp_path: Path) -> None:
-    deaths = []
-
-    async def die_twice(engine: StandIn, question: Score) -> None:
-        if len(deaths) < 2:
-            deaths.append(engine)
-            await _dying(engine)
-
-    async with fleet(tmp_path, 2, die_twice) as (front, engines):
+    async with fleet(tmp_path, 2, _deadly([], most=2)) as (front, engines):
         documents = _documents(20)
         result = await front.score(["a"] * 20, documents)
         assert result.scores == [float(len(text)) for text in documents]
@@ -499,14 +503,11 @@ async def test_cross_encoders_get_the_query_as_it_came(tmp_path: Path) -> None:
 
 
 async def test_where_the_encoding_engine_dies_another_encodes(tmp_path: Path) -> None:
-    died = []
-
-    async def die_once(engine: StandIn, question: messages.EncodeQuery) -> None:
-        if not died:
-            died.append(engine)
-            await _dying(engine, comes_back=False)
-
-    async with fleet(tmp_path, 3, before_encoding=die_once) as (front, engines):
+    died: list[StandIn] = []
+    async with fleet(tmp_path, 3, before_encoding=_deadly(died, most=1, comes_back=False)) as (
+        front,
+        engines,
+    ):
         documents = _documents(60)
         result = await front.score("q", documents)
         assert result.scores == [float(len(text)) for text in documents]
@@ -515,13 +516,8 @@ async def test_where_the_encoding_engine_dies_another_encodes(tmp_path: Path) ->
 
 
 async def test_a_query_that_kills_engines_kills_three(tmp_path: Path) -> None:
-    deaths = []
-
-    async def die(engine: StandIn, question: messages.EncodeQuery) -> None:
-        deaths.append(engine)
-        await _dying(engine)
-
-    async with fleet(tmp_path, 2, before_encoding=die) as (front, _):
+    deaths: list[StandIn] = []
+    async with fleet(tmp_path, 2, before_encoding=_deadly(deaths, most=9)) as (front, _):
         with pytest.raises(RequestFailedError, match="while they encoded the query"):
             await front.score("q", _documents(60))
         assert len(deaths) == 3

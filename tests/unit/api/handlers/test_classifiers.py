@@ -2,13 +2,11 @@
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
-from maxsimd.api import answer as answers
 from maxsimd.engine import EngineConfig
 from tests.nearly import nearly
 from tests.unit.calling_handlers import Caller, RecordingEngine
@@ -47,19 +45,10 @@ async def test_classify_gives_the_engines_rows_with_labels(caller: Caller) -> No
             assert (sum(item["probs"]) == pytest.approx(1, abs=1e-4)) == (activated is not False)
 
 
-async def test_the_size_of_an_answer_is_the_number_of_texts(
-    caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = []
-
-    async def aside(function: Any, work: int) -> Any:
-        given.append(work)
-        return function()
-
-    monkeypatch.setattr(answers, "aside", aside)
+async def test_the_size_of_an_answer_is_the_number_of_texts(caller: Caller, answer_sizes: list[int]) -> None:
     await caller.json("/classify", {"input": ["d"] * 20})
     await caller.json("/predict", {"inputs": [["d"]] * 21})
-    assert given == [20, 21]
+    assert answer_sizes == [20, 21]
 
 
 async def test_predict_gives_all_labels_best_first(caller: Caller) -> None:

@@ -4,16 +4,10 @@ from typing import Any
 
 import pytest
 
-from maxsimd.api import answer as answers
 from maxsimd.api.handlers.operating import MODEL_PATH
 from maxsimd.api.handlers.routes import ROUTES
 from maxsimd.engine.runtime import Running
 from tests.unit.calling_handlers import GOOD, POSTED, RERANK, Caller, RecordingEngine, error_of, expected
-
-
-@pytest.fixture
-def caller(engine: RecordingEngine) -> Caller:
-    return Caller(engine, max_body_mb=1, max_documents=10)
 
 
 async def test_every_route_has_a_request_here() -> None:
@@ -82,21 +76,11 @@ ITEMS: list[tuple[str, Any, int]] = [
 ]
 
 
-async def test_every_route_says_how_large_its_answer_is(
-    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caller = Caller(engine)
-    given: list[int] = []
-
-    async def aside(function: Any, work: int) -> Any:
-        given.append(work)
-        return function()
-
-    monkeypatch.setattr(answers, "aside", aside)
+async def test_every_route_says_how_large_its_answer_is(caller: Caller, answer_sizes: list[int]) -> None:
     for path, body, items in ITEMS:
-        given.clear()
+        answer_sizes.clear()
         await caller.json(path, body)
-        assert given == [items], path
+        assert answer_sizes == [items], path
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/embeddings"])

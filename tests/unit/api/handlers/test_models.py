@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,26 +62,32 @@ def _models(setups: dict[str, EngineConfig], folder: str | None = None) -> Sever
     return SeveralModels(Engines(setups), configured, loadable, grace=0.2)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def asking(checkpoints: SharedCheckpoints, keys: Path) -> AsyncIterator[Asking]:
-    reranker = checkpoints(cross_encoders.bert)
-    models = _models(
-        {
-            "embed": EngineConfig(score_type="bi-encoder", **OPTIONS),
-            "rerank": EngineConfig(model=reranker, **OPTIONS),
-            "broken": EngineConfig(model="/nowhere", **OPTIONS),
-        },
-        str(Path(reranker).parent),
-    )
-    asking = Asking(models, keys)
+@asynccontextmanager
+async def serving(
+    setups: dict[str, EngineConfig], keys: Path, folder: str | None = None
+) -> AsyncIterator[Asking]:
+    models = _models(setups, folder)
     await models.start()
-    yield asking
-    await models.stop(0)
+    try:
+        yield Asking(models, keys)
+    finally:
+        await models.stop(0)
 
 
-@pytest.fixture
-def folder_name(checkpoints: SharedCheckpoints) -> Iterator[str]:
-    return iter([Path(checkpoints(cross_encoders.bert)).name])
+@pytest.fixture(scope="module")
+def reranker(checkpoints: SharedCheckpoints) -> EngineConfig:
+    return EngineConfig(model=checkpoints(cross_encoders.bert), **OPTIONS)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def asking(reranker: EngineConfig, keys: Path) -> AsyncIterator[Asking]:
+    setups = {
+        "embed": EngineConfig(score_type="bi-encoder", **OPTIONS),
+        "rerank": reranker,
+        "broken": EngineConfig(model="/nowhere", **OPTIONS),
+    }
+    async with serving(setups, keys, str(Path(str(reranker.model)).parent)) as asking:
+        yield asking
 
 
 async def test_requests_go_to_the_named_or_the_fitting_model(asking: Asking) -> None:
@@ -209,14 +216,9 @@ async def test_a_stages_errors_say_which_it_is(asking: Asking) -> None:
         assert await asking.error("/rerank", {**BODY, "cascade": stages}) == (400, message)
 
 
-async def test_an_ambiguous_name_is_refused_until_one_is_dropped(
-    checkpoints: SharedCheckpoints, keys: Path
-) -> None:
-    path = checkpoints(cross_encoders.bert)
-    names = ("a", "100% %2F b")
-    asking = Asking(_models({name: EngineConfig(model=path, **OPTIONS) for name in names}), keys)
-    await asking.models.start()
-    try:
+async def test_an_ambiguous_name_is_refused_until_one_is_dropped(reranker: EngineConfig, keys: Path) -> None:
+    path = str(reranker.model)
+    async with serving(dict.fromkeys(("a", "100% %2F b"), reranker), keys) as asking:
         assert await asking.error("/rerank", {**BODY, "model": path}) == (
             404,
             f"several models are `{path}`; say which you mean by its name: `a`, `100% %2F b`",
@@ -228,8 +230,6 @@ async def test_an_ambiguous_name_is_refused_until_one_is_dropped(
         assert (await asking.json("/rerank", {**BODY, "model": path}))["model"] == "a"
         health = json.loads((await asking("GET", "/health")).body)
         assert health == {"status": "ok", "models": {"ready": 1, "of": 1}}
-    finally:
-        await asking.models.stop(0)
 
 
 async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) -> None:
@@ -267,8 +267,8 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
     assert (refused.status, refused.headers["Allow"]) == (405, "DELETE, GET, HEAD, POST")
 
 
-async def test_only_an_admin_loads_and_drops_models(asking: Asking, folder_name: Iterator[str]) -> None:
-    name = next(folder_name)
+async def test_only_an_admin_loads_and_drops_models(asking: Asking, reranker: EngineConfig) -> None:
+    name = Path(str(reranker.model)).name
     for method in ("POST", "DELETE"):
         status, message = await asking.error(f"/v1/models/{name}", None, method, "user")
         assert (status, "admin=yes" in message) == (403, True)
@@ -325,13 +325,10 @@ async def test_dropping_a_model_fails_only_its_waiting_requests(
 
 
 async def test_a_dead_model_is_reloaded_and_the_last_death_is_final(
-    checkpoints: SharedCheckpoints, keys: Path
+    reranker: EngineConfig, keys: Path
 ) -> None:
-    reranker = EngineConfig(model=checkpoints(cross_encoders.bert), **OPTIONS)
-    models = _models({"a": reranker, "b": reranker})
-    asking = Asking(models, keys)
-    await models.start()
-    try:
+    async with serving({"a": reranker, "b": reranker}, keys) as asking:
+        models = asking.models
         expected = (await asking.json("/rerank", {**BODY, "model": "b"}))["results"]
         _kill(models, "a")
         status, message = await asking.error("/rerank", {**BODY, "cache": "bypass"})
@@ -349,8 +346,6 @@ async def test_a_dead_model_is_reloaded_and_the_last_death_is_final(
         await until(lambda: asking.state.phase == "dead")
         with pytest.raises(EngineDeadError):
             asking.state.check_ready()
-    finally:
-        await models.stop(0)
 
 
 def _kill(models: SeveralModels, name: str) -> None:
