@@ -157,7 +157,7 @@ async def test_every_request_has_a_line_in_the_log(caller: Caller, lines: pytest
 async def test_a_path_is_logged_escaped_and_cut(caller: Caller, lines: pytest.LogCaptureFixture) -> None:
     await caller.ask("POST", "/\n20:00:00 ERROR " + "x" * 1000)
     (record,) = lines.records
-    assert record.getMessage().startswith("POST /\\n20:00:00%20ERROR%20" + "x" * 78 + "... 404 ")
+    assert record.getMessage().startswith("POST /\\n20:00:00%20ERROR%20" + "x" * 83 + "... 404 ")
 
 
 async def test_every_answer_says_that_it_is_data_and_for_nobody_else(caller: Caller) -> None:
