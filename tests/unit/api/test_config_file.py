@@ -56,9 +56,11 @@ def test_flags_override_variables_that_override_the_file(tmp_path: Path) -> None
     config = _config("--config", path)
     assert (config["port"], config["max_documents"], config["model"]) == (1, 7, "of-the-file")
     assert config["normalize_scores"] is True
-    config = _config("--config", path, MAXSIMD_PORT="2", MAXSIMD_MODEL="of-the-environment")
-    assert (config["port"], config["max_documents"], config["model"]) == (2, 7, "of-the-environment")
-    config = _config("of-the-command", "--config", path, "--port", "3", MAXSIMD_PORT="2")
+    config = _config("--config", path, MAXSIMD_PORT="2", MAXSIMD_MODEL="of the environment")
+    assert (config["port"], config["max_documents"], config["model"]) == (2, 7, "of the environment")
+    config = _config(
+        "of-the-command", "--config", path, "--port", "3", MAXSIMD_PORT="2", MAXSIMD_MODEL="other"
+    )
     assert (config["port"], config["model"]) == (3, "of-the-command")
     assert _config(MAXSIMD_CONFIG=path)["port"] == 1
     assert _config(MAXSIMD_RESTART_ON_FAILURE="1")["restart_on_failure"] is True
@@ -141,12 +143,6 @@ def test_flags_and_variables_override_a_models_file(tmp_path: Path) -> None:
         _config("--config", path, MAXSIMD_DTYPE="float16")["models"],
     ):
         assert {options["dtype"] for options in models.values()} == {"float16"}
-
-
-def test_one_model_is_configured_as_before(tmp_path: Path) -> None:
-    assert _config("one", MAXSIMD_MODEL="other")["model"] == "one"
-    assert _config(MAXSIMD_MODEL="/a folder/with spaces")["model"] == "/a folder/with spaces"
-    assert _config("--config", _file(tmp_path, "model: x"))["model"] == "x"
 
 
 def test_what_is_wrong_about_several_models_is_told(tmp_path: Path) -> None:

@@ -83,22 +83,13 @@ def test_a_text_is_a_string_or_an_object_that_holds_one() -> None:
 
 
 def test_what_holds_no_text_is_refused_by_its_place() -> None:
-    no_text = 'an object without a "text" or "content" string'
     for content in ({}, {"text": 7}, {"content": None}, {"title": "a"}):
-        with _refused("query", f"query is {no_text}"):
+        with _refused("query", 'query is an object without a "text" or "content" string'):
             reading.as_text(content, "query", "query")
-    parts = (
-        "x",
-        {"type": "text"},
-        {"type": "text", "text": 7},
-        {"type": "other", "text": "x"},
-        {"text": "x"},
-        None,
-    )
-    for part in parts:
-        with _refused(
-            "documents", "documents[1] has a content part that is not text; only text can be scored"
-        ):
+    no_part = "documents[1] has a content part that is not text; only text can be scored"
+    text: dict[str, Any] = {"type": "text"}
+    for part in ("x", text, text | {"text": 7}, {"type": "other", "text": "x"}, {"text": "x"}, None):
+        with _refused("documents", no_part):
             reading.as_texts(["a", {"content": [PARTS[0], part]}], "documents")
     with _refused("documents", "documents[0] has a picture; only text can be read here"):
         reading.as_texts([{"image": "data:image/png;base64,AAAA"}], "documents")

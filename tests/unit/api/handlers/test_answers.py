@@ -157,19 +157,6 @@ async def test_an_input_above_the_models_length_is_cut_or_a_400(caller: Caller) 
         assert "257 tokens, but at most 256 can be run" in error["message"]
 
 
-@pytest.mark.parametrize("path", ["/score", "/v1/embeddings"])
-async def test_truncation_cuts_the_side_that_the_request_names(caller: Caller, path: str) -> None:
-    async def values(text: str, **options: Any) -> Any:
-        body = {"queries": "q", "documents": [text]} if path == "/score" else {"input": [text]}
-        (item,) = (await caller.json(path, body | options))["data"]
-        return np.array(item["score" if path == "/score" else "embedding"])
-
-    cut = {"truncate_prompt_tokens": 4}  # of which two are special
-    for side, remains in (("left", "gamma delta"), ("right", "alpha beta"), (None, "alpha beta")):
-        found = await values("alpha beta gamma delta", truncation_side=side, **cut)
-        np.testing.assert_allclose(found, await values(remains), atol=1e-4)
-
-
 async def test_embeddings_are_the_engines(caller: Caller) -> None:
     expected = (await caller.engine.embed(["hello", "two words"])).embeddings
     for path, name, kind, change in (
