@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
 import pytest
 
@@ -51,29 +53,31 @@ def test_older_objects_are_frozen_and_unfrozen_after() -> None:
     assert circle() is None
 
 
-async def _collecting(is_quiet: Callable[[], bool], resident: Callable[[], int], seconds: float) -> None:
-    task = asyncio.create_task(collect_when_quiet(is_quiet, resident))
-    await asyncio.sleep(seconds)
-    task.cancel()
+@asynccontextmanager
+async def collecting(
+    is_quiet: Callable[[], bool] = lambda: True, resident: Callable[[], int] = lambda: 0
+) -> AsyncIterator[None]:
+    with garbage_left_alone():
+        task = asyncio.create_task(collect_when_quiet(is_quiet, resident))
+        yield
+        task.cancel()
 
 
 async def test_what_has_aged_is_collected_when_it_is_quiet() -> None:
-    with garbage_left_alone():
+    quiet = [False]
+    async with collecting(lambda: quiet[-1]):
         circle = aged_circle()
-        await _collecting(lambda: False, lambda: 0, 0.1)
+        await asyncio.sleep(0.1)
         assert circle() is not None
-        task = asyncio.create_task(collect_when_quiet(lambda: True, lambda: 0))
+        quiet.append(True)
         await until(lambda: circle() is None)
-        task.cancel()
 
 
 async def test_a_server_that_is_never_quiet_collects_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_LONGEST_SECONDS", 0.05)
-    with garbage_left_alone():
+    async with collecting(lambda: False):
         circle = aged_circle()
-        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: 0))
         await until(lambda: circle() is None)
-        task.cancel()
 
 
 async def test_a_long_collection_delays_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,48 +87,42 @@ async def test_a_long_collection_delays_the_next(monkeypatch: pytest.MonkeyPatch
         time.sleep(0.002)
         collections.append(time.monotonic())
 
-    with garbage_left_alone():
+    async with collecting():
         monkeypatch.setattr(garbage.gc, "collect", collect)
         monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, 1))
-        task = asyncio.create_task(collect_when_quiet(lambda: True, lambda: 0))
         await until(lambda: len(collections) >= 2)
-        task.cancel()
     assert all(later - earlier >= 200 * 0.002 for earlier, later in itertools.pairwise(collections))
 
 
 async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured from the least since the last collection."""
     sizes, collections = [500 << 20], list[int]()
-    with garbage_left_alone():
+    async with collecting(lambda: False, lambda: sizes[-1]):
         monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
         monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, 0))
-        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: sizes[-1]))
         for size in (500, 100, 228):
             sizes.append(size << 20)
             await asyncio.sleep(0.05)
         assert collections == []
         sizes.append((228 << 20) + 1)
         await until(lambda: len(collections) > 0)
-        task.cancel()
 
 
 async def test_nothing_is_walked_through_while_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
     collections: list[int] = []
-    with garbage_left_alone():
+    async with collecting():
         monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
         monkeypatch.setattr(garbage.gc, "get_count", lambda: (600, 9, 0))
-        await _collecting(lambda: True, lambda: 0, 0.05)
-    assert collections == []
+        await asyncio.sleep(0.05)
+        assert collections == []
 
 
 async def test_memory_goes_back_after_each_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[bool] = []
-    with garbage_left_alone():
+    async with collecting():
         circle = aged_circle()
         monkeypatch.setattr(garbage, "give_back_memory", lambda: given.append(circle() is None))
-        task = asyncio.create_task(collect_when_quiet(lambda: True, lambda: 0))
         await until(lambda: given == [True])
-        task.cancel()
 
 
 def test_the_memory_of_this_process_is_known() -> None:
@@ -133,16 +131,10 @@ def test_the_memory_of_this_process_is_known() -> None:
 
 
 def test_where_the_system_does_not_say_nothing_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "Path", _Missing)
+    monkeypatch.setattr(
+        garbage, "Path", Mock(return_value=Mock(read_text=Mock(side_effect=FileNotFoundError)))
+    )
     assert resident_bytes() == 0
-
-
-class _Missing:
-    def __init__(self, path: str) -> None:
-        pass
-
-    def read_text(self) -> str:
-        raise FileNotFoundError
 
 
 # Prints how many heaps there are once 12 threads have allocated at the same time.
