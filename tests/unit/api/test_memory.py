@@ -131,9 +131,8 @@ def test_the_memory_of_this_process_is_known() -> None:
 
 
 def test_where_the_system_does_not_say_nothing_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        garbage, "Path", Mock(return_value=Mock(read_text=Mock(side_effect=FileNotFoundError)))
-    )
+    unreadable = Mock(read_text=Mock(side_effect=FileNotFoundError))
+    monkeypatch.setattr(garbage, "Path", lambda path: unreadable)
     assert resident_bytes() == 0
 
 
