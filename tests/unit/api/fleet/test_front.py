@@ -254,21 +254,10 @@ async def test_a_number_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
         assert (await front.score("q", ["abc"])).scores == [3.0]
 
 
-def test_where_an_engine_runs_decides_no_scores() -> None:
-    def engine(**changes: object) -> Engine:
-        facts = replace(_introduction("f").facts, **changes)
-        return cast("Engine", SimpleNamespace(facts=facts, config=EngineConfig()))
-
-    one = fingerprint_of(engine(device="cuda:0", findings=("1.3e-07",)))
-    assert one == fingerprint_of(engine(device="cuda:1", findings=("1.4e-07",)))
-    assert one != fingerprint_of(engine(precision="bfloat16"))
-
-
 def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
-    def of(**options: Any) -> str:
-        return fingerprint_of(
-            cast("Engine", SimpleNamespace(facts=_introduction("f").facts, config=EngineConfig(**options)))
-        )
+    def of(facts: dict[str, Any] | None = None, **options: Any) -> str:
+        stated = replace(_introduction("f").facts, **(facts or {}))
+        return fingerprint_of(cast("Engine", SimpleNamespace(facts=stated, config=EngineConfig(**options))))
 
     scored = {
         "model": "a/b", "revision": "r", "dtype": "bfloat16", "cutoff_layer": 2, "query_prompt": "q: ",
@@ -276,9 +265,10 @@ def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
         "document_prompt": "d: ", "instruction": "i", "score_template": "{{ query }}", "calibration": "c",
         "doc_token_pooling": 2.0, "hybrid_weights": "1,0,0", "cache_precision": "int8", "dimensions": 8,
     }  # fmt: skip
-    fingerprints = [of(), *(of(**{name: value}) for name, value in scored.items())]
+    fingerprints = [of(), of({"precision": "bfloat16"}), *(of(**{name: scored[name]}) for name in scored)]
     assert len(set(fingerprints)) == len(fingerprints)
     assert of() == of(threads=3, max_batch_tokens=99, cache_mb=7, device="cpu", max_wait_seconds=1.0)
+    assert of() == of({"device": "cuda:1", "findings": ("1.4e-07",)})
 
 
 async def test_a_poisonous_document_kills_three_and_fails_alone(tmp_path: Path) -> None:
