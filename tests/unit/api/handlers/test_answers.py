@@ -135,25 +135,34 @@ async def test_a_warning_says_how_many_documents_were_cut(caller: Caller) -> Non
 
 
 async def test_an_input_above_the_models_length_is_cut_or_a_400(caller: Caller) -> None:
-    for path, body in (
-        ("/score", lambda text: {"queries": "q", "documents": ["d", text]}),
-        ("/score", lambda text: {"queries": [text], "documents": ["d"]}),
-        ("/v1/score", lambda text: {"queries": "q", "documents": text}),
-        ("/v1/embeddings", lambda text: {"input": text}),
-        ("/pooling", lambda text: {"input": ["a", text]}),
-        ("/rerank", lambda text: {"query": "q", "texts": [text]}),
+    refuse, no_truncation = {"long_documents": "error"}, {"truncate": False}
+    for path, body, strict in (
+        ("/score", lambda text: {"queries": "q", "documents": ["d", text]}, refuse),
+        ("/score", lambda text: {"queries": [text], "documents": ["d"]}, refuse),
+        ("/v1/score", lambda text: {"queries": "q", "documents": text}, refuse),
+        ("/v1/embeddings", lambda text: {"input": text}, refuse),
+        ("/pooling", lambda text: {"input": ["a", text]}, refuse),
+        ("/v2/embed", lambda text: {"texts": [text]}, {"truncate": "NONE"}),
+        ("/rerank", lambda text: {"query": "q", "texts": [text]}, no_truncation),
+        ("/embed", lambda text: {"inputs": text}, no_truncation),
+        ("/embed_all", lambda text: {"inputs": ["a", text]}, no_truncation),
+        (
+            "/similarity",
+            lambda text: {"inputs": {"source_sentence": "a", "sentences": [text]}},
+            {"parameters": no_truncation},
+        ),
     ):
-        strict = {"truncate": False} if path == "/rerank" else {"long_documents": "error"}
         fits, too_long = body("word " * 254), body("word " * 255)
         assert "x-maxsimd-warnings" not in (await caller.post(path, fits)).headers
         assert (await caller.post(path, fits | strict)).status == 200
         cut = await caller.post(path, too_long)
         assert cut.status == 200
         assert cut.headers["x-maxsimd-warnings"].startswith("1 input was longer")
-        if path != "/rerank":
-            assert json.loads(cut.body)["warnings"] == [cut.headers["x-maxsimd-warnings"]]
+        answer = json.loads(cut.body)
+        if isinstance(answer, dict):
+            assert answer["warnings"] == [cut.headers["x-maxsimd-warnings"]]
         status, error = await caller.error(path, too_long | strict)
-        assert status == 400
+        assert status == 400, path
         assert "257 tokens, but at most 256 can be run" in error["message"]
 
 

@@ -56,16 +56,6 @@ async def test_something_to_compare_with_is_needed(caller: Caller) -> None:
         assert "sentences" in error["message"]
 
 
-async def test_what_is_cut_is_said_in_a_header(caller: Caller) -> None:
-    for path, inputs in (
-        ("/embed", "word " * 300),
-        ("/embed_all", ["a", "word " * 300]),
-        ("/similarity", {"source_sentence": "a", "sentences": ["word " * 300]}),
-    ):
-        answer = await caller.post(path, {"inputs": inputs})
-        assert answer.headers["x-maxsimd-warnings"].startswith("1 input was longer")
-
-
 async def test_token_ids_are_refused_unless_they_are_accepted(engine: RecordingEngine) -> None:
     for path in ("/embed", "/embed_all", "/"):
         status, error = await Caller(engine).error(path, {"inputs": [101, 102]})
@@ -198,11 +188,3 @@ async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(caller: Cal
     ):
         status, error = await caller.error("/v2/embed", body)
         assert (status, error["param"]) == (400, param)
-
-
-async def test_what_is_cut_is_said(caller: Caller) -> None:
-    answer = await caller.json("/v2/embed", {"texts": ["word " * 300]})
-    assert answer["warnings"][0].startswith("1 input was longer")
-    status, error = await caller.error("/v2/embed", {"texts": ["word " * 300], "truncate": "NONE"})
-    assert status == 400
-    assert "at most 256" in error["message"]
