@@ -114,7 +114,7 @@ def _journal(path: Path, digest: str = DIGEST, resume: bool = True) -> Journal:
     return Journal(path, digest, resume)
 
 
-def test_what_was_added_is_there_in_the_next_run(tmp_path: Path) -> None:
+def test_a_journal_keeps_what_was_added_for_the_next_run(tmp_path: Path) -> None:
     path = tmp_path / "out.part"
     with _journal(path) as journal:
         journal.add({0: 1.5, 2: 0.1}, {1: "too long"})
@@ -149,7 +149,7 @@ def test_a_run_that_ended_while_it_wrote_goes_on(rest: str, tmp_path: Path) -> N
     assert _journal(path).scores[5] == 3.0
 
 
-def test_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.part"
     path.write_text("a letter\nto somebody\n")
     with pytest.raises(click.ClickException, match="is no file of scores"):

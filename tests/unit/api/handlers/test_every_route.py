@@ -112,7 +112,7 @@ def _validator(page: Any, schema: Any) -> Any:
     return jsonschema.Draft202012Validator({**schema, "components": page["components"]})
 
 
-async def test_it_has_every_route(page: Any) -> None:
+async def test_openapi_has_every_route(page: Any) -> None:
     described = {(path, method.upper()) for path, methods in page["paths"].items() for method in methods}
     offered = {(path, method) for path, methods in ROUTES.items() for method in methods if method != "HEAD"}
     assert described == offered
@@ -120,7 +120,7 @@ async def test_it_has_every_route(page: Any) -> None:
     assert len(set(names)) == len(names)
 
 
-async def test_all_references_are_there_and_all_schemas_are_such(page: Any) -> None:
+async def test_openapis_references_and_schemas_are_valid(page: Any) -> None:
     for name in re.findall(r"#/components/schemas/(\w+)", json.dumps(page)):
         assert name in page["components"]["schemas"]
     for schema in page["components"]["schemas"].values():
@@ -145,14 +145,14 @@ async def test_requests_and_answers_fit_their_schemas(engine: RecordingEngine, p
             _validator(page, schema["schema"]).validate(json.loads(answer.body))
 
 
-async def test_errors_fit_theirs(engine: RecordingEngine, page: Any) -> None:
+async def test_errors_fit_openapis_schema(engine: RecordingEngine, page: Any) -> None:
     schema = page["paths"]["/rerank"]["post"]["responses"]["default"]["content"]["application/json"]["schema"]
     for body in ({}, {"query": 7}, []):
         answer = await Caller(engine).ask("POST", "/rerank", body)
         _validator(page, schema).validate(json.loads(answer.body))
 
 
-async def test_a_wrong_request_does_not_fit(page: Any) -> None:
+async def test_a_wrong_request_does_not_fit_its_schema(page: Any) -> None:
     schema = page["paths"]["/rerank"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     validator = _validator(page, schema)
     assert not validator.is_valid({"query": 7, "documents": ["d"]})
@@ -160,6 +160,6 @@ async def test_a_wrong_request_does_not_fit(page: Any) -> None:
     assert validator.is_valid({"query": "q", "documents": ["d", {"text": "e"}], "top_n": None})
 
 
-async def test_models_by_their_names_are_described(page: Any) -> None:
+async def test_openapi_describes_models_by_their_names(page: Any) -> None:
     (parameter,) = page["paths"][MODEL_PATH]["get"]["parameters"]
     assert (parameter["name"], parameter["in"], parameter["required"]) == ("name", "path", True)
