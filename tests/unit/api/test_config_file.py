@@ -77,25 +77,6 @@ def test_what_is_printed_gives_the_same_again(tmp_path: Path) -> None:
     assert yaml.safe_load(printed)["served_model_name"] == ["a", "b"]
 
 
-def test_what_is_wrong_in_a_file_is_told_in_one_line(tmp_path: Path) -> None:
-    for text, message in (
-        ("prot: 1", "there is no option prot"),
-        ("- port", "holds no options but list"),
-        ("port: [", "is no YAML"),
-        ("port: many", "'many' is not a valid integer"),
-        ("port: 70000", "port must be from 0 to 65535"),
-        ("dtype: float8", "'float8' is not one of"),
-        ("port: 1\nhost: a\nport: 2", "maxsimd.yaml: there are two entries named port, the second in line 3"),
-        ("max-documents: 1\nmax_documents: 2", "max_documents is there twice, with - and with _"),
-        ("port: 2024-13-45", "is no YAML: month must be in 1..12"),
-        ("? [a]\n: b", "is no YAML"),
-    ):
-        found = _asked("--config", _file(tmp_path, text))
-        assert found.exit_code == 2
-        assert message in found.output
-        assert len([line for line in found.output.splitlines() if line.startswith("Error")]) == 1
-
-
 def test_what_an_entry_has_from_another_may_be_said_anew(tmp_path: Path) -> None:
     """YAML's own <<, in any order of what is read first; and a file that holds itself."""
     text = "models: {a: &a {dtype: float32, weight: 2}, b: &b {<<: *a, weight: 3}, c: {<<: *b, weight: 4}}"
@@ -145,8 +126,22 @@ def test_flags_and_variables_override_a_models_file(tmp_path: Path) -> None:
         assert {options["dtype"] for options in models.values()} == {"float16"}
 
 
-def test_what_is_wrong_about_several_models_is_told(tmp_path: Path) -> None:
+def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
     for arguments, text, message in (
+        ([], "prot: 1", "there is no option prot"),
+        ([], "- port", "holds no options but list"),
+        ([], "port: [", "is no YAML"),
+        ([], "port: many", "'many' is not a valid integer"),
+        ([], "port: 70000", "port must be from 0 to 65535"),
+        ([], "dtype: float8", "'float8' is not one of"),
+        (
+            [],
+            "port: 1\nhost: a\nport: 2",
+            "maxsimd.yaml: there are two entries named port, the second in line 3",
+        ),
+        ([], "max-documents: 1\nmax_documents: 2", "max_documents is there twice, with - and with _"),
+        ([], "port: 2024-13-45", "is no YAML: month must be in 1..12"),
+        ([], "? [a]\n: b", "is no YAML"),
         (["a", "a"], "", "a is named twice"),
         (["a", "b", "--fronts", "2"], "", "leave out fronts and replicas"),
         (["a", "b", "--replicas", "2"], "", "leave out fronts and replicas"),
@@ -180,6 +175,7 @@ def test_what_is_wrong_about_several_models_is_told(tmp_path: Path) -> None:
         found = _asked(*arguments, *(["--config", _file(tmp_path, text)] if text else []))
         assert found.exit_code == 2, found.output
         assert message in " ".join(found.output.split())
+        assert len([line for line in found.output.splitlines() if line.startswith("Error")]) == 1
 
 
 def test_commands_for_one_model_refuse_several(tmp_path: Path) -> None:
