@@ -3,12 +3,23 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from click.testing import CliRunner, Result
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
 from maxsimd.engine.config import EngineConfig
+
+TWO = """
+dtype: float32
+models:
+  embed: {score-type: bi-encoder, weight: 3}
+  rerank:
+    model: some/reranker
+    max_batch_tokens: "512"
+    dtype: bfloat16
+"""
 
 
 def _asked(*arguments: str, **environment: str) -> Result:
@@ -23,6 +34,7 @@ def _config(*arguments: str, **environment: str) -> dict[str, Any]:
 
 
 def _file(tmp_path: Path, text: str) -> str:
+    tmp_path.mkdir(exist_ok=True)
     file = tmp_path / "maxsimd.yaml"
     file.write_text(text, encoding="utf-8")
     return str(file)
@@ -44,9 +56,11 @@ def test_flags_override_variables_that_override_the_file(tmp_path: Path) -> None
     config = _config("--config", path)
     assert (config["port"], config["max_documents"], config["model"]) == (1, 7, "of-the-file")
     assert config["normalize_scores"] is True
-    config = _config("--config", path, MAXSIMD_PORT="2", MAXSIMD_MODEL="of-the-environment")
-    assert (config["port"], config["max_documents"], config["model"]) == (2, 7, "of-the-environment")
-    config = _config("of-the-command", "--config", path, "--port", "3", MAXSIMD_PORT="2")
+    config = _config("--config", path, MAXSIMD_PORT="2", MAXSIMD_MODEL="of the environment")
+    assert (config["port"], config["max_documents"], config["model"]) == (2, 7, "of the environment")
+    config = _config(
+        "of-the-command", "--config", path, "--port", "3", MAXSIMD_PORT="2", MAXSIMD_MODEL="other"
+    )
     assert (config["port"], config["model"]) == (3, "of-the-command")
     assert _config(MAXSIMD_CONFIG=path)["port"] == 1
     assert _config(MAXSIMD_RESTART_ON_FAILURE="1")["restart_on_failure"] is True
@@ -57,39 +71,10 @@ def test_an_address_of_kubernetes_is_no_port() -> None:
 
 
 def test_what_is_printed_gives_the_same_again(tmp_path: Path) -> None:
-    arguments = (
-        "m",
-        "--dtype",
-        "float32",
-        "--served-model-name",
-        "a",
-        "--served-model-name",
-        "b",
-        "--port",
-        "0",
-    )
-    printed = _asked(*arguments).output
+    names = ["--served-model-name", "a", "--served-model-name", "b"]
+    printed = _asked("m", "--dtype", "float32", *names, "--port", "0").output
     assert _asked("--config", _file(tmp_path, printed)).output == printed
     assert yaml.safe_load(printed)["served_model_name"] == ["a", "b"]
-
-
-def test_what_is_wrong_in_a_file_is_told_in_one_line(tmp_path: Path) -> None:
-    for text, message in (
-        ("prot: 1", "there is no option prot"),
-        ("- port", "holds no options but list"),
-        ("port: [", "is no YAML"),
-        ("port: many", "'many' is not a valid integer"),
-        ("port: 70000", "port must be from 0 to 65535"),
-        ("dtype: float8", "'float8' is not one of"),
-        ("port: 1\nhost: a\nport: 2", "maxsimd.yaml: there are two entries named port, the second in line 3"),
-        ("max-documents: 1\nmax_documents: 2", "max_documents is there twice, with - and with _"),
-        ("port: 2024-13-45", "is no YAML: month must be in 1..12"),
-        ("? [a]\n: b", "is no YAML"),
-    ):
-        found = _asked("--config", _file(tmp_path, text))
-        assert found.exit_code == 2
-        assert message in found.output
-        assert len([line for line in found.output.splitlines() if line.startswith("Error")]) == 1
 
 
 def test_what_an_entry_has_from_another_may_be_said_anew(tmp_path: Path) -> None:
@@ -100,14 +85,105 @@ def test_what_an_entry_has_from_another_may_be_said_anew(tmp_path: Path) -> None
     assert "models must hold names" in _asked("--config", _file(tmp_path, "models: &a [*a]")).output
 
 
-def test_what_serve_prints_suits_the_other_commands(tmp_path: Path) -> None:
-    path = _file(tmp_path, _asked().output)
-    found = CliRunner().invoke(main, ["rerank", "--query", "q", "--documents", "/none", "--config", path])
-    assert "'/none' does not exist" in found.output
+def test_other_commands_take_the_file_of_a_server(tmp_path: Path) -> None:
+    printed = _file(tmp_path, _asked().output)
+    for command, message in (
+        (["rerank", "--query", "q", "--documents", "/none", "--config", printed], "'/none' does not exist"),
+        (["inspect", "--config", _file(tmp_path / "wrong", "port: 1\ndtype: float8\n")], "float8"),
+    ):
+        found = CliRunner().invoke(main, command)
+        assert found.exit_code == 2
+        assert message in found.output
 
 
-def test_other_commands_take_the_same_file(tmp_path: Path) -> None:
-    path = _file(tmp_path, "port: 1\ndtype: float8\n")
-    found = CliRunner().invoke(main, ["inspect", "--config", path])
+def test_models_of_the_command_go_by_what_they_are_called() -> None:
+    config = _config("one/model", "/a folder/two", "--dtype", "float32")
+    assert list(config["models"]) == ["one/model", "/a folder/two"]
+    for name, options in config["models"].items():
+        assert (options["model"], options["dtype"], options["weight"]) == (name, "float32", 1.0)
+    assert config["port"] == 8000
+    assert "model" not in config
+
+
+def test_a_file_gives_each_model_its_options(tmp_path: Path) -> None:
+    path = _file(tmp_path, TWO)
+    models = _config("--config", path)["models"]
+    assert list(models) == ["embed", "rerank"]
+    embed, rerank = models.values()
+    assert (embed["model"], embed["score_type"], embed["weight"]) == (None, "bi-encoder", 3.0)
+    assert (rerank["model"], rerank["max_batch_tokens"], rerank["weight"]) == ("some/reranker", 512, 1.0)
+    assert (embed["dtype"], rerank["dtype"]) == ("float32", "bfloat16")
+    printed = _asked("--config", path).output
+    assert _asked("--config", _file(tmp_path, printed)).output == printed
+
+
+def test_flags_and_variables_override_a_models_file(tmp_path: Path) -> None:
+    path = _file(tmp_path, TWO)
+    for models in (
+        _config("--config", path, "--dtype", "float16")["models"],
+        _config("--config", path, MAXSIMD_DTYPE="float16")["models"],
+    ):
+        assert {options["dtype"] for options in models.values()} == {"float16"}
+
+
+def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
+    for arguments, text, message in (
+        ([], "prot: 1", "there is no option prot"),
+        ([], "- port", "holds no options but list"),
+        ([], "port: [", "is no YAML"),
+        ([], "port: many", "'many' is not a valid integer"),
+        ([], "port: 70000", "port must be from 0 to 65535"),
+        ([], "dtype: float8", "'float8' is not one of"),
+        (
+            [],
+            "port: 1\nhost: a\nport: 2",
+            "maxsimd.yaml: there are two entries named port, the second in line 3",
+        ),
+        ([], "max-documents: 1\nmax_documents: 2", "max_documents is there twice, with - and with _"),
+        ([], "port: 2024-13-45", "is no YAML: month must be in 1..12"),
+        ([], "? [a]\n: b", "is no YAML"),
+        (["a", "a"], "", "a is named twice"),
+        (["a", "b", "--fronts", "2"], "", "leave out fronts and replicas"),
+        (["a", "b", "--replicas", "2"], "", "leave out fronts and replicas"),
+        (["a", "b", "--served-model-name", "x"], "", "served_model_name is for one model"),
+        (["a", "b", "--restart-on-failure"], "", "restart_on_failure is for one model"),
+        (["--models-dir", "x", "--replicas", "2"], "", "models_dir is for one process"),
+        (["--models-dir", "x", "--restart-on-failure"], "", "without restart_on_failure"),
+        (["a", "--served-model-name", "x", "--served-model-name", "y", "--models-dir", "x"], "", "has one"),
+        (["a"], TWO, "the models are named in the file"),
+        ([], "model: a\nmodels: {b: c}", "has both model and models"),
+        ([], "models: []", "models must hold names"),
+        ([], "models: {b: 3}", "models: b must hold options"),
+        ([], "models: {b: {prot: 1}}", "models: b has no option prot"),
+        ([], "models: {b: {port: 1}}", "models: b has no option port; the server's are for all"),
+        ([], "models: {b: {dtype: float8}}", "models: b: "),
+        ([], "models: {b: {threads: many}}", "'many' is not a valid integer"),
+        ([], "models: {b: {threads: 0}}", "models: b: threads must be at least 1, not 0"),
+        ([], "models: {b: {weight: 0}}", "models: b: weight must be a number above 0"),
+        ([], "models: {'a/': x, c: y}", "'a/' is no name for a model"),
+        ([".", "..", "c"], "", "'.' is no name for a model"),
+        ([], "models: {1: a, '1': b}", "there are two entries named 1"),
+        ([], "models: {yes: a, 'True': b}", "there are two entries named True"),
+        ([], "models: {a: b, c: d, a: e}", "there are two entries named a"),
+        ([], "models: {a: {threads: 1, threads: 2}}", "there are two entries named threads"),
+        (
+            [],
+            "models: {a: {cache-mb: 1, cache_mb: 2}}",
+            "models: a: cache_mb is there twice, with - and with",
+        ),
+    ):
+        found = _asked(*arguments, *(["--config", _file(tmp_path, text)] if text else []))
+        assert found.exit_code == 2, found.output
+        assert message in " ".join(found.output.split())
+        assert len([line for line in found.output.splitlines() if line.startswith("Error")]) == 1
+
+
+def test_commands_for_one_model_refuse_several(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    for command in (["inspect"], ["calibrate"], ["cluster", "serve"], ["cluster", "config"]):
+        found = CliRunner().invoke(main, [*command, "--config", _file(tmp_path, TWO)])
+        assert found.exit_code == 2
+        assert "one model" in found.output or "has several models" in found.output
+    found = CliRunner().invoke(main, ["cluster", "serve", "a", "b"])
     assert found.exit_code == 2
-    assert "float8" in found.output
+    assert "on Ray one model is served" in found.output

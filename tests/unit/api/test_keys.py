@@ -40,19 +40,12 @@ def test_without_keys_none_is_asked_for_and_none_accepted() -> None:
 def test_keys_come_from_options_and_from_a_file_with_one_a_line(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b"\xef\xbb\xbftwo\r\n  three \n\n   \nfo ur\n")
-    keys = _keys(" one ", file=file)
+    keys = _keys(" one ", "schlüssel", file=file)
     assert keys.are_asked_for
-    for key in ("one", "two", "three", "fo ur"):
+    for key in ("one", "schlüssel", "two", "three", "fo ur"):
         assert keys.accept(f"Bearer {key}"), key
-    for key in ("", "o", "on", "fo", "five", "two three"):
+    for key in ("", "o", "on", "fo", "five", "two three", "\udcff"):
         assert not keys.accept(f"Bearer {key}"), key
-
-
-def test_keys_may_hold_any_character() -> None:
-    keys = _keys("schlüssel", "o ne")
-    assert keys.accept("Bearer schlüssel")
-    assert keys.accept("Bearer o ne")
-    assert not keys.accept("Bearer \udcff")
 
 
 def test_nothing_but_a_bearer_token_is_a_key() -> None:
@@ -180,11 +173,9 @@ def test_a_line_names_a_tenant_and_what_it_may_use() -> None:
 
 
 def test_keys_of_one_name_are_one_tenant() -> None:
-    table = read_keys(
-        b"old name=search weight=3\nnew name=search\nnext name=search max_queued_tokens=7 weight=3"
-    )
-    assert table.tenants == {"search": Tenant(weight=3, max_queued_tokens=7)}
-    assert set(table.names.values()) == {"search"}
+    table = read_keys(b"old name=a weight=3\nnew name=a\nnext name=a max_queued_tokens=7 weight=3")
+    assert table.tenants == {"a": Tenant(weight=3, max_queued_tokens=7)}
+    assert set(table.names.values()) == {"a"}
 
 
 def test_a_key_may_end_with_equals_signs_and_stand_twice() -> None:

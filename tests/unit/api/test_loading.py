@@ -21,14 +21,10 @@ class Clock:
         return self.now
 
 
-def test_pauses_double_and_the_fifth_death_is_the_last() -> None:
+def test_pauses_double_and_a_death_counts_for_ten_minutes() -> None:
     clock = Clock()
     deaths = Deaths(clock)
     assert [deaths.note() for _ in range(5)] == [1.0, 2.0, 4.0, 8.0, None]
-
-
-def test_a_death_counts_for_ten_minutes() -> None:
-    clock = Clock()
     deaths = Deaths(clock)
     for _ in range(20):
         assert deaths.note() in (1.0, 2.0, 4.0, 8.0)

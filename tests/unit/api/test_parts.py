@@ -1,11 +1,9 @@
-"""The parts that handlers are made of, one by one: imports, errors, reading; no engine runs here."""
+"""What the modules of the server import."""
 
 import ast
 from pathlib import Path
 
 import maxsimd.api
-from maxsimd.api.failures import as_api_error, error_answer
-from maxsimd.engine import InvalidRequestError
 
 API = Path(maxsimd.api.__file__).parent
 
@@ -33,7 +31,3 @@ def test_only_modules_that_use_sockets_import_aiohttp() -> None:
     starting = {"cli", "process"}
     inner = [path for path in files if path.stem not in outer | starting and path.parent.name != "media"]
     assert not [path for path in inner if _imports(path) & reaching]
-
-
-def test_an_answer_may_be_retried_only_where_that_helps() -> None:
-    assert "Retry-After" not in error_answer(as_api_error(InvalidRequestError("x"))).headers

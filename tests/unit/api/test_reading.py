@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from maxsimd.api import reading
 from maxsimd.api.failures import ApiError
+from maxsimd.api.reading_pictures import content_of, each_picture, has_pictures
 from maxsimd.api.wire import ClassifyRequest, PredictRequest, RerankRequest, ScoreRequest
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, InvalidRequestError, Truncation
+from maxsimd.engine.media import Content, EncodedPicture, PictureUrl
 
 REFUSE = Truncation()
-NAMES = [("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2")]
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
 
@@ -26,18 +27,21 @@ def _refused(param: str, message: str) -> Iterator[None]:
     assert (str(caught.value), caught.value.param) == (message, param)
 
 
-def test_queries_and_documents_come_under_four_pairs_of_names() -> None:
-    for first, second in NAMES:
+def test_texts_come_under_several_names_of_which_one_is_read() -> None:
+    for first, second in (
+        ("queries", "documents"),
+        ("queries", "items"),
+        ("data_1", "data_2"),
+        ("text_1", "text_2"),
+    ):
         body: dict[str, Any] = {first: "q", second: ["d", {"text": "e"}]}
-        request = ScoreRequest(**body)
-        assert reading.texts_to_score(request, 9) == (["q"], ["d", "e"])
-
-
-def test_of_two_pairs_the_first_is_read() -> None:
-    request = ScoreRequest(queries="q", documents=None, items="i", data_1="1", data_2="2")
-    assert reading.texts_to_score(request, 9) == (["q"], ["i"])
-    request.documents = "d"
-    assert reading.texts_to_score(request, 9) == (["q"], ["d"])
+        assert reading.texts_to_score(ScoreRequest(**body), 9) == (["q"], ["d", "e"])
+    several = ScoreRequest(queries="q", documents=None, items="i", data_1="1", data_2="2")
+    assert reading.texts_to_score(several, 9) == (["q"], ["i"])
+    several.documents = "d"
+    assert reading.texts_to_score(several, 9) == (["q"], ["d"])
+    ranking = RerankRequest(query="q", documents=["d"], texts=["t"])
+    assert reading.texts_to_rank(ranking, 9) == ("q", ["t"])
 
 
 def test_a_score_request_without_texts_names_the_field() -> None:
@@ -78,27 +82,15 @@ def test_a_text_is_a_string_or_an_object_that_holds_one() -> None:
         assert reading.as_texts(["z", content], "documents") == ["z", text]
 
 
-def test_a_part_that_is_not_text_is_refused() -> None:
-    for part in (
-        "x",
-        {"type": "text"},
-        {"type": "text", "text": 7},
-        {"type": "other", "text": "x"},
-        {"text": "x"},
-        None,
-    ):
-        message = "documents[1] has a content part that is not text; only text can be scored"
-        with _refused("documents", message):
-            reading.as_texts(["a", {"content": [PARTS[0], part]}], "documents")
-
-
-def test_an_object_without_text_is_refused() -> None:
+def test_what_holds_no_text_is_refused_by_its_place() -> None:
     for content in ({}, {"text": 7}, {"content": None}, {"title": "a"}):
         with _refused("query", 'query is an object without a "text" or "content" string'):
             reading.as_text(content, "query", "query")
-
-
-def test_a_picture_is_refused_as_such() -> None:
+    no_part = "documents[1] has a content part that is not text; only text can be scored"
+    text: dict[str, Any] = {"type": "text"}
+    for part in ("x", text, text | {"text": 7}, {"type": "other", "text": "x"}, {"text": "x"}, None):
+        with _refused("documents", no_part):
+            reading.as_texts(["a", {"content": [PARTS[0], part]}], "documents")
     with _refused("documents", "documents[0] has a picture; only text can be read here"):
         reading.as_texts([{"image": "data:image/png;base64,AAAA"}], "documents")
 
@@ -110,7 +102,7 @@ def test_rank_fields_name_what_is_read_of_a_record() -> None:
         ([{"text": "a", "t": "b"}], [], ["a"]),
         ({"text": "a", "t": "b"}, None, ["a"]),
     ):
-        request = RerankRequest(query="q", documents=documents, rank_fields=fields)
+        request = RerankRequest(query={"text": "q"}, documents=documents, rank_fields=fields)
         assert reading.texts_to_rank(request, 9) == ("q", texts)
 
 
@@ -228,10 +220,6 @@ def test_texts_are_counted_before_they_are_read() -> None:
         assert (error.status, error.kind, error.param) == (413, "RequestTooLargeError", param)
 
 
-def test_token_ids_are_one_text() -> None:
-    assert reading.as_inputs([1, 2, 3, 4], 3) == [[1, 2, 3, 4]]
-
-
 TEXT = st.text(max_size=3)
 TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=3)
 
@@ -239,7 +227,7 @@ TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=3)
 @given(st.one_of(TEXT, st.lists(TEXT, min_size=1, max_size=3), TOKENS, st.lists(TOKENS, min_size=1)))
 def test_inputs_are_lists_of_texts_or_of_lists_of_tokens(value: Any) -> None:
     is_one = isinstance(value, str) or isinstance(value[0], int)
-    assert reading.as_inputs(value, 1000) == ([value] if is_one else value)
+    assert reading.as_inputs(value, 1 if is_one else len(value)) == ([value] if is_one else value)
 
 
 def test_nothing_else_is_an_input() -> None:
@@ -291,9 +279,6 @@ def test_an_error_names_the_fields_that_were_sent() -> None:
         request = ScoreRequest(queries="q", items=["d"], text_1="1", text_2="2")
         error = reading.in_its_words(reading.names_of(request), InvalidRequestError(message, param))
         assert (str(error), error.param) == (said, names)
-
-
-def test_an_error_names_the_one_query_of_a_request_to_rank() -> None:
     error = InvalidRequestError("documents[0] beside queries[0]", "queries")
     named = reading.in_its_words(("query", "texts"), error)
     assert (str(named), named.param) == ("texts[0] beside query", "query")
@@ -307,3 +292,80 @@ def test_roles_have_several_names() -> None:
         assert reading.input_type_of(name) == "document"
     with _refused("input_type", "input_type 'poem' is not known; use query or document"):
         reading.input_type_of("poem")
+
+
+DATA = "data:image/png;base64,AAAA"
+URL = "https://example.com/a.png"
+PICTURE, LINK = EncodedPicture(DATA), PictureUrl(URL)
+
+
+def test_parts_are_read_in_their_order() -> None:
+    for content, parts in (
+        ({"image": DATA}, [PICTURE]),
+        ({"image": "AAAA"}, [EncodedPicture("AAAA")]),
+        ({"image": URL}, [LINK]),
+        ({"image": {"url": URL}}, [LINK]),
+        ({"image": "file:///a.png"}, [PictureUrl("file:///a.png")]),
+        ({"text": "a", "image": DATA}, [PICTURE, "a"]),
+        ({"type": "image_url", "image_url": {"url": DATA}}, [PICTURE]),
+        ({"type": "input_image", "image_url": DATA}, [PICTURE]),
+        ({"content": [{"type": "image_url", "image_url": URL}, {"type": "text", "text": "a"}]}, [LINK, "a"]),
+        ({"content": ["a", {"image": DATA}, {"type": "input_text", "text": "b"}]}, ["a", PICTURE, "b"]),
+        ({"content": [{"type": "image_base64", "image_base64": DATA}]}, [PICTURE]),
+        ({"content": [{"text": "a", "image": "AAAA"}]}, [EncodedPicture("AAAA"), "a"]),
+        # Whatever a text looks like, it is a text.
+        ({"content": [{"type": "text", "text": URL}, {"image": DATA}]}, [URL, PICTURE]),
+    ):
+        assert has_pictures(content)
+        assert content_of(content, "documents[0]", "documents") == Content.of(parts)
+        assert reading.as_items([content], "documents") == [Content.of(parts)]
+
+
+def test_what_only_looks_like_a_picture_is_text() -> None:
+    for content in (
+        {"text": URL},
+        {"content": DATA},
+        {"content": [{"type": "text", "text": "a"}]},
+        {"content": None},
+    ):
+        assert not has_pictures(content)
+        assert reading.as_items([URL, DATA], "documents") == [URL, DATA]
+
+
+def test_what_is_no_picture_is_refused_by_its_name() -> None:
+    for content, message in (
+        ({"image": None, "image_url": 7}, "documents[0] has no picture"),
+        ({"image": DATA, "image_url": DATA}, "documents[0] has several pictures"),
+        ({"image_url": "AAAA"}, "documents[0] has a URL that cannot be read"),
+        ({"image": {"url": "AAAA"}}, "documents[0] has a URL that cannot be read"),
+        ({"image": {"bytes": "AAAA"}}, "documents[0] has no picture"),
+        ({"type": "image_url"}, "documents[0] is neither a text nor a picture"),
+        ({"type": "video_url", "video_url": URL}, "documents[0] is neither a text nor a picture"),
+        ({"content": [{"image": DATA}, 7]}, "documents[0].content[1] is neither a text nor a picture"),
+        ({"content": [{"image": DATA}, {}]}, "documents[0].content[1] is neither a text nor a picture"),
+        ({"content": [{"image": DATA}, {"type": "other", "text": "a"}]}, "neither a text nor a picture"),
+        ({"image": DATA, "content": []}, "has content parts and something beside them"),
+        ({"type": "image_url", "content": []}, "neither a text nor"),
+        ({"image": DATA, "content": [{"type": "text", "text": "a"}]}, "content parts and something beside"),
+        ({"text": "a", "content": [{"image": DATA}]}, "content parts and something beside"),
+        ({"text": "a", "video": URL}, "neither a text nor a picture"),
+        ({"text": "a", "image": DATA, "audio": URL}, "neither a text nor a picture"),
+    ):
+        with pytest.raises(InvalidRequestError) as raised:
+            reading.as_items([content], "documents")
+        assert message in str(raised.value)
+        assert raised.value.param == "documents"
+
+
+def test_an_object_of_pictures_alone_stands_for_a_list() -> None:
+    two = {"content": [{"image": DATA}, {"type": "image_url", "image_url": {"url": URL}}]}
+    assert each_picture(two) == two["content"]
+    assert reading.as_items(two, "documents") == [Content.of([PICTURE]), Content.of([LINK])]
+    assert reading.as_items([two], "documents") == [Content.of([PICTURE, LINK])]
+    for other in ({"content": [{"image": DATA}]}, {"content": [{"image": DATA}, "a"]}, "a", {"image": DATA}):
+        assert each_picture(other) is None
+
+
+def test_inputs_to_embed_may_have_pictures() -> None:
+    assert reading.as_inputs(["a", {"image": DATA}], 5) == ["a", Content.of([PICTURE])]
+    reading.check_token_ids([Content.of([PICTURE])], accepted=False)

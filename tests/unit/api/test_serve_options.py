@@ -80,18 +80,12 @@ def test_every_option_reaches_its_configuration(served: Captured) -> None:
             also = {"tls_cert": "cert"} if field.name == "tls_key" else {}
             arguments += [part for other in also for part in (flag(other), also[other])]
             served.clear()
-            result = CliRunner().invoke(main, ["serve", *arguments])
+            result = CliRunner().invoke(main, ["serve", "some/model", *arguments])
             assert result.exit_code == 7, result.output
-            expected: list[Any] = [EngineConfig(), ServerConfig()]
+            expected: list[Any] = [EngineConfig(model="some/model"), ServerConfig()]
             assert value != getattr(expected[index], field.name)
             expected[index] = dataclasses.replace(expected[index], **{field.name: value} | also)
             assert list(served[0][:2]) == expected
-
-
-def test_serve_takes_a_model_and_returns_the_servers_status(served: Captured) -> None:
-    result = CliRunner().invoke(main, ["serve", "some/model", "--port", "1"])
-    assert result.exit_code == 7
-    assert served[0][:2] == (EngineConfig(model="some/model"), ServerConfig(port=1))
 
 
 def test_serve_sets_up_logging_as_asked(served: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,39 +25,30 @@ def _state(**options: Any) -> Any:
 
 
 def test_work_is_taken_only_while_all_is_well() -> None:
-    for death, draining, healthy, phase, refusal in (
-        (None, False, False, "starting", EngineNotReadyError),
-        (None, False, True, "ok", None),
-        (None, True, True, "draining", EngineNotReadyError),
-        (None, True, False, "draining", EngineNotReadyError),
-        ("of old age", False, True, "dead", EngineDeadError),
-        ("of old age", True, False, "dead", EngineDeadError),
+    for death, draining, healthy, restarts, phase, refusal in (
+        (None, False, False, False, "starting", EngineNotReadyError),
+        (None, False, True, False, "ok", None),
+        (None, True, True, False, "draining", EngineNotReadyError),
+        (None, True, False, False, "draining", EngineNotReadyError),
+        ("of old age", False, True, False, "dead", EngineDeadError),
+        ("of old age", True, False, False, "dead", EngineDeadError),
+        (None, False, True, True, "ok", None),
+        ("of old age", False, False, True, "restarting", None),
+        ("of old age", True, False, True, "draining", None),
     ):
-        state = _state()
+        state = _state(restart_on_failure=restarts)
         assert state.draining is False
         state.engine.death, state.engine.is_healthy, state.draining = death, healthy, draining
         assert state.phase == phase
         assert state.is_ready is (phase == "ok")
-        if refusal is None:
+        if phase == "ok":
             state.check_ready()
-        else:
+        elif refusal is not None:
             message = "the server is starting or shutting down" if death is None else death
             with pytest.raises(refusal, match=f"^{message}$"):
                 state.check_ready()
-
-
-def test_an_engine_that_comes_back_is_not_dead() -> None:
-    for death, draining, phase in (
-        (None, False, "ok"),
-        ("of old age", False, "restarting"),
-        ("of old age", True, "draining"),
-    ):
-        state = _state(restart_on_failure=True)
-        state.engine.death, state.engine.is_healthy, state.draining = death, death is None, draining
-        assert state.phase == phase
-        assert state.is_ready is (phase == "ok")
         state.comes_back = False
-        assert state.phase == ("ok" if death is None else "dead")
+        assert state.phase == ("dead" if death else phase)
 
 
 def test_a_model_goes_by_the_served_name_and_its_own() -> None:

@@ -1,6 +1,7 @@
 """Vectors in all kinds of numbers: what is sent is what a client reads, as near as its numbers allow."""
 
 import base64
+import struct
 from typing import Any
 
 import numpy as np
@@ -86,3 +87,11 @@ def test_a_vector_a_text_is_a_row_in_a_file() -> None:
     tensors = load(file_of(list(rows), "float32", {}))
     np.testing.assert_array_equal(tensors["embeddings"].numpy(), rows)
     assert tensors["lengths"].tolist() == [1, 1, 1, 1]
+
+
+def test_base64_is_little_endian_whatever_the_machines_order_is() -> None:
+    rows = np.array([[1, -2.5], [0.25, 3]])
+    expected = base64.b64encode(struct.pack("<4f", 1, -2.5, 0.25, 3)).decode()
+    for order in ("<f4", ">f4"):
+        for laid_out in (rows.astype(order), np.asfortranarray(rows.astype(order))):
+            assert encoded(laid_out, "float32", as_base64=True).data == expected

@@ -92,6 +92,17 @@ async def _dying(engine: "StandIn", comes_back: bool = True) -> None:
     await asyncio.sleep(10)
 
 
+def _deadly(deaths: list["StandIn"], most: int, comes_back: bool = True) -> Any:
+    """Engines die of the first `most` questions, and are noted."""
+
+    async def die(engine: "StandIn", question: object) -> None:
+        if len(deaths) < most:
+            deaths.append(engine)
+            await _dying(engine, comes_back)
+
+    return die
+
+
 class StandIn:
     """Scores each document by its length. `before` is awaited before each answer, and may raise; and so is
     `before_encoding` where a query is to be encoded."""
@@ -208,30 +219,8 @@ async def test_what_a_listwise_model_reads_together_stays_together(tmp_path: Pat
         assert sorted(len(engine.asked) for engine in engines) == [0, 1]
 
 
-async def test_the_parts_of_an_engine_that_dies_go_to_another(tmp_path: Path) -> None:
-    died = []
-
-    async def die_once(engine: StandIn, question: Score) -> None:
-        if not died:
-            died.append(engine)
-            await _dying(engine, comes_back=False)
-
-    async with fleet(tmp_path, 3, die_once) as (front, _):
-        documents = _documents(60)
-        result = await front.score("q", documents)
-        assert result.scores == [float(len(text)) for text in documents]
-        assert len(died) == 1
-
-
 async def test_documents_that_belong_together_are_never_parted(tmp_path: Path) -> None:
-    deaths = []
-
-    async def die_twice(engine: StandIn, question: Score) -> None:
-        if len(deaths) < 2:
-            deaths.append(engine)
-            await _dying(engine)
-
-    async with fleet(tmp_path, 2, die_twice) as (front, engines):
+    async with fleet(tmp_path, 2, _deadly([], most=2)) as (front, engines):
         documents = _documents(20)
         result = await front.score(["a"] * 20, documents)
         assert result.scores == [float(len(text)) for text in documents]
@@ -265,21 +254,10 @@ async def test_a_number_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
         assert (await front.score("q", ["abc"])).scores == [3.0]
 
 
-def test_where_an_engine_runs_decides_no_scores() -> None:
-    def engine(**changes: object) -> Engine:
-        facts = replace(_introduction("f").facts, **changes)
-        return cast("Engine", SimpleNamespace(facts=facts, config=EngineConfig()))
-
-    one = fingerprint_of(engine(device="cuda:0", findings=("1.3e-07",)))
-    assert one == fingerprint_of(engine(device="cuda:1", findings=("1.4e-07",)))
-    assert one != fingerprint_of(engine(precision="bfloat16"))
-
-
 def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
-    def of(**options: Any) -> str:
-        return fingerprint_of(
-            cast("Engine", SimpleNamespace(facts=_introduction("f").facts, config=EngineConfig(**options)))
-        )
+    def of(facts: dict[str, Any] | None = None, **options: Any) -> str:
+        stated = replace(_introduction("f").facts, **(facts or {}))
+        return fingerprint_of(cast("Engine", SimpleNamespace(facts=stated, config=EngineConfig(**options))))
 
     scored = {
         "model": "a/b", "revision": "r", "dtype": "bfloat16", "cutoff_layer": 2, "query_prompt": "q: ",
@@ -287,9 +265,10 @@ def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
         "document_prompt": "d: ", "instruction": "i", "score_template": "{{ query }}", "calibration": "c",
         "doc_token_pooling": 2.0, "hybrid_weights": "1,0,0", "cache_precision": "int8", "dimensions": 8,
     }  # fmt: skip
-    fingerprints = [of(), *(of(**{name: value}) for name, value in scored.items())]
+    fingerprints = [of(), of({"precision": "bfloat16"}), *(of(**{name: scored[name]}) for name in scored)]
     assert len(set(fingerprints)) == len(fingerprints)
     assert of() == of(threads=3, max_batch_tokens=99, cache_mb=7, device="cpu", max_wait_seconds=1.0)
+    assert of() == of({"device": "cuda:1", "findings": ("1.4e-07",)})
 
 
 async def test_a_poisonous_document_kills_three_and_fails_alone(tmp_path: Path) -> None:
@@ -514,14 +493,11 @@ async def test_cross_encoders_get_the_query_as_it_came(tmp_path: Path) -> None:
 
 
 async def test_where_the_encoding_engine_dies_another_encodes(tmp_path: Path) -> None:
-    died = []
-
-    async def die_once(engine: StandIn, question: messages.EncodeQuery) -> None:
-        if not died:
-            died.append(engine)
-            await _dying(engine, comes_back=False)
-
-    async with fleet(tmp_path, 3, before_encoding=die_once) as (front, engines):
+    died: list[StandIn] = []
+    async with fleet(tmp_path, 3, before_encoding=_deadly(died, most=1, comes_back=False)) as (
+        front,
+        engines,
+    ):
         documents = _documents(60)
         result = await front.score("q", documents)
         assert result.scores == [float(len(text)) for text in documents]
@@ -530,13 +506,8 @@ async def test_where_the_encoding_engine_dies_another_encodes(tmp_path: Path) ->
 
 
 async def test_a_query_that_kills_engines_kills_three(tmp_path: Path) -> None:
-    deaths = []
-
-    async def die(engine: StandIn, question: messages.EncodeQuery) -> None:
-        deaths.append(engine)
-        await _dying(engine)
-
-    async with fleet(tmp_path, 2, before_encoding=die) as (front, _):
+    deaths: list[StandIn] = []
+    async with fleet(tmp_path, 2, before_encoding=_deadly(deaths, most=9)) as (front, _):
         with pytest.raises(RequestFailedError, match="while they encoded the query"):
             await front.score("q", _documents(60))
         assert len(deaths) == 3

@@ -70,45 +70,30 @@ async def test_messages_are_read_as_the_template_writes_them(
     np.testing.assert_array_equal(np.array(vectors, dtype=np.float32).reshape(expected.shape), expected)
 
 
-async def test_special_tokens_can_be_added(engine: RecordingEngine) -> None:
+async def test_special_tokens_and_content_parts_are_read(engine: RecordingEngine) -> None:
     caller = Caller(engine)
     await caller.json("/v1/embeddings", {"messages": MESSAGES[1:], "add_special_tokens": True})
     assert engine.calls[-1][1] == (["<|im_start|>user\nOpen a file.<|im_end|>\n"],)
-
-
-async def test_content_parts_are_text(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
-    parts = [{"type": "text", "text": "Open a file."}]
-    for content in ("Open a file.", parts):
+    for content in ("Open a file.", [{"type": "text", "text": "Open a file."}]):
         await caller.json("/v1/embeddings", {"messages": [{"role": "user", "content": content}]})
-    first, second = (texts for _, texts, _ in engine.calls)
-    assert first == second
+    assert engine.calls[-1][1] == engine.calls[-2][1]
 
 
-@pytest.mark.parametrize(
-    ("body", "message", "param"),
-    [
+async def test_what_cannot_be_read_is_refused(engine: RecordingEngine) -> None:
+    pictures = [{"role": "user", "content": [{"type": "image_url"}]}]
+    for body, message, param in (
         ({"messages": []}, "messages is empty", "messages"),
         ({"messages": MESSAGES, "input": "a"}, "exclude each other", "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "no such role", "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "neither a text nor",
-            "messages",
-        ),
+        ({"messages": pictures}, "neither a text nor", "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing", "messages"),
         ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "cannot be chosen", "chat_template"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "cannot be", "chat_template_kwargs"),
         ({}, "input is missing", "input"),
-    ],
-)
-async def test_what_cannot_be_read_is_refused(
-    engine: RecordingEngine, body: dict[str, Any], message: str, param: str
-) -> None:
-    status, error = await Caller(engine).error("/v1/embeddings", body)
-    assert status == 400
-    assert message in error["message"]
-    assert error["param"] == param
+    ):
+        status, error = await Caller(engine).error("/v1/embeddings", body)
+        assert (status, error["param"]) == (400, param)
+        assert message in error["message"]
 
 
 async def test_too_many_messages_are_refused(engine: RecordingEngine) -> None:

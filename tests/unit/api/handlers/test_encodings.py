@@ -1,4 +1,4 @@
-"""One vector of a text's token vectors, over HTTP and from the cache."""
+"""One vector of a text's token vectors, or one for each of its chunks, over HTTP and from the cache."""
 
 import json
 from typing import Any
@@ -53,20 +53,28 @@ async def test_the_parameters_of_an_answer_can_be_sent_again(caller: Caller) -> 
 
 
 async def test_a_wrong_request_is_refused(caller: Caller) -> None:
-    for path, more, param in (
-        ("/v1/embeddings", {"input_type": None}, "input_type"),
-        ("/v1/embeddings", {"dimensions": 8}, "dimensions"),
-        ("/v1/embeddings", {"late_chunking": True}, "late_chunking"),
-        ("/v1/embeddings", {"muvera": {"d_proj": 385}}, "muvera"),
-        ("/v1/embeddings", {"muvera": {"k_sim": 13}}, "muvera"),
-        ("/v1/embeddings", {"encoding": None, "muvera": {"k_sim": 3}}, "muvera"),
-        ("/v1/embeddings", {"encoding": "other"}, "encoding"),
-        ("/v1/multi-vector", {}, "encoding"),
-        ("/pooling", {"task": "token_embed"}, "encoding"),
+    encoded = {"input": TEXTS, "encoding": "muvera", "input_type": "document"}
+    chunked = {"input": "ab", "late_chunking": True}
+    for path, body, param in (
+        ("/v1/embeddings", encoded | {"input_type": None}, "input_type"),
+        ("/v1/embeddings", encoded | {"dimensions": 8}, "dimensions"),
+        ("/v1/embeddings", encoded | {"late_chunking": True}, "late_chunking"),
+        ("/v1/embeddings", encoded | {"muvera": {"d_proj": 385}}, "muvera"),
+        ("/v1/embeddings", encoded | {"muvera": {"k_sim": 13}}, "muvera"),
+        ("/v1/embeddings", encoded | {"encoding": None, "muvera": {"k_sim": 3}}, "muvera"),
+        ("/v1/multi-vector", encoded, "encoding"),
+        ("/pooling", encoded | {"task": "token_embed"}, "encoding"),
+        ("/v1/embeddings", {"input": ["a", "b"], "chunks": [[0, 1]]}, "chunks"),
+        ("/v1/embeddings", chunked | {"chunks": [[0, 1]], "late_chunking": False}, "chunks"),
+        ("/v1/embeddings", chunked | {"chunks": [[0, 3]]}, "chunks"),
+        ("/v1/embeddings", chunked | {"chunks": []}, "chunks"),
+        ("/v1/embeddings", chunked | {"input": ["a", " "]}, "input"),
+        ("/v1/embeddings", chunked | {"input": "word " * 300}, "input"),
+        ("/v1/embeddings", chunked | {"truncate_prompt_tokens": 10}, "truncate_prompt_tokens"),
+        ("/v1/multi-vector", chunked, "late_chunking"),
+        ("/pooling", chunked | {"task": "token_embed"}, "late_chunking"),
     ):
-        status, error = await caller.error(
-            path, {"input": TEXTS, "encoding": "muvera", "input_type": "document", **more}
-        )
+        status, error = await caller.error(path, body)
         assert status == 400
         assert error["param"].startswith(param)
 
@@ -80,16 +88,8 @@ async def test_an_answer_has_no_more_numbers_than_there_is_room_for(engine: Reco
     assert "room for 455" in error["message"]
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        "float32",
-        pytest.param("bfloat16", marks=pytest.mark.exhaustive),
-        pytest.param("int8", marks=pytest.mark.exhaustive),
-    ],
-)
-async def test_cached_token_vectors_give_the_same_vectors(precision: Any) -> None:
-    config = EngineConfig(dtype="float32", threads=1, cache_precision=precision)
+async def test_cached_token_vectors_give_the_same_vectors() -> None:
+    config = EngineConfig(dtype="float32", threads=1, cache_precision="float32")
     options: dict[str, Any] = {"encoding": Muvera(**SMALL)}
     async with Engine(config) as engine:
         run = await engine.embed(TEXTS, input_type="document", **options)
@@ -119,3 +119,33 @@ async def test_a_model_that_compares_one_vector_a_text_is_refused() -> None:
     async with Engine(EngineConfig(score_type="bi-encoder", threads=1)) as engine:
         with pytest.raises(InvalidRequestError, match="late interaction"):
             await engine.embed("a", encoding="muvera", input_type="document")
+
+
+CHUNKS = ["Berlin is the capital of Germany. ", "It lies on the Spree", " and has many lakes."]
+
+
+async def test_chunks_come_as_texts_or_by_their_characters(caller: Caller) -> None:
+    ends = np.cumsum([len(chunk) for chunk in CHUNKS]).tolist()
+    spans = [*zip([0, *ends], ends, strict=False)]
+    by_text = await caller.json("/v1/embeddings", {"input": CHUNKS, "late_chunking": True})
+    by_character = await caller.json(
+        "/v1/embeddings", {"input": "".join(CHUNKS), "late_chunking": True, "chunks": spans}
+    )
+    whole = await caller.json("/v1/embeddings", {"input": "".join(CHUNKS)})
+    alone = await caller.json("/v1/embeddings", {"input": CHUNKS, "late_chunking": False})
+    vectors = [np.array([item["embedding"] for item in answer["data"]]) for answer in (by_text, by_character)]
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-6)
+    assert [item["index"] for item in by_text["data"]] == [0, 1, 2]
+    assert by_text["usage"] == whole["usage"]
+    assert np.abs(vectors[0] - [item["embedding"] for item in alone["data"]]).max() > 0.01
+    short = await caller.json("/v1/embeddings", {"input": CHUNKS, "late_chunking": True, "dimensions": 8})
+    cut = vectors[0][:, :8]
+    expected = cut / np.linalg.norm(cut, axis=1, keepdims=True)
+    np.testing.assert_allclose([item["embedding"] for item in short["data"]], expected, atol=1e-6)
+
+
+async def test_more_chunks_than_texts_may_be_sent_are_refused(engine: RecordingEngine) -> None:
+    caller = Caller(engine, max_documents=2)
+    body = {"input": "a b c", "late_chunking": True, "chunks": [[0, 1], [2, 3], [4, 5]]}
+    status, _ = await caller.error("/v1/embeddings", body)
+    assert status == 413

@@ -1,19 +1,26 @@
-"""Routes, methods and answers, without a web server."""
+"""Routes, methods and answers, without a web server, and /openapi.json, which is true of them."""
 
+import json
+import re
 from typing import Any
 
+import jsonschema
 import pytest
+import pytest_asyncio
 
-from maxsimd.api import answer as answers
 from maxsimd.api.handlers.operating import MODEL_PATH
 from maxsimd.api.handlers.routes import ROUTES
 from maxsimd.engine.runtime import Running
-from tests.unit.calling_handlers import GOOD, POSTED, RERANK, Caller, RecordingEngine, error_of, expected
-
-
-@pytest.fixture
-def caller(engine: RecordingEngine) -> Caller:
-    return Caller(engine, max_body_mb=1, max_documents=10)
+from tests.unit.calling_handlers import (
+    GOOD,
+    POSTED,
+    REFUSING,
+    RERANK,
+    Caller,
+    RecordingEngine,
+    error_of,
+    expected,
+)
 
 
 async def test_every_route_has_a_request_here() -> None:
@@ -38,13 +45,7 @@ async def test_an_unknown_path_is_a_404(caller: Caller) -> None:
         *("/v1/v1/v1/score", "/v1/nope", "/v3/rerank"),
     ):
         answer = await caller.post(path, RERANK)
-        assert answer.status == 404, path
-        assert error_of(answer) == {
-            "message": "there is no such route; GET /docs has those there are",
-            "type": "NotFoundError",
-            "param": None,
-            "code": 404,
-        }
+        assert (answer.status, error_of(answer)["type"]) == (404, "NotFoundError"), path
 
 
 async def test_a_wrong_method_is_a_405_that_names_the_right_ones(caller: Caller) -> None:
@@ -57,12 +58,7 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_ones(caller: Caller)
         for method in {"GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"} - set(allowed.split(", ")):
             answer = await caller.ask(method, path)
             assert (answer.status, answer.headers["Allow"]) == (405, allowed), path
-            assert error_of(answer) == {
-                "message": f"this route takes {allowed}",
-                "type": "MethodNotAllowedError",
-                "param": None,
-                "code": 405,
-            }
+            assert error_of(answer)["message"] == f"this route takes {allowed}"
 
 
 # Each route with a body, and how many items its answer has, or as much text as that many items.
@@ -82,21 +78,11 @@ ITEMS: list[tuple[str, Any, int]] = [
 ]
 
 
-async def test_every_route_says_how_large_its_answer_is(
-    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caller = Caller(engine)
-    given: list[int] = []
-
-    async def aside(function: Any, work: int) -> Any:
-        given.append(work)
-        return function()
-
-    monkeypatch.setattr(answers, "aside", aside)
+async def test_every_route_says_how_large_its_answer_is(caller: Caller, answer_sizes: list[int]) -> None:
     for path, body, items in ITEMS:
-        given.clear()
+        answer_sizes.clear()
         await caller.json(path, body)
-        assert given == [items], path
+        assert answer_sizes == [items], path
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/embeddings"])
@@ -115,3 +101,65 @@ async def test_results_are_answered_though_the_engine_died_since(
     monkeypatch.setattr(Running, "run", die)
     assert (await caller.post(path, body)).status == 200
     assert (await caller.post(path, body)).status == 503
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def page(engine: RecordingEngine) -> Any:
+    return json.loads((await Caller(engine).ask("GET", "/openapi.json")).body)
+
+
+def _validator(page: Any, schema: Any) -> Any:
+    return jsonschema.Draft202012Validator({**schema, "components": page["components"]})
+
+
+async def test_openapi_has_every_route(page: Any) -> None:
+    described = {(path, method.upper()) for path, methods in page["paths"].items() for method in methods}
+    offered = {(path, method) for path, methods in ROUTES.items() for method in methods if method != "HEAD"}
+    assert described == offered
+    names = [operation["operationId"] for methods in page["paths"].values() for operation in methods.values()]
+    assert len(set(names)) == len(names)
+
+
+async def test_openapis_references_and_schemas_are_valid(page: Any) -> None:
+    for name in re.findall(r"#/components/schemas/(\w+)", json.dumps(page)):
+        assert name in page["components"]["schemas"]
+    for schema in page["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+async def test_requests_and_answers_fit_their_schemas(engine: RecordingEngine, page: Any) -> None:
+    for method, path in (each for each in GOOD if each[1] not in REFUSING):
+        operation = page["paths"][path][method.lower()]
+        body = GOOD[method, path]
+        if body is not None:
+            sent = operation["requestBody"]["content"]["application/json"]["schema"]
+            _validator(page, sent).validate(body)
+        answer = await Caller(engine).ask(method, path, body)
+        described = operation["responses"][str(answer.status)]
+        if not answer.body:
+            assert "content" not in described, path
+            continue
+        kind = answer.headers["Content-Type"].partition(";")[0]
+        schema = described["content"][kind]
+        if kind == "application/json":
+            _validator(page, schema["schema"]).validate(json.loads(answer.body))
+
+
+async def test_errors_fit_openapis_schema(engine: RecordingEngine, page: Any) -> None:
+    schema = page["paths"]["/rerank"]["post"]["responses"]["default"]["content"]["application/json"]["schema"]
+    for body in ({}, {"query": 7}, []):
+        answer = await Caller(engine).ask("POST", "/rerank", body)
+        _validator(page, schema).validate(json.loads(answer.body))
+
+
+async def test_a_wrong_request_does_not_fit_its_schema(page: Any) -> None:
+    schema = page["paths"]["/rerank"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    validator = _validator(page, schema)
+    assert not validator.is_valid({"query": 7, "documents": ["d"]})
+    assert not validator.is_valid({"documents": ["d"]})
+    assert validator.is_valid({"query": "q", "documents": ["d", {"text": "e"}], "top_n": None})
+
+
+async def test_openapi_describes_models_by_their_names(page: Any) -> None:
+    (parameter,) = page["paths"][MODEL_PATH]["get"]["parameters"]
+    assert (parameter["name"], parameter["in"], parameter["required"]) == ("name", "path", True)

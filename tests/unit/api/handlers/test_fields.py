@@ -235,7 +235,7 @@ ANSWERED = {
     # Of a chat.
     *("messages", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
 }
-# Fields of one vector a text: tested in test_late_chunking and test_encodings.
+# Fields of one vector a text: tested in test_encodings.
 ONE_VECTOR = {"late_chunking", "chunks", "encoding", "muvera"}
 # Fields that hold the texts: tested below.
 TEXTS = {
@@ -421,56 +421,37 @@ async def test_a_missing_field_is_a_400_that_names_it(caller: Caller) -> None:
             assert (status, error["param"], error["message"]) == (400, field, f"{field} is missing"), path
 
 
-async def test_the_message_says_where_and_what(caller: Caller) -> None:
-    for body, message, param in (
-        ({"query": 7}, "query: expected `str | object`, got `int`", "query"),
-        ({"documents": ["a", 7]}, "documents[1]: expected `str | object`, got `int`", "documents"),
-        ({"top_n": -1}, "top_n: expected `int` >= 0", "top_n"),
-    ):
-        status, error = await caller.error("/rerank", RERANK_BODY | body)
-        assert (status, error["message"], error["param"]) == (400, message, param)
-
-
-SETTINGS: list[tuple[str, dict[str, Any], Truncation]] = [
-    ("truncate", {}, CUT_LONG),
-    ("error", {}, REFUSE),
-    ("error", {"long_documents": "truncate"}, CUT_LONG),
-    ("window", {"long_documents": "error"}, REFUSE),
-    ("error", {"truncate_prompt_tokens": 7}, Truncation(max_tokens=7)),
-]
-TEI_SETTINGS: list[tuple[str, dict[str, Any], Truncation]] = [
-    ("truncate", {}, CUT_LONG),
-    ("error", {}, REFUSE),
-    ("window", {"truncate": True}, CUT_LONG),
-    ("window", {"truncate": False}, REFUSE),
-    ("error", {"truncate": True}, CUT_LONG),
-]
-
-
-@pytest.mark.parametrize("name", [*TRUNCATING, *TEI])
-async def test_long_documents_of_the_server_hold_by_default(caller: Caller, name: str) -> None:
-    are_scored = name in (*SCORING, "predict")
-    windowed = ("window", {}, WINDOW_LONG if are_scored else CUT_LONG)
-    path, body, *_ = PLAIN[name]
-    for setting, added, truncation in (*(TEI_SETTINGS if name in TEI else SETTINGS), windowed):
-        one = Caller(caller.engine, long_documents=setting)
-        await one.post(path, body | added)
-        assert one.engine.calls[0][2]["truncation"] == truncation, (setting, added)
+async def test_long_documents_of_the_server_hold_by_default(caller: Caller) -> None:
+    for name in (*TRUNCATING, *TEI):
+        windowed = WINDOW_LONG if name in (*SCORING, "predict") else CUT_LONG
+        path, body, *_ = PLAIN[name]
+        for setting, truncation in (("truncate", CUT_LONG), ("error", REFUSE), ("window", windowed)):
+            one = Caller(caller.engine, long_documents=setting)
+            await one.post(path, body)
+            assert one.engine.calls[0][2]["truncation"] == truncation, (name, setting)
 
 
 async def test_a_model_may_be_named_by_either_name_and_no_other(caller: Caller) -> None:
+    caller = Caller(caller.engine, served_model_name=("mine",))
     for path in POSTED:
-        caller = Caller(caller.engine, served_model_name=("mine",))
         body = GOOD["POST", path]
         usual = (await caller.post(path, body)).status
         for name in ("mine", "all-MiniLM-L6-v2", "default/not-specified", "", None):
             assert (await caller.post(path, body | {"model": name})).status == usual
-        assert await caller.error(path, body | {"model": "nope"}) == (
-            404,
-            {
-                "message": "The model `nope` does not exist; served here: `mine`.",
-                "type": "NotFoundError",
-                "param": "model",
-                "code": 404,
-            },
-        )
+        status, error = await caller.error(path, body | {"model": "nope"})
+        assert (status, error["type"], error["param"]) == (404, "NotFoundError", "model")
+
+
+async def test_token_ids_need_a_server_that_accepts_them(engine: RecordingEngine) -> None:
+    caller, accepting = Caller(engine), Caller(engine, accept_token_ids=True)
+    for path in ("/v1/embeddings", "/pooling", "/classify"):
+        for given in ("a", ["a", "b"]):
+            await caller.post(path, {"input": given})
+            assert engine.calls[-1][1] == ([given] if isinstance(given, str) else given,)
+        for ids in ([101, 102], [[101], [101, 102]]):
+            engine.calls.clear()
+            status, error = await caller.error(path, {"input": ids})
+            assert (status, error["param"], engine.calls) == (400, "input", [])
+            assert "--accept-token-ids" in error["message"]
+            await accepting.post(path, {"input": ids})
+            assert engine.calls[0][1] == (ids if isinstance(ids[0], list) else [ids],)

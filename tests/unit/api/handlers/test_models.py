@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,26 +62,32 @@ def _models(setups: dict[str, EngineConfig], folder: str | None = None) -> Sever
     return SeveralModels(Engines(setups), configured, loadable, grace=0.2)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def asking(checkpoints: SharedCheckpoints, keys: Path) -> AsyncIterator[Asking]:
-    reranker = checkpoints(cross_encoders.bert)
-    models = _models(
-        {
-            "embed": EngineConfig(score_type="bi-encoder", **OPTIONS),
-            "rerank": EngineConfig(model=reranker, **OPTIONS),
-            "broken": EngineConfig(model="/nowhere", **OPTIONS),
-        },
-        str(Path(reranker).parent),
-    )
-    asking = Asking(models, keys)
+@asynccontextmanager
+async def serving(
+    setups: dict[str, EngineConfig], keys: Path, folder: str | None = None
+) -> AsyncIterator[Asking]:
+    models = _models(setups, folder)
     await models.start()
-    yield asking
-    await models.stop(0)
+    try:
+        yield Asking(models, keys)
+    finally:
+        await models.stop(0)
 
 
-@pytest.fixture
-def folder_name(checkpoints: SharedCheckpoints) -> Iterator[str]:
-    return iter([Path(checkpoints(cross_encoders.bert)).name])
+@pytest.fixture(scope="module")
+def reranker(checkpoints: SharedCheckpoints) -> EngineConfig:
+    return EngineConfig(model=checkpoints(cross_encoders.bert), **OPTIONS)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def asking(reranker: EngineConfig, keys: Path) -> AsyncIterator[Asking]:
+    setups = {
+        "embed": EngineConfig(score_type="bi-encoder", **OPTIONS),
+        "rerank": reranker,
+        "broken": EngineConfig(model="/nowhere", **OPTIONS),
+    }
+    async with serving(setups, keys, str(Path(str(reranker.model)).parent)) as asking:
+        yield asking
 
 
 async def test_requests_go_to_the_named_or_the_fitting_model(asking: Asking) -> None:
@@ -149,27 +156,22 @@ async def test_an_unloaded_model_fails_only_its_own_requests(asking: Asking) -> 
 async def test_a_cascade_is_the_two_calls_by_hand(asking: Asking) -> None:
     first = (await asking.json("/rerank", {**BODY, "model": "embed", "top_n": 3}))["results"]
     best = [document["index"] for document in first]
-    by_hand = await asking.json(
-        "/rerank", {"query": "cat", "documents": [DOCUMENTS[i] for i in best], "model": "rerank"}
-    )
+    kept = {"query": "cat", "documents": [DOCUMENTS[i] for i in best], "model": "rerank"}
+    by_hand = await asking.json("/rerank", kept)
+    expected = [{**one, "index": best[one["index"]], "model": "rerank"} for one in by_hand["results"]]
     for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/invocations"):
         found = await asking.json(path, {**BODY, "cascade": CASCADE})
-        assert [(one["index"], one["relevance_score"]) for one in found["results"]] == [
-            (best[one["index"]], one["relevance_score"]) for one in by_hand["results"]
-        ]
-        assert {one["model"] for one in found["results"]} == {found["model"]} == {"rerank"}
-        assert [one["document"]["text"] for one in found["results"]] == [
-            one["document"]["text"] for one in by_hand["results"]
-        ]
-        assert [(stage["model"], stage["documents"]) for stage in found["stages"]] == [
-            ("embed", 6),
-            ("rerank", 3),
-        ]
+        assert found["results"] == expected
+        assert found["model"] == "rerank"
+        stages = [(stage["model"], stage["documents"]) for stage in found["stages"]]
+        assert stages == [("embed", 6), ("rerank", 3)]
         assert all(stage["milliseconds"] > 0 for stage in found["stages"])
         assert found["score_scale"] == by_hand["score_scale"]
-    few = await asking.json("/rerank", {**BODY, "cascade": CASCADE, "top_n": 1, "return_documents": False})
-    assert [one["index"] for one in few["results"]] == [best[by_hand["results"][0]["index"]]]
-    assert "document" not in few["results"][0]
+    (few,) = (
+        await asking.json("/rerank", {**BODY, "cascade": CASCADE, "top_n": 1, "return_documents": False})
+    )["results"]
+    assert few["index"] == expected[0]["index"]
+    assert "document" not in few
 
 
 async def test_what_is_no_cascade_is_refused(asking: Asking) -> None:
@@ -209,14 +211,9 @@ async def test_a_stages_errors_say_which_it_is(asking: Asking) -> None:
         assert await asking.error("/rerank", {**BODY, "cascade": stages}) == (400, message)
 
 
-async def test_an_ambiguous_name_is_refused_until_one_is_dropped(
-    checkpoints: SharedCheckpoints, keys: Path
-) -> None:
-    path = checkpoints(cross_encoders.bert)
-    names = ("a", "100% %2F b")
-    asking = Asking(_models({name: EngineConfig(model=path, **OPTIONS) for name in names}), keys)
-    await asking.models.start()
-    try:
+async def test_an_ambiguous_name_is_refused_until_one_is_dropped(reranker: EngineConfig, keys: Path) -> None:
+    path = str(reranker.model)
+    async with serving(dict.fromkeys(("a", "100% %2F b"), reranker), keys) as asking:
         assert await asking.error("/rerank", {**BODY, "model": path}) == (
             404,
             f"several models are `{path}`; say which you mean by its name: `a`, `100% %2F b`",
@@ -228,8 +225,6 @@ async def test_an_ambiguous_name_is_refused_until_one_is_dropped(
         assert (await asking.json("/rerank", {**BODY, "model": path}))["model"] == "a"
         health = json.loads((await asking("GET", "/health")).body)
         assert health == {"status": "ok", "models": {"ready": 1, "of": 1}}
-    finally:
-        await asking.models.stop(0)
 
 
 async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) -> None:
@@ -267,8 +262,8 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
     assert (refused.status, refused.headers["Allow"]) == (405, "DELETE, GET, HEAD, POST")
 
 
-async def test_only_an_admin_loads_and_drops_models(asking: Asking, folder_name: Iterator[str]) -> None:
-    name = next(folder_name)
+async def test_only_an_admin_loads_and_drops_models(asking: Asking, reranker: EngineConfig) -> None:
+    name = Path(str(reranker.model)).name
     for method in ("POST", "DELETE"):
         status, message = await asking.error(f"/v1/models/{name}", None, method, "user")
         assert (status, "admin=yes" in message) == (403, True)
@@ -325,13 +320,10 @@ async def test_dropping_a_model_fails_only_its_waiting_requests(
 
 
 async def test_a_dead_model_is_reloaded_and_the_last_death_is_final(
-    checkpoints: SharedCheckpoints, keys: Path
+    reranker: EngineConfig, keys: Path
 ) -> None:
-    reranker = EngineConfig(model=checkpoints(cross_encoders.bert), **OPTIONS)
-    models = _models({"a": reranker, "b": reranker})
-    asking = Asking(models, keys)
-    await models.start()
-    try:
+    async with serving({"a": reranker, "b": reranker}, keys) as asking:
+        models = asking.models
         expected = (await asking.json("/rerank", {**BODY, "model": "b"}))["results"]
         _kill(models, "a")
         status, message = await asking.error("/rerank", {**BODY, "cache": "bypass"})
@@ -349,8 +341,6 @@ async def test_a_dead_model_is_reloaded_and_the_last_death_is_final(
         await until(lambda: asking.state.phase == "dead")
         with pytest.raises(EngineDeadError):
             asking.state.check_ready()
-    finally:
-        await models.stop(0)
 
 
 def _kill(models: SeveralModels, name: str) -> None:

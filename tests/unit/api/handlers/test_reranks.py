@@ -88,64 +88,50 @@ async def test_infinitys_card_of_a_model(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/rerank", {"query": QUERY, "texts": DOCUMENTS}),
-        ("/infinity/rerank", {"query": QUERY, "documents": DOCUMENTS}),
-        ("/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_k": 1}),
-        ("/v1/reranking", {"query": QUERY, "input": DOCUMENTS}),
-        ("/v1/ranking", {"query": QUERY, "passages": DOCUMENTS}),
-    ],
+    "option", [{"stream": True}, {"explain": True}, {"on_timeout": "partial"}, {"on_error": "report"}]
 )
-@pytest.mark.parametrize("option", [{"on_timeout": "partial"}, {"on_error": "report"}])
-async def test_what_has_no_place_in_a_shape_is_refused(
-    caller: Caller, path: str, body: dict[str, Any], option: dict[str, str]
-) -> None:
-    status, error = await caller.error(path, body | option)
-    assert (status, error["param"]) == (400, next(iter(option)))
+async def test_what_has_no_place_in_a_shape_is_refused(caller: Caller, option: dict[str, Any]) -> None:
+    for path, body in (
+        ("/rerank", {"texts": DOCUMENTS}),
+        ("/infinity/rerank", {"documents": DOCUMENTS}),
+        ("/rerank", {"documents": DOCUMENTS, "top_k": 1}),
+        ("/v1/reranking", {"input": DOCUMENTS}),
+        ("/v1/ranking", {"passages": DOCUMENTS}),
+    ):
+        status, error = await caller.error(path, {"query": QUERY} | body | option)
+        assert (status, error["param"]) == (400, next(iter(option))), path
 
 
 async def test_errors_are_in_the_words_of_the_request(caller: Caller) -> None:
-    for path, body, name in (
-        ("/rerank", {"query": QUERY, "documents": []}, "documents"),
-        ("/rerank", {"query": QUERY, "texts": []}, "texts"),
-        ("/v1/reranking", {"query": QUERY, "input": []}, "input"),
-        ("/v1/ranking", {"query": QUERY, "passages": []}, "passages"),
-        ("/infinity/rerank", {"query": QUERY, "documents": []}, "documents"),
+    for path, body, name, message in (
+        ("/score", {"queries": [], "documents": "d"}, "queries", "queries is empty; give at least one text"),
+        ("/score", {"text_1": ["q", "r"], "text_2": ["b"] * 3}, "text_2", "there are 2 queries and 3"),
+        ("/rerank", {"query": QUERY, "documents": []}, "documents", "documents is empty"),
+        ("/rerank", {"query": QUERY, "texts": []}, "texts", "texts is empty"),
+        ("/v1/reranking", {"query": QUERY, "input": []}, "input", "input is empty"),
+        ("/v1/ranking", {"query": QUERY, "passages": []}, "passages", "passages is empty"),
+        ("/infinity/rerank", {"query": QUERY, "documents": []}, "documents", "documents is empty"),
     ):
         status, error = await caller.error(path, body)
         assert (status, error["param"]) == (400, name)
-        assert error["message"].startswith(f"{name} is empty")
+        assert message in error["message"]
 
 
 async def test_scores_below_a_threshold_are_left_out(caller: Caller, ranked: RerankResult) -> None:
     best, second = ranked.results[0], ranked.results[1]
     for threshold, count in ((best.score, 1), (second.score, 2), (best.score + 1, 0), (-1e3, 3)):
-        body = {"query": QUERY, "documents": DOCUMENTS, "score_threshold": threshold}
-        assert len((await caller.json("/rerank", body))["results"]) == count
-        scored = await caller.json("/score", body | {"queries": QUERY})
-        assert {item["index"] for item in scored["data"]} == {one.index for one in ranked.results[:count]}
+        body = {"queries": QUERY, "documents": DOCUMENTS, "score_threshold": threshold}
+        data = (await caller.json("/score", body))["data"]
+        assert {item["index"] for item in data} == {one.index for one in ranked.results[:count]}
 
 
-async def test_normalized_scores_by_request_and_by_the_servers_option(
-    caller: Caller, engine: RecordingEngine, ranked: RerankResult
-) -> None:
-    expected = await engine.rerank(QUERY, DOCUMENTS, normalize=True)
-    assert all(0 <= one.score <= 1 for one in expected.results)
-    assert [one.score for one in expected.results] != [one.score for one in ranked.results]
+async def test_the_server_may_normalize_by_default(engine: RecordingEngine) -> None:
+    """What a request says of it: `test_fields.py`."""
+    caller = Caller(engine, normalize_scores=True)
     body = {"query": QUERY, "documents": DOCUMENTS}
-    by_default = Caller(engine, normalize_scores=True)
-    for one, change, found in (
-        (caller, {"normalize": True}, expected),
-        (by_default, {}, expected),
-        (by_default, {"normalize": False}, ranked),
-        (by_default, {"raw_scores": True}, ranked),
-        (caller, {}, ranked),
-    ):
-        answer = await one.json("/rerank", body | change)
-        assert [each["relevance_score"] for each in answer["results"]] == nearly(
-            [each.score for each in found.results]
-        )
+    for change, normalizes in (({}, True), ({"normalize": False}, False), ({"raw_scores": True}, False)):
+        await caller.json("/rerank", body | change)
+        assert engine.calls[-1][2]["normalize"] is normalizes
     status, error = await caller.error("/rerank", body | {"normalize": True, "raw_scores": True})
     assert (status, error["param"]) == (400, "normalize")
 

@@ -97,16 +97,6 @@ async def test_it_says_what_it_is(caller: Caller) -> None:
     assert info["model_type"] == {"embedding": {"pooling": "splade"}}
 
 
-async def test_it_ranks(caller: Caller, engine: RecordingEngine) -> None:
-    documents = ["What a word is.", *TEXTS]
-    answer = await caller.json("/rerank", {"query": "Where is Paris?", "documents": documents})
-    scores = (await engine.score("Where is Paris?", documents)).scores
-    ranked = {one["index"]: one["relevance_score"] for one in answer["results"]}
-    assert ranked == pytest.approx(dict(enumerate(scores)))
-    refused = await caller.post("/rerank", {"query": "q", "documents": documents, "normalize": True})
-    assert refused.status == 400
-
-
 async def test_an_engine_of_several_answers_its_front_alike(engine: RecordingEngine) -> None:
     question = EmbedJob(tuple(TEXTS), {"input_type": "query"}).question_of_all("sparse_embed")
     asked = decode_to_engine(encode(Ask(1, question)))

@@ -16,6 +16,7 @@ from tests.waiting import until
 
 DOCUMENTS = [f"{i} open the file number {i}, read it and close it" for i in range(60)]
 RERANK = {"query": "how is a file opened", "documents": DOCUMENTS}
+MANY = RERANK | {"documents": [f"{i} {text}" for i in range(20) for text in DOCUMENTS]}
 LONG = "word " * 1_000
 SCORE = {"queries": "how is a file opened", "documents": DOCUMENTS}
 
@@ -100,19 +101,6 @@ async def test_a_bad_request_is_refused_with_a_status(path: str, engine: Recordi
         assert error_of(answer)["param"] == next(iter(change))
 
 
-async def test_other_shapes_do_not_stream(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
-    for path, body in (
-        ("/rerank", {"query": "q", "texts": ["d"]}),
-        ("/rerank", {"query": "q", "documents": ["d"], "top_k": 1}),
-        ("/v1/reranking", {"query": "q", "input": ["d"]}),
-        ("/v1/ranking", {"query": {"text": "q"}, "passages": [{"text": "d"}]}),
-    ):
-        for option in ("stream", "explain"):
-            answer = await caller.post(path, body | {option: True})
-            assert (answer.status, error_of(answer)["param"]) == (400, option), path
-
-
 class _Sink:
     """Notes what is sent; fails as if the client had gone away after `most` parts."""
 
@@ -152,8 +140,7 @@ async def test_lines_are_sent_before_all_is_scored(engine: RecordingEngine) -> N
 
 async def test_a_client_that_leaves_ends_the_work(engine: RecordingEngine) -> None:
     caller, sink = Caller(engine), _Sink(most=1)
-    many = RERANK | {"documents": [f"{i} {text}" for i in range(20) for text in DOCUMENTS]}
-    await _ask(caller, sink, many)
+    await _ask(caller, sink, MANY)
     assert not sink.has_ended
     await until(lambda: engine.stats().open_requests == 0 and engine.stats().requests == 0)
     assert caller.state.is_quiet
@@ -173,8 +160,7 @@ async def test_what_goes_wrong_later_is_the_last_line(
             scheduler._fail(request_id, "the model failed on it")
 
     failing = asyncio.create_task(fail_soon())
-    many = RERANK | {"documents": [f"{i} {text}" for i in range(20) for text in DOCUMENTS]}
-    answer = await _ask(caller, sink, many)
+    answer = await _ask(caller, sink, MANY)
     await failing
     assert answer.status == 500
     assert sink.has_ended

@@ -1,6 +1,5 @@
 """What surrounds every request: keys, ids, timing, log lines and metrics, without a web server."""
 
-import asyncio
 import importlib
 import logging
 from pathlib import Path
@@ -21,19 +20,6 @@ from tests.unit.calling_handlers import (
     error_of,
     expected,
 )
-from tests.waiting import until
-
-
-@pytest.fixture
-def caller(engine: RecordingEngine) -> Caller:
-    return Caller(engine, max_body_mb=1, max_documents=10)
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.DEBUG, logger="maxsimd.http")
-    return caplog
-
 
 GUARDED = [
     (method, path)
@@ -42,27 +28,17 @@ GUARDED = [
 ]
 
 
-async def test_without_a_key_every_guarded_route_is_a_401(engine: RecordingEngine) -> None:
+async def test_every_guarded_route_needs_one_of_the_keys(engine: RecordingEngine) -> None:
     """Which headers hold a key: `tests/unit/api/test_keys.py`."""
     caller = Caller(engine, api_key=("one", "two"))
     for method, path in (*GUARDED, ("GET", "/nope"), ("GET", "/rerank")):
         for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}):
             answer = await caller.ask(method, path, GOOD.get((method, path)), headers)
             assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), (path, headers)
-            assert error_of(answer) == {
-                "message": "send a valid key as Authorization: Bearer KEY",
-                "type": "AuthenticationError",
-                "param": None,
-                "code": 401,
-            }
+            assert error_of(answer)["type"] == "AuthenticationError"
     assert engine.calls == []
-
-
-async def test_with_any_of_the_keys_every_guarded_route_answers(engine: RecordingEngine) -> None:
-    caller = Caller(engine, api_key=("one", "two"))
     for method, path in GUARDED:
-        headers = {"authorization": "bearer two"}
-        answer = await caller.ask(method, path, GOOD[method, path], headers)
+        answer = await caller.ask(method, path, GOOD[method, path], {"authorization": "bearer two"})
         assert answer.status == (204 if path == "/cache" else expected(path)), path
 
 
@@ -70,14 +46,6 @@ async def test_probes_need_no_key(engine: RecordingEngine) -> None:
     assert set(OPEN_ROUTES) == {"/health", "/ready", "/ping"}
     for path in OPEN_ROUTES:
         assert (await Caller(engine, api_key=("one",)).ask("GET", path)).status == 200
-
-
-async def test_the_server_asks_for_the_keys_of_its_file(engine: RecordingEngine, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("two\n")
-    caller = Caller(engine, api_key_file=str(file))
-    assert (await caller.post("/rerank", RERANK)).status == 401
-    assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer two"})).status == 200
 
 
 # Of these the engine is asked nothing.
@@ -176,7 +144,7 @@ async def test_every_request_has_a_line_in_the_log(caller: Caller, lines: pytest
     ):
         lines.clear()
         answer = await caller.ask(method, path, body, {"x-request-id": "mine"})
-        (line,) = [record for record in lines.records if record.name == "maxsimd.http"]
+        (line,) = lines.records
         assert answer.status == status
         assert line.levelno == level
         start, _, rest = line.getMessage().partition(f"{method} {path} {status} ")
@@ -186,19 +154,10 @@ async def test_every_request_has_a_line_in_the_log(caller: Caller, lines: pytest
         assert end == f"id=mine{why}"
 
 
-@pytest.mark.parametrize(
-    ("path", "shown"),
-    [
-        ("/a\n20:00:00 ERROR x\x1b[1m", "/a\\n20:00:00%20ERROR%20x\\x1b[1m"),
-        ("/" + "x" * 1000, "/" + "x" * 99 + "..."),
-    ],
-)
-async def test_a_path_is_logged_escaped_and_cut(
-    caller: Caller, lines: pytest.LogCaptureFixture, path: str, shown: str
-) -> None:
-    await caller.ask("POST", path)
+async def test_a_path_is_logged_escaped_and_cut(caller: Caller, lines: pytest.LogCaptureFixture) -> None:
+    await caller.ask("POST", "/\n20:00:00 ERROR " + "x" * 1000)
     (record,) = lines.records
-    assert record.getMessage().startswith(f"POST {shown} 404 ")
+    assert record.getMessage().startswith("POST /\\n20:00:00%20ERROR%20" + "x" * 83 + "... 404 ")
 
 
 async def test_every_answer_says_that_it_is_data_and_for_nobody_else(caller: Caller) -> None:
@@ -209,26 +168,6 @@ async def test_every_answer_says_that_it_is_data_and_for_nobody_else(caller: Cal
         assert headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
         assert headers["Referrer-Policy"] == "no-referrer"
         assert not [name for name in headers if name.startswith("Access-Control")]
-
-
-async def test_a_request_that_is_ended_is_a_503(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
-    asked = asyncio.create_task(caller.post("/rerank", HEAVY | {"cache": "bypass"}))
-    await until(lambda: engine.queued_tokens > 0)
-    assert caller.state.end_requests() == 1
-    answer = await asked
-    assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
-    assert error_of(answer)["message"] == "the server is starting or shutting down; try again shortly"
-    assert caller.state.end_requests() == 0
-    await until(lambda: engine.queued_tokens == 0)
-
-
-async def test_no_text_of_a_user_is_logged(caller: Caller, lines: pytest.LogCaptureFixture) -> None:
-    body = {"query": "a secret question", "documents": ["a secret document"]}
-    await caller.post("/rerank", body)
-    await caller.post("/rerank", body | {"top_n": -1})
-    assert len(lines.records) == 2
-    assert "secret" not in "".join(record.getMessage() for record in lines.records)
 
 
 async def test_requests_are_counted_by_route_and_status(caller: Caller) -> None:

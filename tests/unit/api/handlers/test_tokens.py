@@ -1,22 +1,24 @@
 """The routes that show how the model reads a text: as tokens, and back."""
 
-import pytest
+import numpy as np
 
 from maxsimd.engine.preprocess.pieces import LONGEST_PIECE
 from maxsimd.engine.preprocess.tokenization import MOST_DECODED
-from tests.unit.calling_handlers import Caller
+from tests.unit.calling_handlers import Caller, RecordingEngine
 
 
-@pytest.mark.parametrize("name", ["text", "prompt"])
-@pytest.mark.parametrize(("strings", "shown"), [(True, True), (False, False), (None, False)])
-async def test_text_becomes_tokens(caller: Caller, name: str, strings: bool | None, shown: bool) -> None:
-    answer = await caller.json("/tokenize", {name: "Hello world", "return_token_strs": strings})
-    assert answer == {
-        "tokens": [101, 7592, 2088, 102],
-        "count": 4,
-        "max_model_len": 256,
-        "token_strs": ["[CLS]", "hello", "world", "[SEP]"] if shown else None,
-    }
+async def test_text_becomes_tokens(caller: Caller) -> None:
+    for name in ("text", "prompt"):
+        for shows in (True, False, None):
+            answer = await caller.json("/tokenize", {name: "Hello world", "return_token_strs": shows})
+            assert answer == {
+                "tokens": [101, 7592, 2088, 102],
+                "count": 4,
+                "max_model_len": 256,
+                "token_strs": ["[CLS]", "hello", "world", "[SEP]"] if shows else None,
+            }
+    answer = await caller.json("/tokenize", {"text": "hello world", "add_special_tokens": False})
+    assert answer["tokens"] == [7592, 2088]
 
 
 async def test_the_tokens_of_a_long_text_are_those_that_are_run(caller: Caller) -> None:
@@ -80,6 +82,9 @@ async def test_characters_are_counted_from_a_long_texts_beginning(caller: Caller
     assert all(text[token["start"] : token["stop"]] == token["text"] for token in tokens)
 
 
-async def test_special_tokens_are_left_out_on_request(caller: Caller) -> None:
-    answer = await caller.json("/tokenize", {"text": "hello world", "add_special_tokens": False})
-    assert answer["tokens"] == [7592, 2088]
+async def test_a_texts_own_token_ids_give_its_vector(engine: RecordingEngine) -> None:
+    caller = Caller(engine, accept_token_ids=True)
+    ids = (await caller.json("/tokenize", {"text": "hello world"}))["tokens"]
+    answer = await caller.json("/v1/embeddings", {"input": ids})
+    expected = await caller.json("/v1/embeddings", {"input": "hello world"})
+    np.testing.assert_allclose(answer["data"][0]["embedding"], expected["data"][0]["embedding"], atol=1e-6)

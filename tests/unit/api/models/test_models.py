@@ -5,130 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from click.testing import CliRunner, Result
 from prometheus_client import Counter, generate_latest
 
-from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.models.choice import UndecidedError, Wanted, first_for
 from maxsimd.api.models.metrics import SeveralMetrics
 from maxsimd.api.models.setup import Loadable, ModelSetup, by_itself
 from maxsimd.engine.config import EngineConfig, ScoreType
-
-TWO = """
-dtype: float32
-models:
-  embed: {score-type: bi-encoder, weight: 3}
-  rerank:
-    model: some/reranker
-    max_batch_tokens: "512"
-    dtype: bfloat16
-"""
-
-
-def _asked(*arguments: str, **environment: str) -> Result:
-    return CliRunner().invoke(main, ["serve", *arguments, "--print-config"], env=environment)
-
-
-def _config(*arguments: str, **environment: str) -> Any:
-    found = _asked(*arguments, **environment)
-    assert found.exit_code == 0, found.output
-    return yaml.safe_load(found.output)
-
-
-def _file(folder: Path, text: str) -> str:
-    file = folder / "models.yaml"
-    file.write_text(text, encoding="utf-8")
-    return str(file)
-
-
-def test_models_of_the_command_go_by_what_they_are_called() -> None:
-    config = _config("one/model", "/a folder/two", "--dtype", "float32")
-    assert list(config["models"]) == ["one/model", "/a folder/two"]
-    for name, options in config["models"].items():
-        assert (options["model"], options["dtype"], options["weight"]) == (name, "float32", 1.0)
-    assert config["port"] == 8000
-    assert "model" not in config
-
-
-def test_a_file_gives_each_model_its_options(tmp_path: Path) -> None:
-    path = _file(tmp_path, TWO)
-    models = _config("--config", path)["models"]
-    assert list(models) == ["embed", "rerank"]
-    embed, rerank = models.values()
-    assert (embed["model"], embed["score_type"], embed["weight"]) == (None, "bi-encoder", 3.0)
-    assert (rerank["model"], rerank["max_batch_tokens"], rerank["weight"]) == ("some/reranker", 512, 1.0)
-    assert (embed["dtype"], rerank["dtype"]) == ("float32", "bfloat16")
-    printed = _asked("--config", path).output
-    assert _asked("--config", _file(tmp_path, printed)).output == printed
-
-
-def test_flags_and_variables_override_a_models_file(tmp_path: Path) -> None:
-    path = _file(tmp_path, TWO)
-    for models in (
-        _config("--config", path, "--dtype", "float16")["models"],
-        _config("--config", path, MAXSIMD_DTYPE="float16")["models"],
-    ):
-        assert {options["dtype"] for options in models.values()} == {"float16"}
-
-
-def test_one_model_is_configured_as_before(tmp_path: Path) -> None:
-    assert _config("one", MAXSIMD_MODEL="other")["model"] == "one"
-    assert _config(MAXSIMD_MODEL="/a folder/with spaces")["model"] == "/a folder/with spaces"
-    assert _config("--config", _file(tmp_path, "model: x"))["model"] == "x"
-
-
-def test_what_is_wrong_is_told(tmp_path: Path) -> None:
-    for arguments, text, message in (
-        (["a", "a"], "", "a is named twice"),
-        (["a", "b", "--fronts", "2"], "", "leave out fronts and replicas"),
-        (["a", "b", "--replicas", "2"], "", "leave out fronts and replicas"),
-        (["a", "b", "--served-model-name", "x"], "", "served_model_name is for one model"),
-        (["a", "b", "--restart-on-failure"], "", "restart_on_failure is for one model"),
-        (["--models-dir", "x", "--replicas", "2"], "", "models_dir is for one process"),
-        (["--models-dir", "x", "--restart-on-failure"], "", "without restart_on_failure"),
-        (["a", "--served-model-name", "x", "--served-model-name", "y", "--models-dir", "x"], "", "has one"),
-        (["a"], TWO, "the models are named in the file"),
-        ([], "model: a\nmodels: {b: c}", "has both model and models"),
-        ([], "models: []", "models must hold names"),
-        ([], "models: {b: 3}", "models: b must hold options"),
-        ([], "models: {b: {prot: 1}}", "models: b has no option prot"),
-        ([], "models: {b: {port: 1}}", "models: b has no option port; the server's are for all"),
-        ([], "models: {b: {dtype: float8}}", "models: b: "),
-        ([], "models: {b: {threads: many}}", "'many' is not a valid integer"),
-        ([], "models: {b: {threads: 0}}", "models: b: threads must be at least 1, not 0"),
-        ([], "models: {b: {weight: 0}}", "models: b: weight must be a number above 0"),
-        ([], "models: {'a/': x, c: y}", "'a/' is no name for a model"),
-        ([".", "..", "c"], "", "'.' is no name for a model"),
-        ([], "models: {1: a, '1': b}", "there are two entries named 1"),
-        ([], "models: {yes: a, 'True': b}", "there are two entries named True"),
-        ([], "models: {a: b, c: d, a: e}", "there are two entries named a"),
-        ([], "models: {a: {threads: 1, threads: 2}}", "there are two entries named threads"),
-        (
-            [],
-            "models: {a: {cache-mb: 1, cache_mb: 2}}",
-            "models: a: cache_mb is there twice, with - and with",
-        ),
-    ):
-        found = _asked(*arguments, *(["--config", _file(tmp_path, text)] if text else []))
-        assert found.exit_code == 2, found.output
-        assert message in " ".join(found.output.split())
-
-
-def test_commands_for_one_model_refuse_a_file_of_several(tmp_path: Path) -> None:
-    for command in (["inspect"], ["calibrate"], ["cluster", "serve"], ["cluster", "config"]):
-        pytest.importorskip("ray")
-        found = CliRunner().invoke(main, [*command, "--config", _file(tmp_path, TWO)])
-        assert found.exit_code == 2
-        assert "one model" in found.output or "has several models" in found.output
-
-
-def test_ray_refuses_several_models() -> None:
-    pytest.importorskip("ray")
-    found = CliRunner().invoke(main, ["cluster", "serve", "a", "b"])
-    assert found.exit_code == 2
-    assert "on Ray one model is served" in found.output
 
 
 def test_only_what_is_configured_or_in_the_folder_may_be_loaded(tmp_path: Path) -> None:

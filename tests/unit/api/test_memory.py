@@ -1,17 +1,23 @@
-"""Python's garbage collector in a process that serves: all is collected, at moments that cost nobody."""
+"""Memory of a process that serves: when Python's collector runs, and the heaps of the C library."""
 
 import asyncio
 import gc
 import itertools
+import os
 import resource
+import subprocess
+import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
 import pytest
 
-from maxsimd.api import garbage
+from maxsimd.api import garbage, heaps
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
+from maxsimd.api.heaps import share_heaps
 from tests.waiting import until
 
 
@@ -47,43 +53,31 @@ def test_older_objects_are_frozen_and_unfrozen_after() -> None:
     assert circle() is None
 
 
-async def _collecting(is_quiet: Callable[[], bool], resident: Callable[[], int], seconds: float) -> None:
-    task = asyncio.create_task(collect_when_quiet(is_quiet, resident))
-    await asyncio.sleep(seconds)
-    task.cancel()
+@asynccontextmanager
+async def collecting(
+    is_quiet: Callable[[], bool] = lambda: True, resident: Callable[[], int] = lambda: 0
+) -> AsyncIterator[None]:
+    with garbage_left_alone():
+        task = asyncio.create_task(collect_when_quiet(is_quiet, resident))
+        yield
+        task.cancel()
 
 
 async def test_what_has_aged_is_collected_when_it_is_quiet() -> None:
-    with garbage_left_alone():
+    quiet = [False]
+    async with collecting(lambda: quiet[-1]):
         circle = aged_circle()
-        await _collecting(lambda: False, lambda: 0, 0.1)
+        await asyncio.sleep(0.1)
         assert circle() is not None
-        task = asyncio.create_task(collect_when_quiet(lambda: True, lambda: 0))
+        quiet.append(True)
         await until(lambda: circle() is None)
-        task.cancel()
-
-
-async def test_a_server_that_is_never_quiet_collects_once_it_has_grown() -> None:
-    sizes = [0]
-    with garbage_left_alone():
-        circle = aged_circle()
-        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: sizes[-1]))
-        await asyncio.sleep(0.05)
-        sizes.append(128 << 20)
-        await asyncio.sleep(0.05)
-        assert circle() is not None
-        sizes.append((128 << 20) + 1)
-        await until(lambda: circle() is None)
-        task.cancel()
 
 
 async def test_a_server_that_is_never_quiet_collects_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_LONGEST_SECONDS", 0.05)
-    with garbage_left_alone():
+    async with collecting(lambda: False):
         circle = aged_circle()
-        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: 0))
         await until(lambda: circle() is None)
-        task.cancel()
 
 
 async def test_a_long_collection_delays_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,48 +87,42 @@ async def test_a_long_collection_delays_the_next(monkeypatch: pytest.MonkeyPatch
         time.sleep(0.002)
         collections.append(time.monotonic())
 
-    with garbage_left_alone():
+    async with collecting():
         monkeypatch.setattr(garbage.gc, "collect", collect)
         monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, 1))
-        task = asyncio.create_task(collect_when_quiet(lambda: True, lambda: 0))
         await until(lambda: len(collections) >= 2)
-        task.cancel()
     assert all(later - earlier >= 200 * 0.002 for earlier, later in itertools.pairwise(collections))
 
 
 async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured from the least since the last collection."""
     sizes, collections = [500 << 20], list[int]()
-    with garbage_left_alone():
+    async with collecting(lambda: False, lambda: sizes[-1]):
         monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
         monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, 0))
-        task = asyncio.create_task(collect_when_quiet(lambda: False, lambda: sizes[-1]))
         for size in (500, 100, 228):
             sizes.append(size << 20)
             await asyncio.sleep(0.05)
         assert collections == []
         sizes.append((228 << 20) + 1)
         await until(lambda: len(collections) > 0)
-        task.cancel()
 
 
 async def test_nothing_is_walked_through_while_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
     collections: list[int] = []
-    with garbage_left_alone():
+    async with collecting():
         monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
         monkeypatch.setattr(garbage.gc, "get_count", lambda: (600, 9, 0))
-        await _collecting(lambda: True, lambda: 0, 0.05)
-    assert collections == []
+        await asyncio.sleep(0.05)
+        assert collections == []
 
 
 async def test_memory_goes_back_after_each_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[bool] = []
-    with garbage_left_alone():
+    async with collecting():
         circle = aged_circle()
         monkeypatch.setattr(garbage, "give_back_memory", lambda: given.append(circle() is None))
-        task = asyncio.create_task(collect_when_quiet(lambda: True, lambda: 0))
         await until(lambda: given == [True])
-        task.cancel()
 
 
 def test_the_memory_of_this_process_is_known() -> None:
@@ -143,13 +131,53 @@ def test_the_memory_of_this_process_is_known() -> None:
 
 
 def test_where_the_system_does_not_say_nothing_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "Path", _Missing)
+    unreadable = Mock(read_text=Mock(side_effect=FileNotFoundError))
+    monkeypatch.setattr(garbage, "Path", lambda path: unreadable)
     assert resident_bytes() == 0
 
 
-class _Missing:
-    def __init__(self, path: str) -> None:
-        pass
+# Prints how many heaps there are once 12 threads have allocated at the same time.
+_PROGRAM = """
+import ctypes, re, sys, tempfile, threading
+from maxsimd.api.heaps import share_heaps
+share_heaps(int(sys.argv[1]))
+c = ctypes.CDLL(None)
+c.malloc.restype, c.fopen.restype = ctypes.c_void_p, ctypes.c_void_p
+together = threading.Barrier(13)
+def allocate():
+    together.wait()
+    for _ in range(2000):
+        c.malloc(600)
+    together.wait()
+for _ in range(12):
+    threading.Thread(target=allocate).start()
+together.wait(); together.wait()
+with tempfile.NamedTemporaryFile() as file:
+    stream = ctypes.c_void_p(c.fopen(file.name.encode(), b"w"))
+    c.malloc_info(0, stream)
+    c.fclose(stream)
+    print(len(re.findall(rb"<heap nr", file.read())))
+"""
 
-    def read_text(self) -> str:
-        raise FileNotFoundError
+
+@pytest.mark.skipif(sys.platform != "linux", reason="these are glibc's")
+@pytest.mark.parametrize(
+    ("threads", "environment", "most"),
+    [(1, {}, 2), (2, {}, 2), (4, {}, 4), (1, {"MALLOC_ARENA_MAX": "5"}, 5)],
+)
+def test_there_are_no_more_heaps_than_threads_that_can_run(
+    threads: int, environment: dict[str, str], most: int
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(threads)],
+        env={name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(ran.stdout) == most
+
+
+def test_where_the_c_library_cannot_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heaps.ctypes, "CDLL", lambda name: object())
+    share_heaps(2)

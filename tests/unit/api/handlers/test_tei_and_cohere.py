@@ -1,5 +1,6 @@
-"""What text-embeddings-inference's own routes answer, beside the engine's results."""
+"""What the routes of text-embeddings-inference and Cohere answer, beside the engine's results."""
 
+import base64
 import json
 from typing import Any
 
@@ -53,16 +54,6 @@ async def test_something_to_compare_with_is_needed(caller: Caller) -> None:
         status, error = await caller.error(path, {"inputs": {"source_sentence": "a"}})
         assert status == 400
         assert "sentences" in error["message"]
-
-
-async def test_what_is_cut_is_said_in_a_header(caller: Caller) -> None:
-    for path, inputs in (
-        ("/embed", "word " * 300),
-        ("/embed_all", ["a", "word " * 300]),
-        ("/similarity", {"source_sentence": "a", "sentences": ["word " * 300]}),
-    ):
-        answer = await caller.post(path, {"inputs": inputs})
-        assert answer.headers["x-maxsimd-warnings"].startswith("1 input was longer")
 
 
 async def test_token_ids_are_refused_unless_they_are_accepted(engine: RecordingEngine) -> None:
@@ -145,3 +136,55 @@ async def test_a_model_has_a_card_under_each_of_its_names(engine: RecordingEngin
     )
     assert (await caller.ask("POST", "/v1/models/mine")).status == 405
     assert caller.metric("maxsimd_http_requests_total", route="/v1/models/{name}", status="200") == 2
+
+
+async def test_the_first_version_answers_lists_unless_types_are_named(
+    caller: Caller, engine: RecordingEngine
+) -> None:
+    expected = (await engine.embed(TEXTS)).embeddings
+    answer = await caller.json("/v1/embed", {"texts": TEXTS})
+    np.testing.assert_allclose(answer["embeddings"], expected, atol=1e-6)
+    assert (answer["response_type"], answer["texts"]) == ("embeddings_floats", TEXTS)
+    assert answer["meta"] == {
+        "api_version": {"version": "1"},
+        "billed_units": {"input_tokens": (await engine.embed(TEXTS)).usage.prompt_tokens},
+    }
+    by_type = await caller.json("/v1/embed", {"texts": TEXTS, "embedding_types": ["float"]})
+    np.testing.assert_allclose(by_type["embeddings"]["float"], expected, atol=1e-6)
+    assert by_type["response_type"] == "embeddings_by_type"
+
+
+async def test_the_second_version_answers_by_type(caller: Caller, engine: RecordingEngine) -> None:
+    expected = (await engine.embed(TEXTS)).embeddings
+    plain = await caller.json("/v2/embed", {"texts": TEXTS})
+    assert list(plain["embeddings"]) == ["float"]
+    body = {"texts": TEXTS, "embedding_types": ["float", "base64", "binary", "ubinary"]}
+    found = (await caller.json("/v2/embed", body))["embeddings"]
+    np.testing.assert_allclose(found["float"], expected, atol=1e-6)
+    decoded = [np.frombuffer(base64.b64decode(each), dtype="<f4") for each in found["base64"]]
+    np.testing.assert_allclose(decoded, expected, atol=1e-6)
+    bits = np.unpackbits(np.array(found["ubinary"], dtype=np.uint8), axis=1)
+    np.testing.assert_array_equal(bits == 1, expected > 0)
+    np.testing.assert_array_equal(np.array(found["binary"]) + 128, found["ubinary"])
+
+
+async def test_inputs_of_content_parts_are_texts(caller: Caller) -> None:
+    inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
+    answer = await caller.json("/v2/embed", {"inputs": inputs})
+    expected = await caller.json("/v2/embed", {"texts": TEXTS})
+    assert answer["texts"] == TEXTS
+    np.testing.assert_allclose(answer["embeddings"]["float"], expected["embeddings"]["float"], atol=1e-6)
+
+
+async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(caller: Caller) -> None:
+    for body, param in (
+        ({}, "texts"),
+        ({"texts": []}, "texts"),
+        ({"inputs": []}, "inputs"),
+        ({"images": ["data:image/png;base64,xyz"]}, "images"),
+        ({"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "inputs"),
+        ({"texts": ["a"], "input_type": "image"}, "input_type"),
+        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
+    ):
+        status, error = await caller.error("/v2/embed", body)
+        assert (status, error["param"]) == (400, param)
