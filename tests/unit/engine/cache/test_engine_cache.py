@@ -17,7 +17,6 @@ from maxsimd.engine import (
     EngineConfig,
     InvalidRequestError,
     QueueFullError,
-    Truncation,
 )
 from maxsimd.engine.preprocess import two_stage
 from maxsimd.engine.stats import EngineStats
@@ -33,7 +32,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUERY = "how is a file read"
 EMBEDDING = EngineConfig(score_type="late-interaction", dtype="float32")
-WINDOWS = Truncation(max_tokens=-1, windows=True)
 
 
 @pytest.fixture(scope="module")
@@ -115,49 +113,6 @@ async def test_equal_documents_in_requests_at_once_are_encoded_once(
     for query, result in zip(queries, together, strict=True):
         alone = await engine.score(query, documents[:5], truncation=CUT_LONG, cache="bypass")
         np.testing.assert_allclose(result.scores, alone.scores, atol=1e-4)
-
-
-async def test_how_a_document_is_read_is_part_of_its_key(engine: Engine, documents: list[str]) -> None:
-    long = [" ".join(documents[:8])]
-    readings = [
-        CUT_LONG,
-        Truncation(max_tokens=-1, side="left"),
-        Truncation(max_tokens=100),
-        Truncation(max_tokens=-1, max_document_tokens=50),
-        WINDOWS,
-        Truncation(max_tokens=-1, windows=True, window_overlap=3),
-    ]
-    results = [await engine.score("why", long, truncation=reading) for reading in readings * 2]
-    assert [result.usage.cached_documents for result in results] == [0] * 6 + [1] * 6
-    assert len({round(result.scores[0], 5) for result in results}) == len(readings)
-    new = await engine.score("why", long, truncation=WINDOWS, cache="bypass")
-    assert results[-2].usage.prompt_tokens == new.usage.prompt_tokens
-
-
-async def test_refresh_encodes_again_and_bypass_keeps_nothing(engine: Engine, documents: list[str]) -> None:
-    cache = engine.device_model.cache
-    assert cache is not None
-    await engine.score(QUERY, documents[:5], truncation=CUT_LONG, cache="bypass")
-    assert cache.entries == 0
-    await engine.score(QUERY, documents[:5], truncation=CUT_LONG)
-    ran = tokens_run(engine)
-    await engine.score(QUERY, documents[:5], truncation=CUT_LONG, cache="refresh")
-    assert tokens_run(engine) - ran > 100
-    assert cache.flush(60)
-    assert cache.entries == 5
-
-
-async def test_cancelling_leaves_nothing_behind(engine: Engine, documents: list[str]) -> None:
-    tasks = [
-        asyncio.create_task(engine.score(QUERY, [*documents, f"new {i}"], truncation=CUT_LONG))
-        for i in range(4)
-    ]
-    await asyncio.sleep(0.01)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert len((await engine.score(QUERY, documents, truncation=CUT_LONG)).scores) == len(documents)
-    await until(lambda: engine.stats() == EngineStats())
 
 
 # Pairs that were scored before: the same bits without a forward pass, however a request is made up.
