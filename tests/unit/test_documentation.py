@@ -72,14 +72,6 @@ def test_the_change_log_has_the_version_of_the_package() -> None:
 SECURITY = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 
 
-def test_the_page_on_security_names_the_options_that_there_are() -> None:
-    shown = CliRunner().invoke(main, ["serve", "--help"]).output
-    named = set(re.findall(r"`(--[\w-]+)`", SECURITY + (ROOT / "SECURITY.md").read_text(encoding="utf-8")))
-    assert len(named) > 15
-    for name in named:
-        assert f"{name} " in shown, name
-
-
 def test_the_page_on_security_names_routes_without_a_key() -> None:
     section = SECURITY.split("## Open routes")[1].split("##")[0]
     assert set(re.findall(r"`(/\w+)`", section)) == OPEN_ROUTES | (PAGES - {"/"})

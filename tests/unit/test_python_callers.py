@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import maxsimd
 from maxsimd.engine import (
     Engine,
     EngineConfig,
@@ -45,10 +44,6 @@ class Series:
 
 
 QUERY, TEXTS = "the capital of France", ["Paris is the capital of France.", "Cats sleep."]
-
-
-def test_the_engines_are_in_the_package_itself() -> None:
-    assert (maxsimd.Engine, maxsimd.SyncEngine, maxsimd.EngineConfig) == (Engine, SyncEngine, EngineConfig)
 
 
 async def test_a_model_by_its_name_and_options(bert_cross_encoder: str) -> None:
