@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # The pages about maxsimd alone, which name no other programs' options.
 _OF_OTHERS = {"comparison", "promises", "clients"}
-_DOCS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+_PAGES = (*(ROOT / "docs").glob("*.md"), ROOT / "SECURITY.md")
+_DOCS = {path.stem: path.read_text(encoding="utf-8") for path in _PAGES}
 _COMMANDS = re.compile(r"(?:`|```sh\n)(?:\.venv/bin/)?maxsimd ((?:bench )?[a-z][a-z-]*)")
 
 

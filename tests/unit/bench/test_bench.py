@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from maxsimd.api.cli import main
 from maxsimd.bench.candidates import Bm25
@@ -89,21 +89,23 @@ def test_a_report_counts_failures_apart() -> None:
     assert figures["latency_median_ms"] == pytest.approx(200)
 
 
-def test_the_command_measures_the_engine_and_writes_its_figures(tmp_path: Path) -> None:
+def test_commands_measure_and_write_their_figures(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(main, ["bench", *arguments])
+
     file = tmp_path / "figures.json"
-    arguments = ["--num-requests", "3", "--documents", "5", "--warmup", "1", "--json", str(file)]
-    result = CliRunner().invoke(main, ["bench", "engine", *arguments])
-    assert result.exit_code == 0, result.output
+    few = ("--num-requests", "3", "--documents", "5", "--warmup", "1")
+    engine = run("engine", *few, "--json", str(file))
+    assert engine.exit_code == 0, engine.output
     figures = json.loads(file.read_text())["figures"]
     assert (figures["requests"], figures["failures"]) == (3, 0)
     assert 0 < figures["mrr"] <= 1
-
-
-def test_pooling_is_measured_as_a_method() -> None:
-    arguments = ["--sequences", "8", "--tokens", "20", "--hidden", "16", "--rounds", "2"]
-    result = CliRunner().invoke(main, ["bench", "allpool", *arguments])
-    assert result.exit_code == 0, result.output
-    assert "sequence by sequence" in result.output
+    pooling = run("allpool", "--sequences", "8", "--tokens", "20", "--hidden", "16", "--rounds", "2")
+    assert pooling.exit_code == 0, pooling.output
+    assert "sequence by sequence" in pooling.output
+    refused = run("several", "one")
+    assert refused.exit_code == 2
+    assert "name two models or none, not 1" in refused.output
 
 
 def _turns(*documents_per_s: float) -> list[Turn]:
@@ -209,12 +211,6 @@ def test_a_partial_result_is_wrong_by_score_by_order_and_by_what_is_missing() ->
     assert _wrong(whole, result((1, 3.0), (2, 1.5), unscored=(0,)), 3) == 1
     assert _wrong(whole, result((2, 1.0), (1, 3.0), unscored=(0,)), 3) == 1
     assert _wrong(whole, result((1, 3.0), (2, 1.0)), 3) == 1
-
-
-def test_several_models_are_measured_by_two_or_none() -> None:
-    refused = CliRunner().invoke(main, ["bench", "several", "one"])
-    assert refused.exit_code == 2
-    assert "name two models or none, not 1" in refused.output
 
 
 def test_caps_take_ever_more_instructions_and_set_what_maxsimd_torch_and_onednn_read() -> None:
