@@ -84,15 +84,10 @@ def on_hopper(longest_query: int, documents: str = "bf16") -> tuple[MaxSimLaunch
         (1024, "bf16", 2, 240),
         (32, "i8", 5, 260),
         (1024, "i8", 3, 355),
-        *(
-            pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in (
-                (64, "bf16", 3, 140),
-                (128, "bf16", 2, 175),
-                (64, "i8", 4, 290),
-                (128, "i8", 3, 355),
-            )
-        ),
+        pytest.param(64, "bf16", 3, 140, marks=pytest.mark.exhaustive),
+        pytest.param(128, "bf16", 2, 175, marks=pytest.mark.exhaustive),
+        pytest.param(64, "i8", 4, 290, marks=pytest.mark.exhaustive),
+        pytest.param(128, "i8", 3, 355, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_turn_takes_few_instructions_and_others_run_beside_it(

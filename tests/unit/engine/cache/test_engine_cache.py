@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import threading
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from maxsimd.engine import (
 )
 from maxsimd.engine.preprocess import two_stage
 from maxsimd.engine.stats import EngineStats
-from maxsimd.scheduler import Step
 from tests.checkpoints import language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -246,33 +244,6 @@ async def test_the_queue_limit_counts_cached_documents(small_steps: Engine, line
     assert served
     assert len(refused) + len(served) == len(crowd)
     await until(lambda: small_steps.stats() == EngineStats())
-
-
-async def test_a_small_request_passes_a_crowd_of_cached_ones(
-    small_steps: Engine, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go = threading.Event()
-    runner: Any = small_steps.device_model.prepared.runner
-    forward = runner.forward
-
-    def wait_and_forward(step: Step) -> Any:
-        assert go.wait(20)
-        return forward(step)
-
-    monkeypatch.setattr(runner, "forward", wait_and_forward)
-    done: list[str] = []
-
-    async def score(name: str, query: str, texts: list[str]) -> None:
-        await small_steps.score(query, texts, truncation=CUT_LONG)
-        done.append(name)
-
-    crowd = [asyncio.create_task(score("large", f"query {i}", lines)) for i in range(3)]
-    await until(lambda: small_steps.stats().open_requests == 3)
-    small = asyncio.create_task(score("small", "a", ["one line"]))
-    await until(lambda: small_steps.stats().open_requests == 4)
-    go.set()
-    await asyncio.gather(small, *crowd)
-    assert done == ["small", "large", "large", "large"]
 
 
 async def test_cancelled_cached_documents_leave_the_queue(small_steps: Engine, lines: list[str]) -> None:

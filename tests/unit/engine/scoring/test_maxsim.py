@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentence_transformers.util import maxsim as sentence_transformers_maxsim
 
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import triton as triton_ops
@@ -68,13 +67,6 @@ def problems(draw: st.DrawFn) -> Problem:
     pair = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
     pairs = draw(st.lists(pair, max_size=10) | st.just([(0, i) for i in range(len(documents))]))
     return ragged(queries, dim, 1), ragged(documents, dim, 2), pairs_of(pairs)
-
-
-def test_the_reference_equals_sentence_transformers() -> None:
-    queries, documents = ragged([5, 32, 1], 16, 1), ragged([9, 1, 40, 17], 16, 2)
-    pairs = pairs_of([(q, d) for q in range(3) for d in range(4)])
-    expected = sentence_transformers_maxsim(list(queries), list(documents)).flatten()
-    torch.testing.assert_close(maxsim_reference(queries, documents, pairs), expected)
 
 
 @pytest.mark.parametrize("maxsim", BACKENDS)
