@@ -130,9 +130,7 @@ def engine() -> Any:
         (None, "NoneType"),
     ],
 )
-def test_what_is_no_list_of_texts_is_refused_by_its_name(
-    engine: SyncEngine, documents: Any, kind: str
-) -> None:
+def test_other_things_than_lists_of_texts_are_refused(engine: SyncEngine, documents: Any, kind: str) -> None:
     for method in (engine.rerank, engine.score):
         with pytest.raises(InvalidRequestError, match=f"documents must be .* not {kind};"):
             method(QUERY, documents)

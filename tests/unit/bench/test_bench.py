@@ -30,14 +30,14 @@ from maxsimd.bench.scaling import _quantile
 from maxsimd.engine import RankedDocument, RerankResult, Usage
 
 
-def test_mixed_texts_are_docstrings_and_single_sentences_in_turns() -> None:
+def test_mixed_texts_are_docstrings_and_sentences_in_turns() -> None:
     texts, docstrings = texts_of("mixed", 5), docstring_pairs()[:3]
     assert [text.document for text in texts[::2]] == [pair.document for pair in docstrings]
     assert [text.document for text in texts[1::2]] == [pair.query for pair in docstrings[:2]]
     assert texts_of("docstrings", 3) == docstrings
 
 
-def test_docstring_requests_hold_the_querys_own_document_and_no_other_twice() -> None:
+def test_docstring_requests_hold_the_querys_own_document_once() -> None:
     own = {pair.query: pair.document for pair in docstring_pairs()}
     requests = docstring_requests(20, 50, seed=3)
     assert requests == docstring_requests(20, 50, seed=3)
@@ -195,14 +195,14 @@ async def test_a_system_that_does_not_start_says_why(tmp_path: Path) -> None:
             pass
 
 
-def test_of_an_overload_only_what_came_while_the_queue_was_full_counts() -> None:
+def test_an_overload_counts_answers_while_the_queue_was_full() -> None:
     answers = [_Answer(200, 0.1, came, 0) for came in (100.0, 101.9, 102.0, 110.0, 110.1)]
     counted, seconds = _within(answers, 100.0, 10.0)
     assert [answer.came for answer in counted] == [102.0, 110.0]
     assert seconds == 8.0
 
 
-def test_a_partial_result_is_wrong_by_score_by_order_and_by_what_is_missing() -> None:
+def test_a_partial_result_is_checked_for_score_order_and_gaps() -> None:
     def result(*scores: tuple[int, float], unscored: tuple[int, ...] = ()) -> RerankResult:
         return RerankResult([RankedDocument(i, score, "") for i, score in scores], Usage(0, 0), 0, unscored)
 
@@ -213,7 +213,7 @@ def test_a_partial_result_is_wrong_by_score_by_order_and_by_what_is_missing() ->
     assert _wrong(whole, result((1, 3.0), (2, 1.0)), 3) == 1
 
 
-def test_caps_take_ever_more_instructions_and_set_what_maxsimd_torch_and_onednn_read() -> None:
+def test_each_cap_takes_more_instructions_from_all_libraries() -> None:
     whole, *less = caps()
     assert whole is None
     assert len({cap.level for cap in less if cap is not None}) == len(less)
@@ -223,7 +223,7 @@ def test_caps_take_ever_more_instructions_and_set_what_maxsimd_torch_and_onednn_
         assert cap.environment.keys() == variables
 
 
-def test_a_table_of_instruction_sets_says_what_is_emulated_and_what_did_not_run() -> None:
+def test_a_table_of_instruction_sets_shows_what_did_not_run() -> None:
     paths = {"float32": "torch", "bfloat16": "does not run", "int8": "oneDNN"}
     both = {"float32": 1.5, "int8": 3.0}
     found = {

@@ -83,9 +83,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=80)
 @given(cut_sequences(a_sequence), st.integers(0, 3), st.booleans())
-def test_pooling_in_chunks_equals_the_plain_definition(
-    workload: CutSequences, padding: int, retried: bool
-) -> None:
+def test_pooling_in_chunks_equals_its_definition(workload: CutSequences, padding: int, retried: bool) -> None:
     sequences, steps = workload
     states = random_states(sequences, HIDDEN)
     poolers = METHODS | {PASSAGES: PassageMeanPool}

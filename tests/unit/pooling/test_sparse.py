@@ -131,9 +131,7 @@ def sparse_vectors(draw: st.DrawFn) -> Ragged:
 
 @settings(max_examples=25)
 @given(queries=sparse_vectors(), documents=sparse_vectors(), data=st.data())
-def test_sparse_scores_equal_the_plain_dot_products(
-    queries: Ragged, documents: Ragged, data: st.DataObject
-) -> None:
+def test_sparse_scores_equal_dot_products(queries: Ragged, documents: Ragged, data: st.DataObject) -> None:
     pair = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
     pairs = np.array(data.draw(st.lists(pair, max_size=9)), dtype=np.int64).reshape(-1, 2)
     expected = sparse_dot_reference(queries, documents, pairs, WORDS)

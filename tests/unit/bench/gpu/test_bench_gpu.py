@@ -51,7 +51,7 @@ def test_kernels_are_measured_beside_plain_torch() -> None:
     run_interpreted(check_kernels)
 
 
-def test_a_contender_that_fails_or_is_wrong_is_named_and_not_timed() -> None:
+def test_a_contender_that_fails_or_is_wrong_is_not_timed() -> None:
     def broken(data: torch.Tensor) -> Run:
         raise RuntimeError("no such kernel")
 

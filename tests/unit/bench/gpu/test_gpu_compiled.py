@@ -119,7 +119,7 @@ def test_int8_documents_take_less_time_than_those_of_16_bits() -> None:
     assert times[0] / times[1] >= 1.6
 
 
-def test_programs_beside_each_other_hide_what_is_no_product_in_part() -> None:
+def test_programs_beside_each_other_hide_part_of_other_work() -> None:
     cycles = TurnCycles(tensor=1000.0, issue=400.0, special=0.0, compare=600.0, operations=1.0)
     assert cycles.alone() == cycles.shared_by(1) == 1600
     assert cycles.shared_by(2) == 1300

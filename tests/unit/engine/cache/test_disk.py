@@ -95,9 +95,7 @@ def test_a_cleared_store_gives_its_room_back_and_goes_on(disk: DiskStore, folder
     assert same(disk.get(key(5)), entry(5))
 
 
-def test_a_store_that_is_closed_is_as_if_it_were_empty(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_closed_store_is_as_if_it_were_empty(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = DiskStore(folder, 4 * MIB)
     store.put([(key(0), entry(0))])
     store.close()
@@ -355,7 +353,7 @@ def test_a_lock_is_waited_for_once_and_reported_once(
     assert caplog.text.count("was locked for too long") == 1
 
 
-def test_who_prepares_a_write_keeps_nobody_from_reading(
+def test_preparing_a_write_keeps_nobody_from_reading(
     disk: DiskStore, folder: Path, without_pauses: None
 ) -> None:
     disk.put([(key(1), entry(1))])
@@ -368,9 +366,7 @@ def test_who_prepares_a_write_keeps_nobody_from_reading(
     assert same(disk.get(key(2)), entry(2))
 
 
-def test_what_is_cleared_behind_a_lock_is_never_found(
-    disk: DiskStore, folder: Path, without_pauses: None
-) -> None:
+def test_entries_cleared_behind_a_lock_are_gone(disk: DiskStore, folder: Path, without_pauses: None) -> None:
     disk.put([(key(1), entry(1))])
     with sql(folder) as connection:
         # Others may read, but not write.
@@ -514,9 +510,7 @@ def test_another_programs_database_stays_as_it_is(
     assert unchanged(folder) == before
 
 
-def test_files_of_an_earlier_version_are_named_and_left(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_an_earlier_version_are_left(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.mkdir(parents=True)
     for name in ("data.mdb", "lock.mdb"):
         (folder / name).write_bytes(b"of an earlier version")
@@ -556,7 +550,7 @@ def test_a_damaged_database_is_set_aside_and_the_last_such_stays(
     assert not (folder / DAMAGED_FILE).exists(), "it has embeddings too"
 
 
-def test_who_finds_damage_late_uses_what_another_has_begun(
+def test_damage_found_late_keeps_what_another_began(
     disk: DiskStore, folder: Path, without_pauses: None
 ) -> None:
     disk.put([(key(1), entry(1))])

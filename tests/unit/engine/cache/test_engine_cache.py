@@ -94,9 +94,7 @@ async def test_int8_keeps_the_ranking(documents: list[str]) -> None:
     assert kendalltau(new.scores, cached.scores).statistic >= 0.99
 
 
-async def test_equal_documents_in_requests_at_once_are_encoded_once(
-    engine: Engine, documents: list[str]
-) -> None:
+async def test_equal_documents_in_requests_are_encoded_once(engine: Engine, documents: list[str]) -> None:
     before = tokens_run(engine)
     many = await engine.score("why", documents[:5] * 5, truncation=CUT_LONG)
     np.testing.assert_allclose(many.scores, many.scores[:5] * 5, atol=1e-6)
@@ -116,9 +114,7 @@ async def test_equal_documents_in_requests_at_once_are_encoded_once(
 # Pairs that were scored before: the same bits without a forward pass, however a request is made up.
 
 
-async def test_a_repeated_request_runs_nothing_and_has_the_same_bits(
-    cross_encoder: Engine, documents: list[str]
-) -> None:
+async def test_a_repeated_request_gives_the_same_bits(cross_encoder: Engine, documents: list[str]) -> None:
     first = await cross_encoder.score(QUERY, documents)
     run = tokens_run(cross_encoder)
     again = await cross_encoder.score(QUERY, documents)
@@ -135,9 +131,7 @@ async def test_a_repeated_request_runs_nothing_and_has_the_same_bits(
     assert labels.usage.cached_tokens == 0, "labels are not taken from the cache"
 
 
-async def test_known_and_new_pairs_score_as_without_a_cache(
-    cross_encoder: Engine, documents: list[str]
-) -> None:
+async def test_known_and_new_pairs_score_as_uncached(cross_encoder: Engine, documents: list[str]) -> None:
     draw = random.Random(0)
     texts = [*documents, *(" ".join(draw.choices(documents[:11], k=12)) for _ in range(2))]
     queries = [QUERY, "sort", " ".join(documents[:3])]
@@ -177,7 +171,7 @@ async def test_errors_name_a_document_by_its_index_in_the_request(cross_encoder:
     assert again.scores == nearly([alone.scores[2], alone.scores[0]])
 
 
-async def test_listwise_scores_are_those_of_the_whole_list(
+async def test_listwise_scores_are_of_whole_lists(
     checkpoints: SharedCheckpoints, documents: list[str]
 ) -> None:
     listwise = checkpoints(language_models.jina_reranker_v3)
@@ -219,9 +213,7 @@ async def small_steps(
     return engine
 
 
-async def test_cached_documents_score_as_new_ones_in_many_batches(
-    small_steps: Engine, lines: list[str]
-) -> None:
+async def test_cached_documents_in_batches_score_as_new_ones(small_steps: Engine, lines: list[str]) -> None:
     def steps() -> float:
         return small_steps.metrics.registry.get_sample_value("maxsimd_step_seconds_count") or 0
 

@@ -227,7 +227,7 @@ def test_each_edit_of_a_checkpoint_changes_its_one_ingredient(
 
 
 @pytest.mark.parametrize("name", OF_QUERIES)
-def test_what_only_queries_depend_on_is_no_ingredient(
+def test_settings_of_queries_are_no_ingredient(
     name: str, usual: Callable[..., Start], tmp_path: Path
 ) -> None:
     one = usual(name)
@@ -246,7 +246,7 @@ def test_every_ingredient_and_option_is_tried(usual: Callable[..., Start]) -> No
     assert options == tried | {"cache_dir"}
 
 
-def test_a_number_in_any_block_of_a_tensor_counts(
+def test_each_block_of_a_tensor_counts(
     checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("maxsimd.engine.cache.fingerprint._BLOCK", 20_000)

@@ -255,9 +255,7 @@ CHANGES: list[tuple[str, str, Change]] = [
 
 
 @pytest.mark.parametrize(("ingredient", "what", "change"), CHANGES, ids=lambda value: str(value)[:20])
-def test_each_ingredient_alone_follows_what_it_is_made_of(
-    plain: Given, ingredient: str, what: str, change: Change
-) -> None:
+def test_each_change_changes_one_ingredient(plain: Given, ingredient: str, what: str, change: Change) -> None:
     assert plain.changed(change(plain)) == [ingredient], what
 
 
@@ -283,9 +281,7 @@ _TWO_BUFFERS = (_buffer(1.0, "scale"), _buffer(2.0, "bias"))
         (_first(8, True), _one_after_the_other(_A_TANH, _first(8, True)), ["head"]),
     ],
 )
-def test_what_only_some_models_have_counts_there(
-    plain: Given, one: Change, other: Change, changed: list[str]
-) -> None:
+def test_parts_of_some_models_count(plain: Given, one: Change, other: Change, changed: list[str]) -> None:
     assert one(plain).changed(other(plain)) == changed
 
 
@@ -307,9 +303,7 @@ def test_what_no_embedding_depends_on_is_no_ingredient(plain: Given, change: Cha
     assert plain.changed(change(plain)) == []
 
 
-def test_machines_are_told_apart_by_kernels_and_processor(
-    plain: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_and_processor_tell_machines_apart(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     for what, other, ingredient in (
         ("torch.backends.cpu.get_cpu_capability", "another", "device"),
         ("torch.cpu._is_amx_tile_supported", "another", "device"),
@@ -325,9 +319,7 @@ def test_machines_are_told_apart_by_kernels_and_processor(
     assert plain.changed(_option(kernels="torch")(plain)) == [], "which it does without anyway"
 
 
-def test_every_library_that_takes_part_is_told_by_its_version(
-    plain: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_library_is_told_apart_by_its_version(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     def versions(newer: str) -> bytes:
         new = {newer: "2"}
         monkeypatch.setattr("maxsimd.engine.cache.fingerprint.version", lambda library: new.get(library, "1"))
@@ -337,9 +329,7 @@ def test_every_library_that_takes_part_is_told_by_its_version(
     assert len({versions(library) for library in libraries}) == len(libraries)
 
 
-def test_a_gpu_is_told_by_its_name_and_may_fuse_the_head(
-    plain: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_counts_by_name_and_may_fuse_the_head(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_a_gpu(backbone: Any) -> None:
         gpu = SimpleNamespace(device=torch.device("cuda", 1))
         backbone.parameters = lambda: iter([gpu])
@@ -354,9 +344,7 @@ def test_a_gpu_is_told_by_its_name_and_may_fuse_the_head(
     assert one.ingredients() == first, "the processor does not matter there"
 
 
-def test_weights_of_a_head_count_by_name_not_by_module_number(
-    plain: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_a_head_count_by_name_not_number(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     def digest(name: str) -> bytes:
         monkeypatch.setattr(HEAD_TENSORS, lambda head: [(name, torch.ones(2))])
         return plain.ingredients()["head weights"]

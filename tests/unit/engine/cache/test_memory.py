@@ -184,9 +184,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_a_cache_that_is_too_small_says_so_once_an_hour(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_cache_that_is_too_small_says_so_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
     store: MemoryStore[Small] = MemoryStore(500 * 1024)
     now = 0.0
     watch = FitWatch(store, "entries", "buy more", clock=lambda: now)

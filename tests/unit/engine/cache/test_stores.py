@@ -42,7 +42,7 @@ def disk(tmp_path: Path) -> Iterator[DiskStore]:
     ("precision", "dtype", "tolerance"),
     [("float32", torch.float32, 0), ("bfloat16", torch.bfloat16, 4e-3), ("int8", torch.int8, 8e-3)],
 )
-def test_an_entry_comes_back_from_its_bytes_exactly(
+def test_an_entry_comes_back_from_its_bytes(
     precision: Precision, dtype: torch.dtype, tolerance: float
 ) -> None:
     """In the precision that is asked for."""

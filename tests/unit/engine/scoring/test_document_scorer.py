@@ -423,7 +423,7 @@ def test_new_documents_duplicates_and_hits_score_identically(
         ("int8", torch.bfloat16, "meanmaxsim"),
     ],
 )
-def test_documents_score_where_they_lie_as_end_to_end(
+def test_documents_score_alike_where_they_lie(
     precision: Precision, dtype: torch.dtype, similarity: str
 ) -> None:
     cache = cache_of(precision)

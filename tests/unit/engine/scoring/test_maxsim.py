@@ -224,9 +224,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def test_the_kernel_is_given_pairs_of_one_query_together(
-    kernel_calls: list[tuple[Any, ...]],
-) -> None:
+def test_the_kernel_is_given_pairs_of_one_query_together(kernel_calls: list[tuple[Any, ...]]) -> None:
     queries, documents = ragged([2, 3, 1], 4, 1), ragged([4, 2, 5], 4, 2)
     pairs = pairs_of([(2, 0), (0, 1), (1, 1), (2, 2), (0, 0)])
     scores = maxsim_avx512(queries, documents, pairs)

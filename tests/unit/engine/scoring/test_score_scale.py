@@ -35,7 +35,7 @@ def listwise(checkpoints: SharedCheckpoints) -> str:
     "fixture",
     [*list(MODELS)[:3], pytest.param("listwise", marks=pytest.mark.exhaustive)],
 )
-async def test_scores_are_where_the_scale_says(
+async def test_scores_are_in_their_scale(
     fixture: str, request: pytest.FixtureRequest, engines: Engines
 ) -> None:
     engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
