@@ -12,48 +12,29 @@ from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.metrics import EngineMetrics
 
+_SCORES = {"queries": "q", "documents": ["d"]}
+_RERANKS = {"query": "q", "documents": ["d"]}
 # A request that each route takes.
 GOOD: dict[tuple[str, str], Any] = {
-    ("POST", "/score"): {"queries": "q", "documents": ["d"]},
-    ("POST", "/v1/score"): {"queries": "q", "documents": ["d"]},
-    ("POST", "/rerank"): {"query": "q", "documents": ["d"]},
-    ("POST", "/v1/rerank"): {"query": "q", "documents": ["d"]},
-    ("POST", "/v2/rerank"): {"query": "q", "documents": ["d"]},
+    **{("POST", path): _SCORES for path in ("/score", "/v1/score")},
+    **{("POST", path): _RERANKS for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/invocations")},
+    **{("POST", path): _RERANKS for path in ("/infinity/rerank", "/infinity/v1/rerank")},
     ("POST", "/v1/reranking"): {"query": "q", "input": ["d"]},
     ("POST", "/v1/ranking"): {"query": {"text": "q"}, "passages": [{"text": "d"}]},
-    ("POST", "/infinity/rerank"): {"query": "q", "documents": ["d"]},
-    ("POST", "/infinity/v1/rerank"): {"query": "q", "documents": ["d"]},
-    ("POST", "/v1/multi-vector"): {"input": "d"},
-    ("POST", "/v1/embeddings"): {"input": "d"},
-    ("POST", "/embeddings"): {"input": "d"},
-    ("POST", "/pooling"): {"input": "d"},
-    ("POST", "/classify"): {"input": "d"},
-    ("POST", "/predict"): {"inputs": "d"},
+    **{("POST", path): {"input": "d"} for path in ("/v1/embeddings", "/embeddings", "/v1/multi-vector")},
+    **{("POST", path): {"input": "d"} for path in ("/pooling", "/classify")},
+    **{
+        ("POST", path): {"inputs": "d"} for path in ("/", "/embed", "/embed_all", "/embed_sparse", "/predict")
+    },
     ("POST", "/tokenize"): {"text": "d"},
     ("POST", "/detokenize"): {"tokens": [101]},
-    ("POST", "/embed"): {"inputs": "d"},
-    ("POST", "/embed_all"): {"inputs": "d"},
-    ("POST", "/embed_sparse"): {"inputs": "d"},
-    ("POST", "/invocations"): {"query": "q", "documents": ["d"]},
-    ("POST", "/similarity"): {"inputs": {"source_sentence": "d", "sentences": ["e"]}},
     ("POST", "/decode"): {"ids": [101]},
-    ("POST", "/v1/embed"): {"texts": ["d"]},
-    ("POST", "/v2/embed"): {"texts": ["d"]},
+    ("POST", "/similarity"): {"inputs": {"source_sentence": "d", "sentences": ["e"]}},
+    **{("POST", path): {"texts": ["d"]} for path in ("/v1/embed", "/v2/embed")},
     ("POST", "/v1/multimodalembeddings"): {"inputs": [{"content": [{"type": "text", "text": "d"}]}]},
-    ("POST", "/"): {"inputs": "d"},
-    ("GET", "/"): None,
-    ("GET", "/docs"): None,
-    ("GET", "/health"): None,
-    ("GET", "/ready"): None,
-    ("GET", "/ping"): None,
-    ("GET", "/info"): None,
-    ("GET", "/version"): None,
-    ("GET", "/v1/models"): None,
-    ("GET", "/models"): None,
-    ("GET", "/infinity/models"): None,
-    ("GET", "/infinity/v1/models"): None,
-    ("GET", "/metrics"): None,
-    ("GET", "/openapi.json"): None,
+    **{("GET", path): None for path in ("/", "/docs", "/health", "/ready", "/ping", "/info", "/version")},
+    **{("GET", path): None for path in ("/models", "/v1/models", "/infinity/models", "/infinity/v1/models")},
+    **{("GET", path): None for path in ("/metrics", "/openapi.json")},
     ("DELETE", "/cache"): None,
 }
 POSTED = sorted(path for method, path in GOOD if method == "POST")
@@ -69,6 +50,16 @@ def expected(path: str) -> int:
 
 def error_of(answer: Answer) -> Any:
     return json.loads(answer.body)["error"]
+
+
+def _recorded(name: str) -> Any:
+    """A method of the engine that notes its calls."""
+
+    async def method(engine: "RecordingEngine", *texts: Any, **options: Any) -> Any:
+        engine.calls.append((name, texts, options))
+        return await getattr(Engine, name)(engine, *texts, **options)
+
+    return method
 
 
 class RecordingEngine(Engine):
@@ -89,25 +80,8 @@ class RecordingEngine(Engine):
         """How many requests were given up since the engine was made."""
         return self._own_metrics.registry.get_sample_value("maxsimd_cancelled_requests_total") or 0.0
 
-    async def score(self, *texts: Any, **options: Any) -> Any:
-        self.calls.append(("score", texts, options))
-        return await super().score(*texts, **options)
-
-    async def rerank(self, *texts: Any, **options: Any) -> Any:
-        self.calls.append(("rerank", texts, options))
-        return await super().rerank(*texts, **options)
-
-    async def embed(self, *texts: Any, **options: Any) -> Any:
-        self.calls.append(("embed", texts, options))
-        return await super().embed(*texts, **options)
-
-    async def embed_tokens(self, *texts: Any, **options: Any) -> Any:
-        self.calls.append(("embed_tokens", texts, options))
-        return await super().embed_tokens(*texts, **options)
-
-    async def classify(self, *texts: Any, **options: Any) -> Any:
-        self.calls.append(("classify", texts, options))
-        return await super().classify(*texts, **options)
+    score, rerank, classify = _recorded("score"), _recorded("rerank"), _recorded("classify")
+    embed, embed_tokens = _recorded("embed"), _recorded("embed_tokens")
 
     async def in_thread(self, function: Any, size: int) -> Any:
         self.in_threads += 1

@@ -4,8 +4,6 @@ import ast
 import re
 from dataclasses import dataclass
 
-import pytest
-
 from tests.clients.catalogue import CLIENTS
 from tests.clients.page import CURL, PAGE, RAG, URL, Example, examples
 from tests.clients.servers import MODELS
@@ -41,6 +39,11 @@ def _examples_of(section: str) -> list[Example]:
     return [example for example in EXAMPLES if example.code in section]
 
 
+def _prints(example: Example) -> bool:
+    called = [node.func for node in ast.walk(ast.parse(example.code)) if isinstance(node, ast.Call)]
+    return "print" in {node.id for node in called if isinstance(node, ast.Name)}
+
+
 def test_each_client_has_an_example_and_each_example_a_client() -> None:
     assert {example.client for example in EXAMPLES} == SHOWN | {CURL}
 
@@ -51,8 +54,7 @@ def test_each_retrieval_block_is_an_example_of_both_models() -> None:
     assert blocks == [example.code for example in shown]
     assert {example.client for example in shown} == {"with_langchain_cohere", "with_llama_index"}
     for example in shown:
-        called = [node.func for node in ast.walk(ast.parse(example.code)) if isinstance(node, ast.Call)]
-        assert "print" in {node.id for node in called if isinstance(node, ast.Name)}
+        assert _prints(example), example
         assert all(part in example.code for part in (f'"{URL}"', '"embed"', '"rerank"'))
 
 
@@ -61,24 +63,13 @@ def test_each_block_of_code_is_an_example() -> None:
     assert blocks == ["maxsimd serve\n", *(example.code for example in EXAMPLES)]
 
 
-def test_each_example_is_in_its_clients_language() -> None:
+def test_each_example_is_in_its_clients_language_and_prints() -> None:
     environments = {client.name: client.environment for client in CLIENTS}
     for example in EXAMPLES:
         node = environments.get(example.client) == "node"
         assert example.language == ("sh" if example.client == CURL else "js" if node else "python"), example
-
-
-@pytest.mark.parametrize(
-    "example", [example for example in EXAMPLES if example.language == "python"], ids=lambda one: one.client
-)
-def test_an_example_in_python_compiles_and_prints(example: Example) -> None:
-    called = [node.func for node in ast.walk(ast.parse(example.code)) if isinstance(node, ast.Call)]
-    assert "print" in {node.id for node in called if isinstance(node, ast.Name)}
-
-
-def test_the_examples_ask_for_the_model_of_their_server() -> None:
-    for example in EXAMPLES:
-        assert not [name for name in MODELS[1:] if name in example.code], example
+        assert example.language != "python" or _prints(example), example
+        assert not [name for name in MODELS[1:] if name in example.code], "a model of another server"
 
 
 def test_each_row_of_the_table_has_examples_with_its_url() -> None:

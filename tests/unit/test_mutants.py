@@ -39,7 +39,7 @@ def test_calling_a_decorator_afterwards_means_the_same() -> None:
     assert (made.one, made.two(), made.three) == (1, 2, 3)
 
 
-def test_an_explanation_belongs_to_its_part_function_and_lines(
+def test_explanations_go_with_part_function_and_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (

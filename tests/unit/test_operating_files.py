@@ -41,11 +41,6 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     assert len(set(places)) == len(places)
 
 
-def test_a_metric_that_there_is_not_would_be_noticed() -> None:
-    assert "maxsimd_tokens_total" in _metrics()
-    assert "maxsimd_tokens" not in _metrics()
-
-
 def test_probes_ask_routes_that_there_are() -> None:
     deployment, service = _yaml("kubernetes.yaml")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]

@@ -36,7 +36,7 @@ def test_other_arguments_make_another_checkpoint(tmp_path: Path) -> None:
     assert checkpoints(partial(build, labels=3)) == three
 
 
-def test_a_build_that_failed_leaves_nothing_in_the_way_of_the_next(tmp_path: Path) -> None:
+def test_a_build_that_failed_does_not_stop_the_next(tmp_path: Path) -> None:
     checkpoints = SharedCheckpoints(tmp_path)
     with pytest.raises(OSError, match="no space"):
         checkpoints(build_half)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from maxsimd.api.cli import main
 from maxsimd.bench.candidates import Bm25
@@ -30,14 +30,14 @@ from maxsimd.bench.scaling import _quantile
 from maxsimd.engine import RankedDocument, RerankResult, Usage
 
 
-def test_mixed_texts_are_docstrings_and_single_sentences_in_turns() -> None:
+def test_mixed_texts_are_docstrings_and_sentences_in_turns() -> None:
     texts, docstrings = texts_of("mixed", 5), docstring_pairs()[:3]
     assert [text.document for text in texts[::2]] == [pair.document for pair in docstrings]
     assert [text.document for text in texts[1::2]] == [pair.query for pair in docstrings[:2]]
     assert texts_of("docstrings", 3) == docstrings
 
 
-def test_docstring_requests_hold_the_querys_own_document_and_no_other_twice() -> None:
+def test_docstring_requests_hold_the_querys_own_document_once() -> None:
     own = {pair.query: pair.document for pair in docstring_pairs()}
     requests = docstring_requests(20, 50, seed=3)
     assert requests == docstring_requests(20, 50, seed=3)
@@ -89,21 +89,23 @@ def test_a_report_counts_failures_apart() -> None:
     assert figures["latency_median_ms"] == pytest.approx(200)
 
 
-def test_the_command_measures_the_engine_and_writes_its_figures(tmp_path: Path) -> None:
+def test_commands_measure_and_write_their_figures(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(main, ["bench", *arguments])
+
     file = tmp_path / "figures.json"
-    arguments = ["--num-requests", "3", "--documents", "5", "--warmup", "1", "--json", str(file)]
-    result = CliRunner().invoke(main, ["bench", "engine", *arguments])
-    assert result.exit_code == 0, result.output
+    few = ("--num-requests", "3", "--documents", "5", "--warmup", "1")
+    engine = run("engine", *few, "--json", str(file))
+    assert engine.exit_code == 0, engine.output
     figures = json.loads(file.read_text())["figures"]
     assert (figures["requests"], figures["failures"]) == (3, 0)
     assert 0 < figures["mrr"] <= 1
-
-
-def test_pooling_is_measured_as_a_method() -> None:
-    arguments = ["--sequences", "8", "--tokens", "20", "--hidden", "16", "--rounds", "2"]
-    result = CliRunner().invoke(main, ["bench", "allpool", *arguments])
-    assert result.exit_code == 0, result.output
-    assert "sequence by sequence" in result.output
+    pooling = run("allpool", "--sequences", "8", "--tokens", "20", "--hidden", "16", "--rounds", "2")
+    assert pooling.exit_code == 0, pooling.output
+    assert "sequence by sequence" in pooling.output
+    refused = run("several", "one")
+    assert refused.exit_code == 2
+    assert "name two models or none, not 1" in refused.output
 
 
 def _turns(*documents_per_s: float) -> list[Turn]:
@@ -129,36 +131,27 @@ PEERS = Results(
 )
 
 
-def test_ratios_to_peers_are_taken_round_by_round() -> None:
+def test_the_report_on_peers_shows_ratios_and_shares_of_the_peak(tmp_path: Path) -> None:
     outcome = PEERS.outcomes["cross-encoder"][0]
     # 10/5, 40/10, 20/8: a machine that was fast in the second round was so for both.
     assert outcome.ratio(OURS, "vLLM bfloat16", "documents_per_s") == 2.5
     assert outcome.median(OURS, "documents_per_s") == 20
-
-
-def test_the_report_on_peers_shows_ratios_and_shares_of_the_peak() -> None:
-    row = next(line for line in markdown(PEERS).splitlines() if line.startswith("| vLLM"))
+    lines = markdown(PEERS).splitlines()
     # 800 tokens/s x 0.02 GFLOP of 400 GFLOP/s.
-    assert row == "| vLLM bfloat16 | 8.0 | 800 | 4% | 2.50 x | 6.00 x |"
-
-
-def test_the_report_shows_what_no_peer_does() -> None:
-    assert "| cached in memory ms | 3.5 |" in markdown(PEERS).splitlines()
-    assert "| ms a document, 10 | 7.0 |" in markdown(PEERS).splitlines()
-
-
-def test_results_are_drawn(tmp_path: Path) -> None:
+    assert "| vLLM bfloat16 | 8.0 | 800 | 4% | 2.50 x | 6.00 x |" in lines
+    assert {"| cached in memory ms | 3.5 |", "| ms a document, 10 | 7.0 |"} <= set(lines)
     write(PEERS, tmp_path)
     drawn = draw(tmp_path)
     assert [path.name for path in drawn] == ["cross-encoder.svg", "cache.svg", "scaling.svg"]
     assert all("<svg" in path.read_text() for path in drawn)
 
 
-def test_a_quantile_of_a_histogram_is_linear_within_its_bucket() -> None:
+def test_quantiles_are_of_values_and_linear_within_buckets() -> None:
+    assert p99([float(i) for i in range(200, 0, -1)]) == 199.0
+    assert p99([3.0]) == 3.0
     counts = {0.001: 50.0, 0.005: 90.0, 0.01: 100.0, float("inf"): 100.0}
-    assert _quantile(counts, 0.5) == pytest.approx(0.001)
-    assert _quantile(counts, 0.7) == pytest.approx(0.003)
-    assert _quantile(counts, 0.99) == pytest.approx(0.0095)
+    found = [_quantile(counts, share) for share in (0.5, 0.7, 0.99)]
+    assert found == pytest.approx([0.001, 0.003, 0.0095])
 
 
 @pytest.mark.exhaustive
@@ -202,19 +195,14 @@ async def test_a_system_that_does_not_start_says_why(tmp_path: Path) -> None:
             pass
 
 
-def test_the_99th_percentile_is_a_value_that_occurred() -> None:
-    assert p99([float(i) for i in range(200, 0, -1)]) == 199.0
-    assert p99([3.0]) == 3.0
-
-
-def test_of_an_overload_only_what_came_while_the_queue_was_full_counts() -> None:
+def test_an_overload_counts_answers_while_the_queue_was_full() -> None:
     answers = [_Answer(200, 0.1, came, 0) for came in (100.0, 101.9, 102.0, 110.0, 110.1)]
     counted, seconds = _within(answers, 100.0, 10.0)
     assert [answer.came for answer in counted] == [102.0, 110.0]
     assert seconds == 8.0
 
 
-def test_a_partial_result_is_wrong_by_score_by_order_and_by_what_is_missing() -> None:
+def test_a_partial_result_is_checked_for_score_order_and_gaps() -> None:
     def result(*scores: tuple[int, float], unscored: tuple[int, ...] = ()) -> RerankResult:
         return RerankResult([RankedDocument(i, score, "") for i, score in scores], Usage(0, 0), 0, unscored)
 
@@ -225,13 +213,7 @@ def test_a_partial_result_is_wrong_by_score_by_order_and_by_what_is_missing() ->
     assert _wrong(whole, result((1, 3.0), (2, 1.0)), 3) == 1
 
 
-def test_several_models_are_measured_by_two_or_none() -> None:
-    refused = CliRunner().invoke(main, ["bench", "several", "one"])
-    assert refused.exit_code == 2
-    assert "name two models or none, not 1" in refused.output
-
-
-def test_caps_take_ever_more_instructions_and_set_what_maxsimd_torch_and_onednn_read() -> None:
+def test_each_cap_takes_more_instructions_from_all_libraries() -> None:
     whole, *less = caps()
     assert whole is None
     assert len({cap.level for cap in less if cap is not None}) == len(less)
@@ -241,7 +223,7 @@ def test_caps_take_ever_more_instructions_and_set_what_maxsimd_torch_and_onednn_
         assert cap.environment.keys() == variables
 
 
-def test_a_table_of_instruction_sets_says_what_is_emulated_and_what_did_not_run() -> None:
+def test_a_table_of_instruction_sets_shows_what_did_not_run() -> None:
     paths = {"float32": "torch", "bfloat16": "does not run", "int8": "oneDNN"}
     both = {"float32": 1.5, "int8": 3.0}
     found = {

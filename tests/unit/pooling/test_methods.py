@@ -9,11 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.pooling import methods
-from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
 from maxsimd.pooling.passages import PASSAGES, PassageMeanPool
-from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Tokens
+from maxsimd.scheduler import ResultSlot, Sequence
+from tests.unit.pooling.cut_sequences import (
+    CutSequences,
+    cut_sequences,
+    pooled_in_steps,
+    random_states,
+    tokens_of,
+)
 
 HIDDEN = 8
 WEIGHT = torch.randn(HIDDEN, 4, generator=torch.Generator().manual_seed(0))
@@ -55,34 +61,18 @@ def _passages(states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
 PLAIN[PASSAGES] = _passages
 
 
-@st.composite
-def cut_sequences(draw: st.DrawFn) -> tuple[list[Sequence], list[list[Chunk]]]:
-    """Sequences of random lengths, pooled tokens and passages, cut at random places and spread over steps."""
-    sequences = []
-    steps: list[list[Chunk]] = []
-    for key in range(draw(st.integers(1, 6))):
-        length = draw(st.integers(1, 14))
-        pooled = draw(st.none() | st.sets(st.integers(0, length - 1), min_size=1))
-        positions = None if pooled is None else np.array(sorted(pooled))
-        tokens = Tokens(np.zeros(length, dtype=np.int32), pooled_positions=positions)
-        task, slot = draw(st.sampled_from(sorted(PLAIN))), ResultSlot(0, key)
-        if task == PASSAGES:
-            count = length if pooled is None else len(pooled)
-            bounds = st.tuples(st.integers(0, count - 1), st.integers(1, count))
-            # They may overlap.
-            passages = draw(st.lists(bounds.filter(lambda each: each[0] < each[1]), min_size=1, max_size=6))
-            sequence = Sequence.passages(key, slot, PASSAGES, tokens, np.array(passages))
-        else:
-            sequence = Sequence.text(key, slot, task, tokens)
-        sequences.append(sequence)
-        cuts = sorted(draw(st.sets(st.integers(1, length), max_size=4)) | {length})
-        step = draw(st.integers(0, 2))
-        for start, stop in zip([0, *cuts], cuts, strict=False):
-            while len(steps) <= step:
-                steps.append([])
-            steps[step].append(Chunk(sequence, start, stop))
-            step += draw(st.integers(1, 2))
-    return sequences, [step for step in steps if step]
+def a_sequence(draw: st.DrawFn, key: int) -> Sequence:
+    """Of a random length, with some pooled tokens, for a random method. Passages may overlap."""
+    length = draw(st.integers(1, 14))
+    pooled = draw(st.none() | st.sets(st.integers(0, length - 1), min_size=1))
+    tokens = tokens_of(np.zeros(length, dtype=np.int32), pooled)
+    task, slot = draw(st.sampled_from(sorted(PLAIN))), ResultSlot(0, key)
+    if task != PASSAGES:
+        return Sequence.text(key, slot, task, tokens)
+    count = length if pooled is None else len(pooled)
+    bounds = st.tuples(st.integers(0, count - 1), st.integers(1, count))
+    passages = draw(st.lists(bounds.filter(lambda each: each[0] < each[1]), min_size=1, max_size=6))
+    return Sequence.passages(key, slot, PASSAGES, tokens, np.array(passages))
 
 
 @pytest.fixture(autouse=True)
@@ -92,33 +82,13 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=80)
-@given(cut_sequences(), st.integers(0, 3), st.booleans())
-def test_pooling_in_chunks_equals_the_plain_definition(
-    workload: tuple[list[Sequence], list[list[Chunk]]], padding: int, retried: bool
-) -> None:
+@given(cut_sequences(a_sequence), st.integers(0, 3), st.booleans())
+def test_pooling_in_chunks_equals_its_definition(workload: CutSequences, padding: int, retried: bool) -> None:
     sequences, steps = workload
-    states = {
-        s.sequence_id: torch.randn(len(s), HIDDEN, generator=torch.Generator().manual_seed(s.sequence_id))
-        for s in sequences
-    }
+    states = random_states(sequences, HIDDEN)
     poolers = METHODS | {PASSAGES: PassageMeanPool}
     pooler = DispatchPooler({name: pool(head) for name, pool in poolers.items()})
-    items: dict[int, torch.Tensor] = {}
-    for step in steps:
-        starts, rows = [], []
-        for chunk in step:
-            starts.append(sum(map(len, rows)))
-            rows.append(states[chunk.sequence.sequence_id][chunk.start : chunk.stop])
-            rows.append(torch.full((padding, HIDDEN), torch.nan))  # whoever looks at padding is found out
-        hidden, cursor = torch.cat(rows), PoolingCursor(tuple(step), tuple(starts))
-        if retried:
-            pooler.pool(hidden, cursor)
-        for pooled in pooler.pool(hidden, cursor):
-            for sequence, item in pooled:
-                assert sequence.sequence_id not in items
-                items[sequence.sequence_id] = item.clone()
-                pooler.free(sequence.sequence_id)
-    assert pooler.num_states == 0
+    items = pooled_in_steps(pooler, steps, states, padding, retried)
     for sequence in sequences:
         expected = PLAIN[sequence.payload.task](states[sequence.sequence_id], sequence)
         torch.testing.assert_close(items[sequence.sequence_id], expected, atol=1e-5, rtol=1e-5)

@@ -134,29 +134,6 @@ def test_random_numbers_are_those_of_their_definition() -> None:
         assert of_choices.tolist() == plain_signs(seed, number, 20)
 
 
-# The vectors of OLD_TOKENS, by their parameters, as query and as document. They must never change.
-OLD_TOKENS = np.array(
-    [[0.5, -1, 0.25, 2, 1, -0.75], [1, 0.5, -0.5, 0.25, -2, 1], [-1, 1, 1, 0.5, 0.25, 0.5]], dtype=np.float32
-)
-OLD = {
-    Muvera(k_sim=1, r_reps=2, d_proj=3, seed=3): (
-        "-0.3062 0.1021 -0.7144 2.1433 -0.9186 -0.5103 -1.9392 0.7144 1.1227 2.3474 -2.1433 -1.3268",
-        "-0.6227 0.2076 -1.453 1.6265 -0.6971 -0.3873 -1.4936 0.5503 0.8647 1.0865 -0.9921 -0.6141",
-    ),
-    Muvera(k_sim=2, r_reps=3, d_proj=4, d_final=8, seed=3): (
-        "0.7939 -1.8042 -1.2269 -1.0104 0.433 -2.3816 1.1547 0",
-        "0.3501 -1.0958 -1.0408 -2.0356 1.3293 -1.1453 -0.2494 0.8868",
-    ),
-}
-
-
-@pytest.mark.parametrize("encoding", OLD)
-def test_a_vector_can_be_compared_with_those_of_other_days(encoding: Muvera) -> None:
-    for input_type, expected in zip(INPUT_TYPES, OLD[encoding], strict=True):
-        [found] = encoding.encode([OLD_TOKENS], input_type)
-        np.testing.assert_allclose(found, np.array(expected.split(), dtype=float), atol=1e-4)
-
-
 def test_matrices_come_in_all_forms_of_embeddings() -> None:
     rows = np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32)
     encoding = Muvera()

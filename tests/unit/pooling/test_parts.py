@@ -115,9 +115,7 @@ class OnGpu(torch.Tensor):
         return torch.device("cuda")
 
 
-def test_numbers_from_a_gpu_are_copied_to_pinned_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_numbers_from_a_gpu_are_copied_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     host = torch.zeros(2, 3, dtype=torch.int8)
 

@@ -44,9 +44,7 @@ def test_items_are_found_by_index_by_iteration_and_by_offsets(lengths: list[int]
 
 @settings(max_examples=40)
 @given(LENGTHS, LENGTHS, st.booleans())
-def test_joined_parts_have_the_items_of_all_in_order(
-    first: list[int], second: list[int], scaled: bool
-) -> None:
+def test_joined_parts_have_all_items_in_order(first: list[int], second: list[int], scaled: bool) -> None:
     parts = [_scaled(lengths) for lengths in (first, second)]
     if not scaled:
         parts = [Ragged(part.values, part.offsets) for part in parts]
@@ -112,9 +110,7 @@ class OnGpu(torch.Tensor):
 
 @settings(max_examples=40)
 @given(LENGTHS, st.data(), st.booleans())
-def test_items_are_taken_in_any_order_with_their_scales(
-    lengths: list[int], data: st.DataObject, scaled: bool
-) -> None:
+def test_items_are_taken_in_order_with_scales(lengths: list[int], data: st.DataObject, scaled: bool) -> None:
     items = _scaled(lengths) if scaled else Ragged.from_items(_items(lengths))
     wanted = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
     taken = items.take(wanted)

@@ -1,7 +1,5 @@
 """Sparse vectors against their plain definitions, whole and in chunks, on random ragged input."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -12,12 +10,19 @@ from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.engine.scoring.sparse import sparse_dot, sparse_dot_reference
 from maxsimd.pooling import sparse
 from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.pooling.dispatch import pooling_method
+from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.sparse import GivenWords, WordsHead, dense_of, entries_of
 from maxsimd.scheduler import Chunk, ResultSlot, Role, Sequence, Tokens
+from tests.unit.pooling.cut_sequences import (
+    CutSequences,
+    cut_sequences,
+    pooled_in_steps,
+    random_states,
+    tokens_of,
+)
 
-HIDDEN, WORDS = 6, 23
+HIDDEN, WORDS, TASK = 6, 23, "sparse_embed"
 WEIGHT = torch.randn(HIDDEN, WORDS, generator=torch.Generator().manual_seed(0))
 
 
@@ -46,63 +51,37 @@ def plain(name: str, states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
     return weights.amax(dim=0) if name == "max" else weights.sum(dim=0)
 
 
-@st.composite
-def cut_sequences(draw: st.DrawFn) -> tuple[list[Sequence], list[list[Chunk]]]:
-    """Sequences of random lengths and pooled tokens, cut anywhere and spread over steps."""
-    sequences: list[Sequence] = []
-    steps: list[list[Chunk]] = []
-    for key in range(draw(st.integers(1, 6))):
-        length = draw(st.integers(1, 12))
-        pooled = draw(st.none() | st.sets(st.integers(0, length - 1)))
-        positions = None if pooled is None else np.array(sorted(pooled), dtype=np.int64)
-        tokens = Tokens(np.zeros(length, dtype=np.int32), pooled_positions=positions)
-        sequence = Sequence.text(key, ResultSlot(0, key), "sparse_embed", tokens)
-        sequences.append(sequence)
-        cuts = sorted(draw(st.sets(st.integers(1, max(1, length - 1)), max_size=3)) - {length})
-        bounds = [0, *cuts, length]
-        for i, (start, stop) in enumerate(pairwise(bounds)):
-            while len(steps) <= i:
-                steps.append([])
-            steps[i].append(Chunk(sequence, start, stop))
-    return sequences, steps
+def a_sequence(draw: st.DrawFn, key: int) -> Sequence:
+    """Of a random length, with some pooled tokens or none."""
+    length = draw(st.integers(1, 12))
+    pooled = draw(st.none() | st.sets(st.integers(0, length - 1)))
+    tokens = tokens_of(np.zeros(length, dtype=np.int32), pooled)
+    return Sequence.text(key, ResultSlot(0, key), TASK, tokens)
 
 
 @pytest.mark.parametrize("name", ["max", "sum"])
 @settings(max_examples=25)
-@given(cut=cut_sequences(), rows=st.sampled_from([1, 3, 1000]), seed=st.integers(0, 99))
-def test_each_method_equals_its_plain_definition(
-    name: str, cut: tuple[list[Sequence], list[list[Chunk]]], rows: int, seed: int
-) -> None:
+@given(cut=cut_sequences(a_sequence), rows=st.sampled_from([1, 3, 1000]), seed=st.integers(0, 99))
+def test_each_method_equals_its_plain_definition(name: str, cut: CutSequences, rows: int, seed: int) -> None:
     sequences, steps = cut
-    random = torch.Generator().manual_seed(seed)
-    states = {each.sequence_id: torch.randn(len(each), HIDDEN, generator=random) for each in sequences}
+    states = random_states(sequences, HIDDEN, seed)
     head = Head()
     method = pooling_method(name, head)
     method._most_rows = rows  # type: ignore[attr-defined]
-    found = {}
-    for step in steps:
-        hidden = torch.cat([states[c.sequence.sequence_id][c.start : c.stop] for c in step])
-        starts = np.cumsum([0, *(len(chunk) for chunk in step[:-1])])
-        cursor = PoolingCursor(tuple(step), tuple(starts.tolist()))
-        for _ in range(2):  # a step may be run again
-            items = method.pool(hidden, cursor)
-        finished = [chunk.sequence for chunk in step if chunk.is_last]
-        found |= {each.sequence_id: item for each, item in zip(finished, items, strict=True)}
+    found = pooled_in_steps(DispatchPooler({TASK: method}), steps, states)
     assert head.rows <= rows
     for sequence in sequences:
-        key = sequence.sequence_id
-        expected = plain(name, states[key], sequence)
-        torch.testing.assert_close(dense_of(found[key], WORDS), expected, atol=1e-5, rtol=1e-5)
-        assert (found[key][:, 1] != 0).all()
-        method.free(key)
-    assert method.num_states == 0
+        item = found[sequence.sequence_id]
+        expected = plain(name, states[sequence.sequence_id], sequence)
+        torch.testing.assert_close(dense_of(item, WORDS), expected, atol=1e-5, rtol=1e-5)
+        assert (item[:, 1] != 0).all()
 
 
 def test_word_weights_are_never_there_for_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_PIECE_BYTES", 4 * WORDS * 50)
     head = Head()
     tokens = Tokens(np.zeros(500, dtype=np.int32))
-    sequences = [Sequence.text(i, ResultSlot(0, i), "sparse_embed", tokens) for i in range(4)]
+    sequences = [Sequence.text(i, ResultSlot(0, i), TASK, tokens) for i in range(4)]
     cursor = PoolingCursor(tuple(Chunk(each, 0, 500) for each in sequences), (0, 500, 1000, 1500))
     pooling_method("max", head).pool(torch.randn(2000, HIDDEN), cursor)
     assert head.rows == 50
@@ -121,8 +100,8 @@ def test_queries_are_looked_up_and_documents_read() -> None:
     ids = np.array([5, 0, 7, 5, 9], dtype=np.int32)
     tokens = Tokens(ids, pooled_positions=np.array([1, 2, 3]))
     slot = ResultSlot(0, 0)
-    query = Sequence.text(0, slot, "sparse_embed", tokens, Role.QUERY)
-    document = Sequence.text(1, slot, "sparse_embed", tokens, Role.DOCUMENT)
+    query = Sequence.text(0, slot, TASK, tokens, Role.QUERY)
+    document = Sequence.text(1, slot, TASK, tokens, Role.DOCUMENT)
     hidden = torch.randn(15, HIDDEN, generator=torch.Generator().manual_seed(1))
     chunks = tuple(Chunk(each, 0, 5) for each in (document, query, document))
     items = method.pool(hidden, PoolingCursor(chunks, (0, 5, 10)))
@@ -136,7 +115,7 @@ def test_rows_that_are_weights_already_are_taken_as_they_are() -> None:
     head = Head(most=1)
     method = pooling_method("given", GivenWords(head))
     tokens = Tokens(np.zeros(4, dtype=np.int32))
-    sequences = [Sequence.text(i, ResultSlot(0, i), "sparse_embed", tokens) for i in range(2)]
+    sequences = [Sequence.text(i, ResultSlot(0, i), TASK, tokens) for i in range(2)]
     cursor = PoolingCursor(tuple(Chunk(each, 0, 4) for each in sequences), (0, 1))
     assert [item.tolist() for item in method.pool(weights, cursor)] == [[[1.0, 2.0]], [[0.0, 1.0]]]
 
@@ -152,9 +131,7 @@ def sparse_vectors(draw: st.DrawFn) -> Ragged:
 
 @settings(max_examples=25)
 @given(queries=sparse_vectors(), documents=sparse_vectors(), data=st.data())
-def test_sparse_scores_equal_the_plain_dot_products(
-    queries: Ragged, documents: Ragged, data: st.DataObject
-) -> None:
+def test_sparse_scores_equal_dot_products(queries: Ragged, documents: Ragged, data: st.DataObject) -> None:
     pair = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
     pairs = np.array(data.draw(st.lists(pair, max_size=9)), dtype=np.int64).reshape(-1, 2)
     expected = sparse_dot_reference(queries, documents, pairs, WORDS)

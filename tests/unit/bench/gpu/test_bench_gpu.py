@@ -28,12 +28,8 @@ def check_kernels() -> None:
         (AttentionShape("few", 2, 10, 4, 2, 32, True),),
         rows=40,
     )
-    for name in (
-        "MaxSim: few",
-        "MaxSim: few, in int8",
-        "attention: few",
-        "projection: 40 rows, 1,024 to 128",
-    ):
+    maxsim = ("MaxSim: few", "MaxSim: few, in int8")
+    for name in (*maxsim, "attention: few", "projection: 40 rows, 1,024 to 128"):
         assert figures[name]["maxsimd_ms"] > 0
         milliseconds = [value for key, value in figures[name].items() if key.endswith("_ms")]
         best_other = min(value for value in milliseconds if value != figures[name]["maxsimd_ms"])
@@ -55,7 +51,7 @@ def test_kernels_are_measured_beside_plain_torch() -> None:
     run_interpreted(check_kernels)
 
 
-def test_a_contender_that_fails_or_is_wrong_is_named_and_not_timed() -> None:
+def test_a_contender_that_fails_or_is_wrong_is_not_timed() -> None:
     def broken(data: torch.Tensor) -> Run:
         raise RuntimeError("no such kernel")
 
@@ -149,26 +145,21 @@ class PlainPackages:
         return torch.stack([(part @ query.float().T).amax(dim=0).sum() for part in parts])
 
 
-@pytest.mark.parametrize(("tokens", "count"), [((9, 9), 2), ((3, 9), 2)])
-def test_packages_are_given_what_is_fastest_for_them(
-    tokens: tuple[int, int], count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_are_given_what_is_fastest_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maxsim_contenders, "package", lambda name: PlainPackages)
-    shape = MaxSimShape("few", 4, 5, tokens, 16)
-    scored = draw(shape, torch.device("cpu"), 0)
     gpu = torch.device("cuda")
-    packages = {
-        name: make for name, make in contenders(shape, gpu).items() if name not in ("maxsimd", "padded torch")
-    }
-    assert len(packages) == count
-    assert list(prepared(packages, [scored], scored.exact(5)).runs) == list(packages)
-    if tokens[0] == tokens[1]:
-        in_int8 = {
-            name: make for name, make in rounded_contenders(shape, gpu).items() if name.startswith("flash")
-        }
-        assert len(in_int8) == 2
-        ready = prepared(in_int8, [scored.rounded()], scored.rounded().exact(5))
-        assert list(ready.runs) == list(in_int8), ready.failures
+    for tokens in ((3, 9), (9, 9)):
+        shape = MaxSimShape("few", 4, 5, tokens, 16)
+        scored = draw(shape, torch.device("cpu"), 0)
+        packages = contenders(shape, gpu)
+        packages = {name: packages[name] for name in packages if name not in ("maxsimd", "padded torch")}
+        assert len(packages) == 2
+        assert list(prepared(packages, [scored], scored.exact(5)).runs) == list(packages)
+    in_int8 = rounded_contenders(shape, gpu)
+    in_int8 = {name: in_int8[name] for name in in_int8 if name.startswith("flash")}
+    assert len(in_int8) == 2
+    ready = prepared(in_int8, [scored.rounded()], scored.rounded().exact(5))
+    assert list(ready.runs) == list(in_int8), ready.failures
 
 
 @pytest.mark.exhaustive

@@ -84,15 +84,10 @@ def on_hopper(longest_query: int, documents: str = "bf16") -> tuple[MaxSimLaunch
         (1024, "bf16", 2, 240),
         (32, "i8", 5, 260),
         (1024, "i8", 3, 355),
-        *(
-            pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in (
-                (64, "bf16", 3, 140),
-                (128, "bf16", 2, 175),
-                (64, "i8", 4, 290),
-                (128, "i8", 3, 355),
-            )
-        ),
+        pytest.param(64, "bf16", 3, 140, marks=pytest.mark.exhaustive),
+        pytest.param(128, "bf16", 2, 175, marks=pytest.mark.exhaustive),
+        pytest.param(64, "i8", 4, 290, marks=pytest.mark.exhaustive),
+        pytest.param(128, "i8", 3, 355, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_turn_takes_few_instructions_and_others_run_beside_it(
@@ -124,7 +119,7 @@ def test_int8_documents_take_less_time_than_those_of_16_bits() -> None:
     assert times[0] / times[1] >= 1.6
 
 
-def test_programs_beside_each_other_hide_what_is_no_product_in_part() -> None:
+def test_programs_beside_each_other_hide_part_of_other_work() -> None:
     cycles = TurnCycles(tensor=1000.0, issue=400.0, special=0.0, compare=600.0, operations=1.0)
     assert cycles.alone() == cycles.shared_by(1) == 1600
     assert cycles.shared_by(2) == 1300
@@ -148,10 +143,8 @@ def test_pairs_are_grouped_by_the_class_of_their_query(tokens: list[int]) -> Non
         assert any(((of_group <= high) & (of_group >= low)).all() for low, high in pairwise(bounds))
         first += group.count
     assert len(groups) == len({np.searchsorted([32, 64, 128], n) for n in tokens})
-
-
-def test_pairs_of_one_class_stay_as_they_are() -> None:
-    assert group_by_query_length(np.array([5, 32, 1])) == (None, (PairGroup(3, 32),))
+    if len(groups) == 1:
+        assert (order, groups) == (None, (PairGroup(len(tokens), max(1, *tokens)),))
 
 
 def test_the_table_is_printed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -169,9 +162,6 @@ def test_the_table_is_printed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     assert rows[1]["programs"] == {"H100": 4, "H200": 4}
     assert rows[0]["programs"] == {}
     assert all(row["spills"] == 0 for row in rows)
-
-
-def test_json_without_the_table_is_refused() -> None:
-    result = CliRunner().invoke(main, ["bench", "kernels", "--json", "x"])
-    assert result.exit_code == 2
-    assert "--json goes with --compiled" in result.output
+    refused = CliRunner().invoke(main, ["bench", "kernels", "--json", "x"])
+    assert refused.exit_code == 2
+    assert "--json goes with --compiled" in refused.output

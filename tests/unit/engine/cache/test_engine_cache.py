@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import threading
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,9 @@ from maxsimd.engine import (
     EngineConfig,
     InvalidRequestError,
     QueueFullError,
-    Truncation,
 )
 from maxsimd.engine.preprocess import two_stage
 from maxsimd.engine.stats import EngineStats
-from maxsimd.scheduler import Step
 from tests.checkpoints import language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -33,7 +30,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUERY = "how is a file read"
 EMBEDDING = EngineConfig(score_type="late-interaction", dtype="float32")
-WINDOWS = Truncation(max_tokens=-1, windows=True)
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +94,7 @@ async def test_int8_keeps_the_ranking(documents: list[str]) -> None:
     assert kendalltau(new.scores, cached.scores).statistic >= 0.99
 
 
-async def test_equal_documents_in_requests_at_once_are_encoded_once(
-    engine: Engine, documents: list[str]
-) -> None:
+async def test_equal_documents_in_requests_are_encoded_once(engine: Engine, documents: list[str]) -> None:
     before = tokens_run(engine)
     many = await engine.score("why", documents[:5] * 5, truncation=CUT_LONG)
     np.testing.assert_allclose(many.scores, many.scores[:5] * 5, atol=1e-6)
@@ -117,55 +111,10 @@ async def test_equal_documents_in_requests_at_once_are_encoded_once(
         np.testing.assert_allclose(result.scores, alone.scores, atol=1e-4)
 
 
-async def test_how_a_document_is_read_is_part_of_its_key(engine: Engine, documents: list[str]) -> None:
-    long = [" ".join(documents[:8])]
-    readings = [
-        CUT_LONG,
-        Truncation(max_tokens=-1, side="left"),
-        Truncation(max_tokens=100),
-        Truncation(max_tokens=-1, max_document_tokens=50),
-        WINDOWS,
-        Truncation(max_tokens=-1, windows=True, window_overlap=3),
-    ]
-    results = [await engine.score("why", long, truncation=reading) for reading in readings * 2]
-    assert [result.usage.cached_documents for result in results] == [0] * 6 + [1] * 6
-    assert len({round(result.scores[0], 5) for result in results}) == len(readings)
-    new = await engine.score("why", long, truncation=WINDOWS, cache="bypass")
-    assert results[-2].usage.prompt_tokens == new.usage.prompt_tokens
-
-
-async def test_refresh_encodes_again_and_bypass_keeps_nothing(engine: Engine, documents: list[str]) -> None:
-    cache = engine.device_model.cache
-    assert cache is not None
-    await engine.score(QUERY, documents[:5], truncation=CUT_LONG, cache="bypass")
-    assert cache.entries == 0
-    await engine.score(QUERY, documents[:5], truncation=CUT_LONG)
-    ran = tokens_run(engine)
-    await engine.score(QUERY, documents[:5], truncation=CUT_LONG, cache="refresh")
-    assert tokens_run(engine) - ran > 100
-    assert cache.flush(60)
-    assert cache.entries == 5
-
-
-async def test_cancelling_leaves_nothing_behind(engine: Engine, documents: list[str]) -> None:
-    tasks = [
-        asyncio.create_task(engine.score(QUERY, [*documents, f"new {i}"], truncation=CUT_LONG))
-        for i in range(4)
-    ]
-    await asyncio.sleep(0.01)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert len((await engine.score(QUERY, documents, truncation=CUT_LONG)).scores) == len(documents)
-    await until(lambda: engine.stats() == EngineStats())
-
-
 # Pairs that were scored before: the same bits without a forward pass, however a request is made up.
 
 
-async def test_a_repeated_request_runs_nothing_and_has_the_same_bits(
-    cross_encoder: Engine, documents: list[str]
-) -> None:
+async def test_a_repeated_request_gives_the_same_bits(cross_encoder: Engine, documents: list[str]) -> None:
     first = await cross_encoder.score(QUERY, documents)
     run = tokens_run(cross_encoder)
     again = await cross_encoder.score(QUERY, documents)
@@ -182,9 +131,7 @@ async def test_a_repeated_request_runs_nothing_and_has_the_same_bits(
     assert labels.usage.cached_tokens == 0, "labels are not taken from the cache"
 
 
-async def test_known_and_new_pairs_score_as_without_a_cache(
-    cross_encoder: Engine, documents: list[str]
-) -> None:
+async def test_known_and_new_pairs_score_as_uncached(cross_encoder: Engine, documents: list[str]) -> None:
     draw = random.Random(0)
     texts = [*documents, *(" ".join(draw.choices(documents[:11], k=12)) for _ in range(2))]
     queries = [QUERY, "sort", " ".join(documents[:3])]
@@ -224,7 +171,7 @@ async def test_errors_name_a_document_by_its_index_in_the_request(cross_encoder:
     assert again.scores == nearly([alone.scores[2], alone.scores[0]])
 
 
-async def test_listwise_scores_are_those_of_the_whole_list(
+async def test_listwise_scores_are_of_whole_lists(
     checkpoints: SharedCheckpoints, documents: list[str]
 ) -> None:
     listwise = checkpoints(language_models.jina_reranker_v3)
@@ -266,9 +213,7 @@ async def small_steps(
     return engine
 
 
-async def test_cached_documents_score_as_new_ones_in_many_batches(
-    small_steps: Engine, lines: list[str]
-) -> None:
+async def test_cached_documents_in_batches_score_as_new_ones(small_steps: Engine, lines: list[str]) -> None:
     def steps() -> float:
         return small_steps.metrics.registry.get_sample_value("maxsimd_step_seconds_count") or 0
 
@@ -291,33 +236,6 @@ async def test_the_queue_limit_counts_cached_documents(small_steps: Engine, line
     assert served
     assert len(refused) + len(served) == len(crowd)
     await until(lambda: small_steps.stats() == EngineStats())
-
-
-async def test_a_small_request_passes_a_crowd_of_cached_ones(
-    small_steps: Engine, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go = threading.Event()
-    runner: Any = small_steps.device_model.prepared.runner
-    forward = runner.forward
-
-    def wait_and_forward(step: Step) -> Any:
-        assert go.wait(20)
-        return forward(step)
-
-    monkeypatch.setattr(runner, "forward", wait_and_forward)
-    done: list[str] = []
-
-    async def score(name: str, query: str, texts: list[str]) -> None:
-        await small_steps.score(query, texts, truncation=CUT_LONG)
-        done.append(name)
-
-    crowd = [asyncio.create_task(score("large", f"query {i}", lines)) for i in range(3)]
-    await until(lambda: small_steps.stats().open_requests == 3)
-    small = asyncio.create_task(score("small", "a", ["one line"]))
-    await until(lambda: small_steps.stats().open_requests == 4)
-    go.set()
-    await asyncio.gather(small, *crowd)
-    assert done == ["small", "large", "large", "large"]
 
 
 async def test_cancelled_cached_documents_leave_the_queue(small_steps: Engine, lines: list[str]) -> None:

@@ -4,6 +4,7 @@ That what changes an embedding changes an ingredient is test_fingerprint's busin
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -202,14 +203,6 @@ def _with_a_config() -> torch.nn.Module:
     return module
 
 
-def _two_buffers(*names: str) -> Change:
-    def changed(backbone: Any) -> None:
-        for name in names:
-            backbone.register_buffer(name, torch.tensor([1.0, 2.0] if name == "scale" else [2.0, 1.0]))
-
-    return _backbone(changed)
-
-
 # Alterations, by the one ingredient that each changes.
 CHANGES: list[tuple[str, str, Change]] = [
     ("weights", "a number", _weight(lambda weight: weight + torch.eye(len(weight))[-1])),
@@ -262,31 +255,34 @@ CHANGES: list[tuple[str, str, Change]] = [
 
 
 @pytest.mark.parametrize(("ingredient", "what", "change"), CHANGES, ids=lambda value: str(value)[:20])
-def test_each_ingredient_alone_follows_what_it_is_made_of(
-    plain: Given, ingredient: str, what: str, change: Change
-) -> None:
+def test_each_change_changes_one_ingredient(plain: Given, ingredient: str, what: str, change: Change) -> None:
     assert plain.changed(change(plain)) == [ingredient], what
 
 
+def _one_after_the_other(*changes: Change) -> Change:
+    return lambda given: functools.reduce(lambda changed, change: change(changed), changes, given)
+
+
+_A_TANH = _dense(lambda dense: setattr(dense, "activation_function", torch.nn.Tanh()))
+_TWO_BUFFERS = (_buffer(1.0, "scale"), _buffer(2.0, "bias"))
+
+
 @pytest.mark.parametrize(
-    ("one", "other", "ingredient"),
+    ("one", "other", "changed"),
     [
-        (_buffer(1.0), _buffer(2.0), "buffers"),
-        (_buffer(1.0, "scale"), _buffer(1.0, "bias"), "buffers"),
-        (_buffer(1.0, within="embeddings"), _buffer(1.0, within="encoder"), "buffers"),
-        (_first(8, True), _first(16, True), "dimensions"),
-        (_first(8, True), _first(8, False), "dimensions"),
+        (_buffer(1.0), _buffer(2.0), ["buffers"]),
+        (_buffer(1.0, "scale"), _buffer(1.0, "bias"), ["buffers"]),
+        (_buffer(1.0, within="embeddings"), _buffer(1.0, within="encoder"), ["buffers"]),
+        # Their order does not matter.
+        (_one_after_the_other(*_TWO_BUFFERS), _one_after_the_other(*reversed(_TWO_BUFFERS)), []),
+        (_first(8, True), _first(16, True), ["dimensions"]),
+        (_first(8, True), _first(8, False), ["dimensions"]),
+        # A head that is cut short is described like the whole.
+        (_first(8, True), _one_after_the_other(_A_TANH, _first(8, True)), ["head"]),
     ],
 )
-def test_what_only_some_models_have_counts_there(
-    plain: Given, one: Change, other: Change, ingredient: str
-) -> None:
-    assert one(plain).changed(other(plain)) == [ingredient]
-
-
-def test_a_head_that_is_cut_short_is_described_like_the_whole(plain: Given) -> None:
-    tanh = _dense(lambda dense: setattr(dense, "activation_function", torch.nn.Tanh()))
-    assert _first(8, True)(plain).changed(_first(8, True)(tanh(plain))) == ["head"]
+def test_parts_of_some_models_count(plain: Given, one: Change, other: Change, changed: list[str]) -> None:
+    assert one(plain).changed(other(plain)) == changed
 
 
 @pytest.mark.parametrize(
@@ -307,34 +303,23 @@ def test_what_no_embedding_depends_on_is_no_ingredient(plain: Given, change: Cha
     assert plain.changed(change(plain)) == []
 
 
-def test_the_order_of_buffers_does_not_matter(plain: Given) -> None:
-    assert _two_buffers("scale", "bias")(plain).changed(_two_buffers("bias", "scale")(plain)) == []
-
-
-def test_a_machine_without_kernels_is_told_from_others(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in ("cpu", "cpu.int8_linear"):
-        found = []
-        for available in (True, False):
-            monkeypatch.setattr(f"maxsimd.engine.ops.{library}.is_available", lambda there=available: there)
-            found.append(plain.ingredients())
-        with_kernels, without = found
-        assert [name for name in without if without[name] != with_kernels[name]] == ["kernels"]
+def test_kernels_and_processor_tell_machines_apart(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    for what, other, ingredient in (
+        ("torch.backends.cpu.get_cpu_capability", "another", "device"),
+        ("torch.cpu._is_amx_tile_supported", "another", "device"),
+        ("maxsimd.engine.ops.cpu.int8_linear.is_available", False, "kernels"),
+        ("maxsimd.engine.ops.cpu.is_available", False, "kernels"),
+    ):
+        if ingredient == "kernels":
+            monkeypatch.setattr(what, lambda: True)
+        here = plain.ingredients()
+        monkeypatch.setattr(what, lambda other=other: other)
+        there = plain.ingredients()
+        assert [name for name in there if there[name] != here[name]] == [ingredient], what
     assert plain.changed(_option(kernels="torch")(plain)) == [], "which it does without anyway"
 
 
-@pytest.mark.parametrize(
-    "what", ["torch.backends.cpu.get_cpu_capability", "torch.cpu._is_amx_tile_supported"]
-)
-def test_a_processor_is_told_from_others(plain: Given, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    here = plain.ingredients()
-    monkeypatch.setattr(what, lambda: "another")
-    there = plain.ingredients()
-    assert [name for name in there if there[name] != here[name]] == ["device"]
-
-
-def test_every_library_that_takes_part_is_told_by_its_version(
-    plain: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_library_is_told_apart_by_its_version(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     def versions(newer: str) -> bytes:
         new = {newer: "2"}
         monkeypatch.setattr("maxsimd.engine.cache.fingerprint.version", lambda library: new.get(library, "1"))
@@ -344,9 +329,7 @@ def test_every_library_that_takes_part_is_told_by_its_version(
     assert len({versions(library) for library in libraries}) == len(libraries)
 
 
-def test_a_gpu_is_told_by_its_name_and_may_fuse_the_head(
-    plain: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_counts_by_name_and_may_fuse_the_head(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_a_gpu(backbone: Any) -> None:
         gpu = SimpleNamespace(device=torch.device("cuda", 1))
         backbone.parameters = lambda: iter([gpu])
@@ -361,9 +344,7 @@ def test_a_gpu_is_told_by_its_name_and_may_fuse_the_head(
     assert one.ingredients() == first, "the processor does not matter there"
 
 
-def test_weights_of_a_head_count_by_name_not_by_module_number(
-    plain: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_a_head_count_by_name_not_number(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     def digest(name: str) -> bytes:
         monkeypatch.setattr(HEAD_TENSORS, lambda head: [(name, torch.ones(2))])
         return plain.ingredients()["head weights"]

@@ -2,7 +2,6 @@
 
 import logging
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,23 +36,6 @@ def hits(store: MemoryStore, asked: Sequence[int]) -> int:
     return found
 
 
-def perfect_hits(asked: Sequence[int], room: int) -> int:
-    """The same of a cache that lets go what is asked for again last (Belady), with a look at all of the
-    future each time."""
-    later: dict[int, list[int]] = defaultdict(list)
-    for i in reversed(range(len(asked))):
-        later[asked[i]].append(i)
-    inside: set[int] = set()
-    found = 0
-    for number in asked:
-        later[number].pop()
-        found += number in inside
-        inside.add(number)
-        if len(inside) > room:
-            inside.remove(max(inside, key=lambda each: later[each][-1] if later[each] else len(asked)))
-    return found
-
-
 def filled(rows: list[int], limit: int) -> MemoryStore[CachedEmbedding]:
     """A store of that many rows, after entries of so many each were put in."""
     store: MemoryStore[CachedEmbedding] = MemoryStore(limit * entry(1).nbytes)
@@ -75,21 +57,17 @@ def test_memory_takes_entries_up_to_its_limit_exactly() -> None:
 
 
 def test_memory_evicts_as_many_as_what_is_asked_for_more_needs() -> None:
-    store = filled([2, 2, 2], limit=6)
-    assert store.get(key(0)) is not None
-    assert store.get(key(9)) is None
-    store.put(key(9), entry(4))
-    assert 9 in inside(store)
-    assert len(inside(store)) == 2
-    assert (store.nbytes, store.evictions) == (store.limit, 2)
+    for rows, evicted in ((4, 2), (2, 1)):
+        store = filled([2, 2, 2], limit=6)
+        assert store.get(key(0)) is not None
+        assert store.get(key(9)) is None
+        store.put(key(9), entry(rows))
+        assert 9 in inside(store)
+        assert len(inside(store)) == 4 - evicted
+        assert (store.nbytes, store.evictions) == (store.limit, evicted)
+    assert inside(store)[0] == 0, "what was asked for stays"
     store.clear()
     assert (len(store), store.nbytes) == (0, 0)
-    store = filled([2, 2, 2], limit=6)
-    assert store.get(key(0)) is not None
-    assert store.get(key(3)) is None
-    store.put(key(3), entry(2))
-    assert inside(store)[0] == 0, "what was asked for stays"
-    assert 3 in inside(store)
 
 
 def test_memory_counts_replaced_and_dropped_entries() -> None:
@@ -108,8 +86,8 @@ def test_memory_counts_replaced_and_dropped_entries() -> None:
 @pytest.mark.parametrize(("room", "times"), [(100, 1.1), (100, 4), (300, 2)])
 def test_a_loop_over_more_than_fits_hits_nearly_what_is_possible(room: int, times: float) -> None:
     asked = list(range(int(times * room))) * 3
-    found = hits(MemoryStore(room * SIZE), asked)
-    assert found >= 0.8 * perfect_hits(asked, room)
+    # At most as many as there is room for are hit in each pass but the first.
+    assert hits(MemoryStore(room * SIZE), asked) >= 0.8 * 2 * room
 
 
 def test_a_scan_between_requests_takes_little_from_them() -> None:
@@ -138,7 +116,6 @@ def test_entries_of_any_size_never_take_more_than_the_limit() -> None:
     draw = random.Random(0)
     store = MemoryStore(40 * SIZE)
     sizes = {number: draw.choice([1, 2, 4, 8, 40, 159, 160, 161]) for number in range(200)}
-    inside: dict[int, int] = {}
     for _ in range(3000):
         number = min(199, int(draw.expovariate(1 / 40)))
         if draw.random() < 0.05:
@@ -148,8 +125,6 @@ def test_entries_of_any_size_never_take_more_than_the_limit() -> None:
         assert store.nbytes <= store.limit
     inside = {n: entry(sizes[n]).nbytes for n in range(200) if store.get(key(n)) is not None}
     assert (len(store), store.nbytes) == (len(inside), sum(inside.values()))
-    store.clear()
-    assert (len(store), store.nbytes) == (0, 0)
 
 
 def test_a_count_is_never_too_low_and_seldom_too_high() -> None:
@@ -163,7 +138,7 @@ def test_a_count_is_never_too_low_and_seldom_too_high() -> None:
     assert sum(one > other for one, other in zip(estimates, exact, strict=True)) < 20
 
 
-def test_counts_are_halved_after_each_period() -> None:
+def test_counts_are_halved_after_each_period_and_limited() -> None:
     sketch = FrequencySketch(64)
     for _ in range(9):
         sketch.count(b"one", 10)
@@ -175,13 +150,9 @@ def test_counts_are_halved_after_each_period() -> None:
     assert sketch.estimate(b"one") == 9, "half of a period has been counted already"
     sketch.count(b"one", 10)
     assert sketch.estimate(b"one") == 5
-
-
-def test_a_count_stays_at_its_most() -> None:
-    sketch = FrequencySketch(64)
     for _ in range(1000):
-        sketch.count(b"one", 100_000)
-    assert sketch.estimate(b"one") == 255
+        sketch.count(b"two", 100_000)
+    assert sketch.estimate(b"two") == 255
 
 
 @pytest.mark.parametrize("limit", [0, SIZE - 1, 10 * SIZE, 100 * SIZE, 300 * SIZE])
@@ -213,9 +184,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_a_cache_that_is_too_small_says_so_once_an_hour(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_cache_that_is_too_small_says_so_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
     store: MemoryStore[Small] = MemoryStore(500 * 1024)
     now = 0.0
     watch = FitWatch(store, "entries", "buy more", clock=lambda: now)

@@ -150,26 +150,6 @@ TestSlab = SlabMachine.TestCase
 TestSlab.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
-@given(st.lists(st.lists(st.integers(0, 12), max_size=10), max_size=6))
-def test_rows_are_given_out_once_in_a_turn(turns: list[list[int]]) -> None:
-    segments = Segments(ROWS)
-    for lengths in turns:
-        segments.begin_turn()
-        starts, emptied = segments.reserve(np.array(lengths, dtype=np.int64))
-        assert len(set(emptied)) == len(emptied)
-        taken = sorted(
-            (start, start + max(1, length))
-            for start, length in zip(starts, lengths, strict=True)
-            if start >= 0
-        )
-        for (_, stop), (start, _) in pairwise(taken):
-            assert stop <= start
-        fits = [
-            length for start, length in zip(starts, lengths, strict=True) if start == ABSENT and length <= 8
-        ]
-        assert not fits or len({start // SEGMENT for start, _ in taken}) == segments.count
-
-
 def test_the_segment_that_was_not_used_for_longest_goes_first() -> None:
     segments = Segments(ROWS)
     for _ in range(8):
@@ -187,9 +167,6 @@ def test_what_does_not_fit_is_left_out_alone() -> None:
     segments.begin_turn()
     starts, _ = segments.reserve(np.array([3, SEGMENT + 1, 2]))
     assert starts.tolist() == [0, ABSENT, 3]
-
-
-def test_a_slab_of_no_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="7 rows is too small"):
         Segments(7)
 

@@ -42,7 +42,7 @@ def disk(tmp_path: Path) -> Iterator[DiskStore]:
     ("precision", "dtype", "tolerance"),
     [("float32", torch.float32, 0), ("bfloat16", torch.bfloat16, 4e-3), ("int8", torch.int8, 8e-3)],
 )
-def test_an_entry_comes_back_from_its_bytes_exactly(
+def test_an_entry_comes_back_from_its_bytes(
     precision: Precision, dtype: torch.dtype, tolerance: float
 ) -> None:
     """In the precision that is asked for."""
@@ -214,30 +214,23 @@ def test_an_entry_is_copied_by_the_calling_thread_alone() -> None:
     assert done.stdout.split() == ["0", "1"], done.stderr
 
 
-def test_staged_embeddings_are_found_and_written() -> None:
+def test_staged_embeddings_are_found_and_written_up_to_a_limit() -> None:
     written = Written()
-    writer = CacheWriter(written.write, limit=1000)
+    writer = CacheWriter(written.write, limit=48)
     writer.stage(staged(b"a", b"b"))
     found = writer.get(b"b")
     assert found is not None
     assert found.rows.tolist() == [[4, 5, 6, 7]]
     assert (writer.num_staged, writer.flush(0)) == (2, False)
-    written.go.set()
-    assert writer.flush(20)
-    assert (writer.num_staged, writer.get(b"b"), set(written.entries)) == (0, None, {b"a", b"b"})
-    writer.close()
-
-
-def test_what_exceeds_the_limit_is_skipped_and_counted() -> None:
-    written = Written()
-    writer = CacheWriter(written.write, limit=48)
-    writer.stage(staged(b"a", b"b"))
     writer.stage(staged(b"c", b"d"))
     writer.stage(staged(b"e"))
     assert (writer.skipped, writer.num_staged, writer.get(b"c")) == (2, 3, None)
     written.go.set()
+    assert writer.flush(20)
+    assert (writer.num_staged, writer.get(b"b"), set(written.entries)) == (0, None, {b"a", b"b", b"e"})
+    writer.stage(staged(b"f"))
     writer.close()
-    assert set(written.entries) == {b"a", b"b", b"e"}
+    assert b"f" in written.entries
 
 
 def test_a_write_that_fails_harms_no_other() -> None:

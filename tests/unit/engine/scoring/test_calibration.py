@@ -31,16 +31,13 @@ def test_it_is_scikit_learns_isotonic_regression(tmp_path: Path) -> None:
     asked = np.linspace(-0.5, 1.5, 1001, dtype=np.float32)
     np.testing.assert_allclose(calibration(asked), expected.predict(asked), atol=1e-6)
     assert np.isnan(calibration(np.array([np.nan], dtype=np.float32))).all()
+    for alike in ([True, True], [False, False]):
+        with pytest.raises(ValueError, match="judged alike"):
+            Calibration.fitted("m", [0.1, 0.2], alike)
     calibration.write(tmp_path / "c.json")
     again = Calibration.read(tmp_path / "c.json")
     assert (again.model, again.judged) == ("m", 500)
     np.testing.assert_array_equal(again(asked), calibration(asked))
-
-
-def test_it_needs_both_judgements() -> None:
-    for relevant in ([True, True], [False, False]):
-        with pytest.raises(ValueError, match="judged alike"):
-            Calibration.fitted("m", [0.1, 0.2], relevant)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +127,7 @@ def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, qw
 
 def test_files_that_do_not_fit_are_named(files: Path, tmp_path: Path, qwen3_embedding: str) -> None:
     for text, message in (
-        ("q0\td0\n", "line 1"),
+        ("q0\td0\n", "no judgement names"),  # it is taken for a heading
         ("heading\nq0 d0 high\n", "line 2"),
         ("other d0 1\n", "no judgement names"),
         ("q0 d0 1\n", "judged alike"),
@@ -138,8 +135,6 @@ def test_files_that_do_not_fit_are_named(files: Path, tmp_path: Path, qwen3_embe
         bad = tmp_path / "bad.tsv"
         bad.write_text(text)
         ran = _calibrate(files, tmp_path / "out.json", qwen3_embedding, "--qrels", str(bad), "--others", "0")
-        if message == "line 1":
-            message = "no judgement names"  # what it is taken for is a heading
         assert ran.exit_code != 0
         assert message in ran.output, ran.output
 

@@ -123,7 +123,8 @@ def test_new_documents_of_many_requests_are_scored_in_one_batch() -> None:
     asked = [2, 3, 1, 2]
     items = [rows(10 + i, 1 + i) for i in range(4)]
     step = [(query(2, 7, 2), queries[2]), (query(1, 7, 1), queries[1])]
-    step += [(document(20 + i, slots[i], asked[i]), items[i]) for i in range(4)]
+    # Without a cache, a key makes no difference.
+    step += [(document(20 + i, slots[i], asked[i], key=b"k" if i else None), items[i]) for i in range(4)]
     step.append((query(3, 8, 1), queries[3]))
     made = ours.score([pooled(*step)])
     assert [output.slots for output in made.outputs] == [tuple(slots)]
@@ -366,19 +367,6 @@ def test_only_documents_with_a_key_are_rounded_and_staged() -> None:
     cache.close()
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_documents_are_scored_as_they_are_if_not_staged(cached: bool) -> None:
-    """Without a cache, or without a key."""
-    cache = cache_of("int8") if cached else None
-    slot = ResultSlot(7, 0)
-    one = document(2, slot, 1, key=None if cached else b"k")
-    made = scorer(cache).score([pooled((query(1, 7, 1), rows(1)), (one, rows(2)))])
-    assert scores(made) == {slot: near(rows(1), rows(2))}
-    assert made.new_embeddings == []
-    if cache is not None:
-        cache.close()
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype", "takes_int8"),
     [
@@ -435,7 +423,7 @@ def test_new_documents_duplicates_and_hits_score_identically(
         ("int8", torch.bfloat16, "meanmaxsim"),
     ],
 )
-def test_documents_score_where_they_lie_as_end_to_end(
+def test_documents_score_alike_where_they_lie(
     precision: Precision, dtype: torch.dtype, similarity: str
 ) -> None:
     cache = cache_of(precision)

@@ -1,7 +1,5 @@
 """Hybrid scores, and the items that they are made of, against their plain definitions on ragged input."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -12,11 +10,18 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.scoring.hybrid import Hybrid
 from maxsimd.engine.scoring.maxsim import maxsim_reference
 from maxsimd.engine.scoring.similarity import score_pairs
-from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.pooling.dispatch import pooling_method
+from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.token_weights import HybridHead, heaviest_of
 from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Tokens
+from tests.unit.pooling.cut_sequences import (
+    CutSequences,
+    States,
+    cut_sequences,
+    pooled_in_steps,
+    random_states,
+    tokens_of,
+)
 
 HIDDEN, DIM, WORDS = 6, 3, 9
 WEIGHTLESS = np.array([0, 2])
@@ -70,49 +75,23 @@ def test_tokens_of_one_word_count_by_the_heaviest_of_them(texts: list[list[int]]
     assert list(zip(found.ids.tolist(), found.weights.tolist(), strict=True)) == expected
 
 
-@st.composite
-def cut_sequences(draw: st.DrawFn) -> tuple[list[Sequence], list[list[Chunk]]]:
-    """Sequences of few different tokens, cut anywhere and spread over steps."""
-    sequences: list[Sequence] = []
-    steps: list[list[Chunk]] = []
-    for key in range(draw(st.integers(1, 5))):
-        ids = draw(st.lists(st.integers(0, WORDS - 1), min_size=1, max_size=10))
-        pooled = draw(st.none() | st.just(np.arange(1, len(ids))))
-        tokens = Tokens(np.array(ids, dtype=np.int32), pooled_positions=pooled)
-        sequences.append(Sequence.text(key, ResultSlot(0, key), "any", tokens))
-        cuts = sorted(draw(st.sets(st.integers(1, len(ids)), max_size=2)) - {len(ids)})
-        for i, (start, stop) in enumerate(pairwise([0, *cuts, len(ids)])):
-            while len(steps) <= i:
-                steps.append([])
-            steps[i].append(Chunk(sequences[-1], start, stop))
-    return sequences, steps
+def a_sequence(draw: st.DrawFn, key: int) -> Sequence:
+    """Of few different tokens, pooled from the second one on or all."""
+    ids = draw(st.lists(st.integers(0, WORDS - 1), min_size=1, max_size=10))
+    pooled = draw(st.none() | st.just(set(range(1, len(ids)))))
+    return Sequence.text(key, ResultSlot(0, key), "any", tokens_of(np.array(ids, dtype=np.int32), pooled))
 
 
-def pooled(name: str, steps: list[list[Chunk]], states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def pooled(name: str, steps: list[list[Chunk]], states: States) -> States:
     method = pooling_method(name, Weights() if name == "token-weights" else Head())
-    found = {}
-    for step in steps:
-        hidden = torch.cat([states[c.sequence.sequence_id][c.start : c.stop] for c in step])
-        starts = np.cumsum([0, *(len(chunk) for chunk in step[:-1])])
-        cursor = PoolingCursor(tuple(step), tuple(starts.tolist()))
-        for _ in range(2):  # a step may be run again
-            items = method.pool(hidden, cursor)
-        finished = [chunk.sequence for chunk in step if chunk.is_last]
-        found |= {each.sequence_id: item for each, item in zip(finished, items, strict=True)}
-    for key in states:
-        method.free(key)
-    assert method.num_states == 0
-    return found
+    return pooled_in_steps(DispatchPooler({"any": method}), steps, states)
 
 
 @settings(max_examples=30)
-@given(cut=cut_sequences(), seed=st.integers(0, 99))
-def test_items_equal_their_plain_definitions(
-    cut: tuple[list[Sequence], list[list[Chunk]]], seed: int
-) -> None:
+@given(cut=cut_sequences(a_sequence), seed=st.integers(0, 99))
+def test_items_equal_their_plain_definitions(cut: CutSequences, seed: int) -> None:
     sequences, steps = cut
-    random = torch.Generator().manual_seed(seed)
-    states = {each.sequence_id: torch.randn(len(each), HIDDEN, generator=random) for each in sequences}
+    states = random_states(sequences, HIDDEN, seed)
     sparse, hybrid = pooled("token-weights", steps, states), pooled("hybrid", steps, states)
     for sequence in sequences:
         key, ids = sequence.sequence_id, sequence.tokens.ids.tolist()
@@ -129,13 +108,10 @@ def test_items_equal_their_plain_definitions(
 
 
 @settings(max_examples=30)
-@given(cut=cut_sequences(), seed=st.integers(0, 99))
-def test_scores_equal_their_plain_definitions(
-    cut: tuple[list[Sequence], list[list[Chunk]]], seed: int
-) -> None:
+@given(cut=cut_sequences(a_sequence), seed=st.integers(0, 99))
+def test_scores_equal_their_plain_definitions(cut: CutSequences, seed: int) -> None:
     sequences, steps = cut
-    random = torch.Generator().manual_seed(seed)
-    states = {each.sequence_id: torch.randn(len(each), HIDDEN, generator=random) for each in sequences}
+    states = random_states(sequences, HIDDEN, seed)
     items = pooled("hybrid", steps, states)
     ragged = Ragged.from_items([items[each.sequence_id] for each in sequences])
     pairs = np.array([(i, j) for i in range(len(sequences)) for j in range(len(sequences))])

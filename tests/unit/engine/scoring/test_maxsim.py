@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentence_transformers.util import maxsim as sentence_transformers_maxsim
 
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import triton as triton_ops
@@ -70,13 +69,6 @@ def problems(draw: st.DrawFn) -> Problem:
     return ragged(queries, dim, 1), ragged(documents, dim, 2), pairs_of(pairs)
 
 
-def test_the_reference_equals_sentence_transformers() -> None:
-    queries, documents = ragged([5, 32, 1], 16, 1), ragged([9, 1, 40, 17], 16, 2)
-    pairs = pairs_of([(q, d) for q in range(3) for d in range(4)])
-    expected = sentence_transformers_maxsim(list(queries), list(documents)).flatten()
-    torch.testing.assert_close(maxsim_reference(queries, documents, pairs), expected)
-
-
 @pytest.mark.parametrize("maxsim", BACKENDS)
 @settings(max_examples=60)
 @given(problems(), st.sampled_from(["float32", "bfloat16", "int8"]))
@@ -101,22 +93,14 @@ def test_every_backend_follows_the_definition(maxsim: MaxSim, problem: Problem, 
 @pytest.mark.parametrize("maxsim", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_number_makes_the_scores_of_its_own_text_none(maxsim: MaxSim, dtype: torch.dtype) -> None:
-    queries, documents = ragged([3, 2], 4, 1), ragged([40, 5, 33], 4, 2)
-    documents[1][:] = torch.nan
-    queries[1][0] = torch.nan
     pairs = pairs_of([(0, 0), (0, 1), (0, 2), (1, 0), (1, 2)])
-    scores = maxsim(queries.decoded(dtype), documents.decoded(dtype), pairs)
-    assert scores.isnan().tolist() == [False, True, False, True, True]
-
-
-@pytest.mark.parametrize("maxsim", BACKENDS[:2])
-def test_one_row_that_is_no_number_is_enough(maxsim: MaxSim) -> None:
-    for row in (0, 17, 39):
-        queries, documents = ragged([3], 4, 1), ragged([40, 40], 4, 2)
-        documents[1][row] = torch.nan
-        for dtype in (torch.float32, torch.bfloat16):
-            scores = maxsim(queries.decoded(dtype), documents.decoded(dtype), pairs_of([(0, 0), (0, 1)]))
-            assert scores.isnan().tolist() == [False, True]
+    # The maxima of the compiled kernel may leave out a single row that is no number.
+    for rows in (slice(None),) if maxsim is maxsim_avx512 else (slice(None), 0, 17, 39):
+        queries, documents = ragged([3, 2], 4, 1), ragged([5, 40, 33], 4, 2)
+        documents[1][rows] = torch.nan
+        queries[1][0] = torch.nan
+        scores = maxsim(queries.decoded(dtype), documents.decoded(dtype), pairs)
+        assert scores.isnan().tolist() == [False, True, False, True, True], rows
 
 
 @settings(max_examples=60)
@@ -212,12 +196,11 @@ def test_products_are_made_in_pieces_of_few_shapes(monkeypatch: pytest.MonkeyPat
         assert {size for size, _ in shapes} <= set(tiled.PIECES)
         assert {width for _, width in shapes} == {-(-columns // tiled.COLUMNS) * tiled.COLUMNS}
         assert max(size for size, _ in shapes) == max([s for s in tiled.PIECES if s <= rows] or [64])
-
-
-def test_float32_is_multiplied_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "mm", None)
-    values, transposed = ragged([5], 4, 1).values, ragged([4], 3, 2).values
-    assert torch.equal(tiled._product(values, transposed), values @ transposed)
+    # In float32 it is one piece.
+    assert torch.equal(
+        tiled._product(values.float(), transposed.float()), values.float() @ transposed.float()
+    )
 
 
 def test_scores_are_made_on_the_documents_device() -> None:
@@ -241,9 +224,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def test_the_kernel_is_given_pairs_of_one_query_together(
-    kernel_calls: list[tuple[Any, ...]],
-) -> None:
+def test_the_kernel_is_given_pairs_of_one_query_together(kernel_calls: list[tuple[Any, ...]]) -> None:
     queries, documents = ragged([2, 3, 1], 4, 1), ragged([4, 2, 5], 4, 2)
     pairs = pairs_of([(2, 0), (0, 1), (1, 1), (2, 2), (0, 0)])
     scores = maxsim_avx512(queries, documents, pairs)
@@ -413,23 +394,17 @@ def test_apart_the_bits_are_those_end_to_end(problem: tuple[Ragged, list[Ragged]
 
 
 @needs_the_kernel
-def test_rows_that_do_not_follow_each_other_are_read_as_they_are() -> None:
-    queries = Ragged(torch.randn(5, 16), (0, 5))
-    wide = torch.randn(9, 32)
-    pairs = pairs_of([(0, 0)])
-    scores = maxsim_apart_avx512(queries, [(wide[:, ::2], None)], pairs)
-    assert torch.equal(scores, maxsim_avx512(queries, Ragged(wide[:, ::2].contiguous(), (0, 9)), pairs))
-
-
-@needs_the_kernel
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_queries_that_the_kernel_does_not_take(dtype: torch.dtype) -> None:
-    """bfloat16 in an odd number of dimensions, and float16."""
-    queries = Ragged(torch.randn(5, 7).to(dtype), (0, 2, 5))
+def test_rows_and_queries_of_any_form_are_read() -> None:
+    """Rows that do not follow each other, and queries of which the kernel takes no dtype or dimension."""
+    queries, wide = Ragged(torch.randn(5, 16), (0, 5)), torch.randn(9, 32)
+    scores = maxsim_apart_avx512(queries, [(wide[:, ::2], None)], pairs_of([(0, 0)]))
+    rows = Ragged(wide[:, ::2].contiguous(), (0, 9))
+    assert torch.equal(scores, maxsim_avx512(queries, rows, pairs_of([(0, 0)])))
     documents = [document(3, 7, torch.float32, 1), document(4, 7, torch.int8, 2)]
     pairs = pairs_of([(1, 0), (0, 1)])
-    joined = Ragged.join([one.decoded(dtype) for one in documents])
-    expected = maxsim_reference(queries.decoded(torch.float32), joined.decoded(torch.float32), pairs)
-    assert torch.allclose(
-        maxsim_apart_avx512(queries, rows_of(documents), pairs), expected, rtol=1e-2, atol=1e-2
-    )
+    for dtype in (torch.bfloat16, torch.float16):
+        queries = Ragged(torch.randn(5, 7).to(dtype), (0, 2, 5))
+        joined = Ragged.join([one.decoded(dtype) for one in documents])
+        expected = maxsim_reference(queries.decoded(torch.float32), joined.decoded(torch.float32), pairs)
+        scores = maxsim_apart_avx512(queries, rows_of(documents), pairs)
+        assert torch.allclose(scores, expected, rtol=1e-2, atol=1e-2), dtype

@@ -35,7 +35,7 @@ def listwise(checkpoints: SharedCheckpoints) -> str:
     "fixture",
     [*list(MODELS)[:3], pytest.param("listwise", marks=pytest.mark.exhaustive)],
 )
-async def test_scores_are_where_the_scale_says(
+async def test_scores_are_in_their_scale(
     fixture: str, request: pytest.FixtureRequest, engines: Engines
 ) -> None:
     engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
@@ -49,19 +49,17 @@ async def test_scores_are_where_the_scale_says(
             assert (scale.least, scale.most) == (0.0, 1.0)
 
 
-async def test_raw_scores_of_classifiers_are_logits(bert_cross_encoder: str, engines: Engines) -> None:
-    engine = await engines(EngineConfig(model=bert_cross_encoder, dtype="float32"))
-    model = engine.model
-    assert score_scale(model, use_activation=False) == ScoreScale("logit", None, None)
-    assert score_scale(replace(model, activation=torch.nn.Identity())) == ScoreScale("logit", None, None)
-    half = score_scale(replace(model, activation=torch.nn.Softplus()))
-    assert (half.transform, half.least, half.most) == ("softplus", 0.0, None)
-
-
-async def test_vectors_of_any_length_have_unbounded_scores(qwen3_embedding: str, engines: Engines) -> None:
-    engine = await engines(EngineConfig(model=qwen3_embedding, dtype="float32"))
-    tasks = {name: replace(task, normalised=False) for name, task in engine.model.tasks.items()}
-    model = replace(engine.model, tasks=tasks, similarity="dot")
+async def test_logits_and_dots_of_vectors_have_no_bounds(
+    bert_cross_encoder: str, qwen3_embedding: str, engines: Engines
+) -> None:
+    model = (await engines(EngineConfig(model=bert_cross_encoder, dtype="float32"))).model
+    logit = ScoreScale("logit", None, None)
+    assert score_scale(model, use_activation=False) == logit
+    assert score_scale(replace(model, activation=torch.nn.Identity())) == logit
+    assert score_scale(replace(model, activation=torch.nn.Softplus())) == ScoreScale("softplus", 0.0, None)
+    model = (await engines(EngineConfig(model=qwen3_embedding, dtype="float32"))).model
+    tasks = {name: replace(task, normalised=False) for name, task in model.tasks.items()}
+    model = replace(model, tasks=tasks, similarity="dot")
     assert score_scale(model) == ScoreScale("dot", None, None)
     assert not has_bounds(model)
     assert has_bounds(replace(model, similarity="cosine"))

@@ -47,15 +47,6 @@ def test_a_query_is_a_copy_and_goes_with_its_last_consumer() -> None:
     assert torch.equal(store.get(1), torch.ones(2, 4))
 
 
-def test_dropping_a_request_drops_all_its_queries_and_no_others() -> None:
-    store = QueryStore()
-    for sequence_id, request_id in [(1, 7), (2, 8), (3, 7)]:
-        store.put(_query(sequence_id, 9, request_id), torch.full((2, 4), float(sequence_id)))
-    store.drop_request(7)
-    assert len(store) == 1
-    assert torch.equal(store.get(2), torch.full((2, 4), 2.0))
-
-
 def test_a_document_is_whole_with_its_last_window_in_order() -> None:
     store = WindowStore()
     window = Window(5, 3)
@@ -80,21 +71,6 @@ def test_a_window_put_twice_counts_once_and_is_a_copy() -> None:
     assert store.tokens(5) == 7
 
 
-def test_documents_are_apart_and_are_released_one_by_one() -> None:
-    store = WindowStore()
-    first, second = Window(1, 2), Window(2, 2)
-    store.put(_window(1, first), first, torch.ones(1, 4))
-    store.put(_window(2, second, length=9), second, torch.ones(1, 4))
-    assert len(store) == 2
-    assert len(store) == 2
-    store.release(1)
-    assert len(store) == 1
-    assert store.tokens(2) == 9
-    store.release(1)
-    store.release(2)
-    assert len(store) == 0
-
-
 def test_windows_that_are_forgotten_must_come_again() -> None:
     store = WindowStore()
     first, second = Window(1, 2), Window(5, 2)
@@ -111,11 +87,28 @@ def test_windows_that_are_forgotten_must_come_again() -> None:
     assert store.put(_window(1, first), first, torch.ones(1, 4)) is None
 
 
-def test_dropping_a_request_drops_its_windows_and_no_others() -> None:
+def test_documents_are_released_one_by_one() -> None:
     store = WindowStore()
-    for document_id, request_id in [(1, 7), (2, 8), (3, 7)]:
+    for document_id in (1, 2):
         window = Window(document_id, 2)
-        store.put(_window(document_id, window, request_id), window, torch.ones(1, 4))
-    store.drop_request(7)
+        store.put(_window(document_id, window, length=9), window, torch.ones(1, 4))
+    assert len(store) == 2
+    store.release(1)
     assert len(store) == 1
-    assert store.tokens(2) == 2
+    assert store.tokens(2) == 9
+    store.release(1)
+    store.release(2)
+    assert len(store) == 0
+
+
+def test_dropping_a_request_drops_all_of_it_and_no_other() -> None:
+    queries, windows = QueryStore(), WindowStore()
+    for sequence_id, request_id in [(1, 7), (2, 8), (3, 7)]:
+        queries.put(_query(sequence_id, 9, request_id), torch.full((2, 4), float(sequence_id)))
+        window = Window(sequence_id, 2)
+        windows.put(_window(sequence_id, window, request_id), window, torch.ones(1, 4))
+    queries.drop_request(7)
+    windows.drop_request(7)
+    assert (len(queries), len(windows)) == (1, 1)
+    assert torch.equal(queries.get(2), torch.full((2, 4), 2.0))
+    assert windows.tokens(2) == 2
