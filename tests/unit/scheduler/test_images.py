@@ -7,16 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.scheduler import (
-    ImageJob,
-    PlacedImage,
-    ResultSlot,
-    Scheduler,
-    Sequence,
-    Step,
-    StepLimits,
-    Tokens,
-)
+from maxsimd.scheduler import ImageJob, PlacedImage, ResultSlot, Scheduler, Sequence, Step, StepLimits, Tokens
 from tests.unit.scheduler.scheduled_requests import WORDS, Picture, pages, run_dry, texts
 
 PICTURES = st.tuples(st.integers(1, 60), st.integers(1, 60))

@@ -371,9 +371,7 @@ def test_a_sequence_beyond_the_next_ones_is_not_looked_for() -> None:
 
 
 @given(st.data())
-def test_a_whole_request_is_run_as_one_admitted_in_parts(
-    data: st.DataObject,
-) -> None:
+def test_a_whole_request_is_run_as_one_admitted_in_parts(data: st.DataObject) -> None:
     """What waits for a query is taken over in one go, or is added one by one once the query has run."""
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=30))
     prices = data.draw(st.lists(st.integers(1, 120), max_size=5))

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
-from tests.checkpoints.tokenizer_kinds import CUT
+from tests.checkpoints.tokenizer_kinds import CUT, Kind
 
 # Words as they are written. Most end in a vowel sign or another mark in the scripts that have them.
 SCRIPTS = {
@@ -88,12 +88,16 @@ KINDS = [name if name in USUAL else pytest.param(name, marks=pytest.mark.exhaust
 
 
 @functools.cache
-def cut_kind(name: str) -> tuple[Tokenizer, Breaks]:
-    """A kind of tokeniser whose texts can be cut, and its breaks."""
-    tokenizer = CUT[name]()
+def with_breaks(kind: Kind) -> tuple[Tokenizer, Breaks]:
+    """A tokeniser whose texts can be cut, and its breaks."""
+    tokenizer = kind()
     breaks = find_breaks(tokenizer)
     assert breaks is not None
     return tokenizer, breaks
+
+
+def cut_kind(name: str) -> tuple[Tokenizer, Breaks]:
+    return with_breaks(CUT[name])
 
 
 def assert_pieces_equal_the_whole(

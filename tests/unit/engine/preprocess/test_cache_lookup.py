@@ -8,7 +8,7 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.preprocess import Prepared
 from maxsimd.engine.preprocess.long_inputs import LongInputs
-from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, ScoreRequest, Truncation
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation
 from maxsimd.scheduler import Role
 from tests.unit.engine.preprocess.preprocessing import (
     embedding,
@@ -16,6 +16,7 @@ from tests.unit.engine.preprocess.preprocessing import (
     model,
     preprocessor,
     request_ids,
+    score_request,
     words,
 )
 
@@ -40,8 +41,7 @@ def score(
 ) -> Prepared:
     rules = RoleRules(max_tokens=own_length)
     made = preprocessor(model(max_tokens=LONGEST, document=rules, score_task=task), overlap=1, cache=cache)
-    request = ScoreRequest(queries=("w1",), documents=(document,), truncation=truncation, cache=mode)
-    return made.score(request, request_ids())
+    return made.score(score_request(["w1"], [document], truncation, cache=mode), request_ids())
 
 
 def plain(cache: EmbeddingCache, document: str) -> bytes:
@@ -66,17 +66,13 @@ def hit(prepared: Prepared) -> bool:
     return bool(prepared.cached)
 
 
-def test_a_document_that_fits_is_cached_as_plain(
-    cache: EmbeddingCache,
-) -> None:
+def test_a_document_that_fits_is_cached_as_plain(cache: EmbeddingCache) -> None:
     windows = Truncation(max_tokens=-1, windows=True)
     for truncation in (Truncation(), CUT_LONG, windows, Truncation(max_tokens=9, side="left")):
         assert key_of(score(cache, "w2", truncation)) == plain(cache, "w2")
 
 
-def test_a_document_that_is_cut_is_cached_as_requested(
-    cache: EmbeddingCache,
-) -> None:
+def test_a_document_that_is_cut_is_cached_as_requested(cache: EmbeddingCache) -> None:
     windows = Truncation(max_tokens=-1, windows=True)
     for truncation in (CUT_LONG, Truncation(max_tokens=9, side="left"), windows):
         assert key_of(score(cache, LONG, truncation)) == as_requested(cache, LONG, truncation)
@@ -115,8 +111,7 @@ def test_past_the_cache_nothing_is_found_cached_or_counted(cache: EmbeddingCache
 def test_hits_and_misses_are_counted_once_a_different_document(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding()), (plain(cache, "w3"), embedding())])
     made = preprocessor(model(), cache=cache)
-    documents = ("w2", "w3", "w4", "w2")
-    made.score(ScoreRequest(queries=("w1",), documents=documents), request_ids())
+    made.score(score_request(["w1"], ["w2", "w3", "w4", "w2"]), request_ids())
     assert (cache.hits, cache.misses) == (2, 1)
 
 
@@ -140,9 +135,7 @@ def test_a_plain_entry_is_found_by_whoever_reads_it_alike(cache: EmbeddingCache)
         assert not hit(score(cache, "w2", missed))
 
 
-def test_a_plain_entry_of_the_checkpoints_length_is_found(
-    cache: EmbeddingCache,
-) -> None:
+def test_a_plain_entry_of_the_checkpoints_length_is_found(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding(tokens=10)), (plain(cache, "w3"), embedding(tokens=9))])
     for usual in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
         assert hit(score(cache, "w2", usual, own_length=10))
@@ -182,7 +175,5 @@ def test_the_words_of_keys_stay_as_caches_on_disk_have_them() -> None:
     truncation = Truncation(max_tokens=9, side="left", max_document_tokens=5)
     assert LongInputs(truncation, LONGEST, 1).signature == "('as asked', 9, (True, 'left', 5), False)"
     windows = Truncation(windows=True, window_overlap=2)
-    assert (
-        LongInputs(windows, LONGEST, 1).signature
-        == "('as asked', 20, (False, 'right', None), ('at most half', 2))"
-    )
+    expected = "('as asked', 20, (False, 'right', None), ('at most half', 2))"
+    assert LongInputs(windows, LONGEST, 1).signature == expected

@@ -15,10 +15,21 @@ from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Prepared, Preprocessor
 from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
-from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, ScoreRequest, Truncation
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, Truncation
 from maxsimd.scheduler import JoinedTokens
 from tests.checkpoints.tokenizer_kinds import qwen
-from tests.unit.engine.preprocess.preprocessing import CLS, SEP, ids, model, preprocessor, request_ids, words
+from tests.unit.engine.preprocess.preprocessing import (
+    CLS,
+    DOCUMENT,
+    SEP,
+    ids,
+    model,
+    preprocessor,
+    request_ids,
+    score_request,
+    tokens_of,
+    words,
+)
 from tests.unit.engine.preprocess.preprocessing import tokenizer as small_tokenizer
 
 INSTRUCTED = ScoreTemplate(
@@ -40,16 +51,11 @@ def score(
     described: LoadedModel, queries: list[str], documents: list[str], truncation: Truncation = REFUSE_LONG
 ) -> Prepared:
     made = Preprocessor(described, tokenizer(), 100_000, 0, None, False)
-    request = ScoreRequest(queries=tuple(queries), documents=tuple(documents), truncation=truncation)
-    return made.score(request, request_ids())
+    return made.score(score_request(queries, documents, truncation), request_ids())
 
 
 def asked(template: ScoreTemplate, max_tokens: int = 100_000) -> LoadedModel:
     return model(score_task="classify", pairs=PairRules(template=template), max_tokens=max_tokens)
-
-
-def read(prepared: Prepared) -> list[list[int]]:
-    return [sequence.tokens.ids.tolist() for sequence in prepared.sequences]
 
 
 TEXTS = st.lists(st.sampled_from(["a", "b ", " c", ",", ".\n", "\n", "d,e", "\u6f22", "  ", "1"])).map(
@@ -71,7 +77,7 @@ def test_a_pair_has_the_tokens_of_its_segments_written_out(
         for document in documents
     ]
     expected = [np.concatenate(tokenizer().encode(each, "x")).tolist() for each in segments]
-    assert read(score(asked(template), [query], documents)) == expected
+    assert tokens_of(score(asked(template), [query], documents)) == expected
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, made: TextTokenizer) -> list[str]:
@@ -95,23 +101,22 @@ def test_a_long_query_is_tokenised_once_for_all_documents(monkeypatch: pytest.Mo
     assert sum(map(len, encoded)) < 10 * len(query)
 
 
-@pytest.mark.parametrize("template", [INSTRUCTED, None], ids=["template", "tokeniser"])
-def test_pairs_hold_their_query_once(template: ScoreTemplate | None) -> None:
-    described = asked(INSTRUCTED) if template else model(score_task="classify", max_tokens=100_000)
-    prepared = score(described, ["what is it? " * 500], [f"document {i}" for i in range(5)])
+@pytest.mark.parametrize(
+    ("described", "held"),
+    [
+        pytest.param(asked(INSTRUCTED), 1000, id="template"),
+        pytest.param(model(score_task="classify", max_tokens=100_000), 1000, id="tokenizer"),
+        pytest.param(model(score_task="classify", max_tokens=100), 80, id="cut for each"),
+    ],
+)
+def test_pairs_hold_their_query_once(described: LoadedModel, held: int) -> None:
+    prepared = score(described, ["what is it? " * 500], [f"document {i}" for i in range(5)], CUT_LONG)
     longest = []
     for sequence in prepared.sequences:
         assert isinstance(sequence.tokens, JoinedTokens)
         longest.append(max(sequence.tokens.parts, key=len))
     assert all(np.shares_memory(part, longest[0]) for part in longest)
-    assert len(longest[0]) > 1000
-
-
-def test_pairs_hold_a_query_once_that_is_cut_for_each() -> None:
-    described = model(score_task="classify", max_tokens=100)
-    prepared = score(described, ["word " * 500], [f"document {i}" for i in range(5)], CUT_LONG)
-    parts = [max(sequence.tokens.parts, key=len) for sequence in prepared.sequences]  # type: ignore[union-attr]
-    assert all(np.shares_memory(part, parts[0]) for part in parts)
+    assert len(longest[0]) > held
 
 
 LENGTHS = st.integers(0, 400)
@@ -127,16 +132,16 @@ def test_a_cut_pair_is_what_the_whole_texts_would_be_cut_to(
     """Also where both are far longer, and the odd token goes to the longer one."""
     truncation = Truncation(max_tokens=limit, side=side, max_document_tokens=most)  # type: ignore[arg-type]
     made = preprocessor(model(score_task="classify", max_tokens=limit))
-    texts = ScoreRequest(queries=(words(query),), documents=(words(document, 500),), truncation=truncation)
+    texts = score_request([words(query)], [words(document, DOCUMENT)], truncation)
     prepared = made.score(texts, request_ids())
     limited = document if most is None else min(document, most)
     first, second = longest_first(query, limited, limit - 3)
-    wanted = cut(np.array(ids(document, 500), np.int32), limited, side)  # type: ignore[arg-type]
+    wanted = cut(np.array(ids(document, DOCUMENT), np.int32), limited, side)  # type: ignore[arg-type]
     expected = [
         *(CLS, *cut(np.array(ids(query), np.int32), first, side), SEP),  # type: ignore[arg-type]
         *(*cut(wanted, second, side), SEP),  # type: ignore[arg-type]
     ]
-    assert read(prepared) == [expected]
+    assert tokens_of(prepared) == [expected]
     assert prepared.truncated == (limited < document or query + limited > limit - 3)
 
 
@@ -144,7 +149,7 @@ def test_an_instruction_that_fills_a_sequence_is_refused() -> None:
     described = asked(INSTRUCTED, max_tokens=50)
     made = Preprocessor(described, tokenizer(), 100_000, 0, None, False)
     for length, refused in ((49, False), (50, True), (100_000, True)):
-        request = ScoreRequest(queries=("a",), documents=("b",), instruction="a" + " a" * (length - 1))
+        request = score_request(["a"], ["b"], instruction="a" + " a" * (length - 1))
         with pytest.raises(InvalidRequestError) as error:
             made.score(request, request_ids())
         assert (error.value.param == "instruction") == refused
@@ -159,11 +164,9 @@ def test_what_a_listwise_model_does_not_read_is_not_tokenised(monkeypatch: pytes
     small = small_tokenizer()
     encoded = recorded(monkeypatch, small)
     text = f"{words(100)} " * 500
-    request = ScoreRequest(queries=(text,), documents=(text, text), truncation=CUT_LONG)
-    Preprocessor(described, small, 10_000, 0, None, False).score(request, request_ids())
-    assert sum(map(len, encoded)) < 10_000
-    encoded.clear()
-    exact = Truncation(max_tokens=None)
-    request = ScoreRequest(queries=("a",), documents=(text,), truncation=exact)
-    Preprocessor(described, small, 10_000, 0, None, False).score(request, request_ids())
-    assert sum(map(len, encoded)) < 10_000, "its own length is no reason to refuse a text"
+    made = Preprocessor(described, small, 10_000, 0, None, False)
+    # Its own length is no reason to refuse a text.
+    for request in (score_request([text], [text, text], CUT_LONG), score_request(["a"], [text])):
+        encoded.clear()
+        made.score(request, request_ids())
+        assert sum(map(len, encoded)) < 10_000
