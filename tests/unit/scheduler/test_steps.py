@@ -61,6 +61,12 @@ def test_a_sequence_that_can_never_fit_refuses_its_request() -> None:
     scheduler.admit(0, texts(0, [100]))
 
 
+def test_a_query_may_have_no_consumers() -> None:
+    scheduler = bidirectional(100)
+    scheduler.admit(0, [query(0, 1, 50, num_consumers=0)])
+    assert [step.num_tokens for step in run_dry(scheduler)] == [50]
+
+
 def test_steps_are_numbered_from_one() -> None:
     scheduler = bidirectional(10)
     scheduler.admit(0, [])

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -13,12 +12,9 @@ from maxsimd.bench.fleet_changes import moved, moves_of_growth, moves_times_memb
 from maxsimd.bench.fleet_command import bench_fleet
 from maxsimd.bench.fleet_simulation import FleetShape, Routing, simulate
 from maxsimd.scheduler.fleet import Member
+from tests.unit.scheduler.scheduled_requests import exhaustive
 
 ROOT = Path(__file__).parents[4]
-
-
-def exhaustive(*values: object) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
 @pytest.fixture(scope="module")
