@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,9 +31,9 @@ from maxsimd.engine.preprocess.pieces import (
 from maxsimd.engine.preprocess.tokenization import PART_CHARACTERS, Side, TextTokenizer, cut
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
-from tests.checkpoints.tokenizer_kinds import CUT, Kind, bert, llama_2, qwen
+from tests.checkpoints.tokenizer_kinds import CUT, bert, llama_2, qwen
 from tests.unit.engine.preprocess.cut_texts import KINDS as CUT_KINDS
-from tests.unit.engine.preprocess.cut_texts import cut_kind
+from tests.unit.engine.preprocess.cut_texts import cut_kind, num_characters, text_tokenizer, tokenized
 from tests.unit.engine.preprocess.preprocessing import model, preprocessor, refused, request_ids
 
 KINDS = CUT | {"llama_2": llama_2}
@@ -59,15 +58,6 @@ def library(name: str) -> Tokenizer:
     return KINDS[name]()
 
 
-@functools.cache
-def made(name: str) -> TextTokenizer:
-    return wrapped(KINDS[name])
-
-
-def wrapped(kind: Kind) -> TextTokenizer:
-    return TextTokenizer(SimpleNamespace(backend_tokenizer=kind()))
-
-
 def whole(name: str, text: str) -> np.ndarray:
     return np.array(library(name).encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
@@ -79,44 +69,33 @@ def test_a_long_text_has_the_tokens_that_it_has_whole(
     name: str, sentence: str, length: int, most: int | None, side: Side
 ) -> None:
     text = repeated(sentence, length)
-    read = [token for _, encoding in made(name).read(text, "text") for token in encoding.ids]
+    read = [token for _, encoding in text_tokenizer(KINDS[name]).read(text, "text") for token in encoding.ids]
     assert read == whole(name, text).tolist()
     texts = [sentence, text]
-    for tokens, each in zip(made(name).encode(texts, "documents", most, side), texts, strict=True):
+    for tokens, each in zip(
+        text_tokenizer(KINDS[name]).encode(texts, "documents", most, side), texts, strict=True
+    ):
         expected = whole(name, each)
         assert tokens.tolist() == cut(expected, len(expected) if most is None else most, side).tolist()
         assert tokens.dtype == np.int32
 
 
-def encoded_characters(monkeypatch: pytest.MonkeyPatch, tokenizer: TextTokenizer) -> list[list[int]]:
-    """The lengths of the texts that are tokenised from now on, batch by batch."""
-    batches: list[list[int]] = []
-    encode = tokenizer._encode_batch
-
-    def recorded(texts: list[str], *options: Any, **named: Any) -> Any:
-        batches.append([len(text) for text in texts])
-        return encode(texts, *options, **named)
-
-    monkeypatch.setattr(tokenizer, "_encode_batch", recorded)
-    return batches
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_no_more_is_read_of_a_text_than_is_left_of_it(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = wrapped(bert)
-    batches = encoded_characters(monkeypatch, tokenizer)
+    tokenizer = text_tokenizer(bert)
+    batches = tokenized(monkeypatch, tokenizer)
     (tokens,) = tokenizer.encode(["word " * 100_000], "documents", 500, side)
     assert len(tokens) == 500
-    assert sum(map(sum, batches)) < 10_000
+    assert num_characters(batches) < 10_000
     batches.clear()
     (tokens,) = tokenizer.encode(["extraordinarilylongish " * 100_000], "documents", 500, side)
     assert len(tokens) == 500
-    assert sum(map(sum, batches)) < 30_000, "more where the first piece has too few"
+    assert num_characters(batches) < 30_000, "more where the first piece has too few"
 
 
 def test_the_beginnings_of_texts_are_tokenised_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = wrapped(bert)
-    batches = encoded_characters(monkeypatch, tokenizer)
+    tokenizer = text_tokenizer(bert)
+    batches = tokenized(monkeypatch, tokenizer)
     tokenizer.encode(["word " * 10_000] * 20, "documents", 500)
     assert [len(batch) for batch in batches] == [16, 4], "as many as PART_CHARACTERS holds"
     batches.clear()
@@ -125,15 +104,15 @@ def test_the_beginnings_of_texts_are_tokenised_together(monkeypatch: pytest.Monk
 
 
 def test_a_text_that_is_read_whole_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = wrapped(qwen)
-    batches = encoded_characters(monkeypatch, tokenizer)
+    tokenizer = text_tokenizer(qwen)
+    batches = tokenized(monkeypatch, tokenizer)
     tokenizer.encode(["word " * 20_000], "documents")
     assert len(batches) == 7
-    assert max(map(sum, batches)) <= PIECE + 5
+    assert all(num_characters([batch]) <= PIECE + 5 for batch in batches)
 
 
 def test_tokens_that_are_cut_off_are_not_held() -> None:
-    (tokens,) = made("bert").encode(["word " * 3000], "documents", 10)
+    (tokens,) = text_tokenizer(bert).encode(["word " * 3000], "documents", 10)
     assert tokens.base is None
 
 
@@ -149,7 +128,7 @@ ENDLESS = "x" * (LONGEST_PIECE + 1)
     ],
 )
 def test_text_without_breaks_is_refused_by_its_field(name: str, text: str, remedy: str) -> None:
-    tokenizer, names = made(name), ["documents[7]", "documents[9]"]
+    tokenizer, names = text_tokenizer(KINDS[name]), ["documents[7]", "documents[9]"]
     for called, read in (
         ("documents", lambda: tokenizer.encode(["a", text], "documents")),
         ("documents[9]", lambda: tokenizer.encode(["a", text], "documents", names=names)),
@@ -188,7 +167,7 @@ def test_a_request_is_refused_by_the_text_that_cannot_be_cut(
 
 
 def test_text_without_breaks_may_be_cut_off() -> None:
-    (tokens,) = made("bert").encode(["word " * 1000 + ENDLESS], "documents", 500)
+    (tokens,) = text_tokenizer(bert).encode(["word " * 1000 + ENDLESS], "documents", 500)
     assert tokens.tolist() == whole("bert", "word " * 500).tolist()
 
 
@@ -196,7 +175,7 @@ Spans = tuple[list[int], list[int], list[int]]
 
 
 def around(name: str, text: str, span: range, most: int | None = None, side: Side = "right") -> Spans:
-    found = made(name).encode_around(text, span, "documents", most, side)
+    found = text_tokenizer(KINDS[name]).encode_around(text, span, "documents", most, side)
     return found.before.tolist(), found.inside.tolist(), found.after.tolist()
 
 
@@ -236,12 +215,12 @@ def test_a_span_of_a_long_text_has_the_tokens_of_the_whole(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_what_is_cut_off_within_a_span_is_not_read(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = wrapped(qwen)
-    batches = encoded_characters(monkeypatch, tokenizer)
+    tokenizer = text_tokenizer(qwen)
+    batches = tokenized(monkeypatch, tokenizer)
     text = "start " + "word " * 100_000 + "stop"
     found = tokenizer.encode_around(text, range(6, len(text) - 4), "documents", 500, side)
     assert len(found.inside) == 500
-    assert sum(map(sum, batches)) < 4 * PIECE
+    assert num_characters(batches) < 4 * PIECE
 
 
 @pytest.mark.parametrize(
@@ -256,9 +235,9 @@ def test_what_is_cut_off_within_a_span_is_not_read(side: Side, monkeypatch: pyte
 def test_a_caller_that_goes_away_ends_the_reading(
     read: Callable[[TextTokenizer, str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, pool = wrapped(bert), WorkerPool(1, lambda: None)
+    tokenizer, pool = text_tokenizer(bert), WorkerPool(1, lambda: None)
     begun, go_on = threading.Event(), threading.Event()
-    batches = encoded_characters(monkeypatch, tokenizer)
+    batches = tokenized(monkeypatch, tokenizer)
     encode = tokenizer._encode_batch
 
     def blocked(*given: Any, **named: Any) -> Any:

@@ -3,7 +3,6 @@ chunk of a document each belongs."""
 
 import unicodedata
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,8 @@ from maxsimd.engine import InvalidRequestError
 from maxsimd.engine.preprocess.late_chunking import as_document, passages_of
 from maxsimd.engine.preprocess.origins import Origins, around, behind_prompt, extent
 from maxsimd.engine.preprocess.pieces import PIECE
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from tests.checkpoints.tokenizer_kinds import CUT
-from tests.unit.engine.preprocess.cut_texts import KINDS, SCRIPTS
+from tests.unit.engine.preprocess.cut_texts import KINDS, SCRIPTS, text_tokenizer
 
 WORDS = [
     "Der",
@@ -35,13 +33,9 @@ WORDS = [
 TEXT = " ".join((*WORDS, *SCRIPTS.values()))
 
 
-def _tokenizer(name: str) -> TextTokenizer:
-    return TextTokenizer(SimpleNamespace(backend_tokenizer=CUT[name]()))
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_the_tokens_of_a_text_stand_for_all_of_it_in_order(name: str) -> None:
-    tokenizer = _tokenizer(name)
+    tokenizer = text_tokenizer(CUT[name])
     ids, spans = tokenizer.encode_with_spans(TEXT, "text")
     assert ids.tolist() == tokenizer.encode([TEXT], "text")[0].tolist()
     assert (np.diff(spans[:, 0]) >= 0).all()
@@ -58,7 +52,7 @@ def test_the_tokens_of_a_text_stand_for_all_of_it_in_order(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_words_are_made_of_whole_spans(name: str) -> None:
     """No token's span reaches into two words, nor ends within what a reader sees as one character."""
-    tokenizer = _tokenizer(name)
+    tokenizer = text_tokenizer(CUT[name])
     text = " ".join(WORDS)
     ids, spans = tokenizer.encode_with_spans(text, "text")
     origins = Origins(ids, spans)
@@ -80,7 +74,7 @@ def test_words_are_made_of_whole_spans(name: str) -> None:
     [("bert", "right", None), ("qwen", "left", 5), ("xlm_roberta", "left", 3000), ("bert", "right", 3000)],
 )
 def test_long_texts_are_cut_as_their_tokens_are(name: str, side: str, most: int | None) -> None:
-    tokenizer = _tokenizer(name)
+    tokenizer = text_tokenizer(CUT[name])
     text = "".join(f"Käse {i}, " for i in range(2 * PIECE // 10))
     ids, spans = tokenizer.encode_with_spans(text, "text", most, side)  # type: ignore[arg-type]
     assert ids.tolist() == tokenizer.encode([text], "text", most, side)[0].tolist()  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Pairs that the tokenizer or a score template joins: what is read of both texts, how they are cut, their
-windows, and what pairs of a query begin with and is run only once."""
+windows, and what pairs of a query begin with and is run only once. A query that thousands of documents share
+is neither tokenized nor held for each of them."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -8,18 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from maxsimd.engine.checkpoint import PairRules
+from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel, PairRules
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
-from maxsimd.engine.preprocess import Prepared, RequestIds, usage_of
+from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, usage_of
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair
 from maxsimd.engine.preprocess.pairs import SHORTEST_PREFIX, shared_tokens
 from maxsimd.engine.preprocess.template_pairs import TemplateJoiner
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, Truncation
-from maxsimd.scheduler import ResultSlot, Role
+from maxsimd.scheduler import JoinedTokens, ResultSlot, Role
 from maxsimd.scheduler.payload import TokenIds
+from tests.checkpoints.tokenizer_kinds import qwen
+from tests.unit.engine.preprocess.cut_texts import num_characters, text_tokenizer, tokenized
 from tests.unit.engine.preprocess.preprocessing import (
     CLS,
     DOCUMENT,
@@ -35,6 +40,7 @@ from tests.unit.engine.preprocess.preprocessing import (
     refused,
     request_ids,
     score_request,
+    tokenizer,
     tokens_of,
     words,
 )
@@ -159,15 +165,6 @@ def test_pairs_fill_the_slots_of_the_request_in_order() -> None:
     assert prepared.combine([1.0, 3.0, 2.0]).tolist() == [1, 3, 2]
 
 
-def test_the_longer_text_is_cut_first_at_the_named_side() -> None:
-    query, read = [words(20)], [document(3)]
-    assert tokens_of(score(query, read, CUT_LONG, max_tokens=12)) == [pair(ids(6), ids(3, DOCUMENT))]
-    left = Truncation(max_tokens=-1, side="left")
-    assert tokens_of(score(query, read, left, max_tokens=12)) == [pair(ids(6, 14), ids(3, DOCUMENT))]
-    both = score([words(20)], [document(30)], left, max_tokens=12)
-    assert tokens_of(both) == [pair(ids(4, 16), ids(5, DOCUMENT + 25))]
-
-
 def test_a_model_that_cuts_only_documents_reads_the_whole_query() -> None:
     cut = score([words(7)], [document(20)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
     assert tokens_of(cut) == [pair(ids(7), ids(2, DOCUMENT))]
@@ -289,13 +286,6 @@ def test_a_query_that_leaves_no_room_for_the_document_is_refused() -> None:
         ask([words(2)], [document(9)], CUT_LONG, max_tokens=around)
 
 
-def test_a_query_that_is_not_cut_stands_in_the_template_as_it_is() -> None:
-    """Without its first space it would be one word with what the template has before it."""
-    template = ScoreTemplate(("query:{{ query }} passage: {{ document }}",))
-    whole = [QUERY_PROMPT, *ids(2), DOCUMENT_PROMPT, *ids(1, DOCUMENT)]
-    assert tokens_of(ask([" " + words(2)], [document(1)], template=template)) == [whole]
-
-
 def test_an_instruction_with_a_placeholder_is_refused() -> None:
     template = ScoreTemplate(("{{ instruction }} {{ query }} {{ document }}",))
     assert template.frames("q", "fine\ue0a2")
@@ -403,3 +393,124 @@ def test_pairs_of_the_tokenizer_share_a_prefix_too() -> None:
     # A pair of which the query was cut begins otherwise.
     cut = score([words(30)], [document(30)], CUT_LONG, share_prefixes=True, max_tokens=40)
     assert [prefix for prefix, _ in split(cut)] == [0]
+
+
+# Long queries, documents and instructions, with a published kind of tokenizer.
+JUDGED = ScoreTemplate(
+    (
+        "<|im_start|>Judge: {{ instruction }}\n<Query>: {{ query }}\n"
+        "<Document>: {{ document }}<|im_end|>\n<think>",
+    ),
+    instruction="is it relevant?",
+)
+MERGING = ScoreTemplate(("a{{ query }}b", "{{ query }}{{ document }}{{ query }}", "{{ query }}"))
+
+
+def score_long(
+    described: LoadedModel, queries: list[str], documents: list[str], truncation: Truncation = REFUSE_LONG
+) -> Prepared:
+    made = Preprocessor(described, text_tokenizer(qwen), 100_000, 0, None, False)
+    return made.score(score_request(queries, documents, truncation), request_ids())
+
+
+def long_model(template: ScoreTemplate, max_tokens: int = 100_000) -> LoadedModel:
+    return model(score_task="classify", pairs=PairRules(template=template), max_tokens=max_tokens)
+
+
+WRITTEN = st.sampled_from(["a", "b ", " c", ",", ".\n", "\n", "d,e", "\u6f22", "  ", "1"])
+QUERIES = st.lists(WRITTEN).map("".join)
+
+
+@pytest.mark.parametrize("template", [JUDGED, MERGING], ids=["instructed", "merging"])
+@settings(max_examples=40)
+@given(query=QUERIES, documents=st.lists(QUERIES, min_size=1, max_size=3))
+@example(query="a b, c d.\n", documents=["e f, g", ""])
+def test_a_pair_has_the_tokens_of_its_segments_written_out(
+    template: ScoreTemplate, query: str, documents: list[str]
+) -> None:
+    """Although what cannot merge with the document is tokenised apart."""
+    segments = [
+        [frame.before if frame.after is None else frame.before + document + frame.after for frame in frames]
+        for frames in [template.frames(query, None)]
+        for document in documents
+    ]
+    expected = [np.concatenate(text_tokenizer(qwen).encode(each, "x")).tolist() for each in segments]
+    assert tokens_of(score_long(long_model(template), [query], documents)) == expected
+
+
+def test_a_long_query_is_tokenised_once_for_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = tokenized(monkeypatch, text_tokenizer(qwen))
+    query = "what is it? " * 500
+    prepared = score_long(long_model(JUDGED), [query], [f"document {i}" for i in range(1000)])
+    assert len(prepared.sequences) == 1000
+    assert num_characters(encoded) < 10 * len(query)
+
+
+@pytest.mark.parametrize(
+    ("described", "held"),
+    [
+        pytest.param(long_model(JUDGED), 1000, id="template"),
+        pytest.param(model(score_task="classify", max_tokens=100_000), 1000, id="tokenizer"),
+        pytest.param(model(score_task="classify", max_tokens=100), 80, id="cut for each"),
+    ],
+)
+def test_pairs_hold_their_query_once(described: LoadedModel, held: int) -> None:
+    prepared = score_long(described, ["what is it? " * 500], [f"document {i}" for i in range(5)], CUT_LONG)
+    longest = []
+    for sequence in prepared.sequences:
+        assert isinstance(sequence.tokens, JoinedTokens)
+        longest.append(max(sequence.tokens.parts, key=len))
+    assert all(np.shares_memory(part, longest[0]) for part in longest)
+    assert len(longest[0]) > held
+
+
+LENGTHS = st.integers(0, 400)
+
+
+@settings(max_examples=40)
+@given(LENGTHS, LENGTHS, st.integers(4, 120), st.sampled_from(["left", "right"]), st.none() | LENGTHS)
+@example(301, 300, 103, "right", None)
+@example(300, 301, 103, "right", None)
+def test_a_cut_pair_is_what_the_whole_texts_would_be_cut_to(
+    query: int, document: int, limit: int, side: str, most: int | None
+) -> None:
+    """Also where both are far longer, and the odd token goes to the longer one."""
+    truncation = Truncation(max_tokens=limit, side=side, max_document_tokens=most)  # type: ignore[arg-type]
+    made = preprocessor(model(score_task="classify", max_tokens=limit))
+    texts = score_request([words(query)], [words(document, DOCUMENT)], truncation)
+    prepared = made.score(texts, request_ids())
+    limited = document if most is None else min(document, most)
+    first, second = longest_first(query, limited, limit - 3)
+    wanted = cut(np.array(ids(document, DOCUMENT), np.int32), limited, side)  # type: ignore[arg-type]
+    expected = [
+        *(CLS, *cut(np.array(ids(query), np.int32), first, side), SEP),  # type: ignore[arg-type]
+        *(*cut(wanted, second, side), SEP),  # type: ignore[arg-type]
+    ]
+    assert tokens_of(prepared) == [expected]
+    assert prepared.truncated == (limited < document or query + limited > limit - 3)
+
+
+def test_an_instruction_that_fills_a_sequence_is_refused() -> None:
+    described = long_model(JUDGED, max_tokens=50)
+    made = Preprocessor(described, text_tokenizer(qwen), 100_000, 0, None, False)
+    for length, is_refused in ((49, False), (50, True), (100_000, True)):
+        request = score_request(["a"], ["b"], instruction="a" + " a" * (length - 1))
+        with pytest.raises(InvalidRequestError) as error:
+            made.score(request, request_ids())
+        assert (error.value.param == "instruction") == is_refused
+    said = "instruction has 50 tokens or more, and no more can be run in a sequence; shorten it"
+    assert str(error.value) == said
+
+
+def test_what_a_listwise_model_does_not_read_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked_by = ListwiseRules("[QUERY]", "[DOCUMENT]", 1000, max_query_tokens=6, max_document_tokens=10)
+    described = model(score_task="rank", listwise=ranked_by, max_tokens=10_000)
+    small = tokenizer()
+    encoded = tokenized(monkeypatch, small)
+    text = f"{words(100)} " * 500
+    made = Preprocessor(described, small, 10_000, 0, None, False)
+    # Its own length is no reason to refuse a text.
+    for request in (score_request([text], [text, text], CUT_LONG), score_request(["a"], [text])):
+        encoded.clear()
+        made.score(request, request_ids())
+        assert num_characters(encoded) < 10_000

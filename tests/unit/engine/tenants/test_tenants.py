@@ -60,14 +60,6 @@ def test_who_waits_as_long_as_was_said_comes_in(
 
 
 @settings(max_examples=60)
-@given(RATES, AMOUNTS, st.integers(1, 30_000_000))
-def test_nothing_is_too_large_to_come_in_once(rate: int, used: int, amount: int) -> None:
-    bucket = Bucket(rate, 0.0)
-    bucket.charge(used, 0.0)
-    assert bucket.seconds_until(amount, 60.0 * (used / rate + 1)) == 0
-
-
-@settings(max_examples=60)
 @given(RATES, st.integers(0, 1000))
 def test_a_minutes_worth_may_come_at_once_and_no_more(rate: int, minutes: int) -> None:
     bucket = Bucket(rate, 0.0)
