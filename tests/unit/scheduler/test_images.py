@@ -26,8 +26,8 @@ DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
     beside_small=st.sampled_from([None, 10, 20]),
     chunked=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
-def test_every_sequence_of_all_tenants_runs_once_after_its_pictures(
+@settings(max_examples=100)
+def test_every_sequence_runs_once_after_its_pictures(
     requests: list[tuple[list[list[Picture]], int, int, int, int]],
     budget: int,
     features: int,

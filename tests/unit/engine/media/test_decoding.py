@@ -164,7 +164,7 @@ def test_a_truncated_file_is_refused(format: str) -> None:
             read(data[:length])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP"]))
 def test_a_damaged_file_is_read_or_refused(data: st.DataObject, format: str) -> None:
     damaged = bytearray(file_of(Image.fromarray(drawn(20, 20)), format))

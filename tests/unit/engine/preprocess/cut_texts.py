@@ -1,5 +1,5 @@
-"""Texts cut at their breaks, to be compared with the whole, and what is tokenized of them; texts of many scripts,
-and what divides words."""
+"""Texts cut at their breaks, to be compared with the whole, and what is tokenized of them; texts of many
+scripts, and what divides words."""
 
 import functools
 import unicodedata

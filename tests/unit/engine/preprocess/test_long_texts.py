@@ -152,9 +152,7 @@ def test_text_without_breaks_is_refused_by_its_field(name: str, text: str, remed
     ids=["apart", "the tokeniser's pairs", "a template's pairs"],
 )
 @pytest.mark.parametrize("truncation", [Truncation(), Truncation(max_document_tokens=3)])
-def test_a_request_is_refused_by_the_text_that_cannot_be_cut(
-    described: LoadedModel, truncation: Truncation
-) -> None:
+def test_the_text_that_cannot_be_cut_is_named(described: LoadedModel, truncation: Truncation) -> None:
     request = ScoreRequest(queries=("w1", ENDLESS), documents=("w1", "w2"), truncation=truncation)
     with refused("queries", r"^queries\[1\] holds more than"):
         preprocessor(described).score(request, request_ids())

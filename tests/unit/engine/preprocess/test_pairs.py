@@ -425,9 +425,7 @@ QUERIES = st.lists(WRITTEN).map("".join)
 @settings(max_examples=40)
 @given(query=QUERIES, documents=st.lists(QUERIES, min_size=1, max_size=3))
 @example(query="a b, c d.\n", documents=["e f, g", ""])
-def test_a_pair_has_the_tokens_of_its_segments_written_out(
-    template: ScoreTemplate, query: str, documents: list[str]
-) -> None:
+def test_a_pair_has_its_segments_tokens(template: ScoreTemplate, query: str, documents: list[str]) -> None:
     """Although what cannot merge with the document is tokenised apart."""
     segments = [
         [frame.before if frame.after is None else frame.before + document + frame.after for frame in frames]

@@ -123,9 +123,7 @@ def test_late_interaction_scores_all_windows_as_one() -> None:
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
-def test_too_many_windows_are_refused_before_they_are_made(
-    task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_windows_are_refused_at_once(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three documents have ten windows each, of two tokens beside [CLS] and [SEP]."""
     truncation = Truncation(max_tokens=4, windows=True)
     request = score_request(["a"], [words(20, i) for i in range(3)], truncation)

@@ -281,9 +281,7 @@ def test_work_without_a_rest_rests_for_what_it_did_since(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("size", "has_enough"), [(LARGE, True), (LARGE, False), (SMALL, True)])
-def test_a_rest_of_large_work_ends_with_small_work(
-    monkeypatch: pytest.MonkeyPatch, size: int, has_enough: bool
-) -> None:
+def test_a_rest_ends_with_small_work(monkeypatch: pytest.MonkeyPatch, size: int, has_enough: bool) -> None:
     monkeypatch.setattr(workers, "_REST", 1e9)
     monkeypatch.setattr(workers, "_LONGEST_NAP", 1e6)
     pool = WorkerPool(1, lambda: None, lambda: has_enough)
@@ -318,7 +316,7 @@ def in_pool(function: Callable[[], T], threads: int = 2, has_enough: bool = Fals
         pool.close()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from([0.0, 0.0, 0.001, 0.004]), max_size=20))
 def test_results_come_in_order_however_long_each_takes(seconds: list[float]) -> None:
     def call(item: tuple[int, float]) -> int:

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.scheduler.fleet import (
@@ -84,7 +84,6 @@ def slots_of(cells: tuple[Cell, ...]) -> list[list[int]]:
     return [[member.slot for member in cell.members] for cell in cells]
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 12))
 def test_every_member_is_in_the_cell_of_its_slot(slots: set[int], size: int) -> None:
     cells = cells_of([Member(slot, f"m{slot}", "f") for slot in slots], size)
@@ -146,7 +145,6 @@ requests = st.integers(1, 8).flatmap(
 )
 
 
-@settings(deadline=None)
 @given(requests, st.sampled_from(Split))
 def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, split: Split) -> None:
     documents, loads, least = request
@@ -171,7 +169,6 @@ def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, s
         assert len(parts) <= max(1, np.bincount(owners, tokens).clip(1).sum() // max(1, least))
 
 
-@settings(deadline=None)
 @given(requests)
 def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
     documents, loads, least = request

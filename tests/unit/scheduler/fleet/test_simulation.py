@@ -52,12 +52,6 @@ def test_a_death_costs_no_request(healthy: dict[str, float]) -> None:
     assert figures["hits"] > healthy["hits"] - 0.1
 
 
-@pytest.mark.exhaustive
-def test_a_slow_engine_is_noticed(healthy: dict[str, float]) -> None:
-    figures = simulate(FleetShape(8, collection=3_000, slowness=5.0), 300)
-    assert figures["p99_ms"] > healthy["p99_ms"]
-
-
 @pytest.mark.parametrize("members", [1, *exhaustive(10, 100, 1_000)])
 def test_a_member_that_comes_or_goes_moves_its_share(members: int) -> None:
     for change, times in moves_times_members(members, 8).items():
