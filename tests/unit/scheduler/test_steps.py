@@ -17,7 +17,6 @@ from tests.unit.scheduler.scheduled_requests import (
     two_stage,
 )
 
-
 # Sequence id, start and stop of each chunk.
 Spans = list[tuple[int, int, int]]
 

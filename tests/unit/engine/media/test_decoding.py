@@ -1,4 +1,4 @@
-"""Pictures are read as people see them, in every mode and orientation, also from base64, and no file does harm."""
+"""Pictures are read as people see them, in every mode and orientation, and from base64; no file does harm."""
 
 import base64
 import struct

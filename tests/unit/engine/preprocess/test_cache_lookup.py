@@ -22,6 +22,7 @@ from tests.unit.engine.preprocess.preprocessing import (
 
 LONG = words(30)
 LONGEST = 20
+WINDOWS = Truncation(max_tokens=-1, windows=True)
 
 
 @pytest.fixture
@@ -67,14 +68,12 @@ def hit(prepared: Prepared) -> bool:
 
 
 def test_a_document_that_fits_is_cached_as_plain(cache: EmbeddingCache) -> None:
-    windows = Truncation(max_tokens=-1, windows=True)
-    for truncation in (Truncation(), CUT_LONG, windows, Truncation(max_tokens=9, side="left")):
+    for truncation in (Truncation(), CUT_LONG, WINDOWS, Truncation(max_tokens=9, side="left")):
         assert key_of(score(cache, "w2", truncation)) == plain(cache, "w2")
 
 
 def test_a_document_that_is_cut_is_cached_as_requested(cache: EmbeddingCache) -> None:
-    windows = Truncation(max_tokens=-1, windows=True)
-    for truncation in (CUT_LONG, Truncation(max_tokens=9, side="left"), windows):
+    for truncation in (CUT_LONG, Truncation(max_tokens=9, side="left"), WINDOWS):
         assert key_of(score(cache, LONG, truncation)) == as_requested(cache, LONG, truncation)
     # A limit on documents may cut any.
     limited = Truncation(max_document_tokens=5)
@@ -88,15 +87,14 @@ def test_a_document_of_the_checkpoints_length_is_plain(cache: EmbeddingCache) ->
         for truncation in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
             assert key_of(score(cache, document, truncation, own_length=10)) == plain(cache, document)
         fits = len(document.split()) < 8
-        for truncation in (Truncation(side="left"), Truncation(max_tokens=-1, windows=True)):
+        for truncation in (Truncation(side="left"), WINDOWS):
             expected = plain(cache, document) if fits else as_requested(cache, document, truncation)
             assert key_of(score(cache, document, truncation, own_length=10)) == expected
 
 
 def test_windows_of_a_bi_encoder_are_not_cached(cache: EmbeddingCache) -> None:
-    windows = Truncation(max_tokens=-1, windows=True)
-    assert key_of(score(cache, LONG, windows, task="embed")) is None
-    assert key_of(score(cache, LONG, windows, task="token_embed")) is not None
+    assert key_of(score(cache, LONG, WINDOWS, task="embed")) is None
+    assert key_of(score(cache, LONG, WINDOWS, task="token_embed")) is not None
     assert key_of(score(cache, LONG, CUT_LONG, task="embed")) == as_requested(cache, LONG, CUT_LONG)
 
 
@@ -128,7 +126,7 @@ def test_a_refresh_drops_both_entries_and_caches_anew(cache: EmbeddingCache) -> 
 
 def test_a_plain_entry_is_found_by_whoever_reads_it_alike(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding(tokens=9))])
-    for found in (Truncation(), CUT_LONG, Truncation(max_tokens=9), Truncation(max_tokens=-1, windows=True)):
+    for found in (Truncation(), CUT_LONG, Truncation(max_tokens=9), WINDOWS):
         assert hit(score(cache, "w2", found))
     # Longer than the request allows, or limited by it: read otherwise.
     for missed in (Truncation(max_tokens=8), Truncation(max_document_tokens=100)):
@@ -139,7 +137,7 @@ def test_a_plain_entry_of_the_checkpoints_length_is_found(cache: EmbeddingCache)
     cache.put([(plain(cache, "w2"), embedding(tokens=10)), (plain(cache, "w3"), embedding(tokens=9))])
     for usual in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
         assert hit(score(cache, "w2", usual, own_length=10))
-    for otherwise in (Truncation(side="left"), Truncation(max_tokens=-1, windows=True)):
+    for otherwise in (Truncation(side="left"), WINDOWS):
         assert not hit(score(cache, "w2", otherwise, own_length=10))
         assert hit(score(cache, "w3", otherwise, own_length=10))
 
@@ -166,8 +164,7 @@ def test_what_concerns_queries_alone_finds_the_same_entry(cache: EmbeddingCache)
     assert hit(score(cache, LONG, Truncation(max_tokens=-1, max_query_tokens=3)))
     # An overlap without windows changes nothing, and the engine's own may as well be named.
     assert hit(score(cache, LONG, Truncation(max_tokens=-1, window_overlap=5)))
-    windows = Truncation(max_tokens=-1, windows=True)
-    cache.put([(as_requested(cache, LONG, windows), embedding())])
+    cache.put([(as_requested(cache, LONG, WINDOWS), embedding())])
     assert hit(score(cache, LONG, Truncation(max_tokens=-1, windows=True, window_overlap=1)))
 
 
