@@ -61,7 +61,7 @@ def test_a_text_that_is_not_unicode_is_refused_by_its_field(kind: str, param: st
         sequences(kind, texts["queries"], texts["documents"])
 
 
-def test_instructions_and_inputs_that_are_not_unicode_are_refused() -> None:
+def test_instructions_and_inputs_not_in_unicode_are_refused() -> None:
     for kind in MODELS.keys() - {"pairs by the tokenizer"}:
         with refused("instruction", r"^instruction holds a text that is not valid"):
             sequences(kind, ["w1"], ["w2"], instruction=NOT_UNICODE)
