@@ -7,16 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.scheduler import (
-    ImageJob,
-    PlacedImage,
-    ResultSlot,
-    Scheduler,
-    Sequence,
-    Step,
-    StepLimits,
-    Tokens,
-)
+from maxsimd.scheduler import ImageJob, PlacedImage, ResultSlot, Scheduler, Sequence, Step, StepLimits, Tokens
 from tests.unit.scheduler.scheduled_requests import WORDS, Picture, pages, run_dry, texts
 
 PICTURES = st.tuples(st.integers(1, 60), st.integers(1, 60))
@@ -24,36 +15,34 @@ DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
 
 
 @given(
-    requests=st.lists(st.tuples(DOCUMENTS, st.integers(1, 150)), min_size=1, max_size=4),
-    others=st.lists(st.integers(1, 90), max_size=5),
+    requests=st.lists(
+        st.tuples(DOCUMENTS, st.integers(1, 150), st.integers(0, 2), st.integers(-2, 2), st.integers(0, 3)),
+        min_size=1,
+        max_size=5,
+    ),
     budget=st.integers(20, 200),
     features=st.integers(1, 150),
+    most_sequences=st.sampled_from([4, 100]),
+    beside_small=st.sampled_from([None, 10, 20]),
     chunked=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100)
 def test_every_sequence_runs_once_after_its_pictures(
-    requests: list[tuple[list[list[Picture]], int]],
-    others: list[int],
+    requests: list[tuple[list[list[Picture]], int, int, int, int]],
     budget: int,
     features: int,
+    most_sequences: int,
+    beside_small: int | None,
     chunked: bool,
 ) -> None:
-    scheduler = Scheduler(StepLimits(budget if chunked else 400, 100, chunked, features=features))
+    limits = StepLimits(budget if chunked else 400, most_sequences, chunked, beside_small, features=features)
+    scheduler = Scheduler(limits)
     every: dict[int, Sequence] = {}
-    jobs: dict[int, ImageJob] = {}
-    for request_id, (documents, query_length) in enumerate(requests):
-        sequences, images = pages(request_id, 1000 * (request_id + 1), documents, query_length)
-        scheduler.admit(request_id, sequences, images=images)
-        every |= {sequence.sequence_id: sequence for sequence in sequences}
-        jobs |= {image.image_id: image for image in images}
-    if others:
-        scheduler.admit(99, texts(99, others))
-    most_alone = max((_features(sequence) for sequence in every.values()), default=0)
     encoded: dict[int, int] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    while (step := scheduler.schedule()) is not None:
-        assert step.num_parts > 0
+
+    def run(step: Step) -> None:
         for image in step.images:
             assert image.image_id not in encoded
             encoded[image.image_id] = step.step_id
@@ -68,12 +57,23 @@ def test_every_sequence_runs_once_after_its_pictures(
             if sequence.sequence_id not in last
             and any(image.image_id in encoded for image in sequence.tokens.images)
         )
-        assert scheduler.held_features == held <= max(features, most_alone)
-        cost = sum(map(len, step.chunks)) + sum(image.price for image in step.images)
-        most = scheduler.limits.tokens * (1.5 if step.images else 1)
-        assert cost <= most or step.num_parts == 1
-    assert encoded.keys() == jobs.keys()
-    assert set(last) >= every.keys()
+        assert scheduler.held_features == held <= max(features, *map(_features, every.values()))
+        # What is large beside small requests is a stage of its own.
+        for part in [step] if beside_small is None else step.stages():
+            cost = part.num_tokens + sum(image.price for image in part.images)
+            assert cost <= limits.tokens * (1.5 if part.images else 1) or part.num_parts == 1
+            assert len(part.chunks) <= most_sequences
+
+    for request_id, (documents, query_length, tenant, priority, between) in enumerate(requests):
+        sequences, images = pages(request_id, 1000 * (request_id + 1), documents, query_length)
+        every |= {sequence.sequence_id: sequence for sequence in sequences}
+        scheduler.admit(request_id, sequences, (), priority, str(tenant), images=images)
+        for _ in range(between):
+            if (step := scheduler.schedule()) is not None:
+                run(step)
+    while (step := scheduler.schedule()) is not None:
+        run(step)
+    assert set(last) == every.keys()
     for sequence_id, sequence in every.items():
         document = sequence.payload.document
         if document is not None:
@@ -175,39 +175,6 @@ def picture_and_text(request_id: int, price: int, words: int) -> tuple[Sequence,
     image = ImageJob(100 * request_id, request_id, price, 1, None)
     tokens = Tokens(WORDS[:words], images=(PlacedImage(image.image_id, np.arange(1), None, b""),))
     return Sequence.text(image.image_id + 1, ResultSlot(request_id, 0), "embed", tokens), image
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    requests=st.lists(
-        st.tuples(DOCUMENTS, st.integers(1, 60), st.integers(0, 2), st.integers(-2, 2), st.integers(0, 3)),
-        min_size=1,
-        max_size=6,
-    ),
-    beside_small=st.sampled_from([None, 10, 40]),
-    chunked=st.booleans(),
-)
-def test_all_pictures_and_sequences_of_all_tenants_run(
-    requests: list[tuple[list[list[Picture]], int, int, int, int]], beside_small: int | None, chunked: bool
-) -> None:
-    scheduler = Scheduler(StepLimits(60, 4, chunked, beside_small=beside_small, features=50))
-    steps = []
-    for request_id, (documents, query_length, tenant, priority, between) in enumerate(requests):
-        limited = [[(price, min(features, 15)) for price, features in pictures] for pictures in documents]
-        sequences, images = pages(request_id, 1000 * request_id, limited, query_length)
-        scheduler.admit(request_id, sequences, (), priority, str(tenant), images=images)
-        for _ in range(between):
-            if (step := scheduler.schedule()) is not None:
-                steps.append(step)
-    steps += run_dry(scheduler)
-    assert scheduler.waiting_tokens == scheduler.held_features == 0
-    encoded = [image.image_id for step in steps for image in step.images]
-    assert len(encoded) == len(set(encoded))
-    assert len(encoded) == sum(len(pictures) for request in requests for pictures in request[0])
-    for step in steps:
-        for stage in step.stages():
-            assert len(stage.chunks) <= 4
-            assert len(stage.images) <= 1 or sum(image.price for image in stage.images) <= 90
 
 
 def test_a_picture_without_a_price_is_refused() -> None:

@@ -108,16 +108,19 @@ def test_a_chunk_says_which_part_it_is() -> None:
         assert not Chunk(pair, shared, stop).is_prefix
 
 
+def step_of(num_chunks: int, num_cached: int) -> Step:
+    chunks = tuple(Chunk(text, 0, len(text)) for text in texts(0, [5] * num_chunks))
+    return Step(4, chunks, tuple(cached(0, price) for price in range(1, num_cached + 1)))
+
+
 @pytest.mark.parametrize(
     ("num_chunks", "num_cached"), [(2, 0), (3, 0), (0, 2), (0, 3), (1, 1), (1, 4), (4, 1)]
 )
 def test_a_step_splits_into_halves_that_hold_all_of_it(num_chunks: int, num_cached: int) -> None:
-    chunks = tuple(Chunk(text, 0, len(text)) for text in texts(0, [5, 6, 7, 8][:num_chunks]))
-    batches = tuple(cached(0, price) for price in [9, 10, 11, 12][:num_cached])
-    step = Step(4, chunks, batches)
+    step = step_of(num_chunks, num_cached)
     first, second = step.halves()
-    assert (*first.chunks, *second.chunks) == chunks
-    assert (*first.cached, *second.cached) == batches
+    assert (*first.chunks, *second.chunks) == step.chunks
+    assert (*first.cached, *second.cached) == step.cached
     assert first.num_parts == step.num_parts // 2 > 0
     assert first.num_parts + second.num_parts == step.num_parts == num_chunks + num_cached
     assert first.step_id == second.step_id == 4
@@ -136,11 +139,7 @@ def test_a_step_splits_into_halves_that_hold_all_of_it(num_chunks: int, num_cach
 def test_a_step_is_run_in_stages_chunks_first(
     num_chunks: int, num_cached: int, expected: list[tuple[int, int]]
 ) -> None:
-    step = Step(
-        4,
-        tuple(Chunk(text, 0, len(text)) for text in texts(0, [5] * num_chunks)),
-        tuple(cached(0, price) for price in range(1, num_cached + 1)),
-    )
+    step = step_of(num_chunks, num_cached)
     stages = step.stages()
     assert [(len(stage.chunks), len(stage.cached)) for stage in stages] == expected
     assert {stage.step_id for stage in stages} == {4}

@@ -1,7 +1,5 @@
 """The scheduler under load, as `maxsimd bench order-of-work` simulates it, on fewer requests."""
 
-from typing import Any
-
 import pytest
 
 from maxsimd.bench.beside_batches import beside_batches
@@ -15,10 +13,7 @@ from maxsimd.bench.order_of_work import (
 )
 from maxsimd.bench.queue_orders import FirstComeFirstServed, RoundRobin, SchedulerOrder
 from maxsimd.engine.requests import priority_number
-
-
-def exhaustive(*values: object) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+from tests.unit.scheduler.scheduled_requests import exhaustive
 
 
 def test_orders_to_compare_with_do_as_their_names_say() -> None:

@@ -137,7 +137,7 @@ def test_the_part_beside_small_requests_is_a_part_of_a_step(tokens: int) -> None
         StepLimits(100, 10, chunked=False, beside_small=tokens)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.integers(1, 120), min_size=1, max_size=30), min_size=1, max_size=12),
     st.booleans(),

@@ -17,9 +17,11 @@ from tests.unit.scheduler.scheduled_requests import (
     two_stage,
 )
 
+# Sequence id, start and stop of each chunk.
+Spans = list[tuple[int, int, int]]
 
-def spans(step: Step | None) -> list[tuple[int, int, int]]:
-    """Sequence id, start and stop of each chunk."""
+
+def spans(step: Step | None) -> Spans:
     assert step is not None
     return [(chunk.sequence.sequence_id, chunk.start, chunk.stop) for chunk in step.chunks]
 
@@ -59,6 +61,12 @@ def test_a_sequence_that_can_never_fit_refuses_its_request() -> None:
             admit()
         assert scheduler.waiting_sequences == scheduler.waiting_requests == scheduler.waiting_cached == 0
     scheduler.admit(0, texts(0, [100]))
+
+
+def test_a_query_may_have_no_consumers() -> None:
+    scheduler = bidirectional(100)
+    scheduler.admit(0, [query(0, 1, 50, num_consumers=0)])
+    assert [step.num_tokens for step in run_dry(scheduler)] == [50]
 
 
 def test_steps_are_numbered_from_one() -> None:
@@ -176,9 +184,7 @@ def test_a_cut_sequence_is_finished_before_another_is_cut() -> None:
 @pytest.mark.parametrize(
     ("length", "expected"), [(201, [(0, 100, 200)]), (101, [(0, 100, 101), (100, 0, 99)])]
 )
-def test_a_cut_sequence_goes_on_past_many_that_must_be_cut(
-    length: int, expected: list[tuple[int, int, int]]
-) -> None:
+def test_a_cut_sequence_goes_on_past_many_that_must_be_cut(length: int, expected: Spans) -> None:
     """More than are looked at in a step; what its end leaves of a step goes to the first of them."""
     scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.01)
     scheduler.admit(0, texts(0, [length] * 6))
@@ -216,9 +222,7 @@ def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | 
     ("sequences", "expected"),
     [(2, [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]), (1, [[(2, 200, 250)], [(1, 0, 100)]])],
 )
-def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest(
-    sequences: int, expected: list[list[tuple[int, int, int]]]
-) -> None:
+def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest(sequences: int, expected: list[Spans]) -> None:
     """Its turn came earlier in the step, when it could not be cut."""
     scheduler = one_that_waits_to_be_cut(sequences)
     assert [spans(scheduler.schedule()) for _ in range(2)] == expected
@@ -241,9 +245,7 @@ def test_cancelling_leaves_the_next_cut_to_others() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "expected"), [([4000], {2: 100}), ([4000, 5], {1: 5, 3: 95})])
-def test_a_cut_sequence_is_hurried_where_the_oldest_fits_nowhere(
-    lengths: list[int], expected: dict[int, int]
-) -> None:
+def test_a_cut_sequence_is_hurried_where_no_oldest_fits(lengths: list[int], expected: dict[int, int]) -> None:
     """Past a smaller request of its own tenant, and only as long as the step is empty."""
     scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.5)
     scheduler.admit(0, texts(0, [100]), tenant="a")
@@ -345,7 +347,7 @@ def test_one_document_behind_ten_thousand_runs_in_two_steps(chunked: bool) -> No
         assert sum(given) == 12 + length
 
 
-def in_order(lengths: list[int], chunked: bool = False) -> list[list[tuple[int, int, int]]]:
+def in_order(lengths: list[int], chunked: bool = False) -> list[Spans]:
     """The chunks of each step of a request whose first sequences count most."""
     scheduler = Scheduler(StepLimits(10, 100, chunked))
     scheduler.admit(0, texts(0, lengths), in_order=True)
@@ -371,9 +373,7 @@ def test_a_sequence_beyond_the_next_ones_is_not_looked_for() -> None:
 
 
 @given(st.data())
-def test_a_whole_request_is_run_as_one_admitted_in_parts(
-    data: st.DataObject,
-) -> None:
+def test_a_whole_request_is_run_as_one_admitted_in_parts(data: st.DataObject) -> None:
     """What waits for a query is taken over in one go, or is added one by one once the query has run."""
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=30))
     prices = data.draw(st.lists(st.integers(1, 120), max_size=5))

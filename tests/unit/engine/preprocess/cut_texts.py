@@ -1,15 +1,18 @@
-"""Texts cut at their breaks, to be compared with the whole; texts of many scripts, and what divides words."""
+"""Texts cut at their breaks, to be compared with the whole, and what is tokenized of them; texts of many
+scripts, and what divides words."""
 
 import functools
 import unicodedata
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
-from tests.checkpoints.tokenizer_kinds import CUT
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from tests.checkpoints.tokenizer_kinds import CUT, Kind
 
 # Words as they are written. Most end in a vowel sign or another mark in the scripts that have them.
 SCRIPTS = {
@@ -88,12 +91,16 @@ KINDS = [name if name in USUAL else pytest.param(name, marks=pytest.mark.exhaust
 
 
 @functools.cache
-def cut_kind(name: str) -> tuple[Tokenizer, Breaks]:
-    """A kind of tokeniser whose texts can be cut, and its breaks."""
-    tokenizer = CUT[name]()
+def with_breaks(kind: Kind) -> tuple[Tokenizer, Breaks]:
+    """A tokeniser whose texts can be cut, and its breaks."""
+    tokenizer = kind()
     breaks = find_breaks(tokenizer)
     assert breaks is not None
     return tokenizer, breaks
+
+
+def cut_kind(name: str) -> tuple[Tokenizer, Breaks]:
+    return with_breaks(CUT[name])
 
 
 def assert_pieces_equal_the_whole(
@@ -115,3 +122,25 @@ def _tokens(tokenizer: Tokenizer, texts: list[str], words: bool) -> list[list[An
         ]
         for encoding in encodings
     ]
+
+
+@functools.cache
+def text_tokenizer(kind: Kind) -> TextTokenizer:
+    return TextTokenizer(SimpleNamespace(backend_tokenizer=kind()))
+
+
+def tokenized(monkeypatch: pytest.MonkeyPatch, tokenizer: TextTokenizer) -> list[list[str]]:
+    """The texts that are tokenized from now on, batch by batch."""
+    batches: list[list[str]] = []
+    encode = tokenizer._encode_batch
+
+    def recorded(texts: list[str], *options: Any, **named: Any) -> Any:
+        batches.append(list(texts))
+        return encode(texts, *options, **named)
+
+    monkeypatch.setattr(tokenizer, "_encode_batch", recorded)
+    return batches
+
+
+def num_characters(batches: list[list[str]]) -> int:
+    return sum(len(text) for batch in batches for text in batch)

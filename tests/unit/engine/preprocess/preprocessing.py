@@ -17,8 +17,9 @@ from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.preprocess import Preprocessor, RequestIds
+from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
 
 PAD, UNKNOWN, CLS, SEP, MASK, QUERY_MARKER, DOCUMENT_MARKER = range(7)
 _SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[QUERY]", "[DOCUMENT]"]
@@ -27,6 +28,7 @@ _WORDS = 1000
 A, B, QUERY_PROMPT, DOCUMENT_PROMPT, INSTRUCT, INSTRUCT_LABEL, QUERY_LABEL = range(7, 14)
 FIRST_WORD = len(_SPECIALS) + len(_OTHERS)
 VOCABULARY = FIRST_WORD + _WORDS
+DOCUMENT = 500  # the first word of documents
 
 
 def words(length: int, start: int = 0) -> str:
@@ -37,6 +39,10 @@ def words(length: int, start: int = 0) -> str:
 def ids(length: int, start: int = 0) -> list[int]:
     """The token ids of `words(length, start)`."""
     return [FIRST_WORD + i for i in range(start, start + length)]
+
+
+def document(length: int) -> str:
+    return words(length, DOCUMENT)
 
 
 def fast_tokenizer(special_tokens: bool = True) -> Any:
@@ -98,6 +104,16 @@ def request_ids(request_id: int = 7, first: int = 100, most_tokens: int = 10_000
     """The ids of request 7, whose sequences are numbered from 100."""
     sequence_ids: Iterator[int] = count(first)
     return RequestIds(request_id, sequence_ids, most_tokens)
+
+
+def score_request(
+    queries: list[str], documents: list[str], truncation: Truncation = REFUSE_LONG, **options: Any
+) -> ScoreRequest:
+    return ScoreRequest(queries=tuple(queries), documents=tuple(documents), truncation=truncation, **options)
+
+
+def tokens_of(prepared: Prepared) -> list[list[int]]:
+    return [sequence.tokens.ids.tolist() for sequence in prepared.sequences]
 
 
 def empty_cache() -> EmbeddingCache:

@@ -1,6 +1,5 @@
 """A text cut at any of its breaks has, piece by piece, the tokens and words of the whole."""
 
-import functools
 import json
 import unicodedata
 from typing import Any
@@ -12,16 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from maxsimd.engine.preprocess.break_characters import SPACES
 from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
-from tests.checkpoints import tokenizer_kinds
-from tests.checkpoints.tokenizer_kinds import (
-    QWEN,
-    WHOLE,
-    Kind,
-    bert,
-    byte_level,
-    charsmap,
-    sentencepiece,
-)
+from tests.checkpoints.tokenizer_kinds import QWEN, WHOLE, Kind, bert, byte_level, charsmap, sentencepiece
 from tests.unit.engine.preprocess.cut_texts import (
     DIVIDERS,
     KINDS,
@@ -29,6 +19,7 @@ from tests.unit.engine.preprocess.cut_texts import (
     WITHOUT_LETTERS,
     assert_pieces_equal_the_whole,
     cut_kind,
+    with_breaks,
 )
 
 SEPARATED = st.sampled_from(["a", "the", "B", "1", "23", "\u6f22", " ", "\n", ",", ".", "x y", "a,b"])
@@ -100,18 +91,24 @@ def test_where_chinese_and_texts_with_a_space_in_front_are_cut() -> None:
         assert cut_kind(name)[1].all("a,b a") == [3]
 
 
+def _with_step(tokenizer: Tokenizer, *steps: Any) -> Tokenizer:
+    """The tokeniser with other pre-tokenisers."""
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps])
+    return tokenizer
+
+
 UNKNOWN_STEPS = {
     "a pattern": lambda: byte_level(QWEN.replace(r"\p{N}|", r"\p{N}+\s|")),
-    "a pattern that keeps its matches only": lambda: _split(QWEN, "removed"),
-    "scripts": lambda: _pre_tokenized(pre_tokenizers.UnicodeScripts()),
-    "a delimiter": lambda: _pre_tokenized(pre_tokenizers.CharDelimiterSplit("a")),
-    "punctuation that joins words": lambda: _pre_tokenized(
-        pre_tokenizers.Sequence(
-            [pre_tokenizers.Punctuation("merged_with_previous"), pre_tokenizers.Whitespace()]
-        )
+    "a pattern that keeps its matches only": lambda: _with_step(
+        byte_level(), pre_tokenizers.Split(Regex(QWEN), "removed")
     ),
-    "words after they were changed": lambda: _pre_tokenized(
-        pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(), pre_tokenizers.Whitespace()])
+    "scripts": lambda: _with_step(byte_level(), pre_tokenizers.UnicodeScripts()),
+    "a delimiter": lambda: _with_step(byte_level(), pre_tokenizers.CharDelimiterSplit("a")),
+    "punctuation that joins words": lambda: _with_step(
+        byte_level(), pre_tokenizers.Punctuation("merged_with_previous"), pre_tokenizers.Whitespace()
+    ),
+    "words after they were changed": lambda: _with_step(
+        byte_level(), pre_tokenizers.ByteLevel(), pre_tokenizers.Whitespace()
     ),
     "a normaliser": lambda: byte_level(normalizer=normalizers.Prepend("x")),
     "a pattern that is replaced": lambda: byte_level(normalizer=normalizers.Replace(Regex("a b"), "c")),
@@ -120,27 +117,9 @@ UNKNOWN_STEPS = {
 }
 
 
-def _split(pattern: str, behavior: str) -> Tokenizer:
-    tokenizer = byte_level()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior)
-    return tokenizer
-
-
-def _pre_tokenized(step: Any) -> Tokenizer:
-    tokenizer = byte_level()
-    tokenizer.pre_tokenizer = step
-    return tokenizer
-
-
 @pytest.mark.parametrize("kind", [*UNKNOWN_STEPS.values(), *WHOLE.values()], ids=[*UNKNOWN_STEPS, *WHOLE])
 def test_where_nothing_is_certain_there_are_no_breaks(kind: Kind) -> None:
     assert find_breaks(kind()) is None
-
-
-def _bert_with(pre_tokenizer: Any) -> Tokenizer:
-    tokenizer = bert()
-    tokenizer.pre_tokenizer = pre_tokenizer
-    return tokenizer
 
 
 def _unigram(*steps: Any, **options: Any) -> Tokenizer:
@@ -149,10 +128,7 @@ def _unigram(*steps: Any, **options: Any) -> Tokenizer:
 
 
 _ONE_SPACE = normalizers.Replace(Regex(" {2,}"), " ")
-
-
 _TAKES_SPACES = (AddedToken("<mask>", rstrip=True), AddedToken("[MASK]", rstrip=True, lstrip=True))
-
 
 # Normalisers and pre-tokenisers in other combinations than the published kinds have.
 OTHERS: dict[str, Kind] = {
@@ -172,11 +148,9 @@ OTHERS: dict[str, Kind] = {
     "no space in front": lambda: _unigram(charsmap(), prepend_scheme="never"),
     "stripped": lambda: _unigram(normalizers.Strip(), charsmap()),
     "stripped and composed": lambda: _unigram(normalizers.Strip(), normalizers.NFKC(), _ONE_SPACE),
-    "Whitespace": lambda: _bert_with(pre_tokenizers.Whitespace()),
-    "WhitespaceSplit": lambda: _bert_with(pre_tokenizers.WhitespaceSplit()),
-    "Punctuation": lambda: _bert_with(
-        pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), pre_tokenizers.WhitespaceSplit()])
-    ),
+    "Whitespace": lambda: _with_step(bert(), pre_tokenizers.Whitespace()),
+    "WhitespaceSplit": lambda: _with_step(bert(), pre_tokenizers.WhitespaceSplit()),
+    "Punctuation": lambda: _with_step(bert(), pre_tokenizers.Punctuation(), pre_tokenizers.WhitespaceSplit()),
     "tokens that take spaces": lambda: byte_level(QWEN, added=_TAKES_SPACES),
 }
 
@@ -185,27 +159,26 @@ OTHERS: dict[str, Kind] = {
 @settings(max_examples=8)
 @given(text=RAGGED)
 def test_so_have_pieces_after_other_steps(name: str, text: str) -> None:
-    tokenizer, breaks = _other(name)
+    tokenizer, breaks = with_breaks(OTHERS[name])
     assert breaks.all("a b c") == [1, 3]
     assert_pieces_equal_the_whole(tokenizer, breaks, text)
 
 
-@functools.cache
-def _other(name: str) -> tuple[Tokenizer, Breaks]:
-    tokenizer = OTHERS[name]()
-    breaks = find_breaks(tokenizer)
-    assert breaks is not None
-    return tokenizer, breaks
+def _added(token: AddedToken) -> Kind:
+    return lambda: byte_level(QWEN, added=(token,))
 
 
 ADDED = {
-    "one that spans words": (AddedToken("hello world", normalized=False), "say hello world to hello, world"),
-    "one that spans words when normalised": (AddedToken("a,b", normalized=True), "1 a,b 2,a,b"),
-    "one that begins with a space": (AddedToken(" b", single_word=True), "a b a, b c b"),
-    "one that takes the space behind it": (AddedToken("ab", rstrip=True), "c ab d ab, ab\ne"),
-    "one that takes the spaces before it": (AddedToken("[X]", lstrip=True), "c [X] d\n[X]e?\n[X]"),
-    "one that ends a line": (AddedToken("ab\n", single_word=True), "c ab\nd"),
-    "one that spans lines": (AddedToken(".\nb", normalized=False), "a.\nb.\nc"),
+    "one that spans words": (
+        _added(AddedToken("hello world", normalized=False)),
+        "say hello world to hello, world",
+    ),
+    "one that spans words when normalised": (_added(AddedToken("a,b", normalized=True)), "1 a,b 2,a,b"),
+    "one that begins with a space": (_added(AddedToken(" b", single_word=True)), "a b a, b c b"),
+    "one that takes the space behind it": (_added(AddedToken("ab", rstrip=True)), "c ab d ab, ab\ne"),
+    "one that takes the spaces before it": (_added(AddedToken("[X]", lstrip=True)), "c [X] d\n[X]e?\n[X]"),
+    "one that ends a line": (_added(AddedToken("ab\n", single_word=True)), "c ab\nd"),
+    "one that spans lines": (_added(AddedToken(".\nb", normalized=False)), "a.\nb.\nc"),
 }
 
 
@@ -213,17 +186,9 @@ ADDED = {
 @settings(max_examples=10)
 @given(extra=st.lists(SEPARATED, max_size=10).map("".join))
 def test_added_tokens_are_not_cut(name: str, extra: str) -> None:
-    token, text = ADDED[name]
-    tokenizer, breaks = _with_added(token)
+    kind, text = ADDED[name]
+    tokenizer, breaks = with_breaks(kind)
     assert_pieces_equal_the_whole(tokenizer, breaks, f"{extra}{text}{extra}{text}")
-
-
-@functools.cache
-def _with_added(token: AddedToken) -> tuple[Tokenizer, Breaks]:
-    tokenizer = byte_level(QWEN, added=(token,))
-    breaks = find_breaks(tokenizer)
-    assert breaks is not None
-    return tokenizer, breaks
 
 
 def test_a_stripped_piece_begins_with_a_word_and_its_space() -> None:
@@ -247,14 +212,9 @@ GEMMA_CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.cache
-def gemma_as_json() -> str:
-    return tokenizer_kinds.gemma().to_str()
-
-
 @pytest.mark.parametrize("name", GEMMA_CHANGES)
 def test_text_without_words_is_cut_where_no_token_reaches(name: str) -> None:
-    described = json.loads(gemma_as_json())
+    described = json.loads(cut_kind("gemma")[0].to_str())
     model = described["model"] | {"merges": []}
     change = dict(GEMMA_CHANGES[name])
     if token := change.pop("vocab", None):
@@ -289,10 +249,8 @@ def test_letters_before_breaks_are_letters_to_the_library(name: str) -> None:
 
 
 def test_a_letter_that_is_none_when_normalized_ends_nothing() -> None:
-    decomposing = find_breaks(byte_level(QWEN, normalizers.NFD()))
-    composing = find_breaks(byte_level(QWEN, normalizers.NFC()))
-    assert decomposing is not None
-    assert composing is not None
+    _, decomposing = with_breaks(OTHERS["NFD"])
+    _, composing = with_breaks(lambda: byte_level(QWEN, normalizers.NFC()))
     assert (decomposing.all("\u00e9,b"), composing.all("\u00e9,b")) == ([], [1])
     assert (decomposing.all("\u00e9\nb"), composing.all("\u00e9\nb")) == ([2], [1])
 
@@ -317,8 +275,7 @@ def test_what_may_differ_on_the_other_side_ends_no_piece(name: str) -> None:
 def test_newer_unicode_ends_pieces_if_the_tokenizer_has_it() -> None:
     """A mark of 2008 that the library has too, and a letter of 2005."""
     marks_end_words = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
-    breaks = find_breaks(byte_level(marks_end_words))
-    assert breaks is not None
+    _, breaks = with_breaks(lambda: byte_level(marks_end_words))
     assert breaks.all("\u1000\u103a\na") == [2]
     # A letter that a library may take for a sign, to which this pattern joins the end of a line.
     assert breaks.all("\u2d30 a\u2d30\na") == [1, 5]

@@ -8,7 +8,7 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.preprocess import Prepared
 from maxsimd.engine.preprocess.long_inputs import LongInputs
-from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, ScoreRequest, Truncation
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation
 from maxsimd.scheduler import Role
 from tests.unit.engine.preprocess.preprocessing import (
     embedding,
@@ -16,11 +16,13 @@ from tests.unit.engine.preprocess.preprocessing import (
     model,
     preprocessor,
     request_ids,
+    score_request,
     words,
 )
 
 LONG = words(30)
 LONGEST = 20
+WINDOWS = Truncation(max_tokens=-1, windows=True)
 
 
 @pytest.fixture
@@ -40,8 +42,7 @@ def score(
 ) -> Prepared:
     rules = RoleRules(max_tokens=own_length)
     made = preprocessor(model(max_tokens=LONGEST, document=rules, score_task=task), overlap=1, cache=cache)
-    request = ScoreRequest(queries=("w1",), documents=(document,), truncation=truncation, cache=mode)
-    return made.score(request, request_ids())
+    return made.score(score_request(["w1"], [document], truncation, cache=mode), request_ids())
 
 
 def plain(cache: EmbeddingCache, document: str) -> bytes:
@@ -66,19 +67,13 @@ def hit(prepared: Prepared) -> bool:
     return bool(prepared.cached)
 
 
-def test_a_document_that_fits_is_cached_as_plain(
-    cache: EmbeddingCache,
-) -> None:
-    windows = Truncation(max_tokens=-1, windows=True)
-    for truncation in (Truncation(), CUT_LONG, windows, Truncation(max_tokens=9, side="left")):
+def test_a_document_that_fits_is_cached_as_plain(cache: EmbeddingCache) -> None:
+    for truncation in (Truncation(), CUT_LONG, WINDOWS, Truncation(max_tokens=9, side="left")):
         assert key_of(score(cache, "w2", truncation)) == plain(cache, "w2")
 
 
-def test_a_document_that_is_cut_is_cached_as_requested(
-    cache: EmbeddingCache,
-) -> None:
-    windows = Truncation(max_tokens=-1, windows=True)
-    for truncation in (CUT_LONG, Truncation(max_tokens=9, side="left"), windows):
+def test_a_document_that_is_cut_is_cached_as_requested(cache: EmbeddingCache) -> None:
+    for truncation in (CUT_LONG, Truncation(max_tokens=9, side="left"), WINDOWS):
         assert key_of(score(cache, LONG, truncation)) == as_requested(cache, LONG, truncation)
     # A limit on documents may cut any.
     limited = Truncation(max_document_tokens=5)
@@ -92,15 +87,14 @@ def test_a_document_of_the_checkpoints_length_is_plain(cache: EmbeddingCache) ->
         for truncation in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
             assert key_of(score(cache, document, truncation, own_length=10)) == plain(cache, document)
         fits = len(document.split()) < 8
-        for truncation in (Truncation(side="left"), Truncation(max_tokens=-1, windows=True)):
+        for truncation in (Truncation(side="left"), WINDOWS):
             expected = plain(cache, document) if fits else as_requested(cache, document, truncation)
             assert key_of(score(cache, document, truncation, own_length=10)) == expected
 
 
 def test_windows_of_a_bi_encoder_are_not_cached(cache: EmbeddingCache) -> None:
-    windows = Truncation(max_tokens=-1, windows=True)
-    assert key_of(score(cache, LONG, windows, task="embed")) is None
-    assert key_of(score(cache, LONG, windows, task="token_embed")) is not None
+    assert key_of(score(cache, LONG, WINDOWS, task="embed")) is None
+    assert key_of(score(cache, LONG, WINDOWS, task="token_embed")) is not None
     assert key_of(score(cache, LONG, CUT_LONG, task="embed")) == as_requested(cache, LONG, CUT_LONG)
 
 
@@ -115,8 +109,7 @@ def test_past_the_cache_nothing_is_found_cached_or_counted(cache: EmbeddingCache
 def test_hits_and_misses_are_counted_once_a_different_document(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding()), (plain(cache, "w3"), embedding())])
     made = preprocessor(model(), cache=cache)
-    documents = ("w2", "w3", "w4", "w2")
-    made.score(ScoreRequest(queries=("w1",), documents=documents), request_ids())
+    made.score(score_request(["w1"], ["w2", "w3", "w4", "w2"]), request_ids())
     assert (cache.hits, cache.misses) == (2, 1)
 
 
@@ -133,20 +126,18 @@ def test_a_refresh_drops_both_entries_and_caches_anew(cache: EmbeddingCache) -> 
 
 def test_a_plain_entry_is_found_by_whoever_reads_it_alike(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding(tokens=9))])
-    for found in (Truncation(), CUT_LONG, Truncation(max_tokens=9), Truncation(max_tokens=-1, windows=True)):
+    for found in (Truncation(), CUT_LONG, Truncation(max_tokens=9), WINDOWS):
         assert hit(score(cache, "w2", found))
     # Longer than the request allows, or limited by it: read otherwise.
     for missed in (Truncation(max_tokens=8), Truncation(max_document_tokens=100)):
         assert not hit(score(cache, "w2", missed))
 
 
-def test_a_plain_entry_of_the_checkpoints_length_is_found(
-    cache: EmbeddingCache,
-) -> None:
+def test_a_plain_entry_of_the_checkpoints_length_is_found(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding(tokens=10)), (plain(cache, "w3"), embedding(tokens=9))])
     for usual in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
         assert hit(score(cache, "w2", usual, own_length=10))
-    for otherwise in (Truncation(side="left"), Truncation(max_tokens=-1, windows=True)):
+    for otherwise in (Truncation(side="left"), WINDOWS):
         assert not hit(score(cache, "w2", otherwise, own_length=10))
         assert hit(score(cache, "w3", otherwise, own_length=10))
 
@@ -173,8 +164,7 @@ def test_what_concerns_queries_alone_finds_the_same_entry(cache: EmbeddingCache)
     assert hit(score(cache, LONG, Truncation(max_tokens=-1, max_query_tokens=3)))
     # An overlap without windows changes nothing, and the engine's own may as well be named.
     assert hit(score(cache, LONG, Truncation(max_tokens=-1, window_overlap=5)))
-    windows = Truncation(max_tokens=-1, windows=True)
-    cache.put([(as_requested(cache, LONG, windows), embedding())])
+    cache.put([(as_requested(cache, LONG, WINDOWS), embedding())])
     assert hit(score(cache, LONG, Truncation(max_tokens=-1, windows=True, window_overlap=1)))
 
 
@@ -182,7 +172,5 @@ def test_the_words_of_keys_stay_as_caches_on_disk_have_them() -> None:
     truncation = Truncation(max_tokens=9, side="left", max_document_tokens=5)
     assert LongInputs(truncation, LONGEST, 1).signature == "('as asked', 9, (True, 'left', 5), False)"
     windows = Truncation(windows=True, window_overlap=2)
-    assert (
-        LongInputs(windows, LONGEST, 1).signature
-        == "('as asked', 20, (False, 'right', None), ('at most half', 2))"
-    )
+    expected = "('as asked', 20, (False, 'right', None), ('at most half', 2))"
+    assert LongInputs(windows, LONGEST, 1).signature == expected

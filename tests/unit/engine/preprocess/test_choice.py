@@ -1,6 +1,7 @@
 """What holds for every way to prepare a request: what an error names, what the device is handed, and the
 shortest sequences."""
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel, PairRules, RoleRules
+from maxsimd.engine.checkpoint import ListwiseRules, PairRules, RoleRules
 from maxsimd.engine.checkpoint.model import Expansion
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
@@ -19,7 +20,7 @@ from maxsimd.engine.preprocess.listwise import listwise_prompt
 from maxsimd.engine.preprocess.pages import OpenContent
 from maxsimd.engine.preprocess.shortest import shortest_sequences
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
-from maxsimd.engine.requests import EmbedRequest, ScoreRequest
+from maxsimd.engine.requests import EmbedRequest
 from maxsimd.scheduler import Sequence
 from tests.unit.engine.preprocess.preprocessing import (
     MASK,
@@ -27,6 +28,7 @@ from tests.unit.engine.preprocess.preprocessing import (
     preprocessor,
     refused,
     request_ids,
+    score_request,
     tokenizer,
 )
 
@@ -43,11 +45,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "pairs by a template": {"score_task": "classify", "pairs": PairRules(template=TEMPLATE)},
     "listwise": {"score_task": "rank", "listwise": LISTWISE, "max_tokens": 1000},
 }
-INSTRUCTED = [kind for kind in MODELS if kind != "pairs by the tokenizer"]
 
 
 def sequences(kind: str, queries: list[str], documents: list[str], **options: str) -> list[Sequence]:
-    request = ScoreRequest(queries=tuple(queries), documents=tuple(documents), **options)  # type: ignore[arg-type]
+    request = score_request(queries, documents, **options)  # type: ignore[arg-type]
     return preprocessor(model(**MODELS[kind])).score(request, request_ids()).sequences
 
 
@@ -60,13 +61,10 @@ def test_a_text_that_is_not_unicode_is_refused_by_its_field(kind: str, param: st
         sequences(kind, texts["queries"], texts["documents"])
 
 
-@pytest.mark.parametrize("kind", INSTRUCTED)
-def test_an_instruction_that_is_not_unicode_is_refused_by_name(kind: str) -> None:
-    with refused("instruction", r"^instruction holds a text that is not valid"):
-        sequences(kind, ["w1"], ["w2"], instruction=NOT_UNICODE)
-
-
-def test_an_input_that_is_not_unicode_is_refused_by_name() -> None:
+def test_instructions_and_inputs_not_in_unicode_are_refused() -> None:
+    for kind in MODELS.keys() - {"pairs by the tokenizer"}:
+        with refused("instruction", r"^instruction holds a text that is not valid"):
+            sequences(kind, ["w1"], ["w2"], instruction=NOT_UNICODE)
     with refused("input", r"^input holds a text that is not valid"):
         preprocessor(model()).embed(EmbedRequest(texts=("w1", NOT_UNICODE), task="embed"), request_ids())
 
@@ -127,17 +125,22 @@ def test_each_role_has_a_shortest_sequence_of_its_own() -> None:
     assert shortest_sequences(expanded, tokenizer())["a query"] == 5, "longer than it is filled up to"
 
 
-def changed(max_tokens: int) -> LoadedModel:
-    return model(query=PROMPTED.query, document=PROMPTED.document, text=PROMPTED.text, max_tokens=max_tokens)
+@pytest.mark.parametrize(("kind", "more"), [("pairs by a template", 1), ("listwise", 4)])
+def test_an_instruction_lengthens_the_shortest_sequence(kind: str, more: int) -> None:
+    """Two words, in the place of the template's one, or between two tags."""
+    plain, instructed = (
+        next(iter(shortest_sequences(model(**MODELS[kind], instruction=own), tokenizer()).values()))
+        for own in (None, "w1 w2")
+    )
+    assert instructed == plain + more
 
 
 def test_model_and_step_must_hold_the_shortest_sequence() -> None:
+    too_long = r"^a text of 'small' has at least 6 tokens .* the longest input is 5 tokens"
     for chunked in (True, False):
-        check_room(changed(6), tokenizer(), 6, chunked)
-        with pytest.raises(
-            ModelLoadError, match=r"^a text of 'small' has at least 6 tokens .* the longest input is 5 tokens"
-        ):
-            check_room(changed(5), tokenizer(), 100, chunked)
+        check_room(PROMPTED, tokenizer(), 6, chunked)
+        with pytest.raises(ModelLoadError, match=too_long):
+            check_room(replace(PROMPTED, max_tokens=5), tokenizer(), 100, chunked)
     check_room(PROMPTED, tokenizer(), 5, chunked=True)
     message = "a step takes no more than 5; raise max_batch_tokens to at least 6"
     with pytest.raises(ModelLoadError, match=message):

@@ -48,6 +48,7 @@ def test_a_document_s_score_is_its_cosine_with_the_query() -> None:
     scores = merge_blocks([_block([2, 0], [0, 3], [-0.001, 0], [1, 1], [5, 0])])
     np.testing.assert_allclose(scores, [1, 0, -1, np.sqrt(0.5)], atol=1e-6)
     assert scores.dtype == np.float32
+    assert merge_blocks([_block([0, 0], [1, 0], [1, 0])]).tolist() == [0, 1], "zeros have no cosine"
 
 
 def test_the_query_is_a_mean_over_blocks_by_the_best_cosine() -> None:
@@ -57,10 +58,6 @@ def test_the_query_is_a_mean_over_blocks_by_the_best_cosine() -> None:
     query = np.array([0.9 * 3, 0.9 * 4 + 0.5 * 4]) / 1.4
     query /= np.linalg.norm(query)
     np.testing.assert_allclose(scores, [query[0], query[1], -query[0]], atol=1e-6)
-
-
-def test_a_row_of_zeros_has_no_cosine_with_anything() -> None:
-    assert merge_blocks([_block([0, 0], [1, 0], [1, 0])]).tolist() == [0, 1]
 
 
 def test_each_list_has_its_own_blocks_and_query() -> None:

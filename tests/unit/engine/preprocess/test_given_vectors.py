@@ -34,14 +34,16 @@ async def colbert(native_multi_vector: str) -> AsyncIterator[RecordingEngine]:
         yield engine
 
 
-async def _embeddings(engine: Engine, texts: Any, role: Any) -> list[Any]:
-    return (await engine.embed_tokens(texts, input_type=role)).embeddings
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def vectors(colbert: RecordingEngine) -> tuple[Any, list[Any]]:
+    """The embeddings of the query, and of the documents."""
+    (query,) = (await colbert.embed_tokens([QUERY], input_type="query")).embeddings
+    return query, [*(await colbert.embed_tokens(DOCUMENTS, input_type="document")).embeddings]
 
 
-async def test_vectors_have_the_scores_of_their_texts(colbert: RecordingEngine) -> None:
+async def test_vectors_have_the_scores_of_their_texts(colbert: RecordingEngine, vectors: Any) -> None:
     expected = (await colbert.score(QUERY, DOCUMENTS, cache="bypass")).scores
-    rows = await _embeddings(colbert, DOCUMENTS, "document")
-    (query,) = await _embeddings(colbert, [QUERY], "query")
+    query, rows = vectors
     given: tuple[tuple[Any, Any], ...] = (
         (QUERY, rows),
         (query, rows),
@@ -59,9 +61,9 @@ async def test_vectors_have_the_scores_of_their_texts(colbert: RecordingEngine) 
     ("dtype", "error"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2), (torch.int8, 2e-2)]
 )
 async def test_smaller_numbers_have_nearly_those_scores(
-    colbert: RecordingEngine, dtype: torch.dtype, error: float
+    colbert: RecordingEngine, vectors: Any, dtype: torch.dtype, error: float
 ) -> None:
-    rows = await _embeddings(colbert, DOCUMENTS, "document")
+    _, rows = vectors
     expected = (await colbert.score(QUERY, rows)).scores
     given = [Vectors(torch.from_numpy(each).to(dtype)) for each in rows]
     if dtype == torch.int8:
@@ -74,9 +76,8 @@ async def test_smaller_numbers_have_nearly_those_scores(
     np.testing.assert_allclose(found.scores, [*expected, *expected[:2]], rtol=error)
 
 
-async def test_they_are_normalized_ranked_and_returned(colbert: RecordingEngine) -> None:
-    rows = await _embeddings(colbert, DOCUMENTS, "document")
-    (query,) = await _embeddings(colbert, [QUERY], "query")
+async def test_they_are_normalized_ranked_and_returned(colbert: RecordingEngine, vectors: Any) -> None:
+    query, rows = vectors
     normalized = await colbert.score(QUERY, DOCUMENTS, normalize=True)
     found = await colbert.score(query, DOCUMENTS, normalize=True)
     np.testing.assert_allclose(found.scores, normalized.scores, rtol=1e-5)
@@ -89,9 +90,8 @@ async def test_they_are_normalized_ranked_and_returned(colbert: RecordingEngine)
         assert one.text is None
 
 
-async def test_no_token_counts_as_run_or_cached(colbert: RecordingEngine) -> None:
-    rows = await _embeddings(colbert, DOCUMENTS, "document")
-    (query,) = await _embeddings(colbert, [QUERY], "query")
+async def test_no_token_counts_as_run_or_cached(colbert: RecordingEngine, vectors: Any) -> None:
+    query, rows = vectors
     usage = (await colbert.score(query, rows)).usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.cached_documents) == (0, 0, 0)
     await colbert.score(QUERY, DOCUMENTS[0])
@@ -180,10 +180,9 @@ def _sent(rows: Any, dtype: str, **more: Any) -> dict[str, Any]:
     return {"embedding": base64.b64encode(raw).decode(), "dtype": dtype, "shape": list(rows.shape)} | more
 
 
-async def test_over_http(colbert: RecordingEngine) -> None:
+async def test_over_http(colbert: RecordingEngine, vectors: Any) -> None:
     caller = Caller(colbert)
-    rows = await _embeddings(colbert, DOCUMENTS, "document")
-    (query,) = await _embeddings(colbert, [QUERY], "query")
+    query, rows = vectors
     expected = (await colbert.score(QUERY, DOCUMENTS)).scores
     scale = float(np.abs(rows[3]).max() / 127)
     documents = [
@@ -209,8 +208,8 @@ async def test_over_http(colbert: RecordingEngine) -> None:
         assert sorted(item["index"] for item in found) == [0, 1, 2, 3]
 
 
-async def test_scales_may_be_base64(colbert: RecordingEngine) -> None:
-    (rows,) = await _embeddings(colbert, DOCUMENTS[:1], "document")
+async def test_scales_may_be_base64(colbert: RecordingEngine, vectors: Any) -> None:
+    rows = vectors[1][0]
     scales = (np.abs(rows).max(axis=1) / 127).astype(np.float32)
     whole = np.rint(rows / scales[:, None])
     bodies = [

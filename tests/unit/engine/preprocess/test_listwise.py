@@ -9,23 +9,23 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Prepared
 from maxsimd.engine.preprocess.combine import BlockCosines
 from maxsimd.engine.preprocess.listwise import in_blocks, listwise_prompt
-from maxsimd.engine.preprocess.shortest import shortest_sequences
-from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, ScoreRequest, Truncation
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, Truncation
 from maxsimd.scheduler import ResultSlot
 from tests.unit.engine.preprocess.preprocessing import (
+    DOCUMENT,
     DOCUMENT_MARKER,
     FIRST_WORD,
     QUERY_MARKER,
+    document,
     ids,
     model,
     preprocessor,
     refused,
     request_ids,
+    score_request,
     tokenizer,
     words,
 )
-
-DOCUMENT = 500  # the first word of documents
 
 
 def rules(**changes: int) -> ListwiseRules:
@@ -47,9 +47,7 @@ def score(
     max_tokens: int = 5000,
 ) -> Prepared:
     described = model(score_task="rank", listwise=ranked_by, instruction=default, max_tokens=max_tokens)
-    request = ScoreRequest(
-        queries=tuple(queries), documents=tuple(documents), truncation=truncation, instruction=instruction
-    )
+    request = score_request(queries, documents, truncation, instruction=instruction)
     return preprocessor(described).score(request, request_ids())
 
 
@@ -136,24 +134,24 @@ def test_markers_in_a_text_are_taken_out() -> None:
 
 def test_texts_are_read_to_the_models_lengths() -> None:
     for truncation in (Truncation(), CUT_LONG):
-        prepared = score([words(7)], [words(11, DOCUMENT), words(10, DOCUMENT)], truncation)
+        prepared = score([words(7)], [document(11), document(10)], truncation)
         assert texts_of(prepared) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(6)]]
         assert prepared.truncated == 0
 
 
 def test_the_request_s_own_limits_cut_and_count() -> None:
     limits = Truncation(max_query_tokens=2, max_document_tokens=3, side="left")
-    prepared = score([words(3)], [words(4, DOCUMENT), words(3, DOCUMENT), words(5, DOCUMENT)], limits)
+    prepared = score([words(3)], [document(4), document(3), document(5)], limits)
     expected = [ids(3, DOCUMENT + 1), ids(3, DOCUMENT), ids(3, DOCUMENT + 2), ids(2, 1)]
     assert texts_of(prepared) == [expected]
     assert prepared.truncated == 3, "the query, and two documents"
-    pairs = score([words(3)] * 2, [words(3, DOCUMENT), words(4, DOCUMENT)], limits)
+    pairs = score([words(3)] * 2, [document(3), document(4)], limits)
     assert pairs.truncated == 3, "both queries, and a document"
 
 
 def test_a_document_asked_for_in_windows_is_cut_and_counted() -> None:
     windows = Truncation(max_tokens=-1, windows=True)
-    prepared = score(["w1"], [words(11, DOCUMENT), words(10, DOCUMENT)], windows)
+    prepared = score(["w1"], [document(11), document(10)], windows)
     assert texts_of(prepared) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(1, 1)]]
     assert prepared.truncated == 1
     for queries in (["w1"], ["w1", "w1"]):
@@ -184,10 +182,7 @@ def test_the_request_s_and_the_model_s_limits_bound_the_context() -> None:
 def test_a_document_that_does_not_fit_alone_is_refused() -> None:
     room = prompt_length("w1", ["w2"])
     assert len(score(["w1"], ["w2"], max_tokens=room).sequences) == 1
-    with refused(
-        "documents",
-        f"^a pass over one document has {room} tokens, but at most {room - 1} can be run; shorten",
-    ):
+    with refused("documents", f"^a pass over one document has {room} tokens, but at most {room - 1} can be"):
         score(["w1"], ["w2"], max_tokens=room - 1)
 
 
@@ -213,12 +208,3 @@ def test_blocks_never_hold_more_than_the_context(lengths: list[int], query: int)
         assert 1 <= size <= 4
         assert sum(lengths[start : start + size]) + 2 * query <= 100
         start += size
-
-
-def test_the_shortest_sequence_is_a_query_with_one_document() -> None:
-    described = model(score_task="rank", listwise=rules())
-    length = prompt_length("a", ["a"])
-    assert shortest_sequences(described, tokenizer()) == {"a query with one document": length}
-    instructed = model(score_task="rank", listwise=rules(), instruction="w1 w2")
-    (longer,) = shortest_sequences(instructed, tokenizer()).values()
-    assert longer == length + 4

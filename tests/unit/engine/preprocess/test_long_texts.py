@@ -1,27 +1,39 @@
-"""Long texts are tokenised in pieces: exactly, no further than needed, and between other work."""
+"""Long texts are tokenised in pieces of bounded length, which are cut only where that is proven: exactly, no
+further than needed, and between other work."""
 
 import functools
+import logging
 import re
 import threading
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maxsimd.engine.checkpoint import LoadedModel, PairRules
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.preprocess.pieces import LONGEST_PIECE, PIECE
+from maxsimd.engine.preprocess import pieces
+from maxsimd.engine.preprocess.breaks import Breaks
+from maxsimd.engine.preprocess.pieces import (
+    LONGEST_PIECE,
+    PIECE,
+    LongPieceError,
+    cut_up,
+    cut_up_backwards,
+    proven_breaks,
+)
 from maxsimd.engine.preprocess.tokenization import PART_CHARACTERS, Side, TextTokenizer, cut
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
-from tests.checkpoints.tokenizer_kinds import CUT, Kind, bert, llama_2, qwen
+from tests.checkpoints.tokenizer_kinds import CUT, bert, llama_2, qwen
 from tests.unit.engine.preprocess.cut_texts import KINDS as CUT_KINDS
+from tests.unit.engine.preprocess.cut_texts import cut_kind, num_characters, text_tokenizer, tokenized
 from tests.unit.engine.preprocess.preprocessing import model, preprocessor, refused, request_ids
 
 KINDS = CUT | {"llama_2": llama_2}
@@ -46,15 +58,6 @@ def library(name: str) -> Tokenizer:
     return KINDS[name]()
 
 
-@functools.cache
-def made(name: str) -> TextTokenizer:
-    return wrapped(KINDS[name])
-
-
-def wrapped(kind: Kind) -> TextTokenizer:
-    return TextTokenizer(SimpleNamespace(backend_tokenizer=kind()))
-
-
 def whole(name: str, text: str) -> np.ndarray:
     return np.array(library(name).encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
@@ -66,44 +69,33 @@ def test_a_long_text_has_the_tokens_that_it_has_whole(
     name: str, sentence: str, length: int, most: int | None, side: Side
 ) -> None:
     text = repeated(sentence, length)
-    read = [token for _, encoding in made(name).read(text, "text") for token in encoding.ids]
+    read = [token for _, encoding in text_tokenizer(KINDS[name]).read(text, "text") for token in encoding.ids]
     assert read == whole(name, text).tolist()
     texts = [sentence, text]
-    for tokens, each in zip(made(name).encode(texts, "documents", most, side), texts, strict=True):
+    for tokens, each in zip(
+        text_tokenizer(KINDS[name]).encode(texts, "documents", most, side), texts, strict=True
+    ):
         expected = whole(name, each)
         assert tokens.tolist() == cut(expected, len(expected) if most is None else most, side).tolist()
         assert tokens.dtype == np.int32
 
 
-def encoded_characters(monkeypatch: pytest.MonkeyPatch, tokenizer: TextTokenizer) -> list[list[int]]:
-    """The lengths of the texts that are tokenised from now on, batch by batch."""
-    batches: list[list[int]] = []
-    encode = tokenizer._encode_batch
-
-    def recorded(texts: list[str], *options: Any, **named: Any) -> Any:
-        batches.append([len(text) for text in texts])
-        return encode(texts, *options, **named)
-
-    monkeypatch.setattr(tokenizer, "_encode_batch", recorded)
-    return batches
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_no_more_is_read_of_a_text_than_is_left_of_it(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = wrapped(bert)
-    batches = encoded_characters(monkeypatch, tokenizer)
+    tokenizer = text_tokenizer(bert)
+    batches = tokenized(monkeypatch, tokenizer)
     (tokens,) = tokenizer.encode(["word " * 100_000], "documents", 500, side)
     assert len(tokens) == 500
-    assert sum(map(sum, batches)) < 10_000
+    assert num_characters(batches) < 10_000
     batches.clear()
     (tokens,) = tokenizer.encode(["extraordinarilylongish " * 100_000], "documents", 500, side)
     assert len(tokens) == 500
-    assert sum(map(sum, batches)) < 30_000, "more where the first piece has too few"
+    assert num_characters(batches) < 30_000, "more where the first piece has too few"
 
 
 def test_the_beginnings_of_texts_are_tokenised_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = wrapped(bert)
-    batches = encoded_characters(monkeypatch, tokenizer)
+    tokenizer = text_tokenizer(bert)
+    batches = tokenized(monkeypatch, tokenizer)
     tokenizer.encode(["word " * 10_000] * 20, "documents", 500)
     assert [len(batch) for batch in batches] == [16, 4], "as many as PART_CHARACTERS holds"
     batches.clear()
@@ -112,15 +104,15 @@ def test_the_beginnings_of_texts_are_tokenised_together(monkeypatch: pytest.Monk
 
 
 def test_a_text_that_is_read_whole_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = wrapped(qwen)
-    batches = encoded_characters(monkeypatch, tokenizer)
+    tokenizer = text_tokenizer(qwen)
+    batches = tokenized(monkeypatch, tokenizer)
     tokenizer.encode(["word " * 20_000], "documents")
     assert len(batches) == 7
-    assert max(map(sum, batches)) <= PIECE + 5
+    assert all(num_characters([batch]) <= PIECE + 5 for batch in batches)
 
 
 def test_tokens_that_are_cut_off_are_not_held() -> None:
-    (tokens,) = made("bert").encode(["word " * 3000], "documents", 10)
+    (tokens,) = text_tokenizer(bert).encode(["word " * 3000], "documents", 10)
     assert tokens.base is None
 
 
@@ -136,7 +128,7 @@ ENDLESS = "x" * (LONGEST_PIECE + 1)
     ],
 )
 def test_text_without_breaks_is_refused_by_its_field(name: str, text: str, remedy: str) -> None:
-    tokenizer, names = made(name), ["documents[7]", "documents[9]"]
+    tokenizer, names = text_tokenizer(KINDS[name]), ["documents[7]", "documents[9]"]
     for called, read in (
         ("documents", lambda: tokenizer.encode(["a", text], "documents")),
         ("documents[9]", lambda: tokenizer.encode(["a", text], "documents", names=names)),
@@ -160,9 +152,7 @@ def test_text_without_breaks_is_refused_by_its_field(name: str, text: str, remed
     ids=["apart", "the tokeniser's pairs", "a template's pairs"],
 )
 @pytest.mark.parametrize("truncation", [Truncation(), Truncation(max_document_tokens=3)])
-def test_a_request_is_refused_by_the_text_that_cannot_be_cut(
-    described: LoadedModel, truncation: Truncation
-) -> None:
+def test_the_text_that_cannot_be_cut_is_named(described: LoadedModel, truncation: Truncation) -> None:
     request = ScoreRequest(queries=("w1", ENDLESS), documents=("w1", "w2"), truncation=truncation)
     with refused("queries", r"^queries\[1\] holds more than"):
         preprocessor(described).score(request, request_ids())
@@ -175,7 +165,7 @@ def test_a_request_is_refused_by_the_text_that_cannot_be_cut(
 
 
 def test_text_without_breaks_may_be_cut_off() -> None:
-    (tokens,) = made("bert").encode(["word " * 1000 + ENDLESS], "documents", 500)
+    (tokens,) = text_tokenizer(bert).encode(["word " * 1000 + ENDLESS], "documents", 500)
     assert tokens.tolist() == whole("bert", "word " * 500).tolist()
 
 
@@ -183,7 +173,7 @@ Spans = tuple[list[int], list[int], list[int]]
 
 
 def around(name: str, text: str, span: range, most: int | None = None, side: Side = "right") -> Spans:
-    found = made(name).encode_around(text, span, "documents", most, side)
+    found = text_tokenizer(KINDS[name]).encode_around(text, span, "documents", most, side)
     return found.before.tolist(), found.inside.tolist(), found.after.tolist()
 
 
@@ -223,12 +213,12 @@ def test_a_span_of_a_long_text_has_the_tokens_of_the_whole(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_what_is_cut_off_within_a_span_is_not_read(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = wrapped(qwen)
-    batches = encoded_characters(monkeypatch, tokenizer)
+    tokenizer = text_tokenizer(qwen)
+    batches = tokenized(monkeypatch, tokenizer)
     text = "start " + "word " * 100_000 + "stop"
     found = tokenizer.encode_around(text, range(6, len(text) - 4), "documents", 500, side)
     assert len(found.inside) == 500
-    assert sum(map(sum, batches)) < 4 * PIECE
+    assert num_characters(batches) < 4 * PIECE
 
 
 @pytest.mark.parametrize(
@@ -243,9 +233,9 @@ def test_what_is_cut_off_within_a_span_is_not_read(side: Side, monkeypatch: pyte
 def test_a_caller_that_goes_away_ends_the_reading(
     read: Callable[[TextTokenizer, str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, pool = wrapped(bert), WorkerPool(1, lambda: None)
+    tokenizer, pool = text_tokenizer(bert), WorkerPool(1, lambda: None)
     begun, go_on = threading.Event(), threading.Event()
-    batches = encoded_characters(monkeypatch, tokenizer)
+    batches = tokenized(monkeypatch, tokenizer)
     encode = tokenizer._encode_batch
 
     def blocked(*given: Any, **named: Any) -> Any:
@@ -262,3 +252,94 @@ def test_a_caller_that_goes_away_ends_the_reading(
         work.future.result(20)
     assert len(batches) == 1
     pool.close()
+
+
+CutUp = Callable[[str, int, Breaks | None], Iterator[tuple[int, int]]]
+BOTH = pytest.mark.parametrize("cut_into", [cut_up, cut_up_backwards])
+BREAKS = Breaks(re.compile("a(?=,b)"))
+# Words of any length, with breaks or none.
+CUT_TEXTS = st.lists(st.sampled_from(["a,b", "x", "a", ",", "x" * 40, "x" * 700]), max_size=80).map("".join)
+
+
+@BOTH
+@settings(max_examples=40)
+@given(text=CUT_TEXTS, size=st.integers(1, 300))
+def test_pieces_make_up_the_text_and_end_at_places(cut_into: CutUp, text: str, size: int) -> None:
+    found = list(cut_into(text, size, BREAKS))
+    in_order = found if cut_into is cut_up else found[::-1]
+    assert in_order[0][0] == 0
+    assert in_order[-1][1] == len(text)
+    for (_, stop), (start, _) in pairwise(in_order):
+        assert stop == start
+        assert stop in BREAKS.all(text)
+
+
+@settings(max_examples=40)
+@given(text=CUT_TEXTS, size=st.integers(1, 300))
+def test_a_piece_ends_at_the_first_place_once_it_is_long(text: str, size: int) -> None:
+    breaks = BREAKS.all(text)
+    for start, stop in list(cut_up(text, size, BREAKS))[:-1]:
+        assert stop == min(found for found in breaks if found >= start + size)
+
+
+@settings(max_examples=40)
+@given(text=CUT_TEXTS, size=st.integers(1, 300))
+def test_backwards_a_piece_is_at_most_a_step_longer(text: str, size: int) -> None:
+    breaks, step = BREAKS.all(text), 256
+    for start, stop in list(cut_up_backwards(text, size, BREAKS))[:-1]:
+        assert stop - start > size
+        near = [found for found in breaks if 0 < stop - size - found <= step]
+        assert not near or stop - start <= size + step
+
+
+@BOTH
+def test_without_breaks_a_text_is_one_piece_of_limited_length(cut_into: CutUp) -> None:
+    assert list(cut_into("a,b" * 9, 3, None)) == [(0, 27)]
+    assert list(cut_into("", 3, BREAKS)) == [(0, 0)]
+    longest = "x" * LONGEST_PIECE
+    for breaks in (BREAKS, None):
+        assert list(cut_into(longest, PIECE, breaks)) == [(0, LONGEST_PIECE)]
+        with pytest.raises(LongPieceError):
+            list(cut_into(longest + "x", PIECE, breaks))
+
+
+def test_pieces_before_the_refused_one_are_given() -> None:
+    """They may be all that is wanted of a text."""
+    endless = "x" * (LONGEST_PIECE + 1)
+    for found in (cut_up(f"a,b{endless}", 1, BREAKS), cut_up_backwards(f"{endless}a,b", 1, BREAKS)):
+        start, stop = next(found)
+        assert stop - start <= 2
+        with pytest.raises(LongPieceError):
+            next(found)
+
+
+@pytest.mark.parametrize("name", CUT_KINDS)
+def test_places_are_proven_for_all_kinds_that_have_any(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer, breaks = cut_kind(name)
+    assert proven_breaks(tokenizer) == breaks
+    assert not caplog.records
+
+
+def test_a_tokenizer_whose_pieces_differ_is_read_whole(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the lists of what is known were wrong: half a word has other tokens than the word."""
+    monkeypatch.setattr(pieces, "find_breaks", lambda _: Breaks(re.compile("w(?=n)")))
+    assert proven_breaks(bert()) is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "do not have the tokens of the whole" in caplog.text
+
+
+def test_added_tokens_are_part_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_tokens(["x y"])
+    monkeypatch.setattr(pieces, "find_breaks", lambda _: Breaks(re.compile("x(?= y)")))
+    assert proven_breaks(tokenizer) is None
+
+
+def test_a_tokeniser_of_which_nothing_is_known_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert proven_breaks(llama_2()) is None
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert str(LONGEST_PIECE) in caplog.text

@@ -1,27 +1,60 @@
-"""Pairs that the tokeniser joins: what is read of both texts, how they are cut, and their windows."""
+"""Pairs that the tokenizer or a score template joins: what is read of both texts, how they are cut, their
+windows, and what pairs of a query begin with and is run only once. A query that thousands of documents share
+is neither tokenized nor held for each of them."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from maxsimd.engine.checkpoint import PairRules
-from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.preprocess import Prepared, RequestIds, usage_of
-from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, ScoreRequest, Truncation
-from maxsimd.scheduler import ResultSlot, Role
+from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel, PairRules
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
+from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, usage_of
+from maxsimd.engine.preprocess.pair_joiner import JoinedPair
+from maxsimd.engine.preprocess.pairs import SHORTEST_PREFIX, shared_tokens
+from maxsimd.engine.preprocess.template_pairs import TemplateJoiner
+from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, Truncation
+from maxsimd.scheduler import JoinedTokens, ResultSlot, Role
+from maxsimd.scheduler.payload import TokenIds
+from tests.checkpoints.tokenizer_kinds import qwen
+from tests.unit.engine.preprocess.cut_texts import num_characters, text_tokenizer, tokenized
 from tests.unit.engine.preprocess.preprocessing import (
     CLS,
+    DOCUMENT,
+    DOCUMENT_PROMPT,
+    INSTRUCT,
+    QUERY_PROMPT,
     SEP,
+    UNKNOWN,
+    document,
     ids,
     model,
     preprocessor,
     refused,
     request_ids,
+    score_request,
+    tokenizer,
+    tokens_of,
     words,
 )
 
 LONGEST_FIRST = PairRules(truncation="longest_first")
 ONLY_SECOND = PairRules(truncation="only_second")
-DOCUMENT = 500  # the first word of documents
+# Segments before, with and after the document; a segment's last token is no part of the prefix.
+THREE_SEGMENTS = ScoreTemplate(
+    ("instruct: {{ instruction }} query: {{ query }}", "passage: w900 {{ document }} w901", "w902 w903"),
+    instruction="w904",
+)
+INSTRUCTED = ScoreTemplate(
+    ("instruct: {{ instruction }} query: {{ query }} passage: w900 {{ document }} w901",)
+)
 
 
 def score(
@@ -31,35 +64,94 @@ def score(
     *,
     pairs: PairRules = LONGEST_FIRST,
     max_tokens: int = 64,
-    overlap: int = 0,
-    special_tokens: bool = True,
+    instruction: str | None = None,
+    default: str | None = None,
+    **made: Any,
 ) -> Prepared:
-    described = model(score_task="classify", pairs=pairs, max_tokens=max_tokens)
-    made = preprocessor(described, overlap=overlap, special_tokens=special_tokens)
-    request = ScoreRequest(queries=tuple(queries), documents=tuple(documents), truncation=truncation)
-    return made.score(request, request_ids())
+    described = model(score_task="classify", pairs=pairs, instruction=default, max_tokens=max_tokens)
+    request = score_request(queries, documents, truncation, instruction=instruction)
+    return preprocessor(described, **made).score(request, request_ids())
 
 
-def document(length: int) -> str:
-    return words(length, DOCUMENT)
+def ask(
+    queries: list[str],
+    documents: list[str],
+    truncation: Truncation = REFUSE_LONG,
+    *,
+    template: ScoreTemplate = THREE_SEGMENTS,
+    **options: Any,
+) -> Prepared:
+    return score(queries, documents, truncation, pairs=PairRules(template=template), **options)
 
 
 def pair(query: list[int], read: list[int]) -> list[int]:
     return [CLS, *query, SEP, *read, SEP]
 
 
-def tokens_of(prepared: Prepared) -> list[list[int]]:
-    return [sequence.tokens.ids.tolist() for sequence in prepared.sequences]
+def asked(query: list[int], read: list[int], instruction: int = 904) -> list[int]:
+    """The token ids of THREE_SEGMENTS."""
+    before = [INSTRUCT, *ids(1, instruction), QUERY_PROMPT, *query]
+    return [*before, DOCUMENT_PROMPT, *ids(1, 900), *read, *ids(3, 901)]
 
 
-def test_one_query_joins_every_document_and_n_each_its_own() -> None:
-    one = score(["w1"], [document(2), document(3)])
-    assert tokens_of(one) == [pair(ids(1, 1), ids(2, DOCUMENT)), pair(ids(1, 1), ids(3, DOCUMENT))]
-    two = score(["w1", "w2"], [document(2), document(3)])
-    assert tokens_of(two) == [pair(ids(1, 1), ids(2, DOCUMENT)), pair(ids(1, 2), ids(3, DOCUMENT))]
+JOINED_BY = pytest.mark.parametrize(
+    ("score", "joined"), [(score, pair), (ask, asked)], ids=["tokenizer", "template"]
+)
+Score = Callable[..., Prepared]
+Joined = Callable[[list[int], list[int]], list[int]]
+
+
+@JOINED_BY
+def test_one_query_joins_every_document_and_n_each_its_own(score: Score, joined: Joined) -> None:
+    one = score([words(2)], [document(3), document(1)])
+    assert tokens_of(one) == [joined(ids(2), ids(3, DOCUMENT)), joined(ids(2), ids(1, DOCUMENT))]
+    two = score(["w1", "w2"], [document(3), document(1)])
+    assert tokens_of(two) == [joined(ids(1, 1), ids(3, DOCUMENT)), joined(ids(1, 2), ids(1, DOCUMENT))]
     types = two.sequences[0].tokens.type_ids
     assert types is not None
-    assert types.tolist() == [0, 0, 0, 1, 1, 1]
+    assert types.tolist() == ([0] * 3 + [1] * 4 if joined is pair else [0] * 12)
+
+
+@JOINED_BY
+def test_a_pair_that_does_not_fit_is_refused_or_cut(score: Score, joined: Joined) -> None:
+    most = len(joined(ids(4), ids(5)))
+    assert tokens_of(score([words(4)], [document(5)], max_tokens=most)) == [joined(ids(4), ids(5, DOCUMENT))]
+    assert score([words(4)], [document(5)], CUT_LONG, max_tokens=most).truncated == 0
+    with refused("documents", rf"^documents\[1\] has {most + 1} tokens, but at most {most} can be run"):
+        score([words(4)], [document(5), document(6)], max_tokens=most)
+    cut = score([words(4)], [document(5), document(6), document(7)], CUT_LONG, max_tokens=most)
+    assert tokens_of(cut) == [joined(ids(4), ids(5, DOCUMENT))] * 3
+    assert cut.truncated == 2
+    left = score([words(4)], [document(9)], Truncation(max_tokens=most, side="left"))
+    assert tokens_of(left) == [joined(ids(4), ids(5, DOCUMENT + 4))]
+
+
+@JOINED_BY
+def test_the_requests_limits_cut_both_texts_and_are_counted(score: Score, joined: Joined) -> None:
+    limits = Truncation(max_query_tokens=2, max_document_tokens=4)
+    prepared = score([words(3)], [document(4), document(5), document(6)], limits)
+    assert tokens_of(prepared) == [joined(ids(2), ids(4, DOCUMENT))] * 3
+    assert prepared.truncated == 3, "the query once, and two documents"
+    left = Truncation(max_query_tokens=2, max_document_tokens=4, side="left")
+    assert tokens_of(score([words(3)], [document(6)], left)) == [joined(ids(2, 1), ids(4, DOCUMENT + 2))]
+    assert score([words(2)], [document(4)], limits).truncated == 0
+    assert tokens_of(score([words(1)], [""], limits)) == [joined(ids(1), [])], "nothing to limit"
+    assert score([words(3)] * 3, [document(5)] * 3, limits).truncated == 6, "each query that is cut counts"
+    # A limited document that is cut again counts once.
+    twice = Truncation(max_tokens=len(joined(ids(3), ids(4))), max_document_tokens=9)
+    assert score([words(3)], [document(20)], twice).truncated == 1
+
+
+@JOINED_BY
+def test_windows_stand_where_the_document_does(score: Score, joined: Joined) -> None:
+    """The best of each document's windows is its score."""
+    truncation = Truncation(max_tokens=len(joined(ids(2), ids(4))), windows=True)
+    prepared = score([words(2)], [document(9), document(4), document(5)], truncation, overlap=1)
+    windows = [(0, 4), (3, 4), (6, 3), (0, 4), (0, 4), (3, 2)]
+    assert tokens_of(prepared) == [joined(ids(2), ids(n, DOCUMENT + first)) for first, n in windows]
+    assert (prepared.truncated, prepared.results) == (0, 6)
+    assert prepared.combine([1, 2, 3, -9, 5, 4]).tolist() == [3, -9, 5]
+    assert usage_of(prepared).prompt_tokens == sum(len(sequence) for sequence in prepared.sequences)
 
 
 def test_pairs_fill_the_slots_of_the_request_in_order() -> None:
@@ -73,67 +165,13 @@ def test_pairs_fill_the_slots_of_the_request_in_order() -> None:
     assert prepared.combine([1.0, 3.0, 2.0]).tolist() == [1, 3, 2]
 
 
-def test_a_pair_that_does_not_fit_is_refused_or_cut() -> None:
-    assert tokens_of(score([words(4)], [document(5)], max_tokens=12)) == [pair(ids(4), ids(5, DOCUMENT))]
-    assert score([words(4)], [document(5)], CUT_LONG, max_tokens=12).truncated == 0
-    with refused("documents", r"^documents\[1\] has 13 tokens, but at most 12 can be run"):
-        score([words(4)], [document(5), document(6)], max_tokens=12)
-    cut = score([words(4)], [document(5), document(6), document(7)], CUT_LONG, max_tokens=12)
-    assert tokens_of(cut)[1] == pair(ids(4), ids(5, DOCUMENT))
-    assert cut.truncated == 2
-
-
-def test_the_longer_text_is_cut_first_at_the_named_side() -> None:
-    query, read = [words(20)], [document(3)]
-    assert tokens_of(score(query, read, CUT_LONG, max_tokens=12)) == [pair(ids(6), ids(3, DOCUMENT))]
-    left = Truncation(max_tokens=-1, side="left")
-    assert tokens_of(score(query, read, left, max_tokens=12)) == [pair(ids(6, 14), ids(3, DOCUMENT))]
-    both = score([words(20)], [document(30)], left, max_tokens=12)
-    assert tokens_of(both) == [pair(ids(4, 16), ids(5, DOCUMENT + 25))]
-
-
 def test_a_model_that_cuts_only_documents_reads_the_whole_query() -> None:
     cut = score([words(7)], [document(20)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
     assert tokens_of(cut) == [pair(ids(7), ids(2, DOCUMENT))]
-    # Exactly full: nothing of the document is left.
-    assert tokens_of(score([words(9)], [document(2)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)) == [
-        pair(ids(9), [])
-    ]
+    full = score([words(9)], [document(2)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
+    assert tokens_of(full) == [pair(ids(9), [])], "nothing of the document is left"
     with refused("queries", r"^the query has 10 tokens and leaves no room for documents\[1\]"):
         score(["w1", words(10)], ["w2", document(2)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
-
-
-def test_the_requests_limits_cut_both_texts_and_are_counted() -> None:
-    limits = Truncation(max_query_tokens=2, max_document_tokens=4)
-    prepared = score([words(3)], [document(4), document(5), document(6)], limits)
-    assert tokens_of(prepared) == [pair(ids(2), ids(4, DOCUMENT))] * 3
-    assert prepared.truncated == 3, "the query once, and two documents"
-    left = Truncation(max_query_tokens=2, max_document_tokens=4, side="left")
-    assert tokens_of(score([words(3)], [document(6)], left)) == [pair(ids(2, 1), ids(4, DOCUMENT + 2))]
-    assert score([words(2)], [document(4)], limits).truncated == 0
-    # Each query that is cut counts.
-    assert score([words(3)] * 3, [document(5)] * 3, limits).truncated == 6
-    # A limited document that is cut again counts once.
-    twice = Truncation(max_tokens=10, max_document_tokens=9)
-    assert score([words(3)], [document(20)], twice).truncated == 1
-
-
-def test_windows_stand_behind_the_query_and_cover_the_document() -> None:
-    truncation = Truncation(max_tokens=12, windows=True)
-    for length, bodies in (
-        (15, [(0, 7), (5, 12), (10, 15)]),
-        (17, [(0, 7), (5, 12), (10, 17)]),
-        (8, [(0, 7), (5, 8)]),
-        (7, [(0, 7)]),
-        (0, [(0, 0)]),
-    ):
-        prepared = score([words(2)], [document(length)], truncation, overlap=2)
-        expected = [pair(ids(2), ids(stop - start, DOCUMENT + start)) for start, stop in bodies]
-        assert tokens_of(prepared) == expected
-        assert prepared.truncated == 0
-    # An overlap of at most half of the room.
-    halved = score([words(5)], [document(6)], truncation, overlap=9)
-    assert tokens_of(halved) == [pair(ids(5), ids(4, DOCUMENT + start)) for start in (0, 2)]
 
 
 def test_too_many_windows_are_refused_before_any_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,15 +181,6 @@ def test_too_many_windows_are_refused_before_any_is_made(monkeypatch: pytest.Mon
     monkeypatch.setattr(RequestIds, "check_tokens", lambda ids, tokens: counted.append(tokens))
     assert len(score(["w1"], [document(20)], truncation).sequences) == 10
     assert counted == [9 * 6, 10 * 6], "all but the last before they are made, and what was made"
-
-
-def test_the_best_of_each_document_s_windows_is_its_score() -> None:
-    truncation = Truncation(max_tokens=8, windows=True)
-    prepared = score(["w1"], [document(9), document(2), document(5)], truncation)
-    assert [len(sequence) for sequence in prepared.sequences] == [8, 8, 5, 6, 8, 5]
-    assert prepared.results == 6
-    np.testing.assert_array_equal(prepared.combine([1, 9, 2, -5, 3, 4]), [9, -5, 4])
-    assert usage_of(prepared).prompt_tokens == 40
 
 
 def test_windows_that_leave_no_room_beside_the_query_are_refused() -> None:
@@ -168,13 +197,318 @@ def test_a_pair_without_tokens_is_refused_by_its_index() -> None:
 
 
 def test_an_instruction_is_refused_where_it_has_no_place() -> None:
-    made = preprocessor(model(score_task="classify"))
     for instruction in ("w1", ""):
         with refused("instruction", r"^this model takes no instruction; leave"):
-            made.score(ScoreRequest(queries=("a",), documents=("b",), instruction=instruction), request_ids())
+            score(["a"], ["b"], instruction=instruction)
 
 
-def test_a_limit_beyond_what_the_model_takes_is_refused() -> None:
-    assert score(["a"], ["b"], Truncation(max_tokens=64)).results == 1
-    with pytest.raises(InvalidRequestError, match="is 65, more than the 64"):
-        score(["a"], ["b"], Truncation(max_tokens=65))
+def test_a_template_may_mark_the_segment_with_the_document() -> None:
+    """Cut or not: with the text before and behind it, and nothing of other segments."""
+    marking = replace(THREE_SEGMENTS, marks_document=True)
+    for prepared in (
+        ask([words(2)], [document(3)], template=marking),
+        ask([words(2)], [document(90)], CUT_LONG, template=marking),
+    ):
+        (sequence,) = prepared.sequences
+        assert sequence.tokens.type_ids is not None
+        length = len(sequence) - 5 - 2  # before the segment and behind it
+        assert sequence.tokens.type_ids.tolist() == [0] * 5 + [1] * length + [0] * 2
+
+
+def test_of_many_queries_each_has_the_tokens_that_it_has_alone() -> None:
+    """What their texts begin with alike is tokenised once."""
+    draw = random.Random(0)
+    queries = [words(draw.randint(0, 3), draw.randint(0, 3)) for _ in range(60)]
+    documents = [document(draw.randint(1, 3)) for _ in queries]
+    for template in (THREE_SEGMENTS, INSTRUCTED):
+        for instruction in ("w1", "w1, w2. (w3) w4: w5"):
+            together = ask(queries, documents, template=template, instruction=instruction)
+            alone = [
+                tokens_of(ask([query], [text], template=template, instruction=instruction))[0]
+                for query, text in zip(queries, documents, strict=True)
+            ]
+            assert tokens_of(together) == alone
+
+
+def test_a_long_instruction_is_read_once_for_many_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    encode = TextTokenizer.encode
+
+    def counting(self: TextTokenizer, texts: Iterable[str], *rest: Any, **more: Any) -> list[TokenIds]:
+        texts = list(texts)
+        read.append(sum(map(len, texts)))
+        return encode(self, texts, *rest, **more)
+
+    monkeypatch.setattr(TextTokenizer, "encode", counting)
+    queries, instruction = [f"w{i}" for i in range(100)], words(1000)
+    for template in (THREE_SEGMENTS, INSTRUCTED):
+        read.clear()
+        ask(queries, ["w1"] * 100, template=template, instruction=instruction, max_tokens=2000)
+        assert sum(read) < 5 * len(instruction)
+
+
+def test_a_request_too_large_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs, each = 200, len(asked(ids(1), ids(1)))
+    described = model(score_task="classify", pairs=PairRules(template=THREE_SEGMENTS))
+    request = score_request(["w1"] * pairs, ["w2"] * pairs)
+    exact = request_ids(most_tokens=pairs * each)
+    assert len(preprocessor(described).score(request, exact).sequences) == pairs
+    made: list[int] = []
+    join = TemplateJoiner.join
+
+    def counting(*given: Any) -> Iterator[JoinedPair]:
+        for pair in join(*given):
+            made.append(1)
+            yield pair
+
+    monkeypatch.setattr(TemplateJoiner, "join", counting)
+    short = request_ids(most_tokens=3 * each)
+    with pytest.raises(RequestTooLargeError, match=rf"more than the {3 * each} tokens .* raise max_"):
+        preprocessor(described).score(request, short)
+    assert len(made) == 4
+
+
+def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
+    def instructed(of_request: str | None, of_checkpoint: str | None) -> list[int]:
+        return tokens_of(ask(["w1"], ["w2"], instruction=of_request, default=of_checkpoint))[0]
+
+    assert instructed("w10", "w11") == asked(ids(1, 1), ids(1, 2), 10)
+    assert instructed(None, "w11") == asked(ids(1, 1), ids(1, 2), 11)
+    assert instructed("", "w11") == asked(ids(1, 1), ids(1, 2), 11)
+    assert instructed(None, None) == asked(ids(1, 1), ids(1, 2), 904)
+
+
+def test_a_query_that_leaves_no_room_for_the_document_is_refused() -> None:
+    around = len(asked(ids(2), []))
+    exact = ask([words(2)], [document(9)], CUT_LONG, max_tokens=around + 1)
+    assert tokens_of(exact) == [asked(ids(2), ids(1, DOCUMENT))]
+    with refused("queries", rf"^{around} tokens stand around documents\[0\] and leave no room for it"):
+        ask([words(2)], [document(9)], CUT_LONG, max_tokens=around)
+
+
+def test_an_instruction_with_a_placeholder_is_refused() -> None:
+    template = ScoreTemplate(("{{ instruction }} {{ query }} {{ document }}",))
+    assert template.frames("q", "fine\ue0a2")
+    for character in ("\ue0a0", "\ue0a1"):
+        with refused("instruction", "private use"):
+            template.frames("q", f"a{character}b")
+
+
+def test_a_token_shared_with_the_template_is_not_cut() -> None:
+    """The tokenizer makes one token of what no space separates: here it holds the document's last word."""
+    template = ScoreTemplate(("query: {{ query }} passage: {{ document }}/end w1",))
+    whole = [QUERY_PROMPT, *ids(1), DOCUMENT_PROMPT, *ids(2, DOCUMENT), UNKNOWN, *ids(1, 1)]
+    assert tokens_of(ask(["w0"], [document(3)], template=template)) == [whole]
+    cut = ask(["w0"], [document(3)], Truncation(max_document_tokens=2), template=template)
+    assert tokens_of(cut) == [[*whole[:5], *whole[6:]]]
+    assert cut.truncated == 1
+
+
+def split(prepared: Prepared) -> list[tuple[int, list[int]]]:
+    """Each pair's prefix, by the prefix's id (0 for none), and the pair's tokens."""
+    return [
+        (sequence.waits_for or 0, sequence.tokens.ids.tolist())
+        for sequence in prepared.sequences
+        if sequence.payload.role is Role.PAIR
+    ]
+
+
+def test_tokens_before_the_document_are_run_once_for_all_pairs() -> None:
+    # instruct: w904 query: + 4 of the query + passage: = 8, and w900 may merge with the document.
+    prepared = ask([words(4)], [document(3), document(2)], share_prefixes=True)
+    prefix, *pairs = prepared.sequences
+    assert prefix.tokens.ids.tolist() == asked(ids(4), [])[:8]
+    assert prefix.tokens.type_ids is not None
+    assert prefix.tokens.type_ids.tolist() == [0] * 8
+    assert (prefix.sequence_id, prefix.request_id, prefix.num_consumers) == (100, 7, 2)
+    assert [pair.sequence_id for pair in pairs] == [101, 102]
+    assert split(prepared) == [(100, asked(ids(4), ids(3, DOCUMENT))), (100, asked(ids(4), ids(2, DOCUMENT)))]
+    assert [pair.shared_prefix_len for pair in pairs] == [8, 8]
+    assert [pair.payload.slot.index for pair in pairs if pair.payload.slot] == [0, 1]
+    assert prepared.results == 2
+    # The usage counts both pairs whole, of which the prefix was run for one.
+    usage = usage_of(prepared)
+    assert (usage.prompt_tokens, usage.cached_tokens) == (15 + 14, 8)
+    assert prepared.num_new_tokens == 8 + 7 + 6
+
+
+def test_a_prefix_shorter_than_the_shortest_is_not_shared() -> None:
+    assert SHORTEST_PREFIX == 8
+    assert len(ask([words(4)], [document(3)], share_prefixes=True).sequences) == 2
+    assert len(ask([words(3)], [document(3)], share_prefixes=True).sequences) == 1
+    assert len(ask([words(4)], [document(3)], share_prefixes=False).sequences) == 1
+
+
+def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
+    queries = [words(5), words(5, 1), words(5), "w1"]
+    prepared = ask(queries, [document(i + 1) for i in range(4)], share_prefixes=True)
+    prefixes = [sequence for sequence in prepared.sequences if sequence.is_prefix]
+    assert [(prefix.sequence_id, prefix.num_consumers) for prefix in prefixes] == [(100, 2), (101, 1)]
+    assert [prefix for prefix, _ in split(prepared)] == [100, 101, 100, 0]
+    firsts = [prepared.sequences.index(prefix) for prefix in prefixes]
+    assert firsts == [0, 2], "each before the first pair that begins with it"
+    # All windows of a document share one.
+    truncation = Truncation(max_tokens=len(asked(ids(4), [])) + 4, windows=True)
+    prepared = ask([words(4)], [document(9), document(2)], truncation, share_prefixes=True)
+    assert prepared.sequences[0].num_consumers == 4
+    assert [prefix for prefix, _ in split(prepared)] == [100] * 4
+
+
+def test_prefixes_that_differ_in_one_token_are_not_shared() -> None:
+    template = ScoreTemplate((words(7, 800) + " {{ query }} passage: {{ document }}",))
+    prepared = ask(["w1", "w2"], ["w3", "w3"], template=template, share_prefixes=True)
+    prefixes = [one.tokens.ids.tolist() for one in prepared.sequences if one.is_prefix]
+    assert prefixes == [[*ids(7, 800), *ids(1, 1)], [*ids(7, 800), *ids(1, 2)]]
+    assert [prefix for prefix, _ in split(prepared)] == [100, 101]
+
+
+def test_a_document_that_merges_leaves_the_prefix_as_it_is() -> None:
+    template = ScoreTemplate((words(9, 800) + " {{ query }} passage:{{ document }} w1",))
+    prepared = ask(["w0"], [document(2), ""], template=template, share_prefixes=True)
+    prefix = prepared.sequences[0]
+    assert prefix.tokens.ids.tolist() == [*ids(9, 800), *ids(1)]
+    assert split(prepared) == [
+        (100, [*ids(9, 800), *ids(1), UNKNOWN, *ids(1, DOCUMENT + 1), *ids(1, 1)]),
+        (100, [*ids(9, 800), *ids(1), DOCUMENT_PROMPT, *ids(1, 1)]),
+    ]
+
+
+def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
+    prefix = np.arange(8, dtype=np.int32)
+    assert shared_tokens(np.arange(9, dtype=np.int32), prefix) == 8
+    assert shared_tokens(np.arange(8, dtype=np.int32), prefix) == 0, "it has no token of its own"
+    assert shared_tokens(np.arange(1, 20, dtype=np.int32), prefix) == 0
+    assert shared_tokens(np.arange(20, dtype=np.int32), prefix[:7]) == 0
+    other_end = np.array([*range(7), 99, 8, 9], dtype=np.int32)
+    assert shared_tokens(other_end, prefix) == 0
+
+
+def test_pairs_of_the_tokenizer_share_a_prefix_too() -> None:
+    prepared = score([words(6)], [document(3), document(2)], share_prefixes=True)
+    prefix = prepared.sequences[0]
+    assert prefix.is_prefix
+    assert prefix.tokens.ids.tolist() == [CLS, *ids(6), SEP]
+    # One token of the query fewer, and the prefix is too short to be worth it.
+    assert len(score([words(5)], [document(3)], share_prefixes=True).sequences) == 1
+    # A pair of which the query was cut begins otherwise.
+    cut = score([words(30)], [document(30)], CUT_LONG, share_prefixes=True, max_tokens=40)
+    assert [prefix for prefix, _ in split(cut)] == [0]
+
+
+# Long queries, documents and instructions, with a published kind of tokenizer.
+JUDGED = ScoreTemplate(
+    (
+        "<|im_start|>Judge: {{ instruction }}\n<Query>: {{ query }}\n"
+        "<Document>: {{ document }}<|im_end|>\n<think>",
+    ),
+    instruction="is it relevant?",
+)
+MERGING = ScoreTemplate(("a{{ query }}b", "{{ query }}{{ document }}{{ query }}", "{{ query }}"))
+
+
+def score_long(
+    described: LoadedModel, queries: list[str], documents: list[str], truncation: Truncation = REFUSE_LONG
+) -> Prepared:
+    made = Preprocessor(described, text_tokenizer(qwen), 100_000, 0, None, False)
+    return made.score(score_request(queries, documents, truncation), request_ids())
+
+
+def long_model(template: ScoreTemplate, max_tokens: int = 100_000) -> LoadedModel:
+    return model(score_task="classify", pairs=PairRules(template=template), max_tokens=max_tokens)
+
+
+WRITTEN = st.sampled_from(["a", "b ", " c", ",", ".\n", "\n", "d,e", "\u6f22", "  ", "1"])
+QUERIES = st.lists(WRITTEN).map("".join)
+
+
+@pytest.mark.parametrize("template", [JUDGED, MERGING], ids=["instructed", "merging"])
+@settings(max_examples=40)
+@given(query=QUERIES, documents=st.lists(QUERIES, min_size=1, max_size=3))
+@example(query="a b, c d.\n", documents=["e f, g", ""])
+def test_a_pair_has_its_segments_tokens(template: ScoreTemplate, query: str, documents: list[str]) -> None:
+    """Although what cannot merge with the document is tokenised apart."""
+    segments = [
+        [frame.before if frame.after is None else frame.before + document + frame.after for frame in frames]
+        for frames in [template.frames(query, None)]
+        for document in documents
+    ]
+    expected = [np.concatenate(text_tokenizer(qwen).encode(each, "x")).tolist() for each in segments]
+    assert tokens_of(score_long(long_model(template), [query], documents)) == expected
+
+
+def test_a_long_query_is_tokenised_once_for_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = tokenized(monkeypatch, text_tokenizer(qwen))
+    query = "what is it? " * 500
+    prepared = score_long(long_model(JUDGED), [query], [f"document {i}" for i in range(1000)])
+    assert len(prepared.sequences) == 1000
+    assert num_characters(encoded) < 10 * len(query)
+
+
+@pytest.mark.parametrize(
+    ("described", "held"),
+    [
+        pytest.param(long_model(JUDGED), 1000, id="template"),
+        pytest.param(model(score_task="classify", max_tokens=100_000), 1000, id="tokenizer"),
+        pytest.param(model(score_task="classify", max_tokens=100), 80, id="cut for each"),
+    ],
+)
+def test_pairs_hold_their_query_once(described: LoadedModel, held: int) -> None:
+    prepared = score_long(described, ["what is it? " * 500], [f"document {i}" for i in range(5)], CUT_LONG)
+    longest = []
+    for sequence in prepared.sequences:
+        assert isinstance(sequence.tokens, JoinedTokens)
+        longest.append(max(sequence.tokens.parts, key=len))
+    assert all(np.shares_memory(part, longest[0]) for part in longest)
+    assert len(longest[0]) > held
+
+
+LENGTHS = st.integers(0, 400)
+
+
+@settings(max_examples=40)
+@given(LENGTHS, LENGTHS, st.integers(4, 120), st.sampled_from(["left", "right"]), st.none() | LENGTHS)
+@example(301, 300, 103, "right", None)
+@example(300, 301, 103, "right", None)
+def test_a_cut_pair_is_what_the_whole_texts_would_be_cut_to(
+    query: int, document: int, limit: int, side: str, most: int | None
+) -> None:
+    """Also where both are far longer, and the odd token goes to the longer one."""
+    truncation = Truncation(max_tokens=limit, side=side, max_document_tokens=most)  # type: ignore[arg-type]
+    made = preprocessor(model(score_task="classify", max_tokens=limit))
+    texts = score_request([words(query)], [words(document, DOCUMENT)], truncation)
+    prepared = made.score(texts, request_ids())
+    limited = document if most is None else min(document, most)
+    first, second = longest_first(query, limited, limit - 3)
+    wanted = cut(np.array(ids(document, DOCUMENT), np.int32), limited, side)  # type: ignore[arg-type]
+    expected = [
+        *(CLS, *cut(np.array(ids(query), np.int32), first, side), SEP),  # type: ignore[arg-type]
+        *(*cut(wanted, second, side), SEP),  # type: ignore[arg-type]
+    ]
+    assert tokens_of(prepared) == [expected]
+    assert prepared.truncated == (limited < document or query + limited > limit - 3)
+
+
+def test_an_instruction_that_fills_a_sequence_is_refused() -> None:
+    described = long_model(JUDGED, max_tokens=50)
+    made = Preprocessor(described, text_tokenizer(qwen), 100_000, 0, None, False)
+    for length, is_refused in ((49, False), (50, True), (100_000, True)):
+        request = score_request(["a"], ["b"], instruction="a" + " a" * (length - 1))
+        with pytest.raises(InvalidRequestError) as error:
+            made.score(request, request_ids())
+        assert (error.value.param == "instruction") == is_refused
+    said = "instruction has 50 tokens or more, and no more can be run in a sequence; shorten it"
+    assert str(error.value) == said
+
+
+def test_what_a_listwise_model_does_not_read_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked_by = ListwiseRules("[QUERY]", "[DOCUMENT]", 1000, max_query_tokens=6, max_document_tokens=10)
+    described = model(score_task="rank", listwise=ranked_by, max_tokens=10_000)
+    small = tokenizer()
+    encoded = tokenized(monkeypatch, small)
+    text = f"{words(100)} " * 500
+    made = Preprocessor(described, small, 10_000, 0, None, False)
+    # Its own length is no reason to refuse a text.
+    for request in (score_request([text], [text, text], CUT_LONG), score_request(["a"], [text])):
+        encoded.clear()
+        made.score(request, request_ids())
+        assert num_characters(encoded) < 10_000

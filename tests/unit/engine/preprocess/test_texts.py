@@ -24,6 +24,7 @@ from tests.unit.engine.preprocess.preprocessing import (
     refused,
     request_ids,
     tokenizer,
+    tokens_of,
     words,
 )
 
@@ -42,10 +43,6 @@ def embed(
 ) -> Prepared:
     request = EmbedRequest(texts=tuple(texts), task="embed", truncation=truncation, **options)  # type: ignore[arg-type]
     return made.embed(request, request_ids())
-
-
-def tokens_of(prepared: Prepared) -> list[list[int]]:
-    return [sequence.tokens.ids.tolist() for sequence in prepared.sequences]
 
 
 def one(

@@ -72,13 +72,6 @@ def test_pairs_and_single_texts_equal_the_tokenizer(
         assert alone.tolist() == original(document, truncation=True, max_length=most)["input_ids"]
 
 
-def test_text_that_is_not_unicode_is_refused_by_name(bert_cross_encoder: str) -> None:
-    tokenizer = TextTokenizer(AutoTokenizer.from_pretrained(bert_cross_encoder))
-    with pytest.raises(InvalidRequestError, match="not valid Unicode") as raised:
-        tokenizer.encode(["fine", "broken \ud800"], "documents")
-    assert raised.value.param == "documents"
-
-
 def test_a_text_is_cut_on_either_side() -> None:
     text = np.arange(5, dtype=np.int32)
     for side, most, expected in (

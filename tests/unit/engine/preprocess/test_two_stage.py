@@ -19,7 +19,7 @@ from maxsimd.engine.preprocess.two_stage import (
     ROWS_PER_TOKEN,
     in_batches,
 )
-from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
+from maxsimd.engine.requests import REFUSE_LONG, Truncation
 from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.scheduler import ResultSlot, Role, Sequence, Window
 from tests.unit.engine.preprocess.preprocessing import (
@@ -27,7 +27,6 @@ from tests.unit.engine.preprocess.preprocessing import (
     DOCUMENT_PROMPT,
     INSTRUCT_LABEL,
     QUERY_LABEL,
-    QUERY_PROMPT,
     SEP,
     embedding,
     empty_cache,
@@ -36,6 +35,8 @@ from tests.unit.engine.preprocess.preprocessing import (
     preprocessor,
     refused,
     request_ids,
+    score_request,
+    tokens_of,
     words,
 )
 
@@ -53,14 +54,8 @@ def score(
     **changes: object,
 ) -> Prepared:
     made = preprocessor(model(score_task=task, **changes), cache=cache)
-    request = ScoreRequest(
-        queries=tuple(queries), documents=tuple(documents), truncation=truncation, instruction=instruction
-    )
+    request = score_request(queries, documents, truncation, instruction=instruction)
     return made.score(request, request_ids())
-
-
-def tokens_of(prepared: Prepared) -> list[list[int]]:
-    return [sequence.tokens.ids.tolist() for sequence in prepared.sequences]
 
 
 def documents_of(prepared: Prepared) -> list[Sequence]:
@@ -81,16 +76,13 @@ def test_queries_come_first_and_documents_wait_for_theirs(task: str) -> None:
         [CLS, *ids(3, 5), SEP],
     ]
     assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102, 103]
-    assert [sequence.payload.role for sequence in prepared.sequences] == [Role.QUERY] * 2 + [
-        Role.DOCUMENT
-    ] * 2
+    roles = [sequence.payload.role for sequence in prepared.sequences]
+    assert roles == [Role.QUERY, Role.QUERY, Role.DOCUMENT, Role.DOCUMENT]
     assert {(sequence.request_id, sequence.payload.task) for sequence in prepared.sequences} == {(7, task)}
     assert [sequence.num_consumers for sequence in prepared.sequences] == [1, 1, 0, 0]
     assert [sequence.waits_for for sequence in prepared.sequences] == [None, None, 100, 101]
-    assert [sequence.payload.slot for sequence in prepared.sequences[2:]] == [
-        ResultSlot(7, 0),
-        ResultSlot(7, 1),
-    ]
+    slots = [sequence.payload.slot for sequence in prepared.sequences[2:]]
+    assert slots == [ResultSlot(7, 0), ResultSlot(7, 1)]
     assert prepared.results == 2
     assert prepared.combine([3, 4]).tolist() == [3, 4]
     assert usage_of(prepared).prompt_tokens == 3 + 4 + 3 + 5
@@ -131,15 +123,10 @@ def test_late_interaction_scores_all_windows_as_one() -> None:
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
-def test_too_many_windows_are_refused_before_they_are_made(
-    task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_windows_are_refused_at_once(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three documents have ten windows each, of two tokens beside [CLS] and [SEP]."""
-    request = ScoreRequest(
-        queries=("a",),
-        documents=tuple(words(20, i) for i in range(3)),
-        truncation=Truncation(max_tokens=4, windows=True),
-    )
+    truncation = Truncation(max_tokens=4, windows=True)
+    request = score_request(["a"], [words(20, i) for i in range(3)], truncation)
     made: list[int] = []
     complete = TextBuilder._completed
 
@@ -169,14 +156,6 @@ def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
     np.testing.assert_array_equal(prepared.combine([1, 7, 2, -3, 4, 5]), [7, -3, 5, 7])
 
 
-def test_prompts_stand_before_texts_by_their_roles() -> None:
-    prepared = score(["w1"], ["w2"], query=RoleRules("query: "), document=RoleRules("passage: "))
-    assert tokens_of(prepared) == [
-        [CLS, QUERY_PROMPT, *ids(1, 1), SEP],
-        [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP],
-    ]
-
-
 def test_an_instruction_takes_the_place_of_the_prompts_own() -> None:
     rules = RoleRules("Instruct: w8 w9\nQuery: ")
     options: dict[str, object] = {"query": rules, "document": RoleRules("passage: ")}
@@ -189,9 +168,8 @@ def test_an_instruction_takes_the_place_of_the_prompts_own() -> None:
 
     assert query() == instructed(ids(2, 8)), "nothing asked for: the prompt as it is"
     assert query(instruction="w20") == instructed(ids(1, 20))
-    changes = model(**options, instruction="w30")
-    request = ScoreRequest(queries=("w1",), documents=("w2",))
-    own = preprocessor(changes).score(request, request_ids())
+    described = model(**options, instruction="w30")
+    own = preprocessor(described).score(score_request(["w1"], ["w2"]), request_ids())
     assert tokens_of(own) == [instructed(ids(1, 30)), [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]]
     with pytest.raises(InvalidRequestError, match="takes no instruction"):
         score(["w1"], ["w2"], instruction="w20")
@@ -224,12 +202,8 @@ def test_an_input_that_is_too_long_is_refused_by_its_index() -> None:
 def cached_prepared(task: str) -> Prepared:
     """Documents 1 and 3 are cached, with 2 and 5 tokens; 0 and 2 are not."""
     cache = empty_cache()
-    cache.put(
-        [
-            (cache.key("w5", "as it is"), embedding(rows=1, tokens=3)),
-            (cache.key("w7", "as it is"), embedding(rows=200, tokens=5, truncated=True)),
-        ]
-    )
+    cache.put([(cache.key("w5", "as it is"), embedding(rows=1, tokens=3))])
+    cache.put([(cache.key("w7", "as it is"), embedding(rows=200, tokens=5, truncated=True))])
     return score(["w1"], ["w4", "w5", "w6 w6", "w7", "w5"], cache=cache, task=task)
 
 

@@ -1,5 +1,5 @@
 """The pool's threads: small work goes first, also between the parts of large work, which rests while the
-device has enough to do."""
+device has enough to do. Calls that a thread shares with a helper come in order."""
 
 import gc
 import threading
@@ -7,11 +7,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import Any
+from contextlib import closing, suppress
+from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from maxsimd.engine.preprocess import workers
+from maxsimd.engine.preprocess.side_by_side import called_on_each
 from maxsimd.engine.preprocess.workers import WithdrawnError, Work, WorkerPool, yield_to_smaller
 
 SMALL, LARGE = 10, 1_000_000
@@ -178,8 +182,9 @@ def test_what_work_raises_is_its_result_and_harms_no_other(pool: WorkerPool) -> 
     assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
 
 
-def test_outside_of_a_pool_nobody_yields() -> None:
+def test_outside_of_a_pool_nobody_yields_and_one_thread_calls() -> None:
     yield_to_smaller()
+    assert set(called_on_each(lambda item: threading.get_ident(), range(5))) == {threading.get_ident()}
 
 
 def test_closing_ends_all_work_and_all_threads() -> None:
@@ -260,9 +265,7 @@ def test_large_work_rests_while_the_device_has_enough_to_do(
         assert clock.naps == pytest.approx(expected)
 
 
-def test_work_without_a_rest_rests_for_what_it_did_since(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_without_a_rest_rests_for_what_it_did_since(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(workers, "time", clock)
     answers = iter([False, True])
@@ -278,9 +281,7 @@ def test_work_without_a_rest_rests_for_what_it_did_since(
 
 
 @pytest.mark.parametrize(("size", "has_enough"), [(LARGE, True), (LARGE, False), (SMALL, True)])
-def test_a_rest_of_large_work_ends_with_small_work(
-    monkeypatch: pytest.MonkeyPatch, size: int, has_enough: bool
-) -> None:
+def test_a_rest_ends_with_small_work(monkeypatch: pytest.MonkeyPatch, size: int, has_enough: bool) -> None:
     monkeypatch.setattr(workers, "_REST", 1e9)
     monkeypatch.setattr(workers, "_LONGEST_NAP", 1e6)
     pool = WorkerPool(1, lambda: None, lambda: has_enough)
@@ -302,3 +303,94 @@ def test_a_rest_of_large_work_ends_with_small_work(
             time.sleep(0.01)
     assert submitted.future.result(PATIENCE) == "went on"
     pool.close()
+
+
+T = TypeVar("T")
+
+
+def in_pool(function: Callable[[], T], threads: int = 2, has_enough: bool = False) -> T:
+    pool = WorkerPool(threads, lambda: None, lambda: has_enough)
+    try:
+        return pool.submit(function, 1).future.result(60)
+    finally:
+        pool.close()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from([0.0, 0.0, 0.001, 0.004]), max_size=20))
+def test_results_come_in_order_however_long_each_takes(seconds: list[float]) -> None:
+    def call(item: tuple[int, float]) -> int:
+        time.sleep(item[1])
+        return item[0]
+
+    found = in_pool(lambda: [*called_on_each(call, [*enumerate(seconds)])])
+    assert found == [*range(len(seconds))]
+
+
+def threads_of(threads: int, has_enough: bool) -> int:
+    """How many threads call, where each waits for another that calls at the same time, but not for ever."""
+    together = threading.Barrier(2)
+
+    def call(item: int) -> int:
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.5)
+        return threading.get_ident()
+
+    return len(set(in_pool(lambda: [*called_on_each(call, range(2))], threads, has_enough)))
+
+
+def test_a_helper_calls_while_the_device_lacks_work() -> None:
+    assert threads_of(2, has_enough=False) == 2
+    assert threads_of(1, has_enough=False) == 1
+    assert threads_of(2, has_enough=True) == 1
+
+
+def test_the_first_error_is_raised_in_order_and_ends_the_rest() -> None:
+    called = []
+
+    def call(item: int) -> int:
+        called.append(item)
+        if item >= 3:
+            raise ValueError(item)
+        return item
+
+    found = []
+
+    def read() -> None:
+        with closing(called_on_each(call, range(1000))) as results:
+            for result in results:
+                found.append(result)
+
+    with pytest.raises(ValueError, match=r"^3$"):
+        in_pool(read)
+    assert found == [0, 1, 2]
+    alive = [thread.name for thread in threading.enumerate() if thread.name == "maxsimd-pool-helper"]
+    assert alive == []
+
+
+def test_a_reader_that_stops_ends_and_frees_the_helper() -> None:
+    def read() -> tuple[int, int]:
+        with closing(called_on_each(lambda item: item, range(1000))) as results:
+            first = next(results)
+        return first, len({*called_on_each(lambda item: item, range(10))})
+
+    assert in_pool(read) == (0, 10)
+
+
+def test_work_that_is_withdrawn_ends_in_both_threads() -> None:
+    begun = threading.Event()
+
+    def call(item: int) -> None:
+        begun.set()
+        while True:
+            yield_to_smaller()
+            time.sleep(0.001)
+
+    pool = WorkerPool(2, lambda: None)
+    work = pool.submit(lambda: [*called_on_each(call, range(2))], 1)
+    assert begun.wait(60)
+    work.withdraw()
+    with pytest.raises(WithdrawnError):
+        work.future.result(60)
+    pool.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "maxsimd-pool-helper"]

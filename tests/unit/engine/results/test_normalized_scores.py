@@ -38,9 +38,7 @@ async def test_maxsim_is_the_mean_over_the_querys_tokens(
     np.testing.assert_allclose(normalized, expected, rtol=1e-6)
 
 
-async def test_a_document_that_cannot_be_read_leaves_the_others_their_own_queries(
-    native_multi_vector: str, engines: Engines
-) -> None:
+async def test_an_unreadable_document_shifts_no_queries(native_multi_vector: str, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=native_multi_vector, dtype="float32"))
     queries, documents = [*QUERIES, QUERIES[1]], ["a file", "\ud800", "a list"]
     alone = [await engine.score(queries[i], documents[i], normalize=True) for i in (0, 2)]

@@ -1,18 +1,18 @@
-"""Which member of a fleet takes which documents of a request."""
+"""Which member of a fleet takes which documents of a request, and which slot."""
 
 import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.bench.fleet_changes import moved
 from maxsimd.scheduler.fleet import (
     Cell,
     Documents,
     Loads,
     Member,
+    Part,
     Reach,
     Seen,
     Split,
@@ -22,6 +22,7 @@ from maxsimd.scheduler.fleet import (
     ranked,
     reach_of,
 )
+from maxsimd.scheduler.fleet.slots import agreed_slots, free_slot
 
 
 def fleet(count: int, fingerprint: str = "f") -> tuple[Member, ...]:
@@ -83,7 +84,6 @@ def slots_of(cells: tuple[Cell, ...]) -> list[list[int]]:
     return [[member.slot for member in cell.members] for cell in cells]
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 12))
 def test_every_member_is_in_the_cell_of_its_slot(slots: set[int], size: int) -> None:
     cells = cells_of([Member(slot, f"m{slot}", "f") for slot in slots], size)
@@ -129,15 +129,15 @@ def test_the_lighter_of_two_cells_is_taken() -> None:
         assert reach.other is not reach.cell
 
 
-def test_where_a_member_was_its_documents_are_in_other_cells() -> None:
-    assert moved(fleet(16), fleet(16)[:-1], 8) == 0
-    assert moved(fleet(16), fleet(16)[1:], 8) == 0
-    assert 0.9 / 8 < moved(fleet(8), fleet(8)[1:], 8) < 1.1 / 8, "where there is none, they are anew"
+def parts_of(
+    numbers: np.ndarray, tokens: np.ndarray, load: np.ndarray, split: Split, least: int
+) -> list[Part]:
+    """The parts of a request to a small fleet, of which each member has a load."""
+    return plan(Documents(numbers, tokens, tokens), reach_over(fleet(len(load))), load, split, least)
 
 
 requests = st.integers(1, 8).flatmap(
     lambda members: st.tuples(
-        st.just(fleet(members)),
         st.lists(st.tuples(st.integers(0, 40), st.integers(0, 500)), min_size=1, max_size=80),
         st.lists(st.integers(0, 5_000), min_size=members, max_size=members),
         st.integers(0, 2_000),
@@ -145,20 +145,19 @@ requests = st.integers(1, 8).flatmap(
 )
 
 
-@settings(deadline=None)
 @given(requests, st.sampled_from(Split))
 def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, split: Split) -> None:
-    members, documents, loads, least = request
+    documents, loads, least = request
     numbers = np.array([number for number, _ in documents], dtype=np.uint64)
     tokens = np.array([count for _, count in documents], dtype=np.int64)
     load = np.array(loads, dtype=np.int64)
-    parts = plan(Documents(numbers, tokens, tokens), reach_over(members), load, split, least)
+    parts = parts_of(numbers, tokens, load, split, least)
     held = np.concatenate([part.indices for part in parts])
     assert sorted(held.tolist()) == list(range(len(documents)))
     assert all((np.diff(part.indices) > 0).all() for part in parts)
     assert sum(part.weight for part in parts) == tokens.sum()
     for part in parts:
-        assert sorted(member.slot for member in part.members) == list(range(len(members)))
+        assert sorted(member.slot for member in part.members) == list(range(len(load)))
     owner = {int(index): place for place, part in enumerate(parts) for index in part.indices}
     for number in set(numbers.tolist()):
         assert len({owner[index] for index in np.flatnonzero(numbers == number).tolist()}) == 1
@@ -166,74 +165,53 @@ def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, s
         [part] = parts
         assert load[part.members[0].slot] == load.min()
     if split is Split.BY_TOKENS:
-        assert len(parts) <= max(1, np.bincount(owner_of(numbers), tokens).clip(1).sum() // max(1, least))
+        owners = np.unique(numbers, return_inverse=True)[1]
+        assert len(parts) <= max(1, np.bincount(owners, tokens).clip(1).sum() // max(1, least))
 
 
-def owner_of(numbers: np.ndarray) -> np.ndarray:
-    return np.unique(numbers, return_inverse=True)[1]
-
-
-@settings(deadline=None)
 @given(requests)
 def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
-    members, documents, loads, least = request
+    documents, loads, least = request
     numbers = np.arange(len(documents), dtype=np.uint64)
     tokens = np.array([count for _, count in documents], dtype=np.int64)
     load = np.array(loads, dtype=np.int64)
     after = load.copy()
     weights = np.maximum(tokens, 1)
-    for part in plan(Documents(numbers, tokens, tokens), reach_over(members), load, Split.BY_OWNER, least):
+    for part in parts_of(numbers, tokens, load, Split.BY_OWNER, least):
         slot = part.members[0].slot
         after[slot] += weights[part.indices].sum()
-    most = 1.25 * (load.sum() + weights.sum()) / len(members) + least
+    most = 1.25 * (load.sum() + weights.sum()) / len(load) + least
     most += weights.sum() if tokens.sum() <= least else weights.max()  # a small request stays whole
     assert (after[after > load] <= most).all()
 
 
 def test_a_document_with_room_at_its_owner_goes_there() -> None:
-    members, numbers = fleet(4), digests(40)
-    tokens = np.full(40, 10, dtype=np.int64)
-    parts = plan(
-        Documents(numbers, tokens, tokens),
-        reach_over(members),
-        np.zeros(4, dtype=np.int64),
-        Split.BY_OWNER,
-        300,
-    )
+    numbers, tokens = digests(40), np.full(40, 10, dtype=np.int64)
     owners = ranked(numbers, range(4))[:, 0]
-    for part in parts:
+    for part in parts_of(numbers, tokens, np.zeros(4, dtype=np.int64), Split.BY_OWNER, 300):
         assert (owners[part.indices] == part.members[0].slot).all()
 
 
 def test_a_small_request_goes_to_the_owner_of_most_of_it() -> None:
-    members, numbers = fleet(4), digests(5)
+    numbers = digests(5)
     owners = ranked(numbers, range(4))[:, 0]
     tokens = np.where(owners == owners[0], 100, 10)
     idle = np.zeros(4, dtype=np.int64)
-    [part] = plan(Documents(numbers, tokens, tokens), reach_over(members), idle, Split.BY_OWNER, 1_000)
+    [part] = parts_of(numbers, tokens, idle, Split.BY_OWNER, 1_000)
     assert part.members[0].slot == owners[0]
     busy = np.where(np.arange(4) == owners[0], 100_000, 0)
-    [part] = plan(Documents(numbers, tokens, tokens), reach_over(members), busy, Split.BY_OWNER, 1_000)
+    [part] = parts_of(numbers, tokens, busy, Split.BY_OWNER, 1_000)
     assert part.members[0].slot != owners[0], "but not where too many wait"
 
 
 def test_parts_by_tokens_are_about_equal_and_avoid_the_busy() -> None:
     tokens = np.random.default_rng(0).integers(1, 512, 1_000)
     load = np.array([0, 0, 60_000, 0], dtype=np.int64)
-    parts = plan(
-        Documents(digests(1_000), tokens, tokens), reach_over(fleet(4)), load, Split.BY_TOKENS, 1_000
-    )
     after = load.copy()
-    for part in parts:
+    for part in parts_of(digests(1_000), tokens, load, Split.BY_TOKENS, 1_000):
         after[part.members[0].slot] += part.weight
     assert after.max() - after.min() < 512
-    few = plan(
-        Documents(digests(10), np.full(10, 100), np.full(10, 100)),
-        reach_over(fleet(4)),
-        load,
-        Split.BY_TOKENS,
-        600,
-    )
+    few = parts_of(digests(10), np.full(10, 100), load, Split.BY_TOKENS, 600)
     assert [part.members[0].slot for part in few] == [0], "there is too little for two"
 
 
@@ -241,7 +219,7 @@ def test_nobody_can_take_a_part_of_an_empty_fleet() -> None:
     none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
     with pytest.raises(ValueError, match="no member"):
         plan(Documents(digests(1), one, one), Reach(Cell(0, ())), none, Split.BY_OWNER, 1)
-    assert plan(Documents(digests(0), none, none), reach_over(fleet(1)), one, Split.NEVER, 1) == []
+    assert parts_of(digests(0), none, one, Split.NEVER, 1) == []
 
 
 def test_loads_are_what_was_sent_and_what_others_sent() -> None:
@@ -277,3 +255,57 @@ def test_documents_of_free_slots_are_looked_for_where_they_go() -> None:
     seen.remember(Reach(full), numbers.tolist(), full.members[0])
     weights = seen.weights(reach, numbers, np.full(200, 100))
     assert (weights == np.where(partial.is_owned(numbers), 100, 2)).all()
+
+
+somebodys = st.dictionaries(st.text(min_size=1, max_size=4), st.integers(0, 40), min_size=1, max_size=20)
+
+
+def test_one_that_comes_has_what_it_wants_where_nobody_has_it() -> None:
+    assert free_slot(3, [0, 1, 2]) == 3
+    assert free_slot(3, [0, 1, 3, 4]) == 2
+    assert free_slot(0, []) == 0
+    assert free_slot(1, [0, 1]) == 2
+
+
+@given(somebodys, st.integers(1, 9))
+def test_all_agree_on_different_slots_and_stay_with_them(slots: dict[str, int], size: int) -> None:
+    agreed = agreed_slots(slots, size)
+    assert agreed.keys() == slots.keys()
+    assert len(set(agreed.values())) == len(slots)
+    assert max(agreed.values()) < -(-len(slots) // size) * size
+    assert agreed_slots(agreed, size) == agreed
+
+
+@given(st.sets(st.integers(0, 15), min_size=9))
+def test_free_slots_are_left_free_where_no_cell_closes(slots: set[int]) -> None:
+    """Two cells are needed: whoever has a slot in them stays there."""
+    mine = {f"m{slot}": slot for slot in slots}
+    assert agreed_slots(mine, 8) == mine
+
+
+def test_whoever_is_in_a_cell_too_many_takes_a_free_slot() -> None:
+    assert agreed_slots({"a": 0, "b": 2, "c": 8}, 8) == {"a": 0, "b": 2, "c": 1}
+
+
+def test_members_that_come_and_go_end_with_a_slot_each() -> None:
+    """Each hears of the others later, in another order, and in between says what it has by then."""
+    for seed in range(5):
+        rng = random.Random(seed)
+        has: dict[str, int] = {}
+        heard: dict[str, dict[str, int]] = {}
+        for number in range(60):
+            if has and rng.random() < 0.4:
+                gone = rng.choice(sorted(has))
+                del has[gone], heard[gone]
+            else:
+                # Several may come while they know of the same others only.
+                others = rng.choice([*heard.values(), dict(has)])
+                has[f"m{number}"] = free_slot(rng.randrange(len(has) + 1), others.values())
+                heard[f"m{number}"] = others
+            for name in rng.sample(sorted(has), k=len(has) // 2):
+                heard[name] = dict(has)
+                has[name] = agreed_slots({**heard[name], name: has[name]})[name]
+        for _ in range(len(has)):
+            for name in sorted(has):
+                has[name] = agreed_slots(has)[name]
+        assert len(set(has.values())) == len(has)

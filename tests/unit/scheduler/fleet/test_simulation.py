@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -13,12 +12,9 @@ from maxsimd.bench.fleet_changes import moved, moves_of_growth, moves_times_memb
 from maxsimd.bench.fleet_command import bench_fleet
 from maxsimd.bench.fleet_simulation import FleetShape, Routing, simulate
 from maxsimd.scheduler.fleet import Member
+from tests.unit.scheduler.scheduled_requests import exhaustive
 
 ROOT = Path(__file__).parents[4]
-
-
-def exhaustive(*values: object) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +50,6 @@ def test_a_death_costs_no_request(healthy: dict[str, float]) -> None:
     assert figures["failed"] == 0
     assert figures["tried_again"] > 0
     assert figures["hits"] > healthy["hits"] - 0.1
-
-
-@pytest.mark.exhaustive
-def test_a_slow_engine_is_noticed(healthy: dict[str, float]) -> None:
-    figures = simulate(FleetShape(8, collection=3_000, slowness=5.0), 300)
-    assert figures["p99_ms"] > healthy["p99_ms"]
 
 
 @pytest.mark.parametrize("members", [1, *exhaustive(10, 100, 1_000)])
