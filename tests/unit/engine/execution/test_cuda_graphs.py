@@ -37,7 +37,6 @@ from tests.unit.engine.execution.graph_checks import (
     steps_of,
     texts_of,
 )
-from tests.unit.engine.execution.test_packed import plain_varlen
 from tests.unit.engine.ops.interpreted import run_interpreted
 
 
@@ -52,11 +51,19 @@ def model(bert_cross_encoder: str) -> LoadedModel:
     return packed_model(Path(bert_cross_encoder))
 
 
+Captured = tuple[GraphedRunner, Any]
+
+
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
-    """By torch's kernel for GPUs, with plain torch in its place."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
-    return VarlenBackend(CPU)
+def capture(model: LoadedModel, backend: VarlenBackend) -> Callable[..., Captured]:
+    """Captures sizes, and gives the runner and the sizes that are left out."""
+
+    def captured(recorder: CallRecorder, sizes: Any = SIZES, **other: Any) -> Captured:
+        used, by = other.get("model", model), other.get("backend", backend)
+        graphed = GraphedRunner(PackedRunner(used, CPU, by), CPU)
+        return graphed, graphed.capture_all(by, sizes, texts_of(used), recorder)
+
+    return captured
 
 
 def test_a_replayed_step_gives_what_it_gives_without_a_graph(path: Path, backend: VarlenBackend) -> None:
@@ -71,11 +78,8 @@ def test_steps_by_our_own_kernel_are_replayed(path: Path) -> None:
     run_interpreted(check_triton_replays, str(path))
 
 
-def test_hidden_states_of_a_replayed_step_are_not_those_of_the_next(
-    model: LoadedModel, backend: VarlenBackend
-) -> None:
-    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
-    graphed.capture_all(backend, SIZES[-1:], texts_of(model), CallRecorder())
+def test_the_next_replay_leaves_hidden_states_as_they_were(capture: Callable[..., Captured]) -> None:
+    graphed, _ = capture(CallRecorder(), SIZES[-1:])
     first, second = steps_of([[9, 3], [4, 8]])
     hidden, _ = graphed.forward(first)
     before = hidden.clone()
@@ -84,32 +88,26 @@ def test_hidden_states_of_a_replayed_step_are_not_those_of_the_next(
 
 
 def test_a_model_that_waits_for_the_device_has_no_graphs(
-    tmp_path: Path, backend: VarlenBackend, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each expert is given the tokens that chose it, however many these are."""
     experts = packed_model(Path(nomic.v2_moe(tmp_path / "model")), layers=2)
-    graphed = GraphedRunner(PackedRunner(experts, CPU, backend), CPU)
     recorder = CallRecorder()
     with caplog.at_level(logging.DEBUG, logger="maxsimd"):
-        assert graphed.capture_all(backend, SIZES, texts_of(experts), recorder) == {}
-    assert graphed.sizes == ()
-    assert recorder.replays == []
+        graphed, left_out = capture(recorder, model=experts)
+    assert (graphed.sizes, left_out, recorder.replays) == ((), {}, [])
     assert "no CUDA graphs: the model waits for the device (aten.nonzero" in caplog.text
 
 
 def test_a_model_that_cannot_be_watched_runs_without_graphs(
-    model: LoadedModel,
-    backend: VarlenBackend,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    capture: Callable[..., Captured], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*given: object) -> list[str]:
         raise RuntimeError("no rule for this operator")
 
     monkeypatch.setattr(cuda_graphs, "waits_in", fail)
-    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
-    assert graphed.capture_all(backend, SIZES, texts_of(model), CallRecorder()) == {}
-    assert graphed.sizes == ()
+    graphed, left_out = capture(CallRecorder())
+    assert (graphed.sizes, left_out) == ((), {})
     assert "a step cannot be watched: no rule for this operator" in caplog.text
 
 
@@ -143,10 +141,9 @@ class BrokenRecorder(CallRecorder):
         return replay if len(self.replays) != 1 else lambda: None
 
 
-def test_a_size_that_differs_or_fails_is_left_out_alone(model: LoadedModel, backend: VarlenBackend) -> None:
-    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
+def test_a_size_that_differs_or_fails_is_left_out_alone(capture: Callable[..., Captured]) -> None:
     recorder = BrokenRecorder()
-    mismatches = graphed.capture_all(backend, SIZES, texts_of(model), recorder)
+    graphed, mismatches = capture(recorder)
     assert graphed.sizes == (SIZES[3], SIZES[2])
     assert "differ by" in mismatches[SIZES[0]]
     assert "not permitted" in mismatches[SIZES[1]]
@@ -166,41 +163,34 @@ class FirstTokensBackend(VarlenBackend):
         return out
 
 
-def test_every_size_is_compared_with_steps_that_fill_it(model: LoadedModel, backend: VarlenBackend) -> None:
-    wrong = FirstTokensBackend(CPU)
-    graphed = GraphedRunner(PackedRunner(model, CPU, wrong), CPU)
-    mismatches = graphed.capture_all(wrong, SIZES, texts_of(model), CallRecorder())
+def test_every_size_is_compared_with_steps_that_fill_it(capture: Callable[..., Captured]) -> None:
+    _, mismatches = capture(CallRecorder(), backend=FirstTokensBackend(CPU))
     assert list(mismatches) == [SIZES[0]]
 
 
 def test_graphs_that_are_no_help_are_not_captured(
-    model: LoadedModel, backend: VarlenBackend, caplog: pytest.LogCaptureFixture
+    capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
 ) -> None:
     for recorder, reason in (
         (CallRecorder(host=1.0, device=9.0), "bound by the device"),
         (CallRecorder(memory=0.5), "50% of the memory"),
     ):
-        graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
         with caplog.at_level(logging.DEBUG, logger="maxsimd"):
-            assert graphed.capture_all(backend, SIZES[-1:], texts_of(model), recorder) == {}
-        assert graphed.sizes == ()
-        assert recorder.replays == []
+            graphed, left_out = capture(recorder, SIZES[-1:])
+        assert (graphed.sizes, left_out, recorder.replays) == ((), {}, [])
         assert reason in caplog.text
 
 
-def test_a_graph_slower_than_launching_holds_steps_that_nearly_fill_it(
-    model: LoadedModel, backend: VarlenBackend
-) -> None:
-    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
+def test_a_slow_graph_holds_steps_that_nearly_fill_it(capture: Callable[..., Captured]) -> None:
     recorder = CallRecorder(host=1.0, device=2.0)
-    graphed.capture_all(backend, SIZES[-1:], texts_of(model), recorder)
+    graphed, _ = capture(recorder, SIZES[-1:])
     before = recorder.replays[0]
     for step in steps_of([[20], [27], [28], [32]]):
         graphed.forward(step)
     assert recorder.replays[0] - before == 2
 
 
-def test_torch_is_not_captured_where_most_of_its_blocks_would_be_empty(backend: VarlenBackend) -> None:
+def test_torch_is_not_captured_for_mostly_empty_blocks(backend: VarlenBackend) -> None:
     layout = steps_of([[8]])
     metadata = _metadata(backend, layout[0])
     assert backend.prepare_for_capture(metadata, CaptureSize(4096, 32, 4096)) is not None
@@ -254,7 +244,7 @@ def test_only_what_is_captured_without_fault_is_used(
     assert cuda_graphs.with_graphs(plain, backend, gpu, [], most) is plain
 
 
-def test_sizes_reach_up_to_the_budget_with_few_sequences_and_with_most() -> None:
+def test_sizes_reach_up_to_the_budget() -> None:
     assert sizes_for(100, 8, 512) == (
         CaptureSize(100, 8, 100), CaptureSize(64, 8, 64), CaptureSize(32, 8, 32),
     )  # fmt: skip

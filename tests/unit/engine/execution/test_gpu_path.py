@@ -54,13 +54,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found
 
 
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
-    """By torch's kernel for GPUs, with plain torch in its place."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
-    return VarlenBackend(CPU)
-
-
 def test_attention_by_a_library_equals_plain_attention(model: LoadedModel, backend: VarlenBackend) -> None:
     assert find_mismatch(backend, model, CPU, torch.float32) is None
 

@@ -43,26 +43,18 @@ def test_the_kernels_are_built_where_they_can_run() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(problems())
-def test_maxsim_in_float32_equals_the_reference(
-    problem: tuple[Ragged, Ragged, Pairs],
-) -> None:
-    torch.testing.assert_close(maxsim_avx512(*problem), maxsim_reference(*problem), atol=1e-5, rtol=1e-5)
-
-
-@needs_kernels
-@given(problems())
-def test_maxsim_in_bfloat16_equals_the_reference_on_rounded_embeddings(
-    problem: tuple[Ragged, Ragged, Pairs],
-) -> None:
+def test_maxsim_equals_the_reference(dtype: torch.dtype, problem: tuple[Ragged, Ragged, Pairs]) -> None:
     """Sums are float32 throughout, so nothing is lost but what rounding the embeddings loses."""
     queries, documents, pairs = problem
-    queries = Ragged(queries.values.bfloat16(), queries.offsets)
-    documents = Ragged(documents.values.bfloat16(), documents.offsets)
+    queries, documents = (items.decoded(dtype) for items in (queries, documents))
     scores, exact = (maxsim(queries, documents, pairs) for maxsim in (maxsim_avx512, maxsim_reference))
-    # A dimension of an odd number goes another way, whose products are rounded to bfloat16.
-    atol = 1e-4 if documents.values.shape[1] % 2 == 0 else 0.2
-    torch.testing.assert_close(scores, exact, atol=atol, rtol=1e-3)
+    atol, rtol = 1e-5, 1e-5
+    if dtype is torch.bfloat16:
+        # A dimension of an odd number goes another way, whose products are rounded to bfloat16.
+        atol, rtol = 1e-4 if documents.values.shape[1] % 2 == 0 else 0.2, 1e-3
+    torch.testing.assert_close(scores, exact, atol=atol, rtol=rtol)
 
 
 def exact_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -89,24 +81,17 @@ SCALES = torch.cat([torch.linspace(-14, 14, 56001), torch.tensor([-3e38, -100.0,
 
 
 @needs_kernels
-def test_gelu_in_bfloat16_equals_the_exact_form_on_every_scale() -> None:
-    x = SCALES.bfloat16()
-    out = through_gelu(x, pack_bfloat16)
-    torch.testing.assert_close(out.double(), exact_gelu(x), atol=5e-5, rtol=2**-8)
-
-
-@needs_kernels
-def test_gelu_in_float32_equals_the_exact_form_on_every_scale() -> None:
-    out = through_gelu(SCALES, pack_float32)
-    torch.testing.assert_close(out.double(), exact_gelu(SCALES), atol=2e-7, rtol=2e-7)
-    # torch's own is exact to a little more than a millionth.
-    torch.testing.assert_close(out, torch.nn.functional.gelu(SCALES), atol=1.5e-6, rtol=1e-6)
-
-
-@needs_kernels
-@pytest.mark.parametrize("pack", [pack_float32, pack_bfloat16])
-def test_what_is_not_a_number_is_not_lost_in_gelu(pack: Callable[[torch.Tensor], Weights]) -> None:
+@pytest.mark.parametrize(("pack", "atol", "rtol"), [(pack_float32, 2e-7, 2e-7), (pack_bfloat16, 5e-5, 2**-8)])
+def test_gelu_equals_the_exact_form_on_every_scale(
+    pack: Callable[[torch.Tensor], Weights], atol: float, rtol: float
+) -> None:
     dtype = pack(torch.zeros(1, 1)).dtype
+    x = SCALES.to(dtype)
+    out = through_gelu(x, pack)
+    torch.testing.assert_close(out.double(), exact_gelu(x), atol=atol, rtol=rtol)
+    if dtype is torch.float32:
+        # torch's own is exact to a little more than a millionth.
+        torch.testing.assert_close(out, torch.nn.functional.gelu(x), atol=1.5e-6, rtol=1e-6)
     assert through_gelu(torch.tensor([float("nan")], dtype=dtype), pack).isnan().all()
 
 
@@ -115,38 +100,30 @@ SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 140), st.integers(1, 130)
 
 
 @needs_kernels
-@given(SHAPES, st.booleans(), st.booleans())
-@settings(deadline=None)
-def test_float32_linear_equals_the_plain_one(shape: tuple[int, int, int], bias: bool, gelu: bool) -> None:
-    rows, inputs, columns = shape
-    random = torch.Generator().manual_seed(rows * inputs + columns)
-    x = torch.randn(rows, inputs, generator=random)
-    weight = torch.randn(columns, inputs, generator=random) * inputs**-0.5
-    biases = torch.randn(columns, generator=random) if bias else None
-    expected = torch.nn.functional.linear(
-        x.double(), weight.double(), None if biases is None else biases.double()
-    )
-    expected = exact_gelu(expected) if gelu else expected
-    ours = linear(x, pack_float32(weight), biases, gelu).double()
-    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=2e-6)
-
-
-@needs_kernels
+@pytest.mark.parametrize(("pack", "atol", "rtol"), [(pack_float32, 2e-6, 2e-6), (pack_bfloat16, 1e-3, 2**-7)])
 @given(SHAPES, st.booleans(), st.booleans(), st.booleans())
 @settings(deadline=None)
-def test_bfloat16_linear_equals_the_plain_one(
-    shape: tuple[int, int, int], bias: bool, gelu: bool, tiles: bool
+def test_linear_equals_the_plain_one(
+    pack: Callable[[torch.Tensor], Weights],
+    atol: float,
+    rtol: float,
+    shape: tuple[int, int, int],
+    bias: bool,
+    gelu: bool,
+    tiles: bool,
 ) -> None:
     rows, inputs, columns = shape
+    dtype = pack(torch.zeros(1, 1)).dtype
     random = torch.Generator().manual_seed(rows * inputs + columns)
-    x = torch.randn(rows, inputs, generator=random).bfloat16()
-    weight = (torch.randn(columns, inputs, generator=random) * inputs**-0.5).bfloat16()
+    x = torch.randn(rows, inputs, generator=random).to(dtype)
+    weight = (torch.randn(columns, inputs, generator=random) * inputs**-0.5).to(dtype)
     biases = torch.randn(columns, generator=random) if bias else None
-    expected = torch.nn.functional.linear(x.float(), weight.float(), biases)
-    expected = exact_gelu(expected).float() if gelu else expected
+    expected = x.double() @ weight.double().T
+    expected = expected if biases is None else expected + biases
+    expected = exact_gelu(expected) if gelu else expected
     with amx(tiles):
-        ours = linear(x, pack_bfloat16(weight), biases, gelu).float()
-    torch.testing.assert_close(ours, expected, atol=1e-3, rtol=2**-7)
+        ours = linear(x, pack(weight), biases, gelu)
+    torch.testing.assert_close(ours.double(), expected, atol=atol, rtol=rtol)
 
 
 @needs_kernels
