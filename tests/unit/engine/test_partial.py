@@ -115,9 +115,7 @@ async def test_each_of_many_queries_keeps_its_document(engine: RecordingEngine) 
         assert result.scores[i] == pytest.approx(alone.scores[0], abs=1e-4)
 
 
-async def test_without_a_readable_document_the_ranking_is_empty(
-    engine: RecordingEngine,
-) -> None:
+async def test_without_a_readable_document_the_ranking_is_empty(engine: RecordingEngine) -> None:
     ranked = await engine.rerank("a", [TOO_LONG] * 3, truncation=Truncation(), on_error="report")
     assert (ranked.results, sorted(ranked.errors), ranked.unscored) == ([], [0, 1, 2], ())
     await until(lambda: engine.stats() == EngineStats())

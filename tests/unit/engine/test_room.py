@@ -20,9 +20,7 @@ async def _refusal(**settings: Any) -> str:
     return str(refused.value)
 
 
-async def test_a_budget_below_expanded_queries_is_refused(
-    stanford_colbert: str,
-) -> None:
+async def test_a_budget_below_expanded_queries_is_refused(stanford_colbert: str) -> None:
     message = await _refusal(model=stanford_colbert, max_batch_tokens=16)
     assert "a query of" in message
     assert "at least 32 tokens" in message

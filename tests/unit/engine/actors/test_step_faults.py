@@ -76,11 +76,7 @@ ATTEMPT: list[Callable[..., Any]] = [
 # What does more where sequences are cut between steps.
 CUT_APART = (RunnerActor._attempt, DispatchPooler.pool)
 # Handing new embeddings to the cache: an error here costs the cache entry alone.
-CACHE_WRITE: list[Callable[..., Any]] = [
-    RunnerActor._stage,
-    EmbeddingCache.stage,
-    CacheWriter.stage,
-]
+CACHE_WRITE: list[Callable[..., Any]] = [RunnerActor._stage, EmbeddingCache.stage, CacheWriter.stage]
 # Delivery and commit: an error here ends the engine.
 FINISH: list[Callable[..., Any]] = [
     RunnerActor._finish,

@@ -76,10 +76,7 @@ def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/docker/abc/inner", "/elsewhere", "/../x"])
 def test_a_container_may_have_a_part_of_the_hosts_groups_mounted(tmp_path: Path, path: str) -> None:
-    files = {
-        "sys/fs/cgroup/cpu.max": "300000 100000\n",
-        "sys/fs/cgroup/inner/cpu.max": "200000 100000\n",
-    }
+    files = {"sys/fs/cgroup/cpu.max": "300000 100000\n", "sys/fs/cgroup/inner/cpu.max": "200000 100000\n"}
     root = machine(tmp_path, V2.format(root="/docker/abc"), f"0::{path}\n", files)
     assert cpu_quota(root) == (2.0 if path.endswith("inner") else 3.0)
 

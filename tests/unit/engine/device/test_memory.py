@@ -60,8 +60,7 @@ def test_version_1_has_other_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "limit"),
-    [(None, 64), (0, 64), (512 << 20, 64), (16 << 30, 1024), (1 << 40, 4096)],
+    ("free", "limit"), [(None, 64), (0, 64), (512 << 20, 64), (16 << 30, 1024), (1 << 40, 4096)]
 )
 def test_the_default_is_a_part_of_what_is_free(
     free: int | None, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

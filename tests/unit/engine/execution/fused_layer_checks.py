@@ -23,11 +23,7 @@ from tests.checkpoints import cross_encoders, vision_language
 CPU = torch.device("cpu")
 QUERY = "what is a fox"
 DOCUMENTS = ["the quick brown fox jumps over the dog", "the moon"]
-FUSED = (
-    bert.FusedSelfAttention,
-    bert.FusedOutput,
-    decoder.FusedDecoderLayer,
-)
+FUSED = (bert.FusedSelfAttention, bert.FusedOutput, decoder.FusedDecoderLayer)
 # Of a model of three layers.
 EXPECTED = {
     "bert": {"FusedSelfAttention": 3, "FusedOutput": 6},

@@ -3,12 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.engine.execution.grouping import (
-    GROUP_COST_ROWS,
-    group_by_length,
-    in_powers_of_two,
-    round_length,
-)
+from maxsimd.engine.execution.grouping import GROUP_COST_ROWS, group_by_length, in_powers_of_two, round_length
 from maxsimd.engine.execution.padded_runner import PADDING, SMALL_BATCH, by_length
 
 
