@@ -376,21 +376,6 @@ async def test_batches_wait_for_what_others_have_waiting() -> None:
         door.refusal(20, timeout=1.0, **options, match=r"for about 4\.0 seconds")
 
 
-async def test_longer_waits_than_forecast_are_expected_again() -> None:
-    """Three seconds where one was forecast, which count less the longer ago they were, and beside that two
-    seconds that are taken to have been as forecast."""
-    door = Door(wait_seconds=100)
-    door.queue(5, 20)
-    for _ in range(10):
-        door.wait(20, 3.2)
-        await asyncio.sleep(0)
-    seen = sum(0.5 ** (3.2 * i / 10) for i in range(10))
-    assert door.expected(20) == pytest.approx((3 * seen + 2) / (seen + 2))
-    assert door.expected(40) == 1.0, "another class of size"
-    door.now += 100
-    assert door.expected(20) == pytest.approx(1.0, abs=0.01), "what was seen long ago says little"
-
-
 async def test_nothing_is_learnt_of_shorter_or_unfinished_waits() -> None:
     door = Door(wait_seconds=100)
     door.wait(20, 5.0)  # next to nothing waits

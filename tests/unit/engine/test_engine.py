@@ -18,17 +18,12 @@ from maxsimd.engine import (
     WINDOW_LONG,
     Engine,
     EngineConfig,
-    EngineDeadError,
     EngineNotReadyError,
     EngineRunningError,
     InvalidRequestError,
     ModelLoadError,
-    QueueFullError,
-    RequestFailedError,
-    RequestTimeoutError,
     Truncation,
 )
-from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.stats import DeviceStats, EngineStats
 from maxsimd.scheduler import Step
 from tests.engines import Engines
@@ -169,20 +164,6 @@ async def test_token_ids_are_embedded_as_they_are(engine: Engine) -> None:
         await engine.embed([[5, 10_000_000]])
 
 
-async def test_cancelling_a_call_cancels_its_work(engine: Engine, pairs: list[Pair]) -> None:
-    documents = [pair.document for pair in pairs] * 10
-    cancelled = partial(engine.metrics.registry.get_sample_value, "maxsimd_cancelled_requests_total")
-    before = cancelled() or 0.0
-    task = asyncio.create_task(engine.score("query", documents, truncation=CUT_LONG, cache="bypass"))
-    await until(lambda: engine.stats().waiting_tokens > 0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await until(lambda: engine.stats().waiting_tokens == 0)
-    assert (await engine.score("a", ["b"])).scores, "the engine goes on"
-    assert cancelled() == before + 1
-
-
 async def test_a_cancelled_prefill_leaves_no_state_on_the_device(
     engines: Engines, qwen3_embedding: str
 ) -> None:
@@ -200,30 +181,6 @@ async def test_a_cancelled_prefill_leaves_no_state_on_the_device(
         await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_a_timeout_ends_the_request_and_its_work(engine: Engine, pairs: list[Pair]) -> None:
-    may_go_on = threading.Event()
-    before_forward(engine, lambda step: may_go_on.wait(60))
-    try:
-        with pytest.raises(RequestTimeoutError, match=r"within 0.2 seconds"):
-            await engine.score("query", [pairs[0].document], timeout=0.2, cache="bypass")
-    finally:
-        may_go_on.set()
-    await until(lambda: engine.stats().waiting_tokens == 0)
-
-
-async def test_a_full_queue_refuses_but_never_a_lone_request(qwen3_embedding: str, pairs: list[Pair]) -> None:
-    documents = [pair.document for pair in pairs[:60]]
-    async with Engine(
-        EngineConfig(model=qwen3_embedding, max_queued_tokens=500, max_batch_tokens=256)
-    ) as engine:
-        first = asyncio.create_task(engine.score("a", documents, truncation=CUT_LONG))
-        await until(lambda: engine.stats().waiting_tokens > 0)
-        with pytest.raises(QueueFullError) as raised:
-            await engine.score("b", documents, truncation=CUT_LONG)
-        assert raised.value.retry_after >= 1
-        assert len((await first).scores) == 60
-
-
 async def test_running_out_of_memory_makes_steps_smaller(qwen3_embedding: str, pairs: list[Pair]) -> None:
     sizes: list[int] = []
 
@@ -238,26 +195,6 @@ async def test_running_out_of_memory_makes_steps_smaller(qwen3_embedding: str, p
         assert len((await engine.score("what", documents)).scores) == 60
     assert sizes[0] > 150
     assert max(sizes[-5:]) <= 150, "later steps are formed smaller, not tried and halved"
-
-
-async def test_a_score_that_is_not_a_number_fails_its_request_only(engine: Engine) -> None:
-    poison = engine.tokenizer.encode(["poison"], "texts")[0][0]
-    runner: Any = engine.device_model.prepared.runner
-    forward = runner.forward
-
-    def poisoned(step: Step) -> Any:
-        hidden, cursor = forward(step)
-        for chunk, start in zip(cursor.chunks, cursor.starts, strict=True):
-            if poison in chunk.sequence.tokens.ids:
-                hidden[start : start + len(chunk)] = torch.nan
-        return hidden, cursor
-
-    runner.forward = poisoned
-    bad, good = await asyncio.gather(
-        engine.score("a", ["poison"]), engine.score("a", ["fine"]), return_exceptions=True
-    )
-    assert isinstance(bad, RequestFailedError)
-    assert not isinstance(good, BaseException)
 
 
 @pytest.mark.parametrize("method", ["score", "rerank", "embed_tokens", "classify"])
@@ -299,34 +236,6 @@ async def test_an_engine_that_runs_is_not_started_a_second_time(engine: Engine) 
     assert engine.device_model is device_model
     assert devices == device_threads()
     assert (await engine.score("a", ["b"])).scores
-
-
-async def test_a_dead_engine_tells_every_caller_and_starts_again(
-    qwen3_embedding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def die(*args: object) -> None:
-        raise RuntimeError("beyond repair")
-
-    engine = Engine(EngineConfig(model=qwen3_embedding))
-    devices = len(device_threads())
-    async with engine, asyncio.timeout(60):
-        with monkeypatch.context() as broken:
-            broken.setattr(RunnerActor, "_run", die)
-            asked = (engine.score("a", ["b"]) for _ in range(3))
-            told = await asyncio.gather(*asked, return_exceptions=True)
-            assert [type(each) for each in told] == [EngineDeadError] * 3
-            assert "beyond repair" in str(told[0])
-            await engine.until_dead()
-            assert not engine.is_healthy
-            with pytest.raises(EngineDeadError):
-                await engine.score("a", ["b"])
-        await engine.start()
-        assert engine.is_healthy
-        assert engine.death is None
-        assert (await engine.score("a", ["b"])).scores
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.until_dead(), 0.05)
-        assert len(device_threads()) == devices + 1, "what died left its thread and its model behind"
 
 
 async def test_an_engine_can_be_watched_on_another_event_loop(qwen3_embedding: str) -> None:

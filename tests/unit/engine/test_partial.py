@@ -106,15 +106,6 @@ async def test_unreadable_documents_have_errors_and_the_rest_scores(engine: Reco
     await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_each_of_many_queries_keeps_its_document(engine: RecordingEngine) -> None:
-    queries, documents = ["one", "two", "three"], ["first", TOO_LONG, "third"]
-    result = await engine.score(queries, documents, truncation="error", on_error="report")
-    assert list(result.errors) == [1]
-    for i in (0, 2):
-        alone = await engine.score(queries[i], documents[i])
-        assert result.scores[i] == pytest.approx(alone.scores[0], abs=1e-4)
-
-
 async def test_without_a_readable_document_the_ranking_is_empty(engine: RecordingEngine) -> None:
     ranked = await engine.rerank("a", [TOO_LONG] * 3, truncation=Truncation(), on_error="report")
     assert (ranked.results, sorted(ranked.errors), ranked.unscored) == ([], [0, 1, 2], ())

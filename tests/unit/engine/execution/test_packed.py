@@ -1,6 +1,5 @@
 """Packed execution: layouts, attention and weight layout against their plain references."""
 
-import logging
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution import cls_only_last_layer
-from maxsimd.engine.execution.attention import interface, torch_grouped
+from maxsimd.engine.execution.attention import torch_grouped
 from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
@@ -289,20 +288,6 @@ def test_the_last_layer_of_a_model_that_needs_all_rows_computes_them() -> None:
     packed = try_packed(model, CPU, GROUPED, make_samples(model))
     assert isinstance(packed, Packed)
     assert packed.cls_only is None
-
-
-async def test_a_model_that_cannot_be_packed_runs_padded_with_a_warning(
-    bert_cross_encoder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*args: object, **kwargs: object) -> None:
-        raise NotImplementedError("not here")
-
-    monkeypatch.setattr(interface, "attend", broken)
-    with caplog.at_level(logging.WARNING, logger="maxsimd"):
-        async with Engine(EngineConfig(model=bert_cross_encoder)) as engine:
-            assert "not here" in (engine.device_model.prepared.not_packed or "")
-            assert len((await engine.score("a", ["b", "c d e"])).scores) == 2
-    assert "runs padded" in caplog.text
 
 
 async def test_rotary_frequencies_keep_their_precision_in_bfloat16(qwen3_embedding: str) -> None:

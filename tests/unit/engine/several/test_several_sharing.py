@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,18 +138,6 @@ async def test_caches_share_what_one_would_take(config: EngineConfig) -> None:
         assert limits(engines) == [whole // 2, 7, whole // 2]
         await engines.drop("a")
         assert limits(engines) == [7, whole]
-
-
-async def test_two_models_with_one_cache_folder_do_not_mix(
-    tmp_path: Path, stanford_colbert: str, config: EngineConfig
-) -> None:
-    one = replace(config, cache_dir=str(tmp_path))
-    async with Engines({"a": one, "b": replace(one, model=stanford_colbert)}) as both:
-        for cached in (0, 2):
-            for name in "ab":
-                result = await both[name].score("a query", ["one text", "another"])
-                assert result.usage.cached_documents == cached
-                await until(lambda name=name: both[name].stats().device.staged_embeddings == 0)  # type: ignore[misc]
 
 
 async def test_another_number_of_threads_is_refused_and_said(config: EngineConfig) -> None:
