@@ -157,9 +157,7 @@ async def test_a_request_that_cannot_be_done_in_its_time_is_refused() -> None:
 async def test_a_request_longer_than_its_own_timeout_is_too_large() -> None:
     door = Door()
     door.ask(100, timeout=1.0)
-    with pytest.raises(
-        RequestTooLargeError, match=r"about 1\.1 seconds by itself, more than its timeout of 1;"
-    ):
+    with pytest.raises(RequestTooLargeError, match=r"1\.1 seconds by itself, more than its timeout of 1;"):
         door.ask(100, counted=110, timeout=1.0)
     assert door.metric("refused_requests_total", reason="size") == 1
 

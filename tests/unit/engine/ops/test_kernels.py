@@ -1,4 +1,4 @@
-"""The compiled kernels for MaxSim and linear layers against plain torch, on random ragged input."""
+"""The compiled kernels for MaxSim, linear layers and attention against plain torch, on random ragged input."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,6 +13,8 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertOutput
 
 from maxsimd.engine.execution import linear as layers
+from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
+from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu.instruction_sets import may_use
 from maxsimd.engine.ops.cpu.linear import (
@@ -25,9 +27,11 @@ from maxsimd.engine.ops.cpu.linear import (
     pack_int8,
     use_amx,
 )
+from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_avx512, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
-from tests.unit.engine.ops.kernel_checks import problems
+from tests.unit.engine.execution.test_packed import CPU, full, laid_out
+from tests.unit.engine.ops.kernel_checks import Attention, behind_prefixes, chunks, problems, whole_sequences
 from tests.unit.pairs import Pairs
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -235,3 +239,51 @@ def test_a_compiled_layer_takes_any_shape_and_stride() -> None:
     wide = torch.randn(2, 5, 96).bfloat16()
     for x in (wide[..., :48], wide[..., 48:], wide[..., ::2], wide[0, 0, :48], wide[:, :0, :48]):
         torch.testing.assert_close(layer(x), plain(x), atol=1e-2, rtol=1e-2)
+
+
+OURS, EXACT = CompiledBackend(), OneByOneBackend()
+
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+DTYPES = st.sampled_from(list(TOLERANCE))
+HEAD_DIMS = st.sampled_from([8, 16, 24, 32, 80, 128])  # also such as the kernel does not take as they are
+
+
+def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours.float(), exact.float(), atol=tolerance, rtol=tolerance)
+
+
+@needs_kernels
+@given(
+    whole_sequences(HEAD_DIMS, DTYPES, causal_ends=True)
+    | chunks(HEAD_DIMS, DTYPES)
+    | behind_prefixes(HEAD_DIMS, DTYPES)
+)
+@settings(deadline=None, max_examples=250)
+def test_attention_equals_attention_one_by_one(problem: Attention) -> None:
+    exact = problem.exactly()
+    close(problem.by(OURS), exact)
+    if problem.layout.groups:
+        first = problem.layout.whole_sequences[:, 0].tolist()
+        close(OURS.first_rows(problem.qkv, OURS.prepare(problem.layout, CPU))[first], exact[first])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_attention_to_long_sequences_equals_the_plain_one(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    batch = laid_out([700, 33], backend=OURS)
+    q, k, v = ((torch.randn(2, 733, 64) * 3).to(dtype) for _ in range(3))
+    ours = full(OURS, QKV(q, k, v, 0.125), batch.layout)
+    exact = full(EXACT, QKV(q.double(), k.double(), v.double(), 0.125), batch.layout)
+    # Such wide heads make much of the last bits of products, with torch as with us.
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 4e-2}[dtype]
+    torch.testing.assert_close(ours.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+@needs_kernels
+def test_values_may_have_heads_of_another_size_than_keys() -> None:
+    torch.manual_seed(0)
+    batch = laid_out([7, 3], backend=OURS)
+    qkv = QKV(torch.randn(2, 10, 24), torch.randn(2, 10, 24), torch.randn(2, 10, 40), 0.2)
+    close(full(OURS, qkv, batch.layout), full(EXACT, qkv, batch.layout))
