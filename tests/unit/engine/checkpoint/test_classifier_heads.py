@@ -56,7 +56,7 @@ def test_the_short_way_is_taken_where_pooler_and_classifier_are_all(family: str,
 
 
 @torch.inference_mode()
-def test_a_classifier_that_is_replaced_later_is_the_one_that_is_asked() -> None:
+def test_a_classifier_that_is_replaced_later_is_asked() -> None:
     head = ClassifierHead(MODELS["bert"]().eval())
     head.model.classifier = torch.nn.Linear(32, 3)
     rows = torch.randn(4, 32)
@@ -70,6 +70,6 @@ class Doubled(BertForSequenceClassification):
         return output
 
 
-def test_a_model_that_does_more_with_its_classifiers_logits_is_called() -> None:
+def test_a_model_that_changes_the_logits_is_called() -> None:
     head = ClassifierHead(Doubled(BertConfig(**SIZES, intermediate_size=48, num_labels=1)).eval())
     assert not head._is_short

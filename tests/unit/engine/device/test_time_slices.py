@@ -23,7 +23,7 @@ def in_thread(function: object) -> list[object]:
 
 
 @pytest.mark.skipif(not LINUX, reason="Linux alone has slices of time for each thread")
-def test_a_thread_and_those_that_it_starts_take_short_slices_and_give_nothing_away() -> None:
+def test_a_thread_and_those_it_starts_take_short_slices() -> None:
     script = """
 import os, threading
 from tests.unit.engine.device.test_time_slices import slice_of
@@ -63,9 +63,7 @@ def test_a_machine_whose_calls_are_not_known_is_left_alone(monkeypatch: pytest.M
     ("given", "spins"),
     [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
-def test_threads_of_openmp_sleep_while_they_wait_unless_the_environment_says_otherwise(
-    given: dict[str, str], spins: str
-) -> None:
+def test_threads_of_openmp_sleep_unless_told_otherwise(given: dict[str, str], spins: str) -> None:
     script = """
 import os, sys
 from maxsimd.api.cli import main

@@ -54,10 +54,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found
 
 
-def test_attention_by_a_library_equals_plain_attention(model: LoadedModel, backend: VarlenBackend) -> None:
-    assert find_mismatch(backend, model, CPU, torch.float32) is None
-
-
 @pytest.mark.parametrize(
     ("parameters", "lacks"),
     [

@@ -20,7 +20,7 @@ def test_groups_hold_every_sequence_once_and_little_padding(lengths: list[int]) 
 
 
 @given(st.integers(1, 10_000))
-def test_a_length_is_rounded_up_by_less_than_a_quarter_or_four_rows(length: int) -> None:
+def test_a_length_is_rounded_up_a_little(length: int) -> None:
     assert length <= round_length(length) < length + max(4, length / 4)
 
 

@@ -91,7 +91,7 @@ def test_only_the_exact_gelu_is_fused(name: str, exact: bool) -> None:
     assert linear._is_exact_gelu(ACT2FN[name]) is exact
 
 
-def test_large_tables_are_not_converted_for_a_proof_and_small_ones_are() -> None:
+def test_only_small_tables_are_converted_for_a_proof() -> None:
     large, small = torch.nn.Embedding(70_000, 64), torch.nn.Embedding(10, 64)
     backbone = torch.nn.ModuleList([large, small, torch.nn.Linear(64, 4)]).bfloat16()
     ids = torch.tensor([0, 3, 9])

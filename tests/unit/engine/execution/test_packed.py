@@ -52,11 +52,17 @@ def laid_out(
     lengths: list[int],
     attended: list[int] | None = None,
     backend: AttentionBackend[Any] = GROUPED,
-    **options: Any,
+    causal: bool = False,
+    position_offset: int = 0,
 ) -> PackedBatch:
     """Whole sequences in one step, as a backend takes them."""
-    given = {"causal": False, "position_offset": 0} | options
-    return lay_out(make_step(lengths, attended), {}, arrangement=backend.arrangement, **given)
+    return lay_out(
+        make_step(lengths, attended),
+        {},
+        causal=causal,
+        arrangement=backend.arrangement,
+        position_offset=position_offset,
+    )
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.booleans(), st.integers(0, 2))

@@ -1,4 +1,4 @@
-"""The compiled kernels for MaxSim, linear layers and attention against plain torch, on random ragged input."""
+"""The compiled kernels for MaxSim, linear layers and attention against plain torch, on random input."""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -75,38 +75,10 @@ async def test_time_on_the_device_is_shared_by_weight(
             await until(partial(counts_them, name))
 
 
-async def test_no_step_runs_while_a_checkpoint_is_read(
-    monkeypatch: pytest.MonkeyPatch, pairs: list[Pair], config: EngineConfig
-) -> None:
-    """Reading one changes torch's default precision for all threads."""
-    load_model, meanwhile = load.load_model, []
-
-    async with Engines({"a": config}) as engines:
-
-        def slowly(*arguments: Any) -> Any:
-            before = engines.device_seconds("a")
-            time.sleep(0.2)
-            meanwhile.append(engines.device_seconds("a") - before)
-            return load_model(*arguments)
-
-        async def ask() -> None:
-            for i in count():
-                await engines["a"].score("a", [pairs[i % 40].document], cache="bypass")
-
-        monkeypatch.setattr(load, "load_model", slowly)
-        traffic = asyncio.create_task(ask())
-        await until(lambda: engines.device_seconds("a") > 0)
-        await engines.load("b", config)
-        assert meanwhile == [0.0]
-        before = engines.device_seconds("a")
-        await until(lambda: engines.device_seconds("a") > before)
-        traffic.cancel()
-        await asyncio.gather(traffic, return_exceptions=True)
-
-
-async def test_no_step_runs_while_a_cancelled_load_reads(
+async def test_no_step_runs_while_a_load_reads_cancelled_or_not(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
+    """Reading one changes torch's default precision for all threads."""
     load_model, is_read, go_on = load.load_model, threading.Event(), threading.Event()
 
     def slowly(*arguments: Any) -> Any:
