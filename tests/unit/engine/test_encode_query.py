@@ -104,7 +104,7 @@ async def test_it_stands_among_texts(engines: Engines, stanford_colbert: str) ->
     assert found.usage.query_tokens == rows.tokens * 3, "vectors that came along were not run"
 
 
-async def test_lengths_dimensions_and_documents_that_fail_are_the_texts(
+async def test_lengths_dimensions_and_errors_are_those_of_the_text(
     engines: Engines, stanford_colbert: str
 ) -> None:
     config = EngineConfig(model=stanford_colbert, dtype="float32", threads=1, dimensions=16)

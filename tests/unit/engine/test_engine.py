@@ -22,7 +22,6 @@ from maxsimd.engine import (
     EngineRunningError,
     InvalidRequestError,
     ModelLoadError,
-    Truncation,
 )
 from maxsimd.engine.stats import DeviceStats, EngineStats
 from maxsimd.scheduler import Step
@@ -68,18 +67,6 @@ async def test_scoring_one_against_many_and_pair_by_pair(engine: Engine) -> None
     assert one_to_many.scores[0] > one_to_many.scores[1]
 
 
-async def test_rerank_gives_the_best_first_and_ties_in_input_order(engine: Engine) -> None:
-    documents = ["Berlin is in Germany.", "same", "Paris is the capital of France.", "same"]
-    result = await engine.rerank("capital of France", documents)
-    assert result.results[0].index == 2
-    assert result.results[0].document == documents[2]
-    scores = [ranked.score for ranked in result.results]
-    assert scores == sorted(scores, reverse=True)
-    places = [ranked.index for ranked in result.results]
-    assert places.index(1) < places.index(3)
-    assert len((await engine.rerank("x", documents, top_n=2)).results) == 2
-
-
 async def test_usage_counts_a_late_query_once(engine: Engine) -> None:
     one = await engine.score("hello", ["world"])
     three = await engine.score("hello", ["world", "earth", "moon"])
@@ -110,28 +97,6 @@ async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
         await engine.embed("a", dimensions=385)
 
 
-async def test_a_long_document_is_cut_or_refused(engine: Engine) -> None:
-    long = "word " * 400
-    for policy in ("error", Truncation()):
-        with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 402 tokens, but at most 256"):
-            await engine.score("a", ["fine", long], truncation=policy)  # type: ignore[arg-type]
-    for cut in (await engine.score("a", ["fine", long]), await engine.rerank("a", ["fine", long])):
-        assert cut.truncated == 1
-        assert cut.usage.prompt_tokens == 3 + 3 + 256
-
-
-@pytest.mark.parametrize("task", ["embed", "embed_tokens"])
-async def test_a_long_text_is_cut_or_refused_where_it_is_embedded(engine: Engine, task: str) -> None:
-    long = "word " * 400
-    run = getattr(engine, task)
-    cut = await run(["fine", long])
-    assert cut.truncated == 1
-    assert cut.usage.prompt_tokens == 3 + 256
-    assert (await run(["fine"])).truncated == 0
-    with pytest.raises(InvalidRequestError, match="402 tokens, but at most 256"):
-        await run(["fine", long], truncation="error")
-
-
 async def test_windows_can_be_asked_for_by_their_name(engine: Engine) -> None:
     long = "word " * 400 + "paris"
     by_name = await engine.score("paris", long, truncation="window", cache="bypass")
@@ -140,28 +105,6 @@ async def test_windows_can_be_asked_for_by_their_name(engine: Engine) -> None:
     assert by_name.truncated == 0
     with pytest.raises(InvalidRequestError, match=r"'cut off' is not known; use cut, error, window"):
         await engine.score("paris", long, truncation="cut off")  # type: ignore[arg-type]
-
-
-async def test_a_truncation_can_be_said_in_full(engine: Engine) -> None:
-    long = "word " * 400
-    shorter = await engine.score("a", long, truncation=Truncation(max_tokens=20))
-    assert shorter.usage.prompt_tokens == 3 + 20
-    text_only = await engine.score("a", long, truncation=Truncation(max_document_tokens=7))
-    assert text_only.usage.prompt_tokens == 3 + 7 + 2
-    with pytest.raises(InvalidRequestError, match="more than the 256"):
-        await engine.score("a", "b", truncation=Truncation(max_tokens=257))
-    with pytest.raises(InvalidRequestError, match="no room"):
-        await engine.score("a", "b", truncation=Truncation(max_tokens=2))
-
-
-async def test_token_ids_are_embedded_as_they_are(engine: Engine) -> None:
-    (text,) = engine.tokenizer.encode(["hello world"], "text")
-    ids = engine.tokenizer.single.fill(text)[0].tolist()
-    from_text = (await engine.embed("hello world")).embeddings
-    from_ids = (await engine.embed([ids])).embeddings
-    np.testing.assert_allclose(from_ids, from_text, atol=1e-6)
-    with pytest.raises(InvalidRequestError, match="token ids from 0 to"):
-        await engine.embed([[5, 10_000_000]])
 
 
 async def test_a_cancelled_prefill_leaves_no_state_on_the_device(

@@ -81,7 +81,7 @@ async def test_a_causal_model_runs_in_chunks_of_any_budget(folder: Path) -> None
     assert "a query with one document" in await _refusal(model=listwise, max_model_len=30)
 
 
-async def test_a_sequence_that_no_step_can_hold_fails_its_request_alone() -> None:
+async def test_a_sequence_that_fits_no_step_fails_its_request_alone() -> None:
     """No request makes one; if one did, the engine must go on."""
 
     def too_long(request: RequestIds) -> Prepared:

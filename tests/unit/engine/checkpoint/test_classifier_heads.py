@@ -51,7 +51,7 @@ def test_a_head_gives_the_bits_of_the_models_own_code(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "is_short"), [("bert", True), ("xlm-roberta", True), ("modernbert", False)]
 )
-def test_the_short_way_is_taken_where_pooler_and_classifier_are_all(family: str, is_short: bool) -> None:
+def test_the_short_way_is_for_a_pooler_and_a_classifier(family: str, is_short: bool) -> None:
     assert (ClassifierHead(MODELS[family]().eval())._is_short) is is_short
 
 

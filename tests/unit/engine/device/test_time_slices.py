@@ -4,7 +4,7 @@ import os
 import platform
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,14 +12,6 @@ from maxsimd.engine.device import time_slices
 from maxsimd.engine.device.time_slices import take_short_slices
 
 LINUX = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
-
-
-def in_thread(function: object) -> list[object]:
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(function()))  # type: ignore[operator]
-    thread.start()
-    thread.join()
-    return found
 
 
 @pytest.mark.skipif(not LINUX, reason="Linux alone has slices of time for each thread")
@@ -51,7 +43,8 @@ def test_a_thread_of_another_policy_keeps_its_slices() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         return take_short_slices()
 
-    assert in_thread(batch) == [False]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(batch).result() is False
 
 
 def test_a_machine_whose_calls_are_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

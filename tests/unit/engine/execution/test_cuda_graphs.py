@@ -378,7 +378,7 @@ def test_steps_fill_the_graph_that_they_try(
         assert many.num_tokens == rows
 
 
-def test_inputs_stay_at_their_addresses_and_are_followed_by_zeros() -> None:
+def test_inputs_stay_at_their_addresses_before_zeros() -> None:
     fields = {"ids": Field((5,), torch.int64), "blocks": Field((3, 2), torch.int32)}
     inputs = StaticInputs(fields, CPU)
     ids, blocks = inputs.tensors["ids"], inputs.tensors["blocks"]

@@ -232,7 +232,6 @@ def test_flash_attention_is_called_as_it_is_documented(
             scale=softmax_scale,
             window_size=window_size,
             enable_gqa=grouped,
-            seqused_k=None,
         )
 
     class Package:

@@ -25,7 +25,7 @@ def test_a_length_is_rounded_up_a_little(length: int) -> None:
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_padded_batches_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
+def test_padded_batches_hold_each_once_and_little_padding(lengths: list[int]) -> None:
     batches = by_length(lengths)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:

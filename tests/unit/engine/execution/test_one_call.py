@@ -58,16 +58,8 @@ def random_layer(pack: Pack, seed: int, hidden: int = HIDDEN) -> Layer:
 
     attended = HEADS * HEAD_DIM
     query, key, value = product(hidden, attended), product(hidden, attended, False), product(hidden, attended)
-    return Layer(
-        query,
-        key,
-        value,
-        product(attended, hidden),
-        norm(),
-        product(hidden, WIDE),
-        product(WIDE, hidden),
-        norm(),
-    )
+    rest = product(attended, hidden), norm(), product(hidden, WIDE), product(WIDE, hidden), norm()
+    return Layer(query, key, value, *rest)
 
 
 def plainly(layer: Layer, hidden: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:

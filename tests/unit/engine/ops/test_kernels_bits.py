@@ -159,7 +159,7 @@ def side_by_side(lengths: list[int], causal: bool) -> Layout:
 @needs_kernels
 @given(CROWDS, st.booleans(), WINDOWS)
 @settings(deadline=None)
-def test_a_sequence_attends_to_the_same_bits_alone_and_in_a_crowd(
+def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
     crowd: Crowd, causal: bool, window: int | None
 ) -> None:
     lengths = crowd[0]
