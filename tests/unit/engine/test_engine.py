@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -32,29 +31,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(engines: Engines) -> AsyncIterator[Engine]:
-    """One for all tests, each of which may put another function in the place of its model's."""
-    engine = await engines(EngineConfig(dtype="float32", max_batch_tokens=256))
-    runner: Any = engine.device_model.prepared.runner
-    forward = runner.forward
-    yield engine
-    runner.forward = forward
-
-
-def before_forward(engine: Engine, action: Callable[[Step], None]) -> None:
-    """Lets `action` see, and fail, every step before it is run."""
-    runner: Any = engine.device_model.prepared.runner
-    forward = runner.forward
-
-    def intercepted(step: Step) -> Any:
-        action(step)
-        return forward(step)
-
-    runner.forward = intercepted
-
-
-def device_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "maxsimd-device"]
+async def engine(engines: Engines) -> Engine:
+    return await engines(EngineConfig(dtype="float32", max_batch_tokens=256))
 
 
 async def test_scoring_one_against_many_and_pair_by_pair(engine: Engine) -> None:
@@ -127,13 +105,17 @@ async def test_a_cancelled_prefill_leaves_no_state_on_the_device(
 async def test_running_out_of_memory_makes_steps_smaller(qwen3_embedding: str, pairs: list[Pair]) -> None:
     sizes: list[int] = []
 
-    def small_memory(step: Step) -> None:
-        sizes.append(step.num_tokens)
-        if step.num_tokens > 150 and len(step.chunks) > 1:
-            raise torch.OutOfMemoryError("no memory")
-
     async with Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=256)) as engine:
-        before_forward(engine, small_memory)
+        runner: Any = engine.device_model.prepared.runner
+        forward = runner.forward
+
+        def small_memory(step: Step) -> Any:
+            sizes.append(step.num_tokens)
+            if step.num_tokens > 150 and len(step.chunks) > 1:
+                raise torch.OutOfMemoryError("no memory")
+            return forward(step)
+
+        runner.forward = small_memory
         documents = [pair.document[:120] for pair in pairs[:60]]
         assert len((await engine.score("what", documents)).scores) == 60
     assert sizes[0] > 150
@@ -173,11 +155,15 @@ async def test_a_second_start_leaves_nothing_behind(qwen3_embedding: str) -> Non
 
 async def test_an_engine_that_runs_is_not_started_a_second_time(engine: Engine) -> None:
     device_model = engine.device_model
-    devices = device_threads()
+
+    def devices() -> int:
+        return [thread.name for thread in threading.enumerate()].count("maxsimd-device")
+
+    before = devices()
     with pytest.raises(EngineRunningError, match="stop it first"):
         await engine.start()
     assert engine.device_model is device_model
-    assert devices == device_threads()
+    assert devices() == before
     assert (await engine.score("a", ["b"])).scores
 
 

@@ -28,7 +28,6 @@ from maxsimd.engine import (
     UnknownModelError,
 )
 from maxsimd.engine.actors.runner import RunnerActor
-from maxsimd.engine.device import load
 from maxsimd.engine.requests import Truncation
 from tests.waiting import until
 
@@ -195,18 +194,10 @@ async def test_a_dropped_model_finishes_within_its_grace(
 
 
 async def test_a_model_that_loads_during_a_stop_is_dropped(
-    reranker: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    reranker: EngineConfig, held_load: tuple[threading.Event, threading.Event]
 ) -> None:
     before = set(threading.enumerate())
-    read, go_on = threading.Event(), threading.Event()
-    load_model = load.load_model
-
-    def waiting(*arguments: Any) -> Any:
-        read.set()
-        go_on.wait()
-        return load_model(*arguments)
-
-    monkeypatch.setattr(load, "load_model", waiting)
+    read, go_on = held_load
     engines = Engines({"slow": reranker})
     start = asyncio.create_task(engines.start())
     await asyncio.to_thread(read.wait)

@@ -19,7 +19,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig, EngineDeadError, Engines, ModelFailedError, ModelLoadError
 from maxsimd.engine.actors import runner, scheduler
 from maxsimd.engine.actors.turns import Turns
-from maxsimd.engine.device import load, shared
+from maxsimd.engine.device import shared
 from maxsimd.engine.device.allocators import give_back_memory
 from maxsimd.engine.device.shared import SharedDevices
 from maxsimd.engine.device.thread import num_left_behind
@@ -76,18 +76,14 @@ async def test_time_on_the_device_is_shared_by_weight(
 
 
 async def test_no_step_runs_while_a_load_reads_cancelled_or_not(
-    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+    held_load: tuple[threading.Event, threading.Event], config: EngineConfig
 ) -> None:
     """Reading one changes torch's default precision for all threads."""
-    load_model, is_read, go_on = load.load_model, threading.Event(), threading.Event()
-
-    def slowly(*arguments: Any) -> Any:
-        is_read.set()
-        go_on.wait()
-        return load_model(*arguments)
-
+    is_read, go_on = held_load
+    go_on.set()
     async with Engines({"a": config}) as engines:
-        monkeypatch.setattr(load, "load_model", slowly)
+        is_read.clear()
+        go_on.clear()
         loading = asyncio.create_task(engines.load("b", config))
         await asyncio.to_thread(is_read.wait)
         loading.cancel()
