@@ -121,35 +121,23 @@ MEMINFO = "MemTotal:       16777216 kB\nMemFree:          100000 kB\nMemAvailabl
 
 
 @pytest.mark.parametrize(
-    ("files", "free"),
+    ("meminfo", "groups", "free"),
     [
-        ({}, None),
-        ({"proc/meminfo": MEMINFO}, 8 * GIB),
-        ({"proc/meminfo": "nonsense\n"}, None),
-        ({"proc/meminfo": MEMINFO, "sys/fs/cgroup/a/b/memory.max": "max\n"}, 8 * GIB),
-        (
-            {
-                "proc/meminfo": MEMINFO,
-                "sys/fs/cgroup/a/memory.max": f"{3 * GIB}\n",
-                "sys/fs/cgroup/a/memory.current": f"{GIB}\n",
-                "sys/fs/cgroup/a/b/memory.max": "max\n",
-                "sys/fs/cgroup/a/b/memory.current": f"{GIB}\n",
-            },
-            2 * GIB,
-        ),
-        (
-            {
-                "proc/meminfo": MEMINFO,
-                "sys/fs/cgroup/a/b/memory.max": "10\n",
-                "sys/fs/cgroup/a/b/memory.current": "20\n",
-            },
-            0,
-        ),
+        (None, {}, None),
+        (MEMINFO, {}, 8 * GIB),
+        ("nonsense\n", {}, None),
+        (MEMINFO, {"a/b": ("max", GIB)}, 8 * GIB),
+        (MEMINFO, {"a": (3 * GIB, GIB), "a/b": ("max", GIB)}, 2 * GIB),
+        (MEMINFO, {"a/b": (10, 20)}, 0),
     ],
 )
 def test_free_is_the_least_of_machine_and_groups(
-    tmp_path: Path, files: dict[str, str], free: int | None
+    tmp_path: Path, meminfo: str | None, groups: dict[str, tuple[object, int]], free: int | None
 ) -> None:
+    files = {} if meminfo is None else {"proc/meminfo": meminfo}
+    for group, (most, current) in groups.items():
+        folder = f"sys/fs/cgroup/{group}/memory"
+        files |= {f"{folder}.max": f"{most}\n", f"{folder}.current": f"{current}\n"}
     assert free_memory(machine(tmp_path, V2.format(root="/"), "0::/a/b\n", files)) == free
 
 
