@@ -223,21 +223,11 @@ def test_flash_attention_is_called_as_it_is_documented(
     ) -> torch.Tensor:  # fmt: skip
         calls.append(causal)
         assert causal == (window_size[1] == 0)
-        grouped = q.shape[1] != k.shape[1]
-        return plain_varlen(
-            q,
-            k,
-            v,
-            *offsets,
-            scale=softmax_scale,
-            window_size=window_size,
-            enable_gqa=grouped,
-        )
+        options = {"scale": softmax_scale, "window_size": window_size, "enable_gqa": q.shape[1] != k.shape[1]}
+        return plain_varlen(q, k, v, *offsets, **options)  # type: ignore[arg-type]
 
-    class Package:
-        flash_attn_varlen_func = staticmethod(flash)
-
-    monkeypatch.setattr("importlib.import_module", lambda name: Package)
+    package = SimpleNamespace(flash_attn_varlen_func=flash)
+    monkeypatch.setattr("importlib.import_module", lambda name: package)
     assert find_mismatch(FlashBackend(CPU), model, CPU, torch.float32) is None
     assert calls == [model.causal], "key lengths of their own are left to another backend"
 

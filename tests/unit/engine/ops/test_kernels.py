@@ -103,6 +103,17 @@ def test_gelu_equals_the_exact_form_on_every_scale(
 SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 140), st.integers(1, 130))
 
 
+def random_layer(
+    shape: tuple[int, int, int], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, weights and biases."""
+    rows, inputs, columns = shape
+    random = torch.Generator().manual_seed(rows * inputs + columns)
+    x = torch.randn(rows, inputs, generator=random).to(dtype)
+    weight = (torch.randn(columns, inputs, generator=random) * inputs**-0.5).to(dtype)
+    return x, weight, torch.randn(columns, generator=random)
+
+
 @needs_kernels
 @pytest.mark.parametrize(("pack", "atol", "rtol"), [(pack_float32, 2e-6, 2e-6), (pack_bfloat16, 1e-3, 2**-7)])
 @given(SHAPES, st.booleans(), st.booleans(), st.booleans())
@@ -116,12 +127,8 @@ def test_linear_equals_the_plain_one(
     gelu: bool,
     tiles: bool,
 ) -> None:
-    rows, inputs, columns = shape
-    dtype = pack(torch.zeros(1, 1)).dtype
-    random = torch.Generator().manual_seed(rows * inputs + columns)
-    x = torch.randn(rows, inputs, generator=random).to(dtype)
-    weight = (torch.randn(columns, inputs, generator=random) * inputs**-0.5).to(dtype)
-    biases = torch.randn(columns, generator=random) if bias else None
+    x, weight, all_biases = random_layer(shape, pack(torch.zeros(1, 1)).dtype)
+    biases = all_biases if bias else None
     expected = x.double() @ weight.double().T
     expected = expected if biases is None else expected + biases
     expected = exact_gelu(expected) if gelu else expected
@@ -135,13 +142,10 @@ def test_linear_equals_the_plain_one(
 @settings(deadline=None)
 def test_int8_linear_equals_its_definition(shape: tuple[int, int, int], bias: bool, gelu: bool) -> None:
     """Weights rounded by column, activations by row, both symmetrically to 127 steps."""
-    rows, inputs, columns = shape
-    random = torch.Generator().manual_seed(rows * inputs + columns)
-    x = torch.randn(rows, inputs + inputs % 2, generator=random).bfloat16()[:, :inputs]
-    x[0] = 0
-    weight = torch.randn(columns, inputs, generator=random) * inputs**-0.5
-    weight[-1] = 0
-    biases = torch.randn(columns, generator=random) if bias else None
+    x, weight, all_biases = random_layer(shape)
+    x = torch.nn.functional.pad(x, (0, shape[1] % 2)).bfloat16()[:, : shape[1]]
+    x[0], weight[-1] = 0, 0
+    biases = all_biases if bias else None
     row_sizes, column_scales = x.float().abs().amax(dim=1, keepdim=True), weight.abs().amax(1, True) / 127
     # In double precision, so that what lies halfway between two steps goes the same way here.
     steps = torch.where(row_sizes > 0, torch.tensor(127.0) / row_sizes, 0).double()
@@ -165,10 +169,9 @@ def test_a_fused_layer_norm_equals_the_plain_one(
     rows, inputs, columns = shape
     columns += 1  # of one column, nothing is left but noise
     dtype = pack(torch.zeros(1, 1)).dtype
-    random = torch.Generator().manual_seed(rows * inputs + columns)
-    x = torch.randn(rows, inputs, generator=random).to(dtype)
-    weight = (torch.randn(columns, inputs, generator=random) * inputs**-0.5).to(dtype)
-    bias, scale, shift = torch.randn(3, columns, generator=random)
+    x, weight, bias = random_layer((rows, inputs, columns), dtype)
+    random = torch.Generator().manual_seed(rows)
+    scale, shift = torch.randn(2, columns, generator=random)
     residual = torch.randn(rows, columns + 4 * strided, generator=random).to(dtype)[:, :columns]
     total = torch.nn.functional.linear(x.float(), weight.float(), bias).to(dtype).double() + residual.double()
     expected = torch.nn.functional.layer_norm(total, (columns,), scale.double(), shift.double(), 1e-5)
