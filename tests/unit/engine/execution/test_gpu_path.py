@@ -249,7 +249,7 @@ def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFix
     assert name(lambda queries, documents: max(documents.lengths) > 1000) == "tiled"
     assert name(lambda queries, documents: max(queries.lengths) > 256) == "tiled"
     assert "MaxSim by x is not used: its scores differ" in caplog.text
-    assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.bfloat16) == ("other", maxsim_tiled)
+    assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
 
 
 def test_a_model_is_warmed_up_by_what_it_will_run(model: LoadedModel) -> None:
