@@ -42,7 +42,7 @@ from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import Step
 from tests.dry_run.faults import NotCapturable
 from tests.dry_run.gpu import GPU, FakeGPU, is_on_gpu
-from tests.unit.engine.execution.fused_layer_checks import plain_kernels
+from tests.unit.engine.execution.test_fused_layers import plain_kernels
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16

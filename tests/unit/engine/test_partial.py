@@ -18,7 +18,6 @@ from maxsimd.engine import (
     EngineConfig,
     InvalidRequestError,
     RequestFailedError,
-    Truncation,
 )
 from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Step
@@ -42,21 +41,17 @@ async def engine(
         kind = {"model": checkpoints(bi_encoders.bge), "score_type": "late-interaction"}
     config = EngineConfig(dtype="float32", max_batch_tokens=512, cache_mb=0, **kind)
     async with RecordingEngine(config) as engine:
-        _poison(engine)
+        runner: Any = engine.device_model.prepared.runner
+        forward: Callable[[Step], Any] = runner.forward
+        poison = engine.tokenizer.encode([POISON], "texts")[0][0]
+
+        def fails_on_poison(step: Step) -> Any:
+            if any(poison in chunk.sequence.tokens.ids for chunk in step.chunks):
+                raise RuntimeError("cannot run this")
+            return forward(step)
+
+        runner.forward = fails_on_poison
         yield engine
-
-
-def _poison(engine: Engine) -> None:
-    runner: Any = engine.device_model.prepared.runner
-    forward: Callable[[Step], Any] = runner.forward
-    poison = engine.tokenizer.encode([POISON], "texts")[0][0]
-
-    def fails_on_poison(step: Step) -> Any:
-        if any(poison in chunk.sequence.tokens.ids for chunk in step.chunks):
-            raise RuntimeError("cannot run this")
-        return forward(step)
-
-    runner.forward = fails_on_poison
 
 
 @pytest.fixture
@@ -106,20 +101,12 @@ async def test_unreadable_documents_have_errors_and_the_rest_scores(engine: Reco
     await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_each_of_many_queries_keeps_its_document(engine: RecordingEngine) -> None:
-    queries, documents = ["one", "two", "three"], ["first", TOO_LONG, "third"]
-    result = await engine.score(queries, documents, truncation="error", on_error="report")
-    assert list(result.errors) == [1]
-    for i in (0, 2):
-        alone = await engine.score(queries[i], documents[i])
-        assert result.scores[i] == pytest.approx(alone.scores[0], abs=1e-4)
-
-
-async def test_without_a_readable_document_the_ranking_is_empty(
-    engine: RecordingEngine,
+@pytest.mark.parametrize("documents", [[TOO_LONG] * 3, [POISON]])
+async def test_where_every_document_fails_the_ranking_is_empty(
+    engine: RecordingEngine, documents: list[str]
 ) -> None:
-    ranked = await engine.rerank("a", [TOO_LONG] * 3, truncation=Truncation(), on_error="report")
-    assert (ranked.results, sorted(ranked.errors), ranked.unscored) == ([], [0, 1, 2], ())
+    ranked = await engine.rerank("a", documents, truncation="error", on_error="report")
+    assert (ranked.results, sorted(ranked.errors), ranked.unscored) == ([], [*range(len(documents))], ())
     await until(lambda: engine.stats() == EngineStats())
 
 
@@ -140,11 +127,6 @@ async def test_a_document_of_which_a_window_fails_has_an_error(engine: Recording
     assert set(result.errors) == {0}
     assert math.isfinite(result.scores[1])
     await until(lambda: engine.stats() == EngineStats())
-
-
-async def test_where_every_document_fails_the_ranking_is_empty(engine: RecordingEngine) -> None:
-    ranked = await engine.rerank("a", [POISON], on_error="report")
-    assert (ranked.results, dict(ranked.errors)) == ([], {0: "the model failed on it"})
 
 
 async def test_a_query_that_breaks_the_model_fails_the_request(engine: RecordingEngine) -> None:
@@ -238,8 +220,7 @@ async def test_the_wire_says_what_is_missing_where_it_is_asked(engine: Recording
 async def test_a_listwise_model_takes_neither(checkpoints: SharedCheckpoints) -> None:
     model = checkpoints(language_models.jina_reranker_v3)
     async with Engine(EngineConfig(model=model, dtype="float32")) as engine:
-        for option in ("on_timeout", "on_error"):
-            given: dict[str, Any] = {option: {"on_timeout": "partial", "on_error": "report"}[option]}
+        for option, value in (("on_timeout", "partial"), ("on_error", "report")):
             with pytest.raises(InvalidRequestError, match="scores documents by each other") as refused:
-                await engine.score("a", ["b"], **given)
+                await engine.score("a", ["b"], **{option: value})  # type: ignore[arg-type]
             assert refused.value.param == option

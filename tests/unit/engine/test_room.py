@@ -20,14 +20,19 @@ async def _refusal(**settings: Any) -> str:
     return str(refused.value)
 
 
-async def test_a_budget_below_expanded_queries_is_refused(
-    stanford_colbert: str,
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("max_batch_tokens", 16, ("a query of", "at least 32 tokens", "no more than 16")),
+        ("max_model_len", 20, ("at least 32 tokens", "20 tokens")),
+    ],
+)
+async def test_an_option_below_expanded_queries_is_refused(
+    stanford_colbert: str, option: str, value: int, told: tuple[str, ...]
 ) -> None:
-    message = await _refusal(model=stanford_colbert, max_batch_tokens=16)
-    assert "a query of" in message
-    assert "at least 32 tokens" in message
-    assert "no more than 16" in message
-    assert "max_batch_tokens" in message
+    message = await _refusal(model=stanford_colbert, **{option: value})
+    for part in (*told, option):
+        assert part in message
 
 
 @pytest.mark.parametrize("packing", ["auto", "off"])
@@ -51,16 +56,12 @@ async def test_the_least_budget_runs_every_kind_of_request(stanford_colbert: str
         assert engine.is_healthy
 
 
-async def test_a_model_length_below_expanded_queries_is_refused(stanford_colbert: str) -> None:
-    message = await _refusal(model=stanford_colbert, max_model_len=20)
-    assert "at least 32 tokens" in message
-    assert "20 tokens" in message
-    assert "max_model_len" in message
-
-
 @pytest.mark.parametrize("packing", ["auto", pytest.param("off", marks=pytest.mark.exhaustive)])
-async def test_a_budget_must_hold_one_token_of_each_text(bert_cross_encoder: str, packing: str) -> None:
-    """[CLS] a [SEP], and for a pair [CLS] a [SEP] a [SEP]."""
+async def test_a_budget_must_hold_a_token_of_each_text_and_prompts(
+    bert_cross_encoder: str, packing: str, tmp_path: Path
+) -> None:
+    """[CLS] a [SEP], and for a pair [CLS] a [SEP] a [SEP]; BGE's prompt for queries has nine words."""
+    assert "a query of" in await _refusal(model=bi_encoders.bge(tmp_path), max_batch_tokens=8)
     assert "at least 3 tokens" in await _refusal(max_batch_tokens=2, packing=packing)
     async with Engine(EngineConfig(max_batch_tokens=3, packing=packing)) as engine:
         assert len((await engine.score("a", ["b", "c"])).scores) == 2
@@ -68,12 +69,6 @@ async def test_a_budget_must_hold_one_token_of_each_text(bert_cross_encoder: str
     assert "a pair of" in await _refusal(max_batch_tokens=4, **pair)
     async with Engine(EngineConfig(max_batch_tokens=5, **pair)) as engine:  # type: ignore[arg-type]
         assert len((await engine.score("a", ["b", "c"])).scores) == 2
-
-
-async def test_a_budget_must_hold_the_prompts(tmp_path: Path) -> None:
-    """BGE's prompt for queries has nine words."""
-    folder = bi_encoders.bge(tmp_path)
-    assert "a query of" in await _refusal(model=folder, max_batch_tokens=8)
 
 
 async def test_a_causal_model_runs_in_chunks_of_any_budget(folder: Path) -> None:
@@ -86,7 +81,7 @@ async def test_a_causal_model_runs_in_chunks_of_any_budget(folder: Path) -> None
     assert "a query with one document" in await _refusal(model=listwise, max_model_len=30)
 
 
-async def test_a_sequence_that_no_step_can_hold_fails_its_request_alone() -> None:
+async def test_a_sequence_that_fits_no_step_fails_its_request_alone() -> None:
     """No request makes one; if one did, the engine must go on."""
 
     def too_long(request: RequestIds) -> Prepared:

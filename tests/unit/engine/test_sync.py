@@ -52,6 +52,9 @@ def test_every_method_is_there(three_label_classifier: str) -> None:
         assert len(engine.rerank("what is it", ["a", "b", "c", "d"], top_n=3).results) == 3
         assert engine.embed(["a", "b"]).embeddings.shape == (2, 384)
         assert engine.embed([[101, 102]]).embeddings.shape == (1, 384)
+        query = engine.encode_query("what is it")
+        expected = engine.score("what is it", ["a", "b"]).scores
+        assert engine.score(query, ["a", "b"]).scores == pytest.approx(expected, abs=1e-6)
         assert engine.embed_tokens("hello").embeddings[0].shape == (3, 384)
         with pytest.raises(InvalidRequestError):
             engine.score("a", [])

@@ -68,7 +68,7 @@ class Device:
         await self.actor.receive(report)
 
 
-async def test_the_next_step_is_chosen_when_the_one_on_the_device_is_in_its_last_stage() -> None:
+async def test_the_next_step_is_chosen_in_the_last_stage_of_one() -> None:
     device = Device(steps_in_flight=2)
     await device.admit(1, [4, 4, 4, 4, 4, 4])
     assert len(device.steps) == 1
@@ -84,7 +84,7 @@ async def test_the_next_step_is_chosen_when_the_one_on_the_device_is_in_its_last
     assert device.actor.in_flight == 2
 
 
-async def test_where_steps_are_long_the_next_is_chosen_when_the_one_on_the_device_is_nearly_done() -> None:
+async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
     device = Device(steps_in_flight=2, beside_small=8)
     await device.admit(1, [8, 8, 8, 8])
     await device.report(device.steps[0], 0, 1, 0.5)
@@ -101,7 +101,7 @@ async def test_where_steps_are_long_the_next_is_chosen_when_the_one_on_the_devic
     assert 2 in {chunk.sequence.request_id for chunk in device.steps[2].chunks}, "it came in time"
 
 
-async def test_a_step_that_ends_before_it_was_expected_to_is_followed_at_once() -> None:
+async def test_a_step_that_ends_early_is_followed_at_once() -> None:
     device = Device(steps_in_flight=2, beside_small=8)
     await device.admit(1, [8, 8, 8, 8])
     await device.report(device.steps[0], 0, 1, 0.5)
@@ -112,7 +112,7 @@ async def test_a_step_that_ends_before_it_was_expected_to_is_followed_at_once() 
     assert len(device.steps) == 3
 
 
-async def test_what_a_step_waited_for_other_models_does_not_delay_the_choice_of_the_next() -> None:
+async def test_waiting_for_other_models_delays_no_choice() -> None:
     """Or this model would have no step at hand when its turn comes, and lose what it is due."""
     device = Device(steps_in_flight=2, beside_small=8)
     await device.admit(1, [8, 8, 8, 8])
@@ -133,7 +133,7 @@ async def test_with_one_step_in_flight_the_next_waits_for_the_report() -> None:
     assert len(device.steps) == 2
 
 
-async def test_a_step_that_is_reported_in_parts_ends_with_the_last_and_is_measured_once() -> None:
+async def test_a_step_reported_in_parts_is_measured_once() -> None:
     device = Device(steps_in_flight=2)
     values = await device.admit(1, [4, 4, 4])
     (step,) = device.steps
@@ -185,7 +185,7 @@ async def test_weights_hold_from_the_next_step_on_for_what_waits_too() -> None:
     assert requests.count(2) > 3 * requests.count(1)
 
 
-async def test_the_tokens_of_a_step_are_counted_by_tenant_when_it_has_ended() -> None:
+async def test_tokens_of_a_step_that_ended_count_by_tenant() -> None:
     device = Device(steps_in_flight=1)
     device.metrics.tenants.set_names(["a", "b"])
     await device.admit(1, [8, 2, 2], RunOptions(0, "a"))

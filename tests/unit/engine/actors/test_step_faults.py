@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,11 +77,7 @@ ATTEMPT: list[Callable[..., Any]] = [
 # What does more where sequences are cut between steps.
 CUT_APART = (RunnerActor._attempt, DispatchPooler.pool)
 # Handing new embeddings to the cache: an error here costs the cache entry alone.
-CACHE_WRITE: list[Callable[..., Any]] = [
-    RunnerActor._stage,
-    EmbeddingCache.stage,
-    CacheWriter.stage,
-]
+CACHE_WRITE: list[Callable[..., Any]] = [RunnerActor._stage, EmbeddingCache.stage, CacheWriter.stage]
 # Delivery and commit: an error here ends the engine.
 FINISH: list[Callable[..., Any]] = [
     RunnerActor._finish,
@@ -163,14 +160,17 @@ class CleanRun:
     results: list[Any]
     passed: dict[str, set[int]]
 
-    def statements(self, function: Callable[..., Any]) -> list[int]:
-        return sorted(self.passed.get(_name(function), ()))
+    def statements(self, function: Callable[..., Any], which: str) -> list[int]:
+        """Behind a function's last statement most has been done that a repetition must not do twice."""
+        found = sorted(self.passed.get(_name(function), ()))
+        return found if which == "every statement" else found[-1:]
 
 
 class Workload:
     """Requests that together pass every line: new, cached, repeated and windowed documents, and texts."""
 
-    def __init__(self, pairs: list[Pair]) -> None:
+    def __init__(self, pairs: list[Pair], faults: Faults) -> None:
+        self._faults = faults
         texts = [" ".join(pair.document.split()[:8]) for pair in pairs[:5]]
         self._documents, self._long = texts, " ".join(texts)
         self._clean: dict[tuple[Engine, str], CleanRun] = {}
@@ -195,16 +195,28 @@ class Workload:
             cache.flush()
             cache.slab.clear()
 
-    async def clean(self, engine: Engine, faults: Faults, delivery: str) -> CleanRun:
+    async def clean(self, engine: Engine, delivery: str) -> CleanRun:
         if (engine, delivery) not in self._clean:
             await self.prepare(engine)
-            faults.reached = {}
+            self._faults.reached = {}
             results = await self.run(engine)
             await until(lambda: engine.stats() == EngineStats())
             assert not any(isinstance(one, BaseException) for one in results), results
-            self._clean[engine, delivery] = CleanRun(results, faults.reached)
-            faults.reached = {}
+            self._clean[engine, delivery] = CleanRun(results, self._faults.reached)
+            self._faults.reached = {}
         return self._clean[engine, delivery]
+
+    async def run_with(self, function: Callable[..., Any], statement: int, engine: Engine) -> list[Any]:
+        """Results where a statement fails once."""
+        await self.prepare(engine)
+        self._faults.arm(function, statement)
+        try:
+            found = await self.run(engine)
+            # A commit follows the delivery of results.
+            await until(lambda: not engine.is_healthy or engine.stats() == EngineStats())
+            return found
+        finally:
+            self._faults.disarm()
 
     async def run(self, engine: Engine) -> list[Any]:
         """Results, as flat arrays, or errors."""
@@ -220,22 +232,21 @@ def _flat(answer: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def workload(pairs: list[Pair]) -> Workload:
-    return Workload(pairs)
+def workload(pairs: list[Pair], faults: Faults) -> Workload:
+    return Workload(pairs, faults)
 
 
-class LateArrival:
-    """In place of a CUDA event: the numbers arrive a little later, in another thread."""
-
-    def synchronize(self) -> None:
-        time.sleep(0.001)
+def _arrive_by(monkeypatch: pytest.MonkeyPatch, synchronize: Callable[[], object]) -> None:
+    """Waits for numbers by this, in another thread, in place of by a CUDA event."""
+    event = SimpleNamespace(synchronize=synchronize)
+    monkeypatch.setattr(scoring_module, "record_arrival", lambda device: event)
 
 
 @pytest.fixture(params=["cpu", "gpu"])
 def delivery(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How results are delivered: at once, or when the device says that they have arrived."""
     if request.param == "gpu":
-        monkeypatch.setattr(scoring_module, "record_arrival", lambda device: LateArrival())
+        _arrive_by(monkeypatch, lambda: time.sleep(0.001))
     return str(request.param)
 
 
@@ -264,20 +275,6 @@ def configs(stanford_colbert: str, qwen3_embedding: str) -> list[EngineConfig]:
     ]
 
 
-async def _run_with(
-    faults: Faults, function: Callable[..., Any], statement: int, workload: Workload, engine: Engine
-) -> list[Any]:
-    await workload.prepare(engine)
-    faults.arm(function, statement)
-    try:
-        found = await workload.run(engine)
-        # A commit follows the delivery of results.
-        await until(lambda: not engine.is_healthy or engine.stats() == EngineStats())
-        return found
-    finally:
-        faults.disarm()
-
-
 def _assert_right(found: list[Any], expected: list[Any], where: str) -> None:
     assert len(found) == len(expected)
     # The fault is raised once, so that it can break no more than a part that stands alone.
@@ -287,11 +284,6 @@ def _assert_right(found: list[Any], expected: list[Any], where: str) -> None:
             assert isinstance(got, RequestFailedError), f"{where}: {got!r}"
         else:
             np.testing.assert_allclose(got, right, atol=1e-4, err_msg=where)
-
-
-def _chosen(statements: list[int], which: str) -> list[int]:
-    """Behind a function's last statement most has been done that a repetition must not do twice."""
-    return statements if which == "every statement" else statements[-1:]
 
 
 WHICH = pytest.mark.parametrize(
@@ -318,10 +310,10 @@ async def test_a_step_that_fails_before_delivery_is_tried_again(
     raised = 0
     for config in configs:
         engine = await engines(config)
-        clean = await workload.clean(engine, faults, delivery)
-        for statement in _chosen(clean.statements(function), which):
+        clean = await workload.clean(engine, delivery)
+        for statement in clean.statements(function, which):
             where = f"{_name(function)}, line {statement}, {config.model}"
-            found = await _run_with(faults, function, statement, workload, engine)
+            found = await workload.run_with(function, statement, engine)
             _assert_right(found, clean.results, where)
             if faults.raised and function in CACHE_WRITE:
                 assert not any(isinstance(one, BaseException) for one in found), where
@@ -352,12 +344,12 @@ async def test_a_failed_delivery_or_commit_ends_the_engine(
     faults: Faults,
     engines: Engines,
 ) -> None:
-    clean = await workload.clean(await engines(configs[-1]), faults, delivery)
-    statements = _chosen(clean.statements(function), which)
+    clean = await workload.clean(await engines(configs[-1]), delivery)
+    statements = clean.statements(function, which)
     assert statements, "no request came this way"
     for statement in statements:
         async with Engine(configs[-1]) as engine, asyncio.timeout(30):
-            found = await _run_with(faults, function, statement, workload, engine)
+            found = await workload.run_with(function, statement, engine)
             assert faults.raised
             await engine.until_dead()
             assert not engine.is_healthy
@@ -393,28 +385,29 @@ async def test_windows_of_a_failed_attempt_count_once(
     await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_only_errors_of_the_device_itself_are_taken_for_such() -> None:
-    for error in (
-        RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"),
-        torch.AcceleratorError("device-side assert triggered"),
-    ):
-        assert (is_device_error(error), is_out_of_memory(error)) == (True, False), error
-    for error in (
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
-        RuntimeError("CUDA error: out of memory"),
-        torch.OutOfMemoryError("CUDA out of memory"),
-        MemoryError(),
-    ):
-        assert (is_device_error(error), is_out_of_memory(error)) == (False, True), error
-    shapes = RuntimeError("shapes cannot be multiplied")
-    assert not is_device_error(shapes)
-    assert not is_out_of_memory(shapes)
+@pytest.mark.parametrize(
+    ("error", "is_devices", "is_of_memory"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True, False),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"), True, False),
+        (torch.AcceleratorError("device-side assert triggered"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), False, True),
+        (RuntimeError("CUDA error: out of memory"), False, True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False, True),
+        (MemoryError(), False, True),
+        (RuntimeError("shapes cannot be multiplied"), False, False),
+    ],
+)
+async def test_only_errors_of_the_device_itself_are_taken_for_such(
+    error: BaseException, is_devices: bool, is_of_memory: bool
+) -> None:
+    assert (is_device_error(error), is_out_of_memory(error)) == (is_devices, is_of_memory)
 
 
+@pytest.mark.parametrize("where", ["forward", "arrival"])
 async def test_an_error_of_the_device_itself_is_not_tried_again(
-    configs: list[EngineConfig], workload: Workload, monkeypatch: pytest.MonkeyPatch
+    where: str, configs: list[EngineConfig], workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
 
@@ -425,27 +418,13 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
 
     async with Engine(configs[-1]) as engine:
         await workload.prepare(engine)
-        monkeypatch.setattr(engine.device_model.prepared.runner, "forward", broken)
+        if where == "forward":
+            monkeypatch.setattr(engine.device_model.prepared.runner, "forward", broken)
+        else:
+            _arrive_by(monkeypatch, broken)
         async with asyncio.timeout(20):
             found = await workload.run(engine)
         assert not engine.is_healthy
         assert [type(one) for one in found] == [EngineDeadError] * len(found)
-        assert calls == 1
-        assert engine.death is not None
-        assert "illegal memory access" in engine.death
-
-
-async def test_numbers_that_never_arrive_end_the_engine(
-    configs: list[EngineConfig], workload: Workload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Lost:
-        def synchronize(self) -> None:
-            raise RuntimeError("CUDA error: unspecified launch failure")
-
-    async with Engine(configs[-1]) as engine:
-        await workload.prepare(engine)
-        monkeypatch.setattr(scoring_module, "record_arrival", lambda device: Lost())
-        async with asyncio.timeout(20):
-            found = await workload.run(engine)
-        assert not engine.is_healthy
-        assert [type(one) for one in found] == [EngineDeadError] * len(found)
+        assert calls == 1 or where == "arrival"
+        assert "illegal memory access" in (engine.death or "")

@@ -61,7 +61,7 @@ def test_a_suspect_comes_last_and_alone_whatever_its_number() -> None:
     assert _ids(suspects.isolate(stage)) == [[2, 4, 6], [3], [5]]
 
 
-def test_a_query_comes_first_and_its_documents_fail_or_run_together() -> None:
+def test_a_query_comes_first_and_its_documents_together() -> None:
     suspects = Suspects()
     suspects.add(_query(1, [1, 2]))
     suspects.add(_document(2, [8], 1))

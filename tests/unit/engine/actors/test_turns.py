@@ -53,7 +53,7 @@ async def test_time_is_shared_by_weight_whatever_the_length_of_steps(weights: tu
         assert seconds / sum(used) == pytest.approx(weight / sum(weights), rel=0.03)
 
 
-async def test_one_that_has_nothing_to_run_costs_nothing_and_saves_up_no_more_than_a_moment() -> None:
+async def test_an_idle_one_costs_nothing_and_saves_up_a_moment() -> None:
     clock = Clock()
     turns = Turns(clock)
     busy, idle = turns.join(1.0), turns.join(1.0)

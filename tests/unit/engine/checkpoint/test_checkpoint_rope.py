@@ -56,12 +56,3 @@ def test_positions_equal_those_of_transformers(
         torch.zeros(1, len(types), dtype=torch.long), torch.tensor([types]), image_grid_thw=patches
     )
     np.testing.assert_array_equal(found, expected[:, 0].numpy())
-
-
-def test_what_follows_a_picture_counts_on_from_its_longer_side() -> None:
-    found = rope_positions(10, [(2, (2, 3))])
-    assert found.tolist() == [
-        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
-        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
-        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
-    ]

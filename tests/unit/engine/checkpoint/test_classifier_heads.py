@@ -51,12 +51,12 @@ def test_a_head_gives_the_bits_of_the_models_own_code(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "is_short"), [("bert", True), ("xlm-roberta", True), ("modernbert", False)]
 )
-def test_the_short_way_is_taken_where_pooler_and_classifier_are_all(family: str, is_short: bool) -> None:
+def test_the_short_way_is_for_a_pooler_and_a_classifier(family: str, is_short: bool) -> None:
     assert (ClassifierHead(MODELS[family]().eval())._is_short) is is_short
 
 
 @torch.inference_mode()
-def test_a_classifier_that_is_replaced_later_is_the_one_that_is_asked() -> None:
+def test_a_classifier_that_is_replaced_later_is_asked() -> None:
     head = ClassifierHead(MODELS["bert"]().eval())
     head.model.classifier = torch.nn.Linear(32, 3)
     rows = torch.randn(4, 32)
@@ -70,6 +70,6 @@ class Doubled(BertForSequenceClassification):
         return output
 
 
-def test_a_model_that_does_more_with_its_classifiers_logits_is_called() -> None:
+def test_a_model_that_changes_the_logits_is_called() -> None:
     head = ClassifierHead(Doubled(BertConfig(**SIZES, intermediate_size=48, num_labels=1)).eval())
     assert not head._is_short

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,6 +48,18 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def path(checkpoints: SharedCheckpoints) -> str:
+    """A small cross-encoder, which a test does not change."""
+    return checkpoints(cross_encoders.bert)
+
+
+@pytest.fixture
+def folder(checkpoints: SharedCheckpoints, tmp_path: Path) -> Path:
+    """A copy of it that a test may change."""
+    return checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+
+
+@pytest.fixture
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """What makes reading with the libraries fail from then on."""
 
@@ -61,8 +72,8 @@ def no_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return refuse
 
 
-def _load(path: str, **options: object) -> LoadedModel:
-    return loading.load_model(EngineConfig(model=path, **options), CPU)  # type: ignore[arg-type]
+def _load(path: Path | str, **options: object) -> LoadedModel:
+    return loading.load_model(EngineConfig(model=str(path), **options), CPU)  # type: ignore[arg-type]
 
 
 @torch.inference_mode()
@@ -106,14 +117,17 @@ def test_what_a_recipe_cannot_hold_has_none(
     assert not cache_folder.exists()
 
 
-def _key(path: Path | str, **options: object) -> str:
+def _source(path: Path | str, **options: object) -> Source:
     source = source_of(EngineConfig(model=str(path), **options))  # type: ignore[arg-type]
     assert source is not None
-    return source.key
+    return source
 
 
-def test_changed_files_and_options_change_the_key(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
-    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+def _key(path: Path | str, **options: object) -> str:
+    return _source(path, **options).key
+
+
+def test_files_options_and_versions_change_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [_key(folder), _key(folder, max_model_len=20)]
     keys += [_key(folder, trust_remote_code=True), _key(folder, allow_pickle=True)]
     config = json.loads((folder / "config.json").read_text())
@@ -124,11 +138,12 @@ def test_changed_files_and_options_change_the_key(checkpoints: SharedCheckpoints
     tensors = load_file(folder / "model.safetensors")
     _save(tensors | {"more": torch.zeros(1)}, folder)
     keys.append(_key(folder))
+    monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store.version", lambda name: "0.0.1")
+    keys.append(_key(folder))
     assert len(set(keys)) == len(keys)
 
 
-def test_weights_and_what_nobody_reads_keep_the_key(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
-    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+def test_weights_and_what_nobody_reads_keep_the_key(folder: Path) -> None:
     before = _key(folder)
     tensors = load_file(folder / "model.safetensors")
     _save({name: tensor + 1 for name, tensor in tensors.items()}, folder)
@@ -136,55 +151,40 @@ def test_weights_and_what_nobody_reads_keep_the_key(checkpoints: SharedCheckpoin
     assert _key(folder, device="cpu", threads=1, query_prompt="query: ") == before
 
 
-def test_other_versions_change_the_key(
-    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = checkpoints(cross_encoders.bert)
-    before = _key(path)
-    monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store.version", lambda name: "0.0.1")
-    assert _key(path) != before
-
-
-def test_new_weights_are_read_by_an_old_recipe(
-    checkpoints: SharedCheckpoints, tmp_path: Path, no_libraries: Callable[[], None]
-) -> None:
-    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
-    before = _results(_load(str(folder)))
+def test_new_weights_are_read_by_an_old_recipe(folder: Path, no_libraries: Callable[[], None]) -> None:
+    before = _results(_load(folder))
     tensors = load_file(folder / "model.safetensors")
     _save({name: tensor * 1.5 for name, tensor in tensors.items()}, folder)
     expected = _results(library.read_with_libraries(EngineConfig(model=str(folder)), CPU))
     no_libraries()
-    found = _results(_load(str(folder)))
+    found = _results(_load(folder))
     torch.testing.assert_close(found, expected)
     assert not torch.equal(found[0], before[0])
 
 
-def test_weights_that_are_not_finite_are_refused(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
-    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
-    _load(str(folder))
+def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
+    _load(folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["classifier.weight"][0, 0] = float("nan")
     _save(tensors, folder)
     with pytest.raises(ModelLoadError, match=r"not finite.*classifier\.weight"):
-        _load(str(folder))
+        _load(folder)
 
 
-def test_half_precision_stays_half(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
-    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+def test_half_precision_stays_half(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     _save({name: tensor.half() for name, tensor in tensors.items()}, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
     for _ in range(2):
-        model = _load(str(folder))
+        model = _load(folder)
         assert isinstance(model.backbone, bert.Encoder)
         assert model.file_dtype is torch.float16
         assert model.backbone.encoder.layer[0].output.dense.weight.dtype is torch.float16
         assert model.tasks["classify"].head(torch.zeros(1, 128)).dtype is torch.float32
 
 
-def test_damaged_recipes_are_made_anew(checkpoints: SharedCheckpoints, cache_folder: Path) -> None:
-    path = checkpoints(cross_encoders.bert)
+def test_damaged_recipes_are_made_anew(path: str, cache_folder: Path) -> None:
     _load(path)
     (kept,) = cache_folder.iterdir()
     for damage in (kept.read_bytes()[:100], kept.read_bytes().replace(b"model.safetensors", b"x")):
@@ -193,20 +193,14 @@ def test_damaged_recipes_are_made_anew(checkpoints: SharedCheckpoints, cache_fol
         assert msgspec.json.decode(kept.read_bytes(), type=Recipe).is_classifier
 
 
-def test_recipes_are_private(checkpoints: SharedCheckpoints, cache_folder: Path) -> None:
-    _load(checkpoints(cross_encoders.bert))
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_recipes_are_private_and_else_not_read(
+    path: str, what: str, cache_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _load(path)
     (kept,) = cache_folder.iterdir()
     assert cache_folder.stat().st_mode & 0o777 == 0o700
     assert kept.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("what", ["folder", "file"])
-def test_what_others_may_write_is_not_read(
-    what: str, checkpoints: SharedCheckpoints, cache_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = checkpoints(cross_encoders.bert)
-    _load(path)
-    (kept,) = cache_folder.iterdir()
     os.chmod(cache_folder if what == "folder" else kept, 0o777)
     assert loading.find_recipe(_source(path)) is None
     assert "is not" in caplog.text
@@ -217,18 +211,12 @@ def _save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _source(path: str) -> Source:
-    source = source_of(EngineConfig(model=path))
-    assert source is not None
-    return source
-
-
 def test_a_folder_that_cannot_be_made_is_no_failure(
-    checkpoints: SharedCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert isinstance(_load(checkpoints(cross_encoders.bert)).backbone, bert.Encoder)
+    assert isinstance(_load(path).backbone, bert.Encoder)
 
 
 def test_the_embedded_model_comes_with_its_recipes(no_libraries: Callable[[], None]) -> None:
@@ -276,10 +264,9 @@ def test_serving_imports_no_model_libraries(checkpoints: SharedCheckpoints) -> N
     assert done.stdout.strip() == "[]"
 
 
-def test_inspect_check_compares_anew(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_check_compares_anew(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from maxsimd.engine.inspection import inspect_model
 
-    path = checkpoints(cross_encoders.bert)
     _load(path)
     asked = []
     read = library.read_with_libraries
@@ -297,29 +284,22 @@ def test_inspect_check_compares_anew(checkpoints: SharedCheckpoints, monkeypatch
 
 
 def test_a_folder_with_much_beside_the_checkpoint_has_none(
-    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
+    path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = checkpoints(cross_encoders.bert)
     assert source_of(EngineConfig(model=path)) is not None
     monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store._MOST_BYTES", 10_000)
     assert source_of(EngineConfig(model=path)) is None
     assert not isinstance(_load(path).backbone, bert.Encoder)
 
 
-def test_few_recipes_are_kept(
-    checkpoints: SharedCheckpoints, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_recipes_are_kept(path: str, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store._MOST", 2)
-    path = checkpoints(cross_encoders.bert)
     for length in (10, 11, 12):
         _load(path, max_model_len=length)
     assert len(list(cache_folder.iterdir())) == 2
 
 
-def test_a_sharded_checkpoint_has_a_recipe(
-    checkpoints: SharedCheckpoints, tmp_path: Path, no_libraries: Callable[[], None]
-) -> None:
-    folder = checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
+def test_a_sharded_checkpoint_has_a_recipe(folder: Path, no_libraries: Callable[[], None]) -> None:
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     files = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
@@ -329,7 +309,6 @@ def test_a_sharded_checkpoint_has_a_recipe(
     index = {"metadata": {"total_size": 1}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
-    expected = _results(_load(str(folder)))
+    expected = _results(_load(folder))
     no_libraries()
-    torch.testing.assert_close(_results(_load(str(folder))), expected)
-    shutil.rmtree(folder)
+    torch.testing.assert_close(_results(_load(folder)), expected)

@@ -58,7 +58,7 @@ def test_sequences_in_a_row_see_nothing_of_each_other(
 
 @torch.inference_mode()
 @given(LENGTHS, st.integers(1, 5), st.booleans())
-def test_ends_that_are_not_attended_to_are_left_out_of_rows_as_of_a_batch(
+def test_unattended_ends_are_left_out_of_rows_too(
     lengths: list[tuple[int, int]], taps: int, centred: bool
 ) -> None:
     convolution = ShortConvolution(_original(taps), centred, leaves_out_padding=True)

@@ -14,16 +14,6 @@ from tests.checkpoints.shared import SharedCheckpoints
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="these are glibc's")
 
 
-def test_free_memory_between_what_is_in_use_goes_back_to_the_system() -> None:
-    pieces = [bytes(2000) for _ in range(100_000)]
-    between = pieces[::1000]
-    taken = resident_bytes()
-    del pieces
-    give_back_memory()
-    assert len(between) == 100
-    assert resident_bytes() < taken - (100 << 20)
-
-
 async def test_an_engine_that_is_stopped_gives_back_what_is_free(checkpoints: SharedCheckpoints) -> None:
     engine = Engine(model=checkpoints(bi_encoders.bge))
     await engine.start()

@@ -98,7 +98,7 @@ def test_ids_may_be_of_another_type() -> None:
 
 
 @torch.inference_mode()
-def test_what_is_called_with_more_than_ids_goes_through_the_module() -> None:
+def test_calls_with_more_than_ids_go_through_the_module() -> None:
     module, ours = made("bert", torch.float32)
     given: dict[str, Any] = {"inputs_embeds": torch.randn(1, 5, 40), "position_ids": torch.arange(5)[None]}
     assert torch.equal(ours(**given), module(**given))

@@ -11,34 +11,121 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.execution import cuda_graphs
-from maxsimd.engine.execution.attention.base import CaptureSize, StaticMetadata
+from maxsimd.engine.execution.attention.base import (
+    AttentionBackend,
+    CapturableBackend,
+    CaptureSize,
+    StaticMetadata,
+)
+from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.attention.varlen import VarlenBackend, VarlenMetadata
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner
+from maxsimd.engine.execution.device_clock import Times
+from maxsimd.engine.execution.graph_recorder import Cost
 from maxsimd.engine.execution.graph_sizes import is_worth_capturing, least_tokens, sizes_for
 from maxsimd.engine.execution.graph_steps import filling_steps
 from maxsimd.engine.execution.host_waits import waits_in
 from maxsimd.engine.execution.lay_out import lay_out
 from maxsimd.engine.execution.layout import Group, Layout
+from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
 from maxsimd.engine.execution.static_inputs import Field, StaticInputs
 from maxsimd.engine.ops.qkv import QKV
-from maxsimd.scheduler import ResultSlot, Sequence, Step, Tokens
+from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
 from tests.checkpoints import cross_encoders, nomic
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.unit.engine.execution.graph_checks import (
-    CPU,
-    SIZES,
-    CallRecorder,
-    check_replays,
-    check_triton_replays,
-    packed_model,
-    steps_of,
-    texts_of,
-)
-from tests.unit.engine.execution.test_packed import plain_varlen
 from tests.unit.engine.ops.interpreted import run_interpreted
+
+CPU = torch.device("cpu")
+SIZES = (CaptureSize(256, 40, 128), CaptureSize(64, 32, 64), CaptureSize(64, 4, 64), CaptureSize(32, 4, 32))
+
+
+class CallRecorder:
+    """Calls in the place of graphs: `replays` counts those of each, in the order of their capture. Every run
+    takes these milliseconds and this share of the memory."""
+
+    def __init__(self, host: float = 1.0, device: float = 1.0, memory: float = 0.0) -> None:
+        self.replays: list[int] = []
+        self._cost = Cost(Times(host, device), memory)
+
+    def cost(self, run: Callable[[], object]) -> Cost:
+        return self._cost
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], None]:
+        run()
+        number = len(self.replays)
+        self.replays.append(0)
+
+        def replay() -> None:
+            self.replays[number] += 1
+            run()
+
+        return replay
+
+
+def packed_model(path: Path, layers: int = 1) -> LoadedModel:
+    """A checkpoint in float32, with packed attention and its first layers alone: graphs need no more."""
+    model = load_model(EngineConfig(model=path), CPU)
+    backbone: Any = model.backbone.float()
+    del (backbone.layers if hasattr(backbone, "layers") else backbone.encoder.layer)[layers:]
+    assert isinstance(
+        try_packed(model, CPU, GroupedBackend(supports_first_rows=False), make_samples(model)), Packed
+    )
+    return model
+
+
+def texts_of(model: LoadedModel) -> list[Sequence]:
+    return [sequence for sequence in random_sequences(model, model.score_task) if not sequence.tokens.images]
+
+
+def steps_of(lengths: list[list[int]], vocabulary: int = 100) -> list[Step]:
+    random = np.random.default_rng(1)
+    steps = []
+    for number, of_step in enumerate(lengths):
+        chunks = []
+        for key, length in enumerate(of_step):
+            ids = random.integers(0, vocabulary, length).astype(np.int32)
+            chunks.append(Chunk(Sequence.text(key, ResultSlot(0, key), "all", Tokens(ids)), 0, length))
+        steps.append(Step(number, tuple(chunks)))
+    return steps
+
+
+def check_replays(
+    model: LoadedModel,
+    backend: AttentionBackend[Any],
+    sizes: tuple[CaptureSize, ...],
+    lengths: list[list[int]],
+    replays: list[int],
+) -> None:
+    """Steps of sequences of these lengths give what they give without graphs, also after others have been
+    through the same graph; `replays` is how often each graph runs."""
+    assert isinstance(backend, CapturableBackend)
+    plain = PackedRunner(model, CPU, backend)
+    graphed = GraphedRunner(plain, CPU)
+    recorder = CallRecorder()
+    assert graphed.capture_all(backend, sizes, texts_of(model), recorder) == {}
+    before = list(recorder.replays)
+    for step in steps_of(lengths):
+        ours, cursor = graphed.forward(step)
+        exact, expected = plain.forward(step)
+        assert cursor.starts == expected.starts
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
+    assert [now - then for now, then in zip(recorder.replays, before, strict=True)] == replays
+
+
+def check_triton_replays(path: str) -> None:
+    """Interpreted: by our kernel, with tiles so small that sequences have several blocks."""
+    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+    from tests.unit.engine.ops.kernel_checks import tiled
+
+    model = packed_model(Path(path))
+    with tiled((32, 32, 4, 1)):
+        steps = [[9, 12, 1], [45], [3] * 9, [5]]
+        check_replays(model, TritonBackend(), (CaptureSize(48, 8, 48),), steps, [3])
 
 
 @pytest.fixture(params=["bert", "qwen3"])
@@ -52,11 +139,19 @@ def model(bert_cross_encoder: str) -> LoadedModel:
     return packed_model(Path(bert_cross_encoder))
 
 
+Captured = tuple[GraphedRunner, Any]
+
+
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
-    """By torch's kernel for GPUs, with plain torch in its place."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
-    return VarlenBackend(CPU)
+def capture(model: LoadedModel, backend: VarlenBackend) -> Callable[..., Captured]:
+    """Captures sizes, and gives the runner and the sizes that are left out."""
+
+    def captured(recorder: CallRecorder, sizes: Any = SIZES, **other: Any) -> Captured:
+        used, by = other.get("model", model), other.get("backend", backend)
+        graphed = GraphedRunner(PackedRunner(used, CPU, by), CPU)
+        return graphed, graphed.capture_all(by, sizes, texts_of(used), recorder)
+
+    return captured
 
 
 def test_a_replayed_step_gives_what_it_gives_without_a_graph(path: Path, backend: VarlenBackend) -> None:
@@ -71,11 +166,8 @@ def test_steps_by_our_own_kernel_are_replayed(path: Path) -> None:
     run_interpreted(check_triton_replays, str(path))
 
 
-def test_hidden_states_of_a_replayed_step_are_not_those_of_the_next(
-    model: LoadedModel, backend: VarlenBackend
-) -> None:
-    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
-    graphed.capture_all(backend, SIZES[-1:], texts_of(model), CallRecorder())
+def test_the_next_replay_leaves_hidden_states_as_they_were(capture: Callable[..., Captured]) -> None:
+    graphed, _ = capture(CallRecorder(), SIZES[-1:])
     first, second = steps_of([[9, 3], [4, 8]])
     hidden, _ = graphed.forward(first)
     before = hidden.clone()
@@ -84,32 +176,26 @@ def test_hidden_states_of_a_replayed_step_are_not_those_of_the_next(
 
 
 def test_a_model_that_waits_for_the_device_has_no_graphs(
-    tmp_path: Path, backend: VarlenBackend, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each expert is given the tokens that chose it, however many these are."""
     experts = packed_model(Path(nomic.v2_moe(tmp_path / "model")), layers=2)
-    graphed = GraphedRunner(PackedRunner(experts, CPU, backend), CPU)
     recorder = CallRecorder()
     with caplog.at_level(logging.DEBUG, logger="maxsimd"):
-        assert graphed.capture_all(backend, SIZES, texts_of(experts), recorder) == {}
-    assert graphed.sizes == ()
-    assert recorder.replays == []
+        graphed, left_out = capture(recorder, model=experts)
+    assert (graphed.sizes, left_out, recorder.replays) == ((), {}, [])
     assert "no CUDA graphs: the model waits for the device (aten.nonzero" in caplog.text
 
 
 def test_a_model_that_cannot_be_watched_runs_without_graphs(
-    model: LoadedModel,
-    backend: VarlenBackend,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    capture: Callable[..., Captured], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*given: object) -> list[str]:
         raise RuntimeError("no rule for this operator")
 
     monkeypatch.setattr(cuda_graphs, "waits_in", fail)
-    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
-    assert graphed.capture_all(backend, SIZES, texts_of(model), CallRecorder()) == {}
-    assert graphed.sizes == ()
+    graphed, left_out = capture(CallRecorder())
+    assert (graphed.sizes, left_out) == ((), {})
     assert "a step cannot be watched: no rule for this operator" in caplog.text
 
 
@@ -143,10 +229,9 @@ class BrokenRecorder(CallRecorder):
         return replay if len(self.replays) != 1 else lambda: None
 
 
-def test_a_size_that_differs_or_fails_is_left_out_alone(model: LoadedModel, backend: VarlenBackend) -> None:
-    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
+def test_a_size_that_differs_or_fails_is_left_out_alone(capture: Callable[..., Captured]) -> None:
     recorder = BrokenRecorder()
-    mismatches = graphed.capture_all(backend, SIZES, texts_of(model), recorder)
+    graphed, mismatches = capture(recorder)
     assert graphed.sizes == (SIZES[3], SIZES[2])
     assert "differ by" in mismatches[SIZES[0]]
     assert "not permitted" in mismatches[SIZES[1]]
@@ -166,41 +251,34 @@ class FirstTokensBackend(VarlenBackend):
         return out
 
 
-def test_every_size_is_compared_with_steps_that_fill_it(model: LoadedModel, backend: VarlenBackend) -> None:
-    wrong = FirstTokensBackend(CPU)
-    graphed = GraphedRunner(PackedRunner(model, CPU, wrong), CPU)
-    mismatches = graphed.capture_all(wrong, SIZES, texts_of(model), CallRecorder())
+def test_every_size_is_compared_with_steps_that_fill_it(capture: Callable[..., Captured]) -> None:
+    _, mismatches = capture(CallRecorder(), backend=FirstTokensBackend(CPU))
     assert list(mismatches) == [SIZES[0]]
 
 
 def test_graphs_that_are_no_help_are_not_captured(
-    model: LoadedModel, backend: VarlenBackend, caplog: pytest.LogCaptureFixture
+    capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
 ) -> None:
     for recorder, reason in (
         (CallRecorder(host=1.0, device=9.0), "bound by the device"),
         (CallRecorder(memory=0.5), "50% of the memory"),
     ):
-        graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
         with caplog.at_level(logging.DEBUG, logger="maxsimd"):
-            assert graphed.capture_all(backend, SIZES[-1:], texts_of(model), recorder) == {}
-        assert graphed.sizes == ()
-        assert recorder.replays == []
+            graphed, left_out = capture(recorder, SIZES[-1:])
+        assert (graphed.sizes, left_out, recorder.replays) == ((), {}, [])
         assert reason in caplog.text
 
 
-def test_a_graph_slower_than_launching_holds_steps_that_nearly_fill_it(
-    model: LoadedModel, backend: VarlenBackend
-) -> None:
-    graphed = GraphedRunner(PackedRunner(model, CPU, backend), CPU)
+def test_a_slow_graph_holds_steps_that_nearly_fill_it(capture: Callable[..., Captured]) -> None:
     recorder = CallRecorder(host=1.0, device=2.0)
-    graphed.capture_all(backend, SIZES[-1:], texts_of(model), recorder)
+    graphed, _ = capture(recorder, SIZES[-1:])
     before = recorder.replays[0]
     for step in steps_of([[20], [27], [28], [32]]):
         graphed.forward(step)
     assert recorder.replays[0] - before == 2
 
 
-def test_torch_is_not_captured_where_most_of_its_blocks_would_be_empty(backend: VarlenBackend) -> None:
+def test_torch_is_not_captured_for_mostly_empty_blocks(backend: VarlenBackend) -> None:
     layout = steps_of([[8]])
     metadata = _metadata(backend, layout[0])
     assert backend.prepare_for_capture(metadata, CaptureSize(4096, 32, 4096)) is not None
@@ -254,7 +332,7 @@ def test_only_what_is_captured_without_fault_is_used(
     assert cuda_graphs.with_graphs(plain, backend, gpu, [], most) is plain
 
 
-def test_sizes_reach_up_to_the_budget_with_few_sequences_and_with_most() -> None:
+def test_sizes_reach_up_to_the_budget() -> None:
     assert sizes_for(100, 8, 512) == (
         CaptureSize(100, 8, 100), CaptureSize(64, 8, 64), CaptureSize(32, 8, 32),
     )  # fmt: skip
@@ -300,7 +378,7 @@ def test_steps_fill_the_graph_that_they_try(
         assert many.num_tokens == rows
 
 
-def test_inputs_stay_at_their_addresses_and_are_followed_by_zeros() -> None:
+def test_inputs_stay_at_their_addresses_before_zeros() -> None:
     fields = {"ids": Field((5,), torch.int64), "blocks": Field((3, 2), torch.int32)}
     inputs = StaticInputs(fields, CPU)
     ids, blocks = inputs.tensors["ids"], inputs.tensors["blocks"]

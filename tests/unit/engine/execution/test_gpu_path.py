@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import BertConfig
@@ -34,7 +33,7 @@ from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops.qkv import QKV
-from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled, tiled
+from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.methods import METHODS
 from maxsimd.pooling.ragged import Ragged
@@ -55,17 +54,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found
 
 
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
-    """By torch's kernel for GPUs, with plain torch in its place."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
-    return VarlenBackend(CPU)
-
-
-def test_attention_by_a_library_equals_plain_attention(model: LoadedModel, backend: VarlenBackend) -> None:
-    assert find_mismatch(backend, model, CPU, torch.float32) is None
-
-
 @pytest.mark.parametrize(
     ("parameters", "lacks"),
     [
@@ -74,9 +62,7 @@ def test_attention_by_a_library_equals_plain_attention(model: LoadedModel, backe
         ({"scale", "is_causal"}, {"heads", "keys", "window"}),
     ],
 )
-def test_torch_is_asked_only_for_what_a_step_needs_and_its_version_has(
-    parameters: set[str], lacks: set[str]
-) -> None:
+def test_torch_is_asked_only_for_what_its_version_has(parameters: set[str], lacks: set[str]) -> None:
     query, grouped = torch.empty(4, 6, 16), torch.empty(2, 6, 16)
     plain = QKV(query, query, query, 16**-0.5)
     cases = {
@@ -182,9 +168,7 @@ def test_attention_that_is_wrong_or_fails_is_passed_over(
         ({"ours": 1.0, "theirs": 0.99, "third": 0.89}, "third"),
     ],
 )
-def test_the_fastest_attention_is_chosen_and_the_first_of_those_alike(
-    milliseconds: dict[str, float], chosen: str
-) -> None:
+def test_the_fastest_or_first_of_equals_is_chosen(milliseconds: dict[str, float], chosen: str) -> None:
     assert fastest(milliseconds) == chosen
 
 
@@ -239,37 +223,16 @@ def test_flash_attention_is_called_as_it_is_documented(
     ) -> torch.Tensor:  # fmt: skip
         calls.append(causal)
         assert causal == (window_size[1] == 0)
-        grouped = q.shape[1] != k.shape[1]
-        return plain_varlen(
-            q,
-            k,
-            v,
-            *offsets,
-            scale=softmax_scale,
-            window_size=window_size,
-            enable_gqa=grouped,
-            seqused_k=None,
-        )
+        options = {"scale": softmax_scale, "window_size": window_size, "enable_gqa": q.shape[1] != k.shape[1]}
+        return plain_varlen(q, k, v, *offsets, **options)  # type: ignore[arg-type]
 
-    class Package:
-        flash_attn_varlen_func = staticmethod(flash)
-
-    monkeypatch.setattr("importlib.import_module", lambda name: Package)
+    package = SimpleNamespace(flash_attn_varlen_func=flash)
+    monkeypatch.setattr("importlib.import_module", lambda name: package)
     assert find_mismatch(FlashBackend(CPU), model, CPU, torch.float32) is None
     assert calls == [model.causal], "key lengths of their own are left to another backend"
 
 
-def test_a_maxsim_that_is_wrong_or_fails_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    def halved(*arguments: Any) -> torch.Tensor:
-        return maxsim_reference(*arguments) / 2
-
-    with caplog.at_level(logging.WARNING, logger="maxsimd"):
-        assert warmup.checked_maxsim("triton", halved, 16, CPU, torch.bfloat16)[0] == "tiled"
-    assert "MaxSim by triton is not used: its scores differ" in caplog.text
-    assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
-
-
-def test_maxsim_is_checked_in_every_length_and_type_that_it_may_meet() -> None:
+def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFixture) -> None:
     def wrong_where(condition: Callable[[Ragged, Ragged], bool]) -> Any:
         def scores(queries: Ragged, documents: Ragged, pairs: Any) -> torch.Tensor:
             exact = maxsim_reference(queries, documents.decoded(torch.float32), pairs)
@@ -285,26 +248,14 @@ def test_maxsim_is_checked_in_every_length_and_type_that_it_may_meet() -> None:
     assert name(lambda queries, documents: documents.scales is not None, int8=True) == "tiled"
     assert name(lambda queries, documents: max(documents.lengths) > 1000) == "tiled"
     assert name(lambda queries, documents: max(queries.lengths) > 256) == "tiled"
+    assert "MaxSim by x is not used: its scores differ" in caplog.text
+    assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
 
 
 def test_a_model_is_warmed_up_by_what_it_will_run(model: LoadedModel) -> None:
     pooler = DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()})
     warmup.warm_up(model, PackedRunner(model, CPU, GroupedBackend()), pooler)
     assert pooler.num_states == 0
-
-
-def test_maxima_on_a_device_equal_those_on_the_cpu() -> None:
-    """Plain torch is the way of a GPU without Triton."""
-    blocks = np.array([2, 1, 4])
-    similarities = torch.randn(7, 5)
-    expected = torch.stack([part.amax(dim=0) for part in similarities.split(blocks.tolist())])
-    assert torch.equal(tiled.maxima_by_torch(similarities, blocks), expected)
-
-
-def test_rows_with_scales_are_decoded() -> None:
-    rows = Ragged(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8), (0, 1, 2), torch.tensor([0.5, 2.0]))
-    assert rows.decoded(torch.float32).values.tolist() == [[0.5, 1.0], [6.0, 8.0]]
-    assert rows.decoded(torch.bfloat16).scales is None
 
 
 def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
@@ -318,7 +269,7 @@ def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
     assert tokens_that_fit(0, of_a_token) == 1_024
 
 
-def test_a_slab_takes_a_share_of_what_is_left_and_no_more_than_is_cached() -> None:
+def test_a_slab_takes_a_share_of_free_memory() -> None:
     gib = 1 << 30
     assert open_slab.default_limit(free=80 * gib, step=4 * gib, cached=4 * gib) == 4 * gib
     assert open_slab.default_limit(free=12 * gib, step=4 * gib, cached=4 * gib) == 2 * gib

@@ -3,12 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.engine.execution.grouping import (
-    GROUP_COST_ROWS,
-    group_by_length,
-    in_powers_of_two,
-    round_length,
-)
+from maxsimd.engine.execution.grouping import GROUP_COST_ROWS, group_by_length, in_powers_of_two, round_length
 from maxsimd.engine.execution.padded_runner import PADDING, SMALL_BATCH, by_length
 
 
@@ -25,12 +20,12 @@ def test_groups_hold_every_sequence_once_and_little_padding(lengths: list[int]) 
 
 
 @given(st.integers(1, 10_000))
-def test_a_length_is_rounded_up_by_less_than_a_quarter_or_four_rows(length: int) -> None:
+def test_a_length_is_rounded_up_a_little(length: int) -> None:
     assert length <= round_length(length) < length + max(4, length / 4)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_padded_batches_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
+def test_padded_batches_hold_each_once_and_little_padding(lengths: list[int]) -> None:
     batches = by_length(lengths)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:

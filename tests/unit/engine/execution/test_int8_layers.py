@@ -160,22 +160,16 @@ class Saturating(TorchProduct):
         return (pairs - ZERO * weight.sum(1)).float() * self._weights.scales
 
 
-def test_a_path_that_loses_the_largest_sums_is_not_taken() -> None:
-    assert not is_right(Path("saturating", 127, Saturating))
-    assert is_right(Path("saturating", 63, Saturating))
-    assert choose([Path("saturating", 127, Saturating)]) == PLAIN
-
-
-def test_finer_weights_are_taken_before_speed() -> None:
-    fine, coarse = Path("fine", 127, PlainProduct), Path("coarse", 63, PlainProduct)
-    assert choose([fine, coarse]).most == 127
-
-
-def test_a_path_that_does_not_run_is_not_taken() -> None:
+def test_the_finest_path_that_is_right_is_taken() -> None:
     def fail(weights: RoundedWeights) -> PlainProduct:
         raise RuntimeError("no such operator")
 
-    assert choose([Path("lacking", 127, fail)]) == PLAIN
+    assert not is_right(Path("saturating", 127, Saturating))
+    assert is_right(Path("saturating", 63, Saturating))
+    for wrong in (Saturating, fail):
+        assert choose([Path("wrong", 127, wrong)]) == PLAIN
+    fine, coarse = Path("fine", 127, PlainProduct), Path("coarse", 63, PlainProduct)
+    assert choose([fine, coarse]).most == 127
 
 
 @pytest.mark.parametrize(("in_float32", "warned"), [(1.0, True), (3.0, False)])

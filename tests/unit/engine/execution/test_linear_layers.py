@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.execution import linear, torch_linear
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
 
@@ -87,26 +86,12 @@ def test_ways_that_are_wrong_or_slow_or_missing_are_not_taken(
     assert isinstance(module[0], _Slow)
 
 
-async def test_an_engine_without_our_kernels_says_which_way_it_takes(
-    bert_cross_encoder: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch_linear.choose_way.cache_clear()
-    caplog.set_level("DEBUG", "maxsimd.engine.execution.torch_linear")
-    scores = {}
-    for dtype in ("float32", "bfloat16"):
-        async with Engine(EngineConfig(model=bert_cross_encoder, dtype=dtype, kernels="torch")) as engine:
-            scores[dtype] = (await engine.score("cats", ["cats are animals", "dogs"])).scores
-    assert "float32: " in caplog.text
-    assert "bfloat16: " in caplog.text
-    assert scores["bfloat16"] == pytest.approx(scores["float32"], abs=0.02)
-
-
 @pytest.mark.parametrize(("name", "exact"), [("gelu", True), ("gelu_new", False), ("relu", False)])
 def test_only_the_exact_gelu_is_fused(name: str, exact: bool) -> None:
     assert linear._is_exact_gelu(ACT2FN[name]) is exact
 
 
-def test_large_tables_are_not_converted_for_a_proof_and_small_ones_are() -> None:
+def test_only_small_tables_are_converted_for_a_proof() -> None:
     large, small = torch.nn.Embedding(70_000, 64), torch.nn.Embedding(10, 64)
     backbone = torch.nn.ModuleList([large, small, torch.nn.Linear(64, 4)]).bfloat16()
     ids = torch.tensor([0, 3, 9])

@@ -58,16 +58,8 @@ def random_layer(pack: Pack, seed: int, hidden: int = HIDDEN) -> Layer:
 
     attended = HEADS * HEAD_DIM
     query, key, value = product(hidden, attended), product(hidden, attended, False), product(hidden, attended)
-    return Layer(
-        query,
-        key,
-        value,
-        product(attended, hidden),
-        norm(),
-        product(hidden, WIDE),
-        product(WIDE, hidden),
-        norm(),
-    )
+    rest = product(attended, hidden), norm(), product(hidden, WIDE), product(WIDE, hidden), norm()
+    return Layer(query, key, value, *rest)
 
 
 def plainly(layer: Layer, hidden: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
@@ -153,11 +145,29 @@ def served(bert_cross_encoder: str) -> tuple[LoadedModel, PackedRunner]:
     return loaded(bert_cross_encoder, "bfloat16")
 
 
-def fast_one(model: LoadedModel, plain: PackedRunner) -> OneCallRunner:
-    task = next(iter(model.tasks))
-    fast = with_one_call(plain, model.backbone, random_sequences(model, task), turns(1.0, 2.0))
+def choice(served: tuple[LoadedModel, PackedRunner], *seconds: float) -> PackedRunner | OneCallRunner:
+    """What runs a model for which the clock shows these in turn."""
+    model, plain = served
+    texts = random_sequences(model, next(iter(model.tasks)))
+    return with_one_call(plain, model.backbone, texts, turns(*seconds))
+
+
+def one_call_of(served: tuple[LoadedModel, PackedRunner], *seconds: float) -> OneCallRunner:
+    fast = choice(served, *(seconds or (1.0, 2.0)))
     assert isinstance(fast, OneCallRunner)
     return fast
+
+
+@pytest.fixture
+def why_not(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
+    """Tells why a model runs layer by layer, as the log has it."""
+
+    def reason(*seconds: float) -> str:
+        with caplog.at_level(logging.DEBUG, logger="maxsimd"):
+            assert choice(served, *seconds) is served[1]
+        return caplog.text.partition("steps run layer by layer: ")[2]
+
+    return reason
 
 
 @pytest.mark.parametrize(
@@ -175,7 +185,7 @@ def test_steps_give_the_bits_of_the_model_layer_by_layer(
     """With the first rows alone from the last layer for cross-encoders, and all rows of the embedded one."""
     path = None if checkpoint is None else request.getfixturevalue(checkpoint)
     model, plain = loaded(path, dtype)
-    fast = fast_one(model, plain)
+    fast = one_call_of((model, plain))
     random = torch.Generator().manual_seed(0)
     for count, shortest in ((1, 1), (2, 1), (7, 1), (12, 90)):
         lengths = torch.randint(shortest, shortest + 69, (count,), generator=random).tolist()
@@ -192,64 +202,42 @@ def test_steps_give_the_bits_of_the_model_layer_by_layer(
 def test_int8_weights_run_in_one_call_too(bert_cross_encoder: str) -> None:
     model, plain = loaded(bert_cross_encoder, "bfloat16", quantization="int8")
     step = make_step([40, 3, 17])
-    assert torch.equal(fast_one(model, plain).forward(step)[0], plain.forward(step)[0])
+    assert torch.equal(one_call_of((model, plain)).forward(step)[0], plain.forward(step)[0])
 
 
 def test_larger_steps_run_layer_by_layer(
     served: tuple[LoadedModel, PackedRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, plain = served
-    fast = fast_one(model, plain)
+    fast = one_call_of(served)
     large = make_step([256] * (MOST_ROWS // 256) + [1])
     assert not fast.takes(large)
-    expected = plain.forward(large)[0]
+    expected = served[1].forward(large)[0]
     monkeypatch.setattr(Layers, "run", None)
     assert torch.equal(fast.forward(large)[0], expected)
 
 
-def reason(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture, timer: Any) -> str:
-    """Why a model runs layer by layer, as the log has it."""
-    model, plain = served
-    texts = random_sequences(model, next(iter(model.tasks)))
-    with caplog.at_level(logging.DEBUG, logger="maxsimd"):
-        assert with_one_call(plain, model.backbone, texts, timer) is plain
-    return caplog.text.partition("steps run layer by layer: ")[2]
-
-
-def test_one_call_that_takes_longer_is_not_used(
-    served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert reason(served, caplog, turns(2.0, 1.0)).startswith("one call takes 2000.00 ms")
+def test_one_call_that_takes_longer_is_not_used(why_not: Callable[..., str]) -> None:
+    assert why_not(2.0, 1.0).startswith("one call takes 2000.00 ms")
 
 
 def test_one_call_that_takes_longer_at_first_is_timed_again(served: tuple[LoadedModel, PackedRunner]) -> None:
     """As where other processes load models at the same time."""
-    model, plain = served
-    texts = random_sequences(model, next(iter(model.tasks)))
-    busy = turns(*[2.0, 1.0] * 10, *[0.5, 1.0] * 1000)
-    fast = with_one_call(plain, model.backbone, texts, busy)
-    assert isinstance(fast, OneCallRunner)
+    fast = one_call_of(served, *[2.0, 1.0] * 10, *[0.5, 1.0] * 1000)
     assert fast.takes(make_step([FEW_ROWS, 1]))
 
 
-def test_large_steps_that_take_longer_in_one_call_run_layer_by_layer(
+def test_large_steps_run_as_is_faster_for_them(
     served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, plain = served
-    texts = random_sequences(model, next(iter(model.tasks)))
-    slow_if_large = turns(*[1.0, 2.0] * 5, *[2.0, 1.0] * 1000)
     with caplog.at_level(logging.DEBUG, logger="maxsimd"):
-        fast = with_one_call(plain, model.backbone, texts, slow_if_large)
-    assert isinstance(fast, OneCallRunner)
+        fast = one_call_of(served, *[1.0, 2.0] * 5, *[2.0, 1.0] * 1000)
     assert fast.takes(make_step([FEW_ROWS]))
     assert not fast.takes(make_step([FEW_ROWS, 1]))
     assert f"steps of up to {FEW_ROWS} rows run all layers in one call" in caplog.text
 
 
 def test_one_call_that_gives_something_else_is_not_used(
-    served: tuple[LoadedModel, PackedRunner],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    why_not: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Layers.run
 
@@ -259,29 +247,20 @@ def test_one_call_that_gives_something_else_is_not_used(
         return made
 
     monkeypatch.setattr(Layers, "run", wrong)
-    assert "they give something else" in reason(served, caplog, turns(1.0, 2.0))
+    assert "they give something else" in why_not(1.0, 2.0)
 
 
-def test_layers_of_another_structure_run_layer_by_layer(
-    served: tuple[LoadedModel, PackedRunner],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_other_layers_than_berts_run_layer_by_layer(
+    served: tuple[LoadedModel, PackedRunner], why_not: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers: Any = served[0].backbone.encoder.layer
-    monkeypatch.setitem(layers[-1]._modules, "added", torch.nn.Identity())
-    why = reason(served, caplog, turns(1.0, 2.0))
-    assert why.startswith(f"layer {len(layers) - 1} is not built as BERT's")
-
-
-def test_an_attention_that_changes_its_queries_is_told_apart(
-    served: tuple[LoadedModel, PackedRunner],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    own: Any = served[0].backbone.encoder.layer[0].attention.self
+    own = layers[0].attention.self
     forward = own.forward
-    monkeypatch.setattr(own, "forward", lambda x, **options: forward(2 * x, **options))
-    assert reason(served, caplog, turns(1.0, 2.0)).startswith("layer 0 attends in another way")
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "forward", lambda x, **options: forward(2 * x, **options))
+        assert why_not(1.0, 2.0).startswith("layer 0 attends in another way")
+    monkeypatch.setitem(layers[-1]._modules, "added", torch.nn.Identity())
+    assert f"layer {len(layers) - 1} is not built as BERT's" in why_not(1.0, 2.0)
 
 
 def test_the_choice_is_made_at_load_and_logged(

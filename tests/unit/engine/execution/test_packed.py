@@ -1,6 +1,5 @@
 """Packed execution: layouts, attention and weight layout against their plain references."""
 
-import logging
 from itertools import pairwise
 from typing import Any
 
@@ -13,13 +12,13 @@ from hypothesis import strategies as st
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution import cls_only_last_layer
-from maxsimd.engine.execution.attention import interface, torch_grouped
+from maxsimd.engine.execution.attention import torch_grouped
 from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
 from maxsimd.engine.execution.attention.varlen import VarlenBackend
 from maxsimd.engine.execution.lay_out import lay_out
-from maxsimd.engine.execution.layout import Layout, PrefillChunk, SharedGroup
+from maxsimd.engine.execution.layout import Layout, PackedBatch, PrefillChunk, SharedGroup
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.prefill_kv import PrefillKV
@@ -49,12 +48,28 @@ def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
     return Step(0, tuple(chunks))
 
 
+def laid_out(
+    lengths: list[int],
+    attended: list[int] | None = None,
+    backend: AttentionBackend[Any] = GROUPED,
+    causal: bool = False,
+    position_offset: int = 0,
+) -> PackedBatch:
+    """Whole sequences in one step, as a backend takes them."""
+    return lay_out(
+        make_step(lengths, attended),
+        {},
+        causal=causal,
+        arrangement=backend.arrangement,
+        position_offset=position_offset,
+    )
+
+
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.booleans(), st.integers(0, 2))
 def test_the_cursor_finds_every_token_where_the_layout_put_it(
     lengths: list[int], grouped: bool, offset: int
 ) -> None:
-    arrangement = GROUPED.arrangement if grouped else RAGGED
-    batch = lay_out(make_step(lengths), {}, causal=False, arrangement=arrangement, position_offset=offset)
+    batch = laid_out(lengths, backend=GROUPED if grouped else OneByOneBackend(), position_offset=offset)
     for chunk, start in zip(batch.cursor.chunks, batch.cursor.starts, strict=True):
         rows = slice(start, start + len(chunk))
         assert batch.input_ids[rows].tolist() == chunk.sequence.tokens.ids.tolist()
@@ -63,10 +78,12 @@ def test_the_cursor_finds_every_token_where_the_layout_put_it(
         assert len(batch.input_ids) == sum(lengths)
 
 
+# Lengths, how much of each is attended to, heads of keys, how many queries share one, causal, and a window.
+Problem = tuple[list[int], list[int], int, int, bool, int | None]
+
+
 @st.composite
-def attention_problems(
-    draw: st.DrawFn, causal_ends: bool = False
-) -> tuple[list[int], list[int], int, int, bool, int | None]:
+def attention_problems(draw: st.DrawFn, causal_ends: bool = False) -> Problem:
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
     causal = draw(st.booleans())
     all_seen = causal and not causal_ends
@@ -116,11 +133,11 @@ def plain_varlen(
 
 @given(attention_problems())
 def test_variable_length_attention_is_called_as_it_is_documented(
-    problem: tuple[list[int], list[int], int, int, bool, int | None],
+    problem: Problem,
 ) -> None:
     """The kernel itself needs a GPU; its arguments are checked with a plain stand-in."""
     lengths, attended, kv_heads, repeats, causal, window = problem
-    batch = lay_out(make_step(lengths, attended), {}, causal=causal, arrangement=RAGGED, position_offset=0)
+    batch = laid_out(lengths, attended, OneByOneBackend(), causal=causal)
     q, k, v = (torch.randn(heads, sum(lengths), 8) for heads in (kv_heads * repeats, kv_heads, kv_heads))
     qkv = QKV(q, k, v, 0.3, window)
     with pytest.MonkeyPatch.context() as patch:
@@ -132,7 +149,7 @@ def test_variable_length_attention_is_called_as_it_is_documented(
 
 @given(attention_problems(causal_ends=True))
 def test_grouped_attention_equals_attention_one_by_one(
-    problem: tuple[list[int], list[int], int, int, bool, int | None],
+    problem: Problem,
 ) -> None:
     lengths, attended, kv_heads, repeats, causal, window = problem
     step = make_step(lengths, attended)
@@ -164,8 +181,7 @@ def test_bfloat16_attention_equals_float32(
     """Where the processor has no products of bfloat16, only what comes out is rounded."""
     monkeypatch.setattr(torch_grouped, "multiplies_bfloat16", lambda: native)
     torch.manual_seed(0)
-    step = make_step([40, 37, 12, 40, 5], [40, 30, 12, 33, 5])
-    batch = lay_out(step, {}, causal=False, arrangement=GROUPED.arrangement, position_offset=0)
+    batch = laid_out([40, 37, 12, 40, 5], [40, 30, 12, 33, 5])
     q, k, v = (torch.randn(2, len(batch.input_ids), 16).bfloat16() for _ in range(3))
     tables = (torch.randn(2, 2 * 40 + 1, 16).bfloat16() for _ in range(2))
     for relative in (None, PositionContent(*tables)):
@@ -180,7 +196,7 @@ def test_bfloat16_attention_equals_float32(
             torch.testing.assert_close(rounded[rows].float(), exact[rows], atol=tolerance, rtol=tolerance)
 
 
-def test_what_comes_behind_earlier_tokens_is_multiplied_in_float32_too(
+def test_bfloat16_behind_earlier_tokens_equals_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_grouped, "multiplies_bfloat16", lambda: False)
@@ -208,9 +224,7 @@ def test_steps_of_many_sizes_have_few_shapes() -> None:
     rows, groups = set(), set()
     for _ in range(300):
         lengths = [int(length) for length in random.integers(5, 256, 15)]
-        batch = lay_out(
-            make_step(lengths), {}, causal=False, arrangement=GROUPED.arrangement, position_offset=0
-        )
+        batch = laid_out(lengths)
         rows.add(len(batch.input_ids))
         groups |= {(group.count, group.length) for group in batch.layout.groups}
         assert len(batch.input_ids) <= 1.1 * sum(lengths) + 64
@@ -220,30 +234,14 @@ def test_steps_of_many_sizes_have_few_shapes() -> None:
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("attended", [None, [9, 3, 17]])
-def test_attention_for_first_rows_equals_the_first_rows_of_attention(
-    attended: list[int] | None, window: int | None
-) -> None:
+def test_attention_for_first_rows_equals_that_for_all(attended: list[int] | None, window: int | None) -> None:
     torch.manual_seed(0)
-    batch = lay_out(
-        make_step([9, 5, 17], attended), {}, causal=False, arrangement=GROUPED.arrangement, position_offset=0
-    )
+    batch = laid_out([9, 5, 17], attended)
     q, k, v = (torch.randn(2, len(batch.input_ids), 8) for _ in range(3))
     first = list(batch.cursor.starts)
     qkv, metadata = QKV(q, k, v, 0.3, window), GROUPED.prepare(batch.layout, CPU)
     only = GROUPED.first_rows(qkv, metadata)
     torch.testing.assert_close(only[first], GROUPED.full(qkv, metadata)[first])
-
-
-def test_prefill_kv_gives_all_keys_so_far_also_when_a_step_is_retried() -> None:
-    prefill_kv = PrefillKV()
-    keys, values = torch.randn(2, 10, 4), torch.randn(2, 10, 4)
-    for _ in range(2):
-        seen = prefill_kv.extend(0, 0, KV(keys[:, :4], values[:, :4]), store=True)
-        assert torch.equal(seen.key, keys[:, :4])
-    for _ in range(2):
-        seen = prefill_kv.extend(0, 4, KV(keys[:, 4:], values[:, 4:]), store=False)
-        assert torch.equal(seen.key, keys)
-        assert torch.equal(seen.value, values)
 
 
 class LeakyBackend(GroupedBackend):
@@ -265,9 +263,7 @@ def test_a_wrong_attention_is_found_out_at_load(bert_cross_encoder: str) -> None
 
 
 @pytest.mark.parametrize("checkpoint", ["bert_cross_encoder", "xlm_roberta_cross_encoder"])
-def test_the_last_layer_of_a_cross_encoder_runs_for_its_first_rows_alone(
-    request: pytest.FixtureRequest, checkpoint: str
-) -> None:
+def test_a_last_layer_runs_for_first_rows_alone(request: pytest.FixtureRequest, checkpoint: str) -> None:
     model = load_model(EngineConfig(model=request.getfixturevalue(checkpoint)), CPU)
     packed = try_packed(model, CPU, GROUPED, make_samples(model))
     assert isinstance(packed, Packed)
@@ -282,27 +278,6 @@ def test_the_last_layer_of_a_cross_encoder_runs_for_its_first_rows_alone(
     torch.testing.assert_close(
         hidden[list(cursor.starts)], all_rows[list(all_cursor.starts)], atol=1e-5, rtol=1e-5
     )
-
-
-def test_the_last_layer_of_a_model_that_needs_all_rows_computes_them() -> None:
-    model = load_model(EngineConfig(), CPU)
-    packed = try_packed(model, CPU, GROUPED, make_samples(model))
-    assert isinstance(packed, Packed)
-    assert packed.cls_only is None
-
-
-async def test_a_model_that_cannot_be_packed_runs_padded_with_a_warning(
-    bert_cross_encoder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*args: object, **kwargs: object) -> None:
-        raise NotImplementedError("not here")
-
-    monkeypatch.setattr(interface, "attend", broken)
-    with caplog.at_level(logging.WARNING, logger="maxsimd"):
-        async with Engine(EngineConfig(model=bert_cross_encoder)) as engine:
-            assert "not here" in (engine.device_model.prepared.not_packed or "")
-            assert len((await engine.score("a", ["b", "c d e"])).scores) == 2
-    assert "runs padded" in caplog.text
 
 
 async def test_rotary_frequencies_keep_their_precision_in_bfloat16(qwen3_embedding: str) -> None:

@@ -88,7 +88,7 @@ class TinyAttention(nn.Module):
         self.config = config
 
 
-def test_only_convolutions_whose_patches_lie_side_by_side_are_replaced() -> None:
+def test_only_convolutions_of_separate_patches_are_replaced() -> None:
     config = SimpleNamespace(_attn_implementation="sdpa")
     tower = nn.ModuleDict(
         {

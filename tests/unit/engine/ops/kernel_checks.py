@@ -1,7 +1,8 @@
 """What every Triton kernel must do, on random ragged input: interpreted on a CPU, or compiled on a GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.lay_out import lay_out
 from maxsimd.engine.execution.layout import Layout, PrefillChunk, SharedGroup
@@ -56,48 +58,38 @@ def on(items: Ragged, device: str) -> Ragged:
     return Ragged(items.values.to(device), items.offsets, scales)
 
 
-def check_maxsim(device: str) -> None:
+def scored(
+    queries: Ragged, documents: Ragged, pairs: Any, device: str, split_k: int | None = None
+) -> torch.Tensor:
     from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
 
-    @examples(40, device)
-    @given(problems(), st.sampled_from([1, 2, 7]), st.sampled_from(DTYPES))
-    def compare(problem: tuple[Ragged, Ragged, Pairs], split_k: int, dtype: torch.dtype) -> None:
-        queries, documents, pairs = problem
-        queries, documents = queries.decoded(dtype), documents.decoded(dtype)
-        exact = maxsim_reference(queries, documents, pairs)
-        # Products of rounded numbers are exact in float32, so precision makes no difference.
-        ours = maxsim_triton(on(queries, device), on(documents, device), pairs, split_k)
-        torch.testing.assert_close(ours.cpu(), exact, atol=1e-5, rtol=1e-5)
+    return maxsim_triton(on(queries, device), on(documents, device), pairs, split_k).cpu()
 
-    @examples(15, device)
-    @given(problems(), st.sampled_from(DTYPES))
-    def compare_int8(problem: tuple[Ragged, Ragged, Pairs], dtype: torch.dtype) -> None:
+
+def check_maxsim(device: str) -> None:
+    @examples(55, device)
+    @given(problems(), st.sampled_from([None, 1, 2, 7]), st.sampled_from(DTYPES), st.booleans())
+    def compare(
+        problem: tuple[Ragged, Ragged, Pairs], split_k: int | None, dtype: torch.dtype, int8: bool
+    ) -> None:
         queries, documents, pairs = problem
         queries = queries.decoded(dtype)
-        rounded = quantised(documents)
-        exact = maxsim_reference(queries, rounded.decoded(torch.float32), pairs)
-        ours = maxsim_triton(on(queries, device), on(rounded, device), pairs)
-        torch.testing.assert_close(ours.cpu(), exact, atol=1e-4, rtol=1e-4)
+        documents = quantised(documents) if int8 else documents.decoded(dtype)
+        exact = maxsim_reference(queries, documents.decoded(torch.float32), pairs)
+        # Products of rounded numbers are exact in float32, so precision makes no difference.
+        tolerance = 1e-4 if int8 else 1e-5
+        ours = scored(queries, documents, pairs, device, split_k)
+        torch.testing.assert_close(ours, exact, atol=tolerance, rtol=tolerance)
 
     compare()
-    compare_int8()
     queries, documents = random_ragged([5, 33], 200, 1), random_ragged([70, 0, 1], 200, 2)
-    assert maxsim_triton(on(queries, device), on(documents, device), []).shape == (0,)
+    assert scored(queries, documents, [], device).shape == (0,)
 
 
 def quantised(items: Ragged) -> Ragged:
     """As int8 rows with a scale each."""
     scales = items.values.abs().amax(dim=1).clamp(min=1e-12) / 127
     return Ragged((items.values / scales[:, None]).round().to(torch.int8), items.offsets, scales)
-
-
-def check_maxsim_of_all_sizes(device: str) -> None:
-    _check_sizes(device, SIZES)
-
-
-def check_maxsim_of_few_sizes(device: str) -> None:
-    """All dimensions in a tile of tensor cores, and in chunks."""
-    _check_sizes(device, [SIZES[0], SIZES[3]])
 
 
 AMPERE, HOPPER, BLACKWELL = (
@@ -113,11 +105,15 @@ SIZES = [
 ]
 
 
-def _check_sizes(device: str, sizes: list[tuple[int, torch.dtype, Limits]]) -> None:
+def check_maxsim_of_few_sizes(device: str) -> None:
+    """All dimensions in a tile of tensor cores, and in chunks."""
+    check_maxsim_of_all_sizes(device, SIZES[::3])
+
+
+def check_maxsim_of_all_sizes(device: str, sizes: Sequence[tuple[int, torch.dtype, Limits]] = SIZES) -> None:
     """Queries of every class with a tile of its own, in one batch; documents around the sizes of tiles; all
     dimensions in a tile, and in chunks; every device's table of tiles, where the kernel is interpreted."""
     from maxsimd.engine.ops.triton import maxsim
-    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
 
     query_lengths, document_lengths = [129, 5, 64, 33, 300, 32], [64, 0, 1, 65, 130, 200]
     pairs = [(0, 1), (5, 0), (4, 4), (1, 2), (2, 5), (3, 3), (5, 5), (1, 1), (0, 3), (2, 0)]
@@ -131,26 +127,22 @@ def _check_sizes(device: str, sizes: list[tuple[int, torch.dtype, Limits]]) -> N
             with pytest.MonkeyPatch.context() as patch:
                 if device == "cpu":
                     patch.setattr(maxsim, "limits", lambda device, limits=limits: limits)
-                found = maxsim_triton(on(queries, device), on(ours, device), pairs)
-            torch.testing.assert_close(found.cpu(), exact, atol=1e-3, rtol=1e-4)
+                found = scored(queries, ours, pairs, device)
+            torch.testing.assert_close(found, exact, atol=1e-3, rtol=1e-4)
 
 
 def check_maxsim_of_a_long_document(device: str) -> None:
     """In so many splits that their maxima are summed in several turns, the last split with less than a
     tile."""
-    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
-
     queries, documents = random_ragged([5, 70], 32, 1), random_ragged([900, 3], 32, 2)
     for split_k, pairs in ((None, [(1, 0), (1, 1)]), (70, [(0, 0), (0, 1)])):
         exact = maxsim_reference(queries, documents, pairs)
-        found = maxsim_triton(on(queries, device), on(documents, device), pairs, split_k)
-        torch.testing.assert_close(found.cpu(), exact, atol=1e-4, rtol=1e-4)
+        found = scored(queries, documents, pairs, device, split_k)
+        torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
 
 
 def check_maxsim_of_nan(device: str) -> None:
     """A NaN among a document's rows makes its scores NaN, and no other's."""
-    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
-
     queries, documents = random_ragged([5, 40], 128, 1), random_ragged([70, 200, 9], 128, 2)
     for row in (70, 269):
         broken = documents.values.clone()
@@ -158,9 +150,7 @@ def check_maxsim_of_nan(device: str) -> None:
         items = Ragged(broken.bfloat16(), documents.offsets)
         pairs = [(q, d) for q in range(2) for d in range(3)]
         for split_k in (1, 3):
-            found = maxsim_triton(
-                on(queries.decoded(torch.bfloat16), device), on(items, device), pairs, split_k
-            )
+            found = scored(queries.decoded(torch.bfloat16), items, pairs, device, split_k)
             assert found.isnan().tolist() == [d == 1 for _, d in pairs]
 
 
@@ -226,7 +216,6 @@ def check_maxsim_of_scattered_texts(device: str) -> None:
 
 
 DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
-WINDOWS = st.none() | st.integers(2, 60)
 
 
 # Queries, keys, warps and stages of tiles that are small, so that short sequences have blocks whose keys all
@@ -260,28 +249,113 @@ def in_float32(qkv: QKV) -> QKV:
     return QKV(qkv.query.float(), qkv.key.float(), qkv.value.float(), qkv.scaling, qkv.window)
 
 
-def check_attention_of_whole_sequences(device: str) -> None:
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one step, which any backend can run."""
+
+    layout: Layout
+    qkv: QKV
+    contexts: Sequence[KV] = ()
+
+    def by(self, backend: AttentionBackend[Any], device: str = "cpu") -> torch.Tensor:
+        qkv, metadata = qkv_on(self.qkv, device), backend.prepare(self.layout, torch.device(device))
+        if self.layout.groups:
+            return backend.full(qkv, metadata)
+        run = backend.shared_prefix if self.layout.shared_groups else backend.with_prefill_kv
+        out = qkv.new_output().fill_(9.0)
+        run(qkv, [KV(*(x.to(device) for x in each)) for each in self.contexts], metadata, out)
+        return out
+
+    def exactly(self) -> torch.Tensor:
+        """One by one, in float32."""
+        contexts = [KV(*(x.float() for x in each)) for each in self.contexts]
+        return Attention(self.layout, in_float32(self.qkv), contexts).by(OneByOneBackend())
+
+
+Dims, Dtypes = st.SearchStrategy[int], st.SearchStrategy[torch.dtype]
+
+
+def random_qkv(
+    draw: st.DrawFn, rows: int, heads: tuple[int, int], window: int | None, dims: Dims, dtypes: Dtypes
+) -> QKV:
+    """`heads` is how many of keys there are, and how many of queries share each."""
+    (kv_heads, repeats), dim, dtype = heads, draw(dims), draw(dtypes)
+    query = random_heads(kv_heads * repeats, rows, dim, dtype, 0)
+    key, value = (random_heads(kv_heads, rows, dim, dtype, seed) for seed in (1, 2))
+    return QKV(query, key, value, dim**-0.5, window)
+
+
+def keys_like(qkv: QKV, rows: int, seed: int) -> KV:
+    """Other keys and values of the same kind."""
+    kind = qkv.key.shape[2], qkv.key.dtype
+    return KV(*(random_heads(len(qkv.key), rows, *kind, each) for each in (seed, seed + 2)))
+
+
+@st.composite
+def whole_sequences(draw: st.DrawFn, dims: Dims, dtypes: Dtypes, causal_ends: bool = False) -> Attention:
+    lengths, attended, kv_heads, repeats, causal, window = draw(attention_problems(causal_ends))
+    step = make_step(lengths, attended)
+    layout = lay_out(step, {}, causal=causal, arrangement=RAGGED, position_offset=0).layout
+    return Attention(layout, random_qkv(draw, sum(lengths), (kv_heads, repeats), window, dims, dtypes))
+
+
+HEADS = st.sampled_from([(2, 1), (1, 3), (2, 2)])
+WINDOWS = st.none() | st.integers(2, 60)
+
+
+@st.composite
+def chunks(draw: st.DrawFn, dims: Dims, dtypes: Dtypes) -> Attention:
+    """Each chunk is given as its tokens and those before it."""
+    lengths = draw(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=3))
+    qkv = random_qkv(draw, sum(count for count, _ in lengths), draw(HEADS), draw(WINDOWS), dims, dtypes)
+    parts, contexts, row = [], [], 0
+    for count, before in lengths:
+        parts.append(PrefillChunk(row, before, before + count, PrefillKV(), is_stored=True))
+        own = qkv.of_rows(slice(row, row + count))
+        both = zip(keys_like(qkv, before, row + 3), (own.key, own.value), strict=True)
+        contexts.append(KV(*(torch.cat(each, dim=1) for each in both)))
+        row += count
+    return Attention(Layout(True, prefill_chunks=tuple(parts)), qkv, contexts)
+
+
+@st.composite
+def behind_prefixes(draw: st.DrawFn, dims: Dims, dtypes: Dtypes) -> Attention:
+    """Sequences behind one of two beginnings."""
+    sequences = draw(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 40)), min_size=1, max_size=6))
+    qkv = random_qkv(draw, sum(count for _, count in sequences), draw(HEADS), draw(WINDOWS), dims, dtypes)
+    shared, states = draw(st.integers(1, 80)), [PrefillKV(), PrefillKV()]
+    prefixes = [keys_like(qkv, shared + n, 3 + n) for n in range(2)]
+    groups, contexts, row = [], [], 0
+    for which, count in sorted(sequences, key=lambda sequence: sequence[0]):
+        groups.append(SharedGroup(row, 1, count, states[which]))
+        contexts.append(prefixes[which])
+        row += count
+    return Attention(Layout(True, shared_groups=tuple(groups)), qkv, contexts)
+
+
+def _check_attention(device: str, problems: Any, count: int) -> None:
     from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
 
-    ours, exact = TritonBackend(), OneByOneBackend()
-
-    @examples(40, device)
-    @given(attention_problems(), DIMS, st.sampled_from(DTYPES), SMALL_TILES)
-    def compare(
-        problem: tuple[Any, ...], dim: int, dtype: torch.dtype, tiles: tuple[int, int, int, int] | None
-    ) -> None:
-        lengths, attended, kv_heads, repeats, causal, window = problem
-        step = make_step(lengths, attended)
-        layout = lay_out(step, {}, causal=causal, arrangement=RAGGED, position_offset=0).layout
-        q = random_heads(kv_heads * repeats, sum(lengths), dim, dtype, 0)
-        k, v = (random_heads(kv_heads, sum(lengths), dim, dtype, seed) for seed in (1, 2))
-        qkv = QKV(q, k, v, dim**-0.5, window)
+    @examples(count, device)
+    @given(problems(DIMS, st.sampled_from(DTYPES)), SMALL_TILES)
+    def compare(problem: Attention, tiles: tuple[int, int, int, int] | None) -> None:
         with tiled(tiles):
-            found = ours.full(qkv_on(qkv, device), ours.prepare(layout, torch.device(device)))
-        plain = exact.full(in_float32(qkv), exact.prepare(layout, torch.device("cpu")))
-        close(found, plain.nan_to_num(), dtype)
+            found = problem.by(TritonBackend(), device)
+        close(found, problem.exactly().nan_to_num(), problem.qkv.query.dtype)
 
     compare()
+
+
+def check_attention_of_whole_sequences(device: str) -> None:
+    _check_attention(device, whole_sequences, 40)
+
+
+def check_attention_of_chunks(device: str) -> None:
+    _check_attention(device, chunks, 20)
+
+
+def check_attention_after_prefixes(device: str) -> None:
+    _check_attention(device, behind_prefixes, 20)
 
 
 def check_attention_with_any_scaling(device: str) -> None:
@@ -290,107 +364,13 @@ def check_attention_with_any_scaling(device: str) -> None:
     from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
     from maxsimd.engine.ops.triton.attention import is_supported
 
-    ours, exact = TritonBackend(), OneByOneBackend()
     layout = lay_out(make_step([40, 7]), {}, causal=False, arrangement=RAGGED, position_offset=0).layout
     for scaling in (3.0, 1e-3, -0.4):
         qkv = QKV(*(random_heads(2, 47, 32, torch.float32, seed) for seed in range(3)), scaling)
         assert is_supported(qkv) == (scaling > 0)
+        problem = Attention(layout, qkv)
         with tiled((16, 16, 4, 1)):
-            found = ours.full(qkv_on(qkv, device), ours.prepare(layout, torch.device(device)))
-        close(found, exact.full(qkv, exact.prepare(layout, torch.device("cpu"))), torch.float32)
-
-
-def check_attention_of_chunks(device: str) -> None:
-    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
-
-    ours, exact = TritonBackend(), OneByOneBackend()
-
-    @examples(20, device)
-    @given(
-        st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=3),
-        DIMS,
-        st.sampled_from(DTYPES),
-        WINDOWS,
-        SMALL_TILES,
-    )
-    def compare(
-        lengths: list[tuple[int, int]],
-        dim: int,
-        dtype: torch.dtype,
-        window: int | None,
-        tiles: tuple[int, int, int, int] | None,
-    ) -> None:
-        rows = sum(tokens for tokens, _ in lengths)
-        q = random_heads(4, rows, dim, dtype, 0)
-        k, v = (random_heads(2, rows, dim, dtype, seed) for seed in (1, 2))
-        chunks: list[PrefillChunk] = []
-        contexts: list[KV] = []
-        row = 0
-        for tokens, earlier in lengths:
-            chunks.append(PrefillChunk(row, earlier, earlier + tokens, PrefillKV(), is_stored=True))
-            of_earlier = [random_heads(2, earlier, dim, dtype, seed) for seed in (row + 3, row + 4)]
-            own = (x[:, row : row + tokens] for x in (k, v))
-            contexts.append(KV(*(torch.cat(parts, dim=1) for parts in zip(of_earlier, own, strict=True))))
-            row += tokens
-        layout = Layout(True, prefill_chunks=tuple(chunks))
-        qkv = QKV(q, k, v, dim**-0.5, window)
-        there = [KV(*(x.to(device) for x in context)) for context in contexts]
-        wide = [KV(*(x.float() for x in context)) for context in contexts]
-        found = torch.full((rows, 4, dim), 9.0, dtype=dtype, device=device)
-        plain = torch.empty(rows, 4, dim)
-        with tiled(tiles):
-            metadata = ours.prepare(layout, torch.device(device))
-            ours.with_prefill_kv(qkv_on(qkv, device), there, metadata, found)
-        exact.with_prefill_kv(in_float32(qkv), wide, exact.prepare(layout, torch.device("cpu")), plain)
-        close(found, plain, dtype)
-
-    compare()
-
-
-def check_attention_after_prefixes(device: str) -> None:
-    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
-
-    ours, exact = TritonBackend(), OneByOneBackend()
-
-    @examples(20, device)
-    @given(
-        st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=6),
-        st.integers(1, 80),
-        DIMS,
-        st.sampled_from(DTYPES),
-        WINDOWS,
-        SMALL_TILES,
-    )
-    def compare(
-        sequences: list[tuple[int, int]],
-        shared: int,
-        dim: int,
-        dtype: torch.dtype,
-        window: int | None,
-        tiles: tuple[int, int, int, int] | None,
-    ) -> None:
-        prefill_kv = [PrefillKV(), PrefillKV()]
-        row, groups, of_groups = 0, [], []
-        both = [KV(*(random_heads(2, shared + n, dim, dtype, seed + n) for seed in (3, 5))) for n in range(2)]
-        for length, which in sorted(sequences, key=lambda item: item[1]):
-            groups.append(SharedGroup(row, 1, length, prefill_kv[which]))
-            of_groups.append(both[which])
-            row += length
-        layout = Layout(True, shared_groups=tuple(groups))
-        q = random_heads(4, row, dim, dtype, 0)
-        k, v = (random_heads(2, row, dim, dtype, seed) for seed in (1, 2))
-        qkv = QKV(q, k, v, dim**-0.5, window)
-        there = [KV(*(x.to(device) for x in prefix)) for prefix in of_groups]
-        wide = [KV(*(x.float() for x in prefix)) for prefix in of_groups]
-        found = torch.full((row, 4, dim), 9.0, dtype=dtype, device=device)
-        plain = torch.empty(row, 4, dim)
-        with tiled(tiles):
-            metadata = ours.prepare(layout, torch.device(device))
-            ours.shared_prefix(qkv_on(qkv, device), there, metadata, found)
-        exact.shared_prefix(in_float32(qkv), wide, exact.prepare(layout, torch.device("cpu")), plain)
-        close(found, plain, dtype)
-
-    compare()
+            close(problem.by(TritonBackend(), device), problem.exactly(), torch.float32)
 
 
 def check_projection(device: str) -> None:
@@ -406,12 +386,7 @@ def check_projection(device: str) -> None:
         st.booleans(),
     )
     def compare(
-        tokens: int,
-        pooled: int,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        biased: bool,
-        normalized: bool,
+        tokens: int, pooled: int, shape: tuple[int, int], dtype: torch.dtype, biased: bool, normalized: bool
     ) -> None:
         width, dim = shape
         random = torch.Generator().manual_seed(tokens)
@@ -419,9 +394,8 @@ def check_projection(device: str) -> None:
         rows = torch.randint(tokens, (pooled,), generator=random)
         weight = (torch.randn(dim, width, generator=random) * width**-0.5).to(dtype)
         bias = torch.randn(dim, generator=random) if biased else None
-        projection = Projection(
-            weight.to(device), None if bias is None else bias.to(device), 1e-12 if normalized else None
-        )
+        there = None if bias is None else bias.to(device)
+        projection = Projection(weight.to(device), there, 1e-12 if normalized else None)
         ours = project(hidden.to(device), rows.to(device), projection, torch.float32)
         exact = torch.nn.functional.linear(hidden[rows].float(), weight.float(), bias)
         if normalized:

@@ -155,7 +155,7 @@ def test_blocks_cover_every_query_once_the_heaviest_first(
     assert len(blocks) <= most_blocks(row, len(sequences), queries)
 
 
-def test_a_captured_table_has_room_for_the_worst_step_and_no_more() -> None:
+def test_a_captured_table_holds_the_worst_step_and_no_more() -> None:
     for rows, sequences, queries in ((512, 32, 128), (100, 512, 64), (129, 1, 128)):
         longest = -(-rows // queries)
         # As many sequences as possible with one query more than whole blocks.

@@ -1,4 +1,4 @@
-"""The compiled kernels for MaxSim and linear layers against plain torch, on random ragged input."""
+"""The compiled kernels for MaxSim, linear layers and attention against plain torch, on random input."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,6 +13,8 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertOutput
 
 from maxsimd.engine.execution import linear as layers
+from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
+from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu.instruction_sets import may_use
 from maxsimd.engine.ops.cpu.linear import (
@@ -25,9 +27,11 @@ from maxsimd.engine.ops.cpu.linear import (
     pack_int8,
     use_amx,
 )
+from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_avx512, maxsim_reference
 from maxsimd.pooling.ragged import Ragged
-from tests.unit.engine.ops.kernel_checks import problems
+from tests.unit.engine.execution.test_packed import CPU, full, laid_out
+from tests.unit.engine.ops.kernel_checks import Attention, behind_prefixes, chunks, problems, whole_sequences
 from tests.unit.pairs import Pairs
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -43,26 +47,18 @@ def test_the_kernels_are_built_where_they_can_run() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(problems())
-def test_maxsim_in_float32_equals_the_reference(
-    problem: tuple[Ragged, Ragged, Pairs],
-) -> None:
-    torch.testing.assert_close(maxsim_avx512(*problem), maxsim_reference(*problem), atol=1e-5, rtol=1e-5)
-
-
-@needs_kernels
-@given(problems())
-def test_maxsim_in_bfloat16_equals_the_reference_on_rounded_embeddings(
-    problem: tuple[Ragged, Ragged, Pairs],
-) -> None:
+def test_maxsim_equals_the_reference(dtype: torch.dtype, problem: tuple[Ragged, Ragged, Pairs]) -> None:
     """Sums are float32 throughout, so nothing is lost but what rounding the embeddings loses."""
     queries, documents, pairs = problem
-    queries = Ragged(queries.values.bfloat16(), queries.offsets)
-    documents = Ragged(documents.values.bfloat16(), documents.offsets)
+    queries, documents = (items.decoded(dtype) for items in (queries, documents))
     scores, exact = (maxsim(queries, documents, pairs) for maxsim in (maxsim_avx512, maxsim_reference))
-    # A dimension of an odd number goes another way, whose products are rounded to bfloat16.
-    atol = 1e-4 if documents.values.shape[1] % 2 == 0 else 0.2
-    torch.testing.assert_close(scores, exact, atol=atol, rtol=1e-3)
+    atol, rtol = 1e-5, 1e-5
+    if dtype is torch.bfloat16:
+        # A dimension of an odd number goes another way, whose products are rounded to bfloat16.
+        atol, rtol = 1e-4 if documents.values.shape[1] % 2 == 0 else 0.2, 1e-3
+    torch.testing.assert_close(scores, exact, atol=atol, rtol=rtol)
 
 
 def exact_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -89,24 +85,17 @@ SCALES = torch.cat([torch.linspace(-14, 14, 56001), torch.tensor([-3e38, -100.0,
 
 
 @needs_kernels
-def test_gelu_in_bfloat16_equals_the_exact_form_on_every_scale() -> None:
-    x = SCALES.bfloat16()
-    out = through_gelu(x, pack_bfloat16)
-    torch.testing.assert_close(out.double(), exact_gelu(x), atol=5e-5, rtol=2**-8)
-
-
-@needs_kernels
-def test_gelu_in_float32_equals_the_exact_form_on_every_scale() -> None:
-    out = through_gelu(SCALES, pack_float32)
-    torch.testing.assert_close(out.double(), exact_gelu(SCALES), atol=2e-7, rtol=2e-7)
-    # torch's own is exact to a little more than a millionth.
-    torch.testing.assert_close(out, torch.nn.functional.gelu(SCALES), atol=1.5e-6, rtol=1e-6)
-
-
-@needs_kernels
-@pytest.mark.parametrize("pack", [pack_float32, pack_bfloat16])
-def test_what_is_not_a_number_is_not_lost_in_gelu(pack: Callable[[torch.Tensor], Weights]) -> None:
+@pytest.mark.parametrize(("pack", "atol", "rtol"), [(pack_float32, 2e-7, 2e-7), (pack_bfloat16, 5e-5, 2**-8)])
+def test_gelu_equals_the_exact_form_on_every_scale(
+    pack: Callable[[torch.Tensor], Weights], atol: float, rtol: float
+) -> None:
     dtype = pack(torch.zeros(1, 1)).dtype
+    x = SCALES.to(dtype)
+    out = through_gelu(x, pack)
+    torch.testing.assert_close(out.double(), exact_gelu(x), atol=atol, rtol=rtol)
+    if dtype is torch.float32:
+        # torch's own is exact to a little more than a millionth.
+        torch.testing.assert_close(out, torch.nn.functional.gelu(x), atol=1.5e-6, rtol=1e-6)
     assert through_gelu(torch.tensor([float("nan")], dtype=dtype), pack).isnan().all()
 
 
@@ -114,39 +103,38 @@ def test_what_is_not_a_number_is_not_lost_in_gelu(pack: Callable[[torch.Tensor],
 SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 140), st.integers(1, 130))
 
 
-@needs_kernels
-@given(SHAPES, st.booleans(), st.booleans())
-@settings(deadline=None)
-def test_float32_linear_equals_the_plain_one(shape: tuple[int, int, int], bias: bool, gelu: bool) -> None:
+def random_layer(
+    shape: tuple[int, int, int], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, weights and biases."""
     rows, inputs, columns = shape
     random = torch.Generator().manual_seed(rows * inputs + columns)
-    x = torch.randn(rows, inputs, generator=random)
-    weight = torch.randn(columns, inputs, generator=random) * inputs**-0.5
-    biases = torch.randn(columns, generator=random) if bias else None
-    expected = torch.nn.functional.linear(
-        x.double(), weight.double(), None if biases is None else biases.double()
-    )
-    expected = exact_gelu(expected) if gelu else expected
-    ours = linear(x, pack_float32(weight), biases, gelu).double()
-    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=2e-6)
+    x = torch.randn(rows, inputs, generator=random).to(dtype)
+    weight = (torch.randn(columns, inputs, generator=random) * inputs**-0.5).to(dtype)
+    return x, weight, torch.randn(columns, generator=random)
 
 
 @needs_kernels
+@pytest.mark.parametrize(("pack", "atol", "rtol"), [(pack_float32, 2e-6, 2e-6), (pack_bfloat16, 1e-3, 2**-7)])
 @given(SHAPES, st.booleans(), st.booleans(), st.booleans())
 @settings(deadline=None)
-def test_bfloat16_linear_equals_the_plain_one(
-    shape: tuple[int, int, int], bias: bool, gelu: bool, tiles: bool
+def test_linear_equals_the_plain_one(
+    pack: Callable[[torch.Tensor], Weights],
+    atol: float,
+    rtol: float,
+    shape: tuple[int, int, int],
+    bias: bool,
+    gelu: bool,
+    tiles: bool,
 ) -> None:
-    rows, inputs, columns = shape
-    random = torch.Generator().manual_seed(rows * inputs + columns)
-    x = torch.randn(rows, inputs, generator=random).bfloat16()
-    weight = (torch.randn(columns, inputs, generator=random) * inputs**-0.5).bfloat16()
-    biases = torch.randn(columns, generator=random) if bias else None
-    expected = torch.nn.functional.linear(x.float(), weight.float(), biases)
-    expected = exact_gelu(expected).float() if gelu else expected
+    x, weight, all_biases = random_layer(shape, pack(torch.zeros(1, 1)).dtype)
+    biases = all_biases if bias else None
+    expected = x.double() @ weight.double().T
+    expected = expected if biases is None else expected + biases
+    expected = exact_gelu(expected) if gelu else expected
     with amx(tiles):
-        ours = linear(x, pack_bfloat16(weight), biases, gelu).float()
-    torch.testing.assert_close(ours, expected, atol=1e-3, rtol=2**-7)
+        ours = linear(x, pack(weight), biases, gelu)
+    torch.testing.assert_close(ours.double(), expected, atol=atol, rtol=rtol)
 
 
 @needs_kernels
@@ -154,13 +142,10 @@ def test_bfloat16_linear_equals_the_plain_one(
 @settings(deadline=None)
 def test_int8_linear_equals_its_definition(shape: tuple[int, int, int], bias: bool, gelu: bool) -> None:
     """Weights rounded by column, activations by row, both symmetrically to 127 steps."""
-    rows, inputs, columns = shape
-    random = torch.Generator().manual_seed(rows * inputs + columns)
-    x = torch.randn(rows, inputs + inputs % 2, generator=random).bfloat16()[:, :inputs]
-    x[0] = 0
-    weight = torch.randn(columns, inputs, generator=random) * inputs**-0.5
-    weight[-1] = 0
-    biases = torch.randn(columns, generator=random) if bias else None
+    x, weight, all_biases = random_layer(shape)
+    x = torch.nn.functional.pad(x, (0, shape[1] % 2)).bfloat16()[:, : shape[1]]
+    x[0], weight[-1] = 0, 0
+    biases = all_biases if bias else None
     row_sizes, column_scales = x.float().abs().amax(dim=1, keepdim=True), weight.abs().amax(1, True) / 127
     # In double precision, so that what lies halfway between two steps goes the same way here.
     steps = torch.where(row_sizes > 0, torch.tensor(127.0) / row_sizes, 0).double()
@@ -184,10 +169,9 @@ def test_a_fused_layer_norm_equals_the_plain_one(
     rows, inputs, columns = shape
     columns += 1  # of one column, nothing is left but noise
     dtype = pack(torch.zeros(1, 1)).dtype
-    random = torch.Generator().manual_seed(rows * inputs + columns)
-    x = torch.randn(rows, inputs, generator=random).to(dtype)
-    weight = (torch.randn(columns, inputs, generator=random) * inputs**-0.5).to(dtype)
-    bias, scale, shift = torch.randn(3, columns, generator=random)
+    x, weight, bias = random_layer((rows, inputs, columns), dtype)
+    random = torch.Generator().manual_seed(rows)
+    scale, shift = torch.randn(2, columns, generator=random)
     residual = torch.randn(rows, columns + 4 * strided, generator=random).to(dtype)[:, :columns]
     total = torch.nn.functional.linear(x.float(), weight.float(), bias).to(dtype).double() + residual.double()
     expected = torch.nn.functional.layer_norm(total, (columns,), scale.double(), shift.double(), 1e-5)
@@ -258,3 +242,51 @@ def test_a_compiled_layer_takes_any_shape_and_stride() -> None:
     wide = torch.randn(2, 5, 96).bfloat16()
     for x in (wide[..., :48], wide[..., 48:], wide[..., ::2], wide[0, 0, :48], wide[:, :0, :48]):
         torch.testing.assert_close(layer(x), plain(x), atol=1e-2, rtol=1e-2)
+
+
+OURS, EXACT = CompiledBackend(), OneByOneBackend()
+
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+DTYPES = st.sampled_from(list(TOLERANCE))
+HEAD_DIMS = st.sampled_from([8, 16, 24, 32, 80, 128])  # also such as the kernel does not take as they are
+
+
+def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours.float(), exact.float(), atol=tolerance, rtol=tolerance)
+
+
+@needs_kernels
+@given(
+    whole_sequences(HEAD_DIMS, DTYPES, causal_ends=True)
+    | chunks(HEAD_DIMS, DTYPES)
+    | behind_prefixes(HEAD_DIMS, DTYPES)
+)
+@settings(deadline=None, max_examples=250)
+def test_attention_equals_attention_one_by_one(problem: Attention) -> None:
+    exact = problem.exactly()
+    close(problem.by(OURS), exact)
+    if problem.layout.groups:
+        first = problem.layout.whole_sequences[:, 0].tolist()
+        close(OURS.first_rows(problem.qkv, OURS.prepare(problem.layout, CPU))[first], exact[first])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_attention_to_long_sequences_equals_the_plain_one(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    batch = laid_out([700, 33], backend=OURS)
+    q, k, v = ((torch.randn(2, 733, 64) * 3).to(dtype) for _ in range(3))
+    ours = full(OURS, QKV(q, k, v, 0.125), batch.layout)
+    exact = full(EXACT, QKV(q.double(), k.double(), v.double(), 0.125), batch.layout)
+    # Such wide heads make much of the last bits of products, with torch as with us.
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 4e-2}[dtype]
+    torch.testing.assert_close(ours.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+@needs_kernels
+def test_values_may_have_heads_of_another_size_than_keys() -> None:
+    torch.manual_seed(0)
+    batch = laid_out([7, 3], backend=OURS)
+    qkv = QKV(torch.randn(2, 10, 24), torch.randn(2, 10, 24), torch.randn(2, 10, 40), 0.2)
+    close(full(OURS, qkv, batch.layout), full(EXACT, qkv, batch.layout))

@@ -1,6 +1,7 @@
 """What the compiled kernels give for a row or a query is the same to the last bit, whatever is computed
 beside it, wherever it stands, and on however many threads."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -85,12 +86,16 @@ def random_rows(pack: Callable[[torch.Tensor], Weights], rows: int, inputs: int)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(
     pack: Callable[[torch.Tensor], Weights], tiles: bool, inputs: int, columns: int, ending: str
 ) -> None:
+    """On any number of threads."""
     layer = make_layer(pack, inputs, columns, ending)
     x = random_rows(pack, 700, inputs)
     with products(tiles):
         everything = layer(x)
         for count in (1, 2, 7, 12, 13, 16, 17, 31, 33, 48, 65, 200, 511):
             assert torch.equal(layer(x[:count]), everything[:count]), count
+        for number, count in itertools.product((1, 3), (1, 5, 64, 700)):
+            with threads(number):
+                assert torch.equal(layer(x[:count]), everything[:count]), (number, count)
 
 
 @needs_kernels
@@ -103,7 +108,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
     spare=st.integers(0, 2),
 )
 @settings(deadline=None, max_examples=25)
-def test_a_row_has_the_same_bits_at_any_place_and_beside_any_others(
+def test_a_row_has_the_same_bits_at_any_place(
     pack: Callable[[torch.Tensor], Weights],
     tiles: bool,
     layer: tuple[int, int],
@@ -119,22 +124,6 @@ def test_a_row_has_the_same_bits_at_any_place_and_beside_any_others(
     rows.copy_(x[chosen])
     with products(tiles):
         assert torch.equal(compute(rows), compute(x)[chosen])
-
-
-@needs_kernels
-@pytest.mark.parametrize(("pack", "tiles"), WAYS)
-@pytest.mark.parametrize("ending", ["plain", "gelu", "norm"])
-def test_rows_have_the_same_bits_on_any_number_of_threads(
-    pack: Callable[[torch.Tensor], Weights], tiles: bool, ending: str
-) -> None:
-    layer = make_layer(pack, 384, 160, ending)
-    for rows in (1, 5, 64, 700):
-        x = random_rows(pack, rows, 384)
-        found = []
-        for count in (1, 2, 3):
-            with products(tiles), threads(count):
-                found.append(layer(x))
-        assert all(torch.equal(out, found[0]) for out in found)
 
 
 # lengths of sequences, heads of keys and how often they are shared, and the size of heads
@@ -170,7 +159,7 @@ def side_by_side(lengths: list[int], causal: bool) -> Layout:
 @needs_kernels
 @given(CROWDS, st.booleans(), WINDOWS)
 @settings(deadline=None)
-def test_a_sequence_attends_to_the_same_bits_alone_and_in_a_crowd(
+def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
     crowd: Crowd, causal: bool, window: int | None
 ) -> None:
     lengths = crowd[0]
@@ -220,9 +209,7 @@ def test_a_causal_sequence_attends_to_the_same_bits_in_chunks(
 @needs_kernels
 @given(CROWDS, WINDOWS)
 @settings(deadline=None)
-def test_sequences_attend_to_the_same_bits_behind_a_prefix_and_whole(
-    crowd: Crowd, window: int | None
-) -> None:
+def test_sequences_attend_to_the_same_bits_behind_a_prefix(crowd: Crowd, window: int | None) -> None:
     """The first of the crowd is the beginning that the others share."""
     before, *lengths = crowd[0]
     qkv = qkv_of(crowd, sum(crowd[0]), window)

@@ -4,15 +4,121 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maxsimd.bench.gpu.ahead_of_time import compiled
 from maxsimd.bench.gpu.layer_kernels import variants
 from tests.unit.engine.ops.interpreted import run_interpreted
-from tests.unit.engine.ops.layer_kernel_checks import CHECKS
+from tests.unit.engine.ops.kernel_checks import DTYPES, examples
+
+# Both sides are float32 until they round once; they may round to neighbours.
+_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+WIDTHS = st.sampled_from([1, 16, 100, 384, 1000, 1024])
+ROWS = st.integers(0, 5)
+
+
+def same(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    assert ours.dtype is exact.dtype
+    tolerance = _TOLERANCE[exact.dtype]
+    torch.testing.assert_close(ours.float().cpu(), exact.float(), atol=tolerance, rtol=tolerance)
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int, apart: int = 0) -> torch.Tensor:
+    """Random rows, that many columns apart in memory."""
+    random = torch.Generator().manual_seed(seed)
+    wide = torch.randn(*shape[:-1], shape[-1] + apart, generator=random).to(dtype)
+    return wide[..., : shape[-1]]
+
+
+def check_add_layer_norm(device: str) -> None:
+    from maxsimd.engine.ops.triton.layer_norm import add_layer_norm, add_layer_norm_reference
+
+    @examples(40, device)
+    @given(ROWS, WIDTHS, st.sampled_from(DTYPES), st.sampled_from([0, 16]), st.sampled_from([0.0, 30.0]))
+    def compare(rows: int, width: int, dtype: torch.dtype, apart: int, mean: float) -> None:
+        x = numbers(rows, width, dtype=dtype, seed=1, apart=apart) + mean
+        residual = numbers(rows, width, dtype=dtype, seed=2, apart=2 * apart)
+        weight, bias = (numbers(width, dtype=dtype, seed=seed) for seed in (3, 4))
+        exact = add_layer_norm_reference(x, residual, weight, bias, 1e-5)
+        there = (each.to(device) for each in (x, residual, weight, bias))
+        same(add_layer_norm(*there, 1e-5), exact)
+
+    compare()
+
+
+def check_rms_norm(device: str) -> None:
+    from maxsimd.engine.ops.triton.rms_norm import (
+        add_rms_norm,
+        add_rms_norm_reference,
+        rms_norm,
+        rms_norm_reference,
+    )
+
+    @examples(40, device)
+    @given(ROWS, WIDTHS, st.sampled_from(DTYPES), st.sampled_from([0, 16]), st.sampled_from([1e-6, 0.5]))
+    def compare(rows: int, width: int, dtype: torch.dtype, apart: int, epsilon: float) -> None:
+        x = numbers(rows, width, dtype=dtype, seed=1, apart=apart)
+        residual = numbers(rows, width, dtype=dtype, seed=2, apart=2 * apart)
+        weight = numbers(width, dtype=dtype, seed=3)
+        there = [each.to(device) for each in (x, residual, weight)]
+        same(rms_norm(there[0], there[2], epsilon), rms_norm_reference(x, weight, epsilon))
+        total, normed = add_rms_norm(*there, epsilon)
+        exact_total, exact = add_rms_norm_reference(x, residual, weight, epsilon)
+        same(total, exact_total)  # the interpreter rounds to bfloat16 in its own way
+        same(normed, exact)
+
+    compare()
+
+
+def check_norm_rotary(device: str) -> None:
+    from maxsimd.engine.ops.triton.rotary import HeadNorms, norm_rotary_, norm_rotary_reference
+
+    @examples(40, device)
+    @given(
+        st.integers(0, 4),
+        st.tuples(st.integers(1, 9), st.integers(1, 5)),
+        st.sampled_from([16, 32, 64, 80, 128, 256]),
+        st.sampled_from(DTYPES),
+        st.booleans(),
+    )
+    def compare(rows: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, normed: bool) -> None:
+        together = heads[0] + 2 * heads[1]
+        qkv = numbers(rows, together, head_dim, dtype=dtype, seed=1)
+        # The halves differ, which they do not in models, so that each must be read.
+        cos, sin = (numbers(rows, head_dim, dtype=dtype, seed=seed) for seed in (2, 3))
+        norms = None
+        if normed:
+            norms = HeadNorms(*(numbers(head_dim, dtype=dtype, seed=seed) for seed in (4, 5)), 1e-6)
+        exact = norm_rotary_reference(qkv, cos, sin, heads, norms)
+        there = qkv.to(device, copy=True)
+        if norms is not None:
+            norms = HeadNorms(norms.query.to(device), norms.key.to(device), norms.epsilon)
+        norm_rotary_(there, cos.to(device), sin.to(device), heads, norms)
+        same(there, exact)
+        values = slice(sum(heads), None)
+        assert torch.equal(there[:, values].cpu(), qkv[:, values])
+
+    compare()
+
+
+def check_swiglu(device: str) -> None:
+    from maxsimd.engine.ops.triton.swiglu import swiglu, swiglu_reference
+
+    @examples(30, device)
+    @given(ROWS, st.sampled_from([1, 48, 1024, 1500]), st.sampled_from(DTYPES), st.sampled_from([1.0, 60.0]))
+    def compare(rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
+        gate_up = numbers(rows, 2 * width, dtype=dtype, seed=rows, apart=16) * scale
+        same(swiglu(gate_up.to(device)), swiglu_reference(gate_up))
+
+    compare()
+
+
+CHECKS = [check_add_layer_norm, check_rms_norm, check_norm_rotary, check_swiglu]
+
 
 pytest.importorskip("triton")
-
-from maxsimd.engine.ops.triton.rows import row_tile
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -45,6 +151,8 @@ def test_a_row_is_read_16_bytes_at_a_time() -> None:
 
 @pytest.mark.parametrize("width", [1, 16, 384, 1024, 8192])
 def test_a_row_fits_its_tile(width: int) -> None:
+    from maxsimd.engine.ops.triton.rows import row_tile
+
     tile = row_tile(width)
     assert tile.numbers >= width
     assert tile.numbers <= max(16, 2 * width - 1)

@@ -67,6 +67,10 @@ async def _score(engine: Engine) -> list[float]:
         return (await engine.score("capital of France", DOCUMENTS, cache="bypass")).scores
 
 
+def _device_threads() -> int:
+    return [thread.name for thread in threading.enumerate()].count("maxsimd-device")
+
+
 async def test_a_stuck_engine_says_so_and_starts_again_once(
     sticking: Sticking, config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,6 +163,7 @@ async def test_what_died_is_freed_before_the_next_is_loaded(
     monkeypatch.setattr(running_module.log, "critical", lambda *_, **__: None)
     async with Engine(config) as engine:
         old = weakref.ref(engine.device_model.model.backbone)
+        devices = _device_threads()
         with monkeypatch.context() as broken:
             broken.setattr(RunnerActor, "_finish", die)
             with pytest.raises(EngineDeadError):
@@ -172,6 +177,7 @@ async def test_what_died_is_freed_before_the_next_is_loaded(
         monkeypatch.setattr(launch_module, "load_device_model", noting)
         await engine.start()
         assert found == [None]
+        assert (engine.is_healthy, engine.death, _device_threads()) == (True, None, devices)
         assert await _score(engine)
 
 

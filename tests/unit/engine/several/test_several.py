@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-import pytest_asyncio
 
 import maxsimd
 from maxsimd.bench.datasets import Pair
@@ -21,56 +21,25 @@ from maxsimd.engine import (
     ModelDroppedError,
     ModelFailedError,
     ModelLoadError,
+    PictureFile,
     RequestTimeoutError,
     ScoreResult,
     Stage,
     UnknownModelError,
 )
 from maxsimd.engine.actors.runner import RunnerActor
-from maxsimd.engine.device import load
-from tests.checkpoints import bi_encoders, cross_encoders
-from tests.checkpoints.shared import SharedCheckpoints
+from maxsimd.engine.requests import Truncation
 from tests.waiting import until
 
 # Engines belong to one event loop.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-Config = Callable[..., EngineConfig]
-
-
-@pytest.fixture(scope="module")
-def config(qwen3_embedding: str) -> Config:
-    """The configuration of a small model, of this one unless another is named."""
-
-    def made(model: str | None = None, **options: Any) -> EngineConfig:
-        return EngineConfig(model=model or qwen3_embedding, dtype="float32", threads=1, **options)
-
-    return made
-
-
-@pytest.fixture(scope="module")
-def reranker(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(cross_encoders.bert)
-
-
-def embedder(config: Config, checkpoints: SharedCheckpoints) -> EngineConfig:
-    return config(checkpoints(bi_encoders.bge), score_type="late-interaction", max_model_len=256)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def both(reranker: str, config: Config, checkpoints: SharedCheckpoints) -> AsyncIterator[Engines]:
-    embedded = embedder(config, checkpoints)
-    async with Engines({"embed": embedded, "rerank": config(reranker)}) as engines:
-        yield engines
-
-
 async def test_each_scores_as_alone(
-    both: Engines, reranker: str, pairs: list[Pair], config: Config, checkpoints: SharedCheckpoints
+    both: Engines, reranker: EngineConfig, embedder: EngineConfig, pairs: list[Pair]
 ) -> None:
     query, documents = pairs[0].query, [pair.document for pair in pairs[:30]]
-    embedded = embedder(config, checkpoints)
-    for name, each in (("embed", embedded), ("rerank", config(reranker))):
+    for name, each in (("embed", embedder), ("rerank", reranker)):
         async with Engine(each) as alone:
             expected = (await alone.score(query, documents)).scores
             assert alone._running is not None
@@ -151,7 +120,7 @@ async def test_what_is_no_cascade_is_refused(
     assert refused.value.param == param
 
 
-async def test_names_and_states(both: Engines, config: Config) -> None:
+async def test_names_and_states(both: Engines, config: EngineConfig) -> None:
     assert maxsimd.Engines is Engines
     assert maxsimd.Stage is Stage
     assert both.names == ("embed", "rerank")
@@ -161,12 +130,12 @@ async def test_names_and_states(both: Engines, config: Config) -> None:
     with pytest.raises(UnknownModelError, match="there are: embed, rerank"):
         both.state("other")
     with pytest.raises(EngineRunningError, match="drop it first"):
-        await both.load("embed", config())
+        await both.load("embed", config)
 
 
-async def test_one_that_cannot_be_loaded_takes_no_other_along(both: Engines, config: Config) -> None:
+async def test_one_that_cannot_be_loaded_takes_no_other_along(both: Engines, config: EngineConfig) -> None:
     with pytest.raises(ModelLoadError):
-        await both.load("missing", config("/there/is/no/such/folder"))
+        await both.load("missing", replace(config, model="/there/is/no/such/folder"))
     assert both.state("missing").startswith("failed: ")
     with pytest.raises(ModelFailedError, match="/there/is/no/such/folder"):
         _ = both["missing"]
@@ -177,10 +146,10 @@ async def test_one_that_cannot_be_loaded_takes_no_other_along(both: Engines, con
 
 
 async def test_one_that_dies_under_load_takes_no_other_along(
-    both: Engines, reranker: str, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, config: Config
+    both: Engines, reranker: EngineConfig, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = [pair.document for pair in pairs[:20]]
-    await both.load("dying", config(reranker))
+    await both.load("dying", reranker)
     dying = both["dying"]
     runner = dying.device_model.prepared.runner
     finish = RunnerActor._finish
@@ -201,17 +170,17 @@ async def test_one_that_dies_under_load_takes_no_other_along(
     with pytest.raises(ModelFailedError, match="beyond repair"):
         _ = both["dying"]
     monkeypatch.undo()
-    await both.load("dying", config(reranker))
+    await both.load("dying", reranker)
     assert (await both["dying"].score("a", ["b"])).scores
     await both.drop("dying")
 
 
 async def test_a_dropped_model_finishes_within_its_grace(
-    both: Engines, reranker: str, pairs: list[Pair], config: Config
+    both: Engines, reranker: EngineConfig, pairs: list[Pair]
 ) -> None:
     documents = [pair.document for pair in pairs[:60]]
     for grace, ends in ((None, True), (0, False)):
-        await both.load("going", config(reranker))
+        await both.load("going", reranker)
         going = both["going"]
         waiting = [asyncio.create_task(going.score(pair.query, documents)) for pair in pairs[:6]]
         other = asyncio.create_task(both["embed"].score("a", documents, cache="bypass"))
@@ -225,19 +194,11 @@ async def test_a_dropped_model_finishes_within_its_grace(
 
 
 async def test_a_model_that_loads_during_a_stop_is_dropped(
-    reranker: str, monkeypatch: pytest.MonkeyPatch, config: Config
+    reranker: EngineConfig, held_load: tuple[threading.Event, threading.Event]
 ) -> None:
     before = set(threading.enumerate())
-    read, go_on = threading.Event(), threading.Event()
-    load_model = load.load_model
-
-    def waiting(*arguments: Any) -> Any:
-        read.set()
-        go_on.wait()
-        return load_model(*arguments)
-
-    monkeypatch.setattr(load, "load_model", waiting)
-    engines = Engines({"slow": config(reranker)})
+    read, go_on = held_load
+    engines = Engines({"slow": reranker})
     start = asyncio.create_task(engines.start())
     await asyncio.to_thread(read.wait)
     assert engines.state("slow") == "loading"
@@ -252,8 +213,8 @@ async def test_a_model_that_loads_during_a_stop_is_dropped(
     await until(lambda: "maxsimd-device" not in {each.name for each in set(threading.enumerate()) - before})
 
 
-async def test_what_waits_to_be_loaded_is_not_loaded_after_a_stop(reranker: str, config: Config) -> None:
-    engines = Engines({"first": config(reranker), "second": config(reranker)})
+async def test_what_waits_to_be_loaded_is_not_loaded_after_a_stop(reranker: EngineConfig) -> None:
+    engines = Engines({"first": reranker, "second": reranker})
     start = asyncio.create_task(engines.start())
     await asyncio.sleep(0.05)
     await engines.stop(grace=0)
@@ -262,11 +223,11 @@ async def test_what_waits_to_be_loaded_is_not_loaded_after_a_stop(reranker: str,
     assert not engines._devices._shared
 
 
-async def test_it_is_started_once_at_a_time(reranker: str, config: Config) -> None:
-    engines = Engines({"a": config(reranker)})
+async def test_it_is_started_once_at_a_time(reranker: EngineConfig) -> None:
+    engines = Engines({"a": reranker})
     try:
         with pytest.raises(EngineRunningError, match="or will be by start"):
-            await engines.load("a", config(reranker))
+            await engines.load("a", reranker)
         start = asyncio.create_task(engines.start())
         await asyncio.sleep(0)
         for again in (engines.start, engines.__aenter__):
@@ -283,9 +244,9 @@ async def test_it_is_started_once_at_a_time(reranker: str, config: Config) -> No
     ("first", "grace"), [("drop", 0), ("stop", 600), pytest.param("drop", None, marks=pytest.mark.exhaustive)]
 )
 async def test_a_stop_waits_for_a_drop_within_its_own_grace(
-    reranker: str, first: str, grace: float | None, pairs: list[Pair], config: Config
+    reranker: EngineConfig, first: str, grace: float | None, pairs: list[Pair], config: EngineConfig
 ) -> None:
-    engines = Engines({"a": config(reranker), "b": config()})
+    engines = Engines({"a": reranker, "b": config})
     await engines.start()
     documents = [pair.document for pair in pairs[:60]]
     own = asyncio.create_task(engines["a"].score("a", documents))
@@ -297,7 +258,7 @@ async def test_a_stop_waits_for_a_drop_within_its_own_grace(
     stop = asyncio.create_task(engines.stop(grace))
     await asyncio.sleep(0)
     with pytest.raises(EngineRunningError, match="are being stopped"):
-        await engines.load("c", config())
+        await engines.load("c", config)
     await stop
     (answer,) = await asyncio.gather(own, return_exceptions=True)
     assert isinstance(answer, EngineDeadError if grace == 0 else ScoreResult)
@@ -306,10 +267,10 @@ async def test_a_stop_waits_for_a_drop_within_its_own_grace(
 
 
 async def test_a_cancelled_drop_frees_the_model_before_its_device(
-    reranker: str, pairs: list[Pair], config: Config
+    reranker: EngineConfig, pairs: list[Pair]
 ) -> None:
     before = set(threading.enumerate())
-    engines = Engines({"a": config(reranker)})
+    engines = Engines({"a": reranker})
     await engines.start()
     own = asyncio.create_task(engines["a"].score("a", [pair.document for pair in pairs[:60]]))
     await asyncio.sleep(0)
@@ -327,9 +288,9 @@ def _of_maxsimd(threads: set[threading.Thread]) -> list[str]:
 
 
 async def test_a_second_drop_waits_for_the_first(
-    both: Engines, reranker: str, pairs: list[Pair], config: Config
+    both: Engines, reranker: EngineConfig, pairs: list[Pair]
 ) -> None:
-    await both.load("going", config(reranker))
+    await both.load("going", reranker)
     own = asyncio.create_task(both["going"].score("a", [pair.document for pair in pairs[:60]]))
     await asyncio.sleep(0)
     first = asyncio.create_task(both.drop("going", None))
@@ -339,10 +300,10 @@ async def test_a_second_drop_waits_for_the_first(
     await own
 
 
-async def test_another_event_loop_is_refused_until_a_stop(reranker: str, config: Config) -> None:
-    engines = Engines({"a": config(reranker)})
+async def test_another_loop_is_refused_until_a_stop(reranker: EngineConfig, config: EngineConfig) -> None:
+    engines = Engines({"a": reranker})
     await engines.start()
-    for act in (engines.start, engines.stop, lambda: engines.drop("a"), lambda: engines.load("b", config())):
+    for act in (engines.start, engines.stop, lambda: engines.drop("a"), lambda: engines.load("b", config)):
         with pytest.raises(EngineNotReadyError, match=r"within one asyncio\.run"):
             await asyncio.to_thread(asyncio.run, act())
     assert (await engines["a"].score("a", ["b"])).scores
@@ -355,13 +316,98 @@ async def test_another_event_loop_is_refused_until_a_stop(reranker: str, config:
     assert await asyncio.to_thread(asyncio.run, elsewhere()) == 1
 
 
-async def test_a_cancelled_load_is_told_and_can_be_repeated(
-    both: Engines, reranker: str, config: Config
-) -> None:
-    load = asyncio.create_task(both.load("late", config(reranker)))
+async def test_a_cancelled_load_is_told_and_can_be_repeated(both: Engines, reranker: EngineConfig) -> None:
+    load = asyncio.create_task(both.load("late", reranker))
     await asyncio.sleep(0.05)
     load.cancel()
     await asyncio.gather(load, return_exceptions=True)
     assert both.state("late") == "failed: loading it was cancelled"
-    await both.load("late", config(reranker))
+    await both.load("late", reranker)
     await both.drop("late")
+
+
+TEXTS = ["a cat", "a dog", "rain"]
+LONG = "word " * 300
+VECTOR = np.ones((3, 128), dtype=np.float32)
+PAGE = PictureFile(b"no picture, which nobody opens")
+TO_EMBED, TO_RERANK = ("rerank", "embed"), ("embed", "rerank")
+
+
+def _stages(names: tuple[str, str], keep: int | None = None, instruction: str | None = None) -> list[Stage]:
+    return [Stage(names[0], keep=keep), Stage(names[1], instruction=instruction)]
+
+
+@pytest.mark.parametrize(
+    ("query", "documents", "stages", "options", "message"),
+    [
+        ("a", TEXTS, _stages(TO_RERANK, 1, "be kind"), {}, "this model takes no instruction"),
+        ("a", [VECTOR] * 2, _stages(TO_RERANK, 1, "be kind"), {}, "this model takes no instruction"),
+        (LONG, TEXTS, _stages(TO_EMBED, 1), {"truncation": "error"}, "queries[0] has 310 tokens"),
+        (LONG * 2, TEXTS, _stages(TO_RERANK, 1), {"truncation": "error"}, "documents[0] has 605 tokens"),
+        ("a", [*TEXTS, LONG], _stages(TO_EMBED, 4), {"truncation": "error"}, "documents[3] has 302 tokens"),
+        ("a", [*TEXTS, LONG], _stages(TO_EMBED), {"truncation": "error"}, "documents[3] has 302 tokens"),
+        ("a", ["a", LONG, LONG], _stages(TO_EMBED, 2), {"truncation": "error"}, "documents[1] has 302"),
+        (
+            "a",
+            TEXTS,
+            _stages(TO_EMBED, 1),
+            {"truncation": Truncation(max_tokens=400)},
+            "truncate_prompt_tokens is 400, more than the 256 tokens",
+        ),
+        (VECTOR, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is an embedding, but this model"),
+        ("a", ["a", VECTOR, VECTOR], _stages(TO_RERANK, 2), {}, "documents[1] is an embedding, but this"),
+        (PAGE, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is a picture; this model reads only text"),
+        ("a", [*TEXTS, PAGE], _stages(TO_RERANK, 4), {}, "documents[3] is a picture; this model reads only"),
+    ],
+)
+async def test_certain_refusals_are_told_before_any_stage_runs(
+    both: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    query: Any,
+    documents: list[Any],
+    stages: list[Stage],
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    async def rerank(*texts: Any, **options: Any) -> None:
+        pytest.fail("a stage ran")
+
+    for name in both.names:
+        monkeypatch.setattr(both[name], "rerank", rerank)
+    with pytest.raises(InvalidRequestError) as refused:
+        await both.rerank(query, documents, stages, **options)
+    assert str(refused.value).startswith(message)
+    assert str(refused.value).endswith(f"(the model {stages[1].model!r} of the cascade)")
+    monkeypatch.undo()
+    with pytest.raises(InvalidRequestError):
+        await both[stages[1].model].rerank(query, documents, instruction=stages[1].instruction, **options)
+
+
+@pytest.mark.parametrize(
+    ("documents", "options"),
+    [
+        ([VECTOR * 0, *TEXTS], {}),
+        ([LONG * 2, LONG * 3, LONG * 2], {}),
+        ([LONG * 2, "", " "], {"truncation": "window"}),
+    ],
+)
+async def test_possible_refusals_are_not_told_before(
+    both: Engines, documents: list[Any], options: dict[str, Any]
+) -> None:
+    """One may be of another kind, and does not come to the last stage; others are cut, or read in windows."""
+    keep = len(documents) - 1
+    first = (await both["embed"].rerank("a cat", documents, top_n=keep, **options)).results
+    found = await both.rerank("a cat", documents, _stages(TO_RERANK, keep), **options)
+    assert {one.index for one in found.results} == {one.index for one in first}
+
+
+async def test_a_long_text_does_no_harm_where_it_does_not_come(both: Engines) -> None:
+    for word in ("word", "cat", "rain", "dog"):
+        documents = [*TEXTS, f"{word} " * 300]
+        ranked = [one.index for one in (await both["rerank"].rerank("a", documents)).results]
+        keep = ranked.index(3)
+        if keep > 0:
+            found = await both.rerank("a", documents, _stages(TO_EMBED, keep), truncation="error")
+            assert {one.index for one in found.results} == set(ranked[:keep])
+            return
+    pytest.fail("each long text comes first, which is for the test to change")

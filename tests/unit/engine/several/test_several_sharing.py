@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,28 +19,16 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig, EngineDeadError, Engines, ModelFailedError, ModelLoadError
 from maxsimd.engine.actors import runner, scheduler
 from maxsimd.engine.actors.turns import Turns
-from maxsimd.engine.device import load, shared
+from maxsimd.engine.device import shared
 from maxsimd.engine.device.allocators import give_back_memory
 from maxsimd.engine.device.shared import SharedDevices
 from maxsimd.engine.device.thread import num_left_behind
 from tests.waiting import until, wait_for
 
-Config = Callable[..., EngineConfig]
-
-
-@pytest.fixture(scope="module")
-def config(qwen3_embedding: str) -> Config:
-    """The configuration of a small model, of this one unless another is named."""
-
-    def made(model: str | None = None, **options: Any) -> EngineConfig:
-        return EngineConfig(model=model or qwen3_embedding, dtype="float32", threads=1, **options)
-
-    return made
-
 
 @pytest.mark.parametrize("weights", [pytest.param((1.0, 1.0), marks=pytest.mark.exhaustive), (3.0, 1.0)])
 async def test_time_on_the_device_is_shared_by_weight(
-    weights: tuple[float, float], pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, config: Config
+    weights: tuple[float, float], pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     """Although the steps of one are as long again as those of the other. On a busy machine, too: time is what
     the device's thread has computed, and each model has its next step waiting from the beginning of the one
@@ -51,7 +38,7 @@ async def test_time_on_the_device_is_shared_by_weight(
     for name, value in (("_SHARE_LEFT", 1.0), ("_MOST_LEFT", math.inf)):
         monkeypatch.setattr(scheduler, name, value)
     documents = [pair.document for pair in pairs[:40]]
-    configs = {"a": config(max_batch_tokens=512), "b": config(max_batch_tokens=1024)}
+    configs = {"a": replace(config, max_batch_tokens=512), "b": replace(config, max_batch_tokens=1024)}
     async with Engines(configs, weights=dict(zip("ab", weights, strict=True))) as engines:
 
         async def ask(name: str) -> None:
@@ -88,48 +75,16 @@ async def test_time_on_the_device_is_shared_by_weight(
             await until(partial(counts_them, name))
 
 
-async def test_no_step_runs_while_a_checkpoint_is_read(
-    monkeypatch: pytest.MonkeyPatch, pairs: list[Pair], config: Config
+async def test_no_step_runs_while_a_load_reads_cancelled_or_not(
+    held_load: tuple[threading.Event, threading.Event], config: EngineConfig
 ) -> None:
     """Reading one changes torch's default precision for all threads."""
-    load_model, meanwhile = load.load_model, []
-
-    async with Engines({"a": config()}) as engines:
-
-        def slowly(*arguments: Any) -> Any:
-            before = engines.device_seconds("a")
-            time.sleep(0.2)
-            meanwhile.append(engines.device_seconds("a") - before)
-            return load_model(*arguments)
-
-        async def ask() -> None:
-            for i in count():
-                await engines["a"].score("a", [pairs[i % 40].document], cache="bypass")
-
-        monkeypatch.setattr(load, "load_model", slowly)
-        traffic = asyncio.create_task(ask())
-        await until(lambda: engines.device_seconds("a") > 0)
-        await engines.load("b", config())
-        assert meanwhile == [0.0]
-        before = engines.device_seconds("a")
-        await until(lambda: engines.device_seconds("a") > before)
-        traffic.cancel()
-        await asyncio.gather(traffic, return_exceptions=True)
-
-
-async def test_no_step_runs_while_a_cancelled_load_reads(
-    monkeypatch: pytest.MonkeyPatch, config: Config
-) -> None:
-    load_model, is_read, go_on = load.load_model, threading.Event(), threading.Event()
-
-    def slowly(*arguments: Any) -> Any:
-        is_read.set()
-        go_on.wait()
-        return load_model(*arguments)
-
-    async with Engines({"a": config()}) as engines:
-        monkeypatch.setattr(load, "load_model", slowly)
-        loading = asyncio.create_task(engines.load("b", config()))
+    is_read, go_on = held_load
+    go_on.set()
+    async with Engines({"a": config}) as engines:
+        is_read.clear()
+        go_on.clear()
+        loading = asyncio.create_task(engines.load("b", config))
         await asyncio.to_thread(is_read.wait)
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
@@ -140,45 +95,31 @@ async def test_no_step_runs_while_a_cancelled_load_reads(
         assert (await score).scores
 
 
-async def test_caches_share_what_one_would_take(tmp_path: Path, config: Config) -> None:
+async def test_caches_share_what_one_would_take(config: EngineConfig) -> None:
     def limits(engines: Engines) -> list[int]:
         return [engines[name].metrics.cache._memory.limit >> 20 for name in engines.names]  # type: ignore[union-attr]
 
-    async with Engines({"a": config(), "own": config(cache_mb=7)}) as engines:
+    async with Engines({"a": config, "own": replace(config, cache_mb=7)}) as engines:
         whole = limits(engines)[0]
         assert limits(engines) == [whole, 7]
-        await engines.load("b", config())
+        await engines.load("b", config)
         assert limits(engines) == [whole // 2, 7, whole // 2]
         await engines.drop("a")
         assert limits(engines) == [7, whole]
 
 
-async def test_two_models_with_one_cache_folder_do_not_mix(
-    tmp_path: Path, stanford_colbert: str, config: Config
-) -> None:
-    folder = str(tmp_path)
-    async with Engines(
-        {"a": config(cache_dir=folder), "b": config(stanford_colbert, cache_dir=folder)}
-    ) as both:
-        for cached in (0, 2):
-            for name in "ab":
-                result = await both[name].score("a query", ["one text", "another"])
-                assert result.usage.cached_documents == cached
-                await until(lambda name=name: both[name].stats().device.staged_embeddings == 0)  # type: ignore[misc]
-
-
-async def test_another_number_of_threads_is_refused_and_said(config: Config) -> None:
-    async with Engines({"a": config()}) as engines:
+async def test_another_number_of_threads_is_refused_and_said(config: EngineConfig) -> None:
+    async with Engines({"a": config}) as engines:
         with pytest.raises(ModelLoadError, match="threads is 1 for those that are there, and 2 for this one"):
-            await engines.load("b", replace(config(), threads=2))
+            await engines.load("b", replace(config, threads=2))
         await engines.drop("a")
-        await engines.load("b", replace(config(), threads=2))
+        await engines.load("b", replace(config, threads=2))
         assert (await engines["b"].score("a", ["b"])).scores
 
 
-async def test_an_engine_outlives_its_devices_thread_without_harm(config: Config) -> None:
+async def test_an_engine_outlives_its_devices_thread_without_harm(config: EngineConfig) -> None:
     devices = SharedDevices()
-    seat = devices.seat(config(), weight=1.0)
+    seat = devices.seat(config, weight=1.0)
     await asyncio.wrap_future(seat.run(asyncio.sleep(0)))
     await asyncio.to_thread(devices.close)
     assert await asyncio.wait_for(asyncio.to_thread(seat.close), 10)
@@ -190,11 +131,11 @@ def _breaking(engines: Engines, name: str, act: Callable[[], Any]) -> None:
     runner.forward = lambda step: act()
 
 
-async def test_an_exit_in_one_models_code_ends_that_model_alone(config: Config) -> None:
+async def test_an_exit_in_one_models_code_ends_that_model_alone(config: EngineConfig) -> None:
     def leave() -> None:
         raise SystemExit(3)
 
-    async with Engines({"a": config(), "b": config()}) as engines:
+    async with Engines({"a": config, "b": config}) as engines:
         right = (await engines["a"].score("a", ["b"])).scores
         _breaking(engines, "b", leave)
         with pytest.raises(EngineDeadError, match="ended by SystemExit"):
@@ -203,17 +144,15 @@ async def test_an_exit_in_one_models_code_ends_that_model_alone(config: Config) 
         await until(lambda: engines.state("b").startswith("failed"))
 
 
-async def test_a_step_that_never_ends_fails_all_models_of_its_device(
-    config: Config,
-) -> None:
+async def test_a_step_that_never_ends_fails_all_models_of_its_device(config: EngineConfig) -> None:
     reached, released = threading.Event(), threading.Event()
 
     def stick() -> None:
         reached.set()
         released.wait()
 
-    stuck = config(step_timeout_seconds=0.5)
-    async with Engines({"a": config(step_timeout_seconds=0.5), "b": stuck}) as engines:
+    impatient = replace(config, step_timeout_seconds=0.5)
+    async with Engines({"a": impatient, "b": impatient}) as engines:
         right = (await engines["a"].score("a", ["b"])).scores
         await engines["b"].score("a", ["b"])
         _breaking(engines, "b", stick)
@@ -227,7 +166,7 @@ async def test_a_step_that_never_ends_fails_all_models_of_its_device(
             await until(lambda: all(engines.state(name).startswith("failed") for name in "ab"))
             with pytest.raises(ModelFailedError, match="stuck with a step of another model"):
                 _ = engines["a"]
-            await engines.load("a", config())
+            await engines.load("a", config)
             assert (await engines["a"].score("a", ["b"])).scores == right
         finally:
             released.set()
@@ -236,7 +175,7 @@ async def test_a_step_that_never_ends_fails_all_models_of_its_device(
 
 @pytest.mark.parametrize("cycles", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
 async def test_loads_and_drops_lose_no_request_and_free_memory(
-    cycles: int, pairs: list[Pair], config: Config
+    cycles: int, pairs: list[Pair], config: EngineConfig
 ) -> None:
     documents = [pair.document for pair in pairs[:5]]
 
@@ -253,10 +192,10 @@ async def test_loads_and_drops_lose_no_request_and_free_memory(
             await engines["stays"].score(pairs[answered % 40].query, documents, cache="bypass")
             answered += 1
 
-    async with Engines({"stays": config()}) as engines:
+    async with Engines({"stays": config}) as engines:
         traffic = asyncio.create_task(ask(engines))
         for cycle in range(cycles):
-            await engines.load("comes", config())
+            await engines.load("comes", config)
             comes = engines["comes"]
             own = [asyncio.create_task(comes.score(pair.query, documents)) for pair in pairs[:4]]
             await asyncio.sleep(0)  # they are in

@@ -1,5 +1,6 @@
-"""How many cores a process may use, by its control groups as the kernel shows them."""
+"""How many cores and how much memory a process may use, by what the kernel shows."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -7,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.device import open_cache
 from maxsimd.engine.device.cores import Cores, cpu_quota, usable_cores
+from maxsimd.engine.device.memory import free_memory
 
 V1 = "31 23 0:28 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:5 - cgroup cgroup rw,cpu,cpuacct\n"
 V2 = "31 23 0:28 {root} /sys/fs/cgroup rw,relatime shared:5 - cgroup2 cgroup rw,nsdelegate\n"
@@ -76,10 +80,7 @@ def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/docker/abc/inner", "/elsewhere", "/../x"])
 def test_a_container_may_have_a_part_of_the_hosts_groups_mounted(tmp_path: Path, path: str) -> None:
-    files = {
-        "sys/fs/cgroup/cpu.max": "300000 100000\n",
-        "sys/fs/cgroup/inner/cpu.max": "200000 100000\n",
-    }
+    files = {"sys/fs/cgroup/cpu.max": "300000 100000\n", "sys/fs/cgroup/inner/cpu.max": "200000 100000\n"}
     root = machine(tmp_path, V2.format(root="/docker/abc"), f"0::{path}\n", files)
     assert cpu_quota(root) == (2.0 if path.endswith("inner") else 3.0)
 
@@ -113,3 +114,53 @@ def test_a_real_quota_is_found(group_of_one_core: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert float(ran.stdout) == 1.0
+
+
+GIB = 1024**3
+MEMINFO = "MemTotal:       16777216 kB\nMemFree:          100000 kB\nMemAvailable:    8388608 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "groups", "free"),
+    [
+        (None, {}, None),
+        (MEMINFO, {}, 8 * GIB),
+        ("nonsense\n", {}, None),
+        (MEMINFO, {"a/b": ("max", GIB)}, 8 * GIB),
+        (MEMINFO, {"a": (3 * GIB, GIB), "a/b": ("max", GIB)}, 2 * GIB),
+        (MEMINFO, {"a/b": (10, 20)}, 0),
+    ],
+)
+def test_free_is_the_least_of_machine_and_groups(
+    tmp_path: Path, meminfo: str | None, groups: dict[str, tuple[object, int]], free: int | None
+) -> None:
+    files = {} if meminfo is None else {"proc/meminfo": meminfo}
+    for group, (most, current) in groups.items():
+        folder = f"sys/fs/cgroup/{group}/memory"
+        files |= {f"{folder}.max": f"{most}\n", f"{folder}.current": f"{current}\n"}
+    assert free_memory(machine(tmp_path, V2.format(root="/"), "0::/a/b\n", files)) == free
+
+
+def test_version_1_has_other_files(tmp_path: Path) -> None:
+    mount = V1.format(root="/").replace("cpu,cpuacct", "memory")
+    files = {
+        "proc/meminfo": MEMINFO,
+        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{5 * GIB}\n",
+        "sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{GIB}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+    }
+    assert free_memory(machine(tmp_path, mount, "4:memory:/a\n0::/\n", files)) == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("free", "limit"), [(None, 64), (0, 64), (512 << 20, 64), (16 << 30, 1024), (1 << 40, 4096)]
+)
+def test_the_default_is_a_part_of_what_is_free(
+    free: int | None, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(open_cache, "free_memory", lambda: free)
+    with caplog.at_level(logging.DEBUG):
+        assert open_cache.memory_limit(EngineConfig()) == limit << 20
+    assert f"{limit} MiB" in caplog.text
+    assert open_cache.memory_limit(EngineConfig(cache_mb=7)) == 7 << 20
