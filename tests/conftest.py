@@ -81,8 +81,8 @@ def same_number_of_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_given_back() -> Iterator[None]:
-    """Models that tests load beside engines leave gaps in the heaps. What is imported lives on: engines that
-    start and stop collect garbage, and need not look through it each time."""
+    """Gives back the gaps that loaded models leave in the heaps. Imported modules are frozen, because engines
+    collect garbage when they start and stop."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -53,8 +53,8 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What such a process runs: `maxsimd` with these arguments, or a Python file or module in its place.
-    `before`, a function of a module, runs first."""
+    """A program for such a process: `maxsimd` with these arguments, or a Python file or module in its place.
+    `before` runs first; it must be a function of a module."""
 
     arguments: Sequence[str]
     file: Path | None = None

@@ -1,4 +1,4 @@
-"""What the modules of the server import."""
+"""Tests of the imports of the server's modules."""
 
 import ast
 from pathlib import Path

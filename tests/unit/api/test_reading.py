@@ -313,7 +313,7 @@ def test_parts_are_read_in_their_order() -> None:
         ({"content": ["a", {"image": DATA}, {"type": "input_text", "text": "b"}]}, ["a", PICTURE, "b"]),
         ({"content": [{"type": "image_base64", "image_base64": DATA}]}, [PICTURE]),
         ({"content": [{"text": "a", "image": "AAAA"}]}, [EncodedPicture("AAAA"), "a"]),
-        # Whatever a text looks like, it is a text.
+        # A text stays a text even if it looks like something else.
         ({"content": [{"type": "text", "text": URL}, {"image": DATA}]}, [URL, PICTURE]),
     ):
         assert has_pictures(content)

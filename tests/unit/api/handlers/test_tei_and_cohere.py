@@ -1,4 +1,4 @@
-"""What the routes of text-embeddings-inference and Cohere answer, beside the engine's results."""
+"""The routes of text-embeddings-inference and Cohere answer with the engine's results."""
 
 import base64
 import json

@@ -15,7 +15,7 @@ from maxsimd.scheduler import StepTimes
 
 @pytest.fixture
 def steps() -> Any:
-    """What the watchdog sees of a scheduler whose steps are short."""
+    """Stands for a scheduler whose steps are short."""
     times = StepTimes()
     times.observe(100, 0.01)
     return SimpleNamespace(in_flight=1, running_work=100, num_signs=0, step_times=times)

@@ -91,8 +91,8 @@ def _other_colours(settings: Any) -> None:
     settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.6]
 
 
-# Each ingredient at most once in a variant. What only loaded models and the machine differ in is tried by
-# test_fingerprint_parts.
+# A variant changes each ingredient at most once. test_fingerprint_parts covers the ingredients that come from
+# loaded models and from the machine.
 VARIANTS = [
     Variant(
         "colbert",
@@ -134,7 +134,7 @@ VARIANTS = [
     ),
 ]
 
-# What queries and their comparison with documents depend on, and no document's embedding does.
+# Queries and similarity depend on these; no document's embedding does.
 OF_QUERIES = {
     "colbert": keys(COLBERT, query_maxlen=40, attend_to_mask_tokens=True),
     "bert": keys(PROMPTS, prompts={"query": "query: "}, similarity_fn_name="dot"),

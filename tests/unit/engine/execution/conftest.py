@@ -1,4 +1,4 @@
-"""What tests of steps share."""
+"""Fixtures that the tests of steps share."""
 
 import pytest
 import torch

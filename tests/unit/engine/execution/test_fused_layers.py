@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 QUERY = "what is a fox"
 DOCUMENTS = ["the quick brown fox jumps over the dog", "the moon"]
 FUSED = (bert.FusedSelfAttention, bert.FusedOutput, decoder.FusedDecoderLayer)
-# Of a model of three layers.
+# The model has three layers.
 EXPECTED = {
     "bert": {"FusedSelfAttention": 3, "FusedOutput": 6},
     "xlm_roberta": {"FusedSelfAttention": 3, "FusedOutput": 6},
@@ -158,7 +158,7 @@ def plain_kernels() -> Iterator[None]:
 
 @contextmanager
 def warnings() -> Iterator[list[str]]:
-    """What is logged meanwhile."""
+    """Collects the messages that are logged meanwhile."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
