@@ -11,6 +11,8 @@ GPU_PYTHON ?= python3
 # As many processes as `make test` and `make test-all` run their tests in; each takes its share of the cores. Some tests
 # wait for a server or a device, so there is one more than two cores.
 WORKERS ?= 3
+# What pytest and Python compile is kept for the next process, whatever the machine says.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
 .PHONY: serve test test-fast test-all test-full test-cluster test-fleet test-ray test-gpu test-instructions test-clients test-oracles recipes screenshots docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
