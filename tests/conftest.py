@@ -1,5 +1,7 @@
 """The order in which tests run, and which of them are fast."""
 
+from pathlib import PurePath
+
 import pytest
 
 
@@ -24,12 +26,16 @@ FAST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is fast, and puts the tests of a file that are about one family side by side: they share its
     engines."""
+    files: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if any(item.path.match(pattern) for pattern in FAST):
-            item.add_marker(pytest.mark.fast)
-    files = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
-    families = {family: i for i, family in enumerate(dict.fromkeys(map(_family, items)))}
-    items.sort(key=lambda item: (files[item.path], families[_family(item)]))
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for file, tests in files.items():
+        if any(PurePath(file).match(pattern) for pattern in FAST):
+            for item in tests:
+                item.add_marker(pytest.mark.fast)
+        families = {family: i for i, family in enumerate(dict.fromkeys(map(_family, tests)))}
+        tests.sort(key=lambda item: families[_family(item)])
+    items[:] = [item for tests in files.values() for item in tests]
 
 
 def _family(item: pytest.Item) -> object:

@@ -10,12 +10,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 _PARENT: ForkServerContext = multiprocessing.get_context("forkserver")
 _PARENT.set_forkserver_preload(["tests.imported"])
+
+
+def import_now() -> None:
+    """Starts the parent of these processes, which otherwise starts with the first of them. It keeps the
+    environment that it starts with."""
+    forkserver.ensure_running()
 
 
 class Forked:

@@ -6,13 +6,16 @@ what may be letters or signs. All stand in the first plane, where most scripts i
 """
 
 import functools
+import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["letter", "mark", "sign"]
 
+# How many characters are normalised in one call, and what stands between them.
+_AT_ONCE, _BETWEEN = 1024, " x "
 # What Unicode calls whitespace.
 SPACES = (
     " \t\n\x0b\x0c\r\x85\xa0\u1680"
@@ -56,6 +59,7 @@ class Ends:
     newer: str
 
 
+@functools.cache
 def kind_of(character: str) -> Kind | None:
     """The kind of a character; None where libraries may differ, and for what is not seen."""
     now = _KINDS.get(unicodedata.category(character))
@@ -68,21 +72,20 @@ def ends_of(normalize: Callable[[str], str], is_mark: Callable[[str], bool], no_
     that newer versions of Unicode have. Nothing ends a piece that has one of `no_ends` at its end."""
     found: dict[str, list[str]] = {"letters": [], "marked": [], "marks": [], "signs": [], "newer": []}
     kinds = _characters()
-    for letter in kinds["letter"]:
-        shown = _shown(normalize, letter)
+    for letter, shown in _shown_each(normalize, kinds["letter"]):
         if shown == letter:
             found["letters"].append(letter)
         elif _is_visible(shown) and kind_of(shown[0]) == "letter" and kind_of(shown[-1]) != "sign":
             found["letters" if kind_of(shown[-1]) == "letter" else "marked"].append(letter)
-    for sign in kinds["sign"]:
-        shown = _shown(normalize, sign)
+    for sign, shown in _shown_each(normalize, kinds["sign"]):
         if _is_visible(shown) and kind_of(shown[-1]) == "sign" and shown[-1] not in no_ends:
             found["signs"].append(sign)
-    for mark in kinds["mark"]:
+    marked = _normalized_each(normalize, [f"a{mark}" for mark in kinds["mark"]])
+    for mark, shown in zip(kinds["mark"], marked, strict=True):
         # A mark may also be removed, or become one with its letter.
-        if _is_visible(normalize(f"a{mark}")) and (kind_of(mark) or is_mark(mark)):
+        if _is_visible(shown) and (kind_of(mark) or is_mark(mark)):
             found["marks"].append(mark)
-    found["newer"] = [letter for letter in kinds["newer"] if _shown(normalize, letter) == letter]
+    found["newer"] = [letter for letter, shown in _shown_each(normalize, kinds["newer"]) if shown == letter]
     return Ends(**{name: as_class(characters) for name, characters in found.items()})
 
 
@@ -94,7 +97,7 @@ def as_class(characters: Iterable[str]) -> str:
             ranges[-1][1] = code
         else:
             ranges.append([code, code])
-    return "".join(f"\\u{first:04x}-\\u{last:04x}" for first, last in ranges)
+    return "".join("-".join(re.escape(chr(code)) for code in dict.fromkeys(each)) for each in ranges)
 
 
 @functools.cache
@@ -112,10 +115,24 @@ def _characters() -> dict[Kind | Literal["newer"], str]:
     return {kind: "".join(characters) for kind, characters in found.items()}
 
 
-def _shown(normalize: Callable[[str], str], character: str) -> str:
-    """A character as it is normalised; BERT sets spaces around ideographs."""
-    shown = normalize(character)
-    return character if shown.strip() == character else shown
+def _shown_each(normalize: Callable[[str], str], characters: str) -> Iterator[tuple[str, str]]:
+    """Each character, and as it is normalised; BERT sets spaces around ideographs."""
+    for character, shown in zip(characters, _normalized_each(normalize, characters), strict=True):
+        yield character, character if shown.strip() == character else shown
+
+
+def _normalized_each(normalize: Callable[[str], str], texts: Sequence[str]) -> list[str]:
+    """Texts without spaces as each is normalised by itself, but many in one call, as they are words of a text.
+    Where a normaliser changes what stands between them, it is called for fewer."""
+    if len(texts) > _AT_ONCE:
+        parts = [texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE)]
+    elif len(shown := normalize(_BETWEEN.join(texts)).split(_BETWEEN)) == len(texts):
+        return shown
+    elif len(texts) == 1:
+        return [normalize(texts[0])]
+    else:
+        parts = [texts[: len(texts) // 2], texts[len(texts) // 2 :]]
+    return [shown for part in parts for shown in _normalized_each(normalize, part)]
 
 
 def _is_visible(shown: str) -> bool:

@@ -41,8 +41,9 @@ PART_TEXTS, PART_CHARACTERS = 256, 65_536
 _CHARACTERS_A_TOKEN, _FEWEST_CHARACTERS = 8, 1024
 # The most tokens that are decoded at once, within two seconds or so.
 MOST_DECODED = 1_048_576
-# The breaks of each tokenizer by the digest of its description: finding them takes half a second.
+# The breaks of the latest tokenizers by the digests of their descriptions: finding them takes half a second.
 _BREAKS: dict[bytes, Breaks | None] = {}
+_MOST_BREAKS = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +102,8 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         digest = sha256(description.encode()).digest()
         if digest not in _BREAKS:
+            while len(_BREAKS) >= _MOST_BREAKS:
+                _BREAKS.pop(next(iter(_BREAKS)), None)
             _BREAKS[digest] = proven_breaks(self._tokenizer)
         self._breaks = _BREAKS[digest]
         self.single = _learn_template(self._tokenizer.encode("a"), texts=1)
