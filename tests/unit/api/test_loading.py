@@ -115,16 +115,14 @@ async def test_a_load_that_takes_far_longer_than_the_first_is_given_up(
     assert "loading its model takes longer than" in caplog.text
 
 
-@pytest.mark.parametrize("when", ["before", "while"])
-async def test_a_signal_ends_it_and_the_server_has_not_failed(
-    when: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, stop, state, loading = _set_up(_never)
-    stop.is_asked = when == "before"
-    restarting = asyncio.create_task(loading.again(state))
-    await asyncio.sleep(0.02)
-    stop.is_asked = True
-    async with asyncio.timeout(20):
-        assert not await restarting
-    assert state.comes_back
+async def test_a_signal_ends_it_and_the_server_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    for comes_before in (True, False):
+        _, stop, state, loading = _set_up(_never)
+        stop.is_asked = comes_before
+        restarting = asyncio.create_task(loading.again(state))
+        await asyncio.sleep(0.02)
+        stop.is_asked = True
+        async with asyncio.timeout(20):
+            assert not await restarting
+        assert state.comes_back
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -1,4 +1,4 @@
-"""What all handlers share: names, limits, phases, and when nothing is in flight."""
+"""When a server takes work, and how requests in flight are ended."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -17,11 +17,6 @@ class Standing(Engine):
 
     is_healthy = False
     death: Any = None
-    facts: Any = type("Facts", (), {"name": "its own"})
-
-
-def _state(**options: Any) -> Any:
-    return ServerState(Standing(), ServerConfig(**options))
 
 
 def test_work_is_taken_only_while_all_is_well() -> None:
@@ -36,7 +31,7 @@ def test_work_is_taken_only_while_all_is_well() -> None:
         ("of old age", False, False, True, "restarting", None),
         ("of old age", True, False, True, "draining", None),
     ):
-        state = _state(restart_on_failure=restarts)
+        state: Any = ServerState(Standing(), ServerConfig(restart_on_failure=restarts))
         assert state.draining is False
         state.engine.death, state.engine.is_healthy, state.draining = death, healthy, draining
         assert state.phase == phase
@@ -51,45 +46,12 @@ def test_work_is_taken_only_while_all_is_well() -> None:
         assert state.phase == ("dead" if death else phase)
 
 
-def test_a_model_goes_by_the_served_name_and_its_own() -> None:
-    assert _state().model_name == "its own"
-    state = _state(served_model_name=("mine",))
-    assert state.model_name == "mine"
-    for name in ("mine", "its own", "", None):
-        state.check_model(name)
-    with pytest.raises(ApiError) as refused:
-        state.check_model("nope")
-    error = refused.value
-    assert str(error) == "The model `nope` does not exist; served here: `mine`."
-    assert (error.status, error.kind, error.param, error.retry_after) == (404, "NotFoundError", "model", None)
 
 
-async def test_it_is_quiet_when_no_request_is_in_flight() -> None:
-    state = _state()
-
-    def in_flight() -> Any:
-        return state.engine.metrics.registry.get_sample_value("maxsimd_http_in_flight")
-
-    await asyncio.wait_for(state.until_quiet(), 1)
-    for _ in range(2):
-        first, second = AsyncExitStack(), AsyncExitStack()
-        await first.enter_async_context(state.in_flight())
-        await second.enter_async_context(state.in_flight())
-        quiet = asyncio.create_task(state.until_quiet())
-        await asyncio.sleep(0)
-        assert (in_flight(), quiet.done()) == (2, False)
-        await first.aclose()
-        await asyncio.sleep(0)
-        assert (in_flight(), quiet.done()) == (1, False)
-        with pytest.raises(RuntimeError):
-            async with second:  # a request that fails has ended too
-                raise RuntimeError
-        await asyncio.wait_for(quiet, 1)
-        assert in_flight() == 0
 
 
 async def test_requests_are_ended_once_and_timeouts_stay_timeouts() -> None:
-    state = _state()
+    state = ServerState(Standing(), ServerConfig())
 
     async def wait() -> None:
         async with state.in_flight():
@@ -108,10 +70,3 @@ async def test_requests_are_ended_once_and_timeouts_stay_timeouts() -> None:
             raise TimeoutError
 
 
-def test_keys_origins_and_configuration_are_the_given_ones() -> None:
-    config = ServerConfig(api_key=("one", "two"), cors_origin=("https://a.example",))
-    engine = Standing()
-    state = ServerState(engine, config)
-    assert state.keys.accept("Bearer two")
-    assert state.cross_origin.headers("https://a.example")["Access-Control-Allow-Origin"]
-    assert (state.engine, state.config) == (engine, config)
