@@ -1,7 +1,5 @@
 """What browsers are told: which pages may use the server."""
 
-import pytest
-
 from maxsimd.api.cors import CrossOrigin
 from tests.unit.calling_handlers import RERANK, Caller, RecordingEngine
 

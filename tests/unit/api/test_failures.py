@@ -1,15 +1,13 @@
 """Every error's answer, and what all answers are made of."""
 
 import json
-import re
 import threading
-import time
 
 import msgspec
 import pytest
 
 from maxsimd.api import answer as answers
-from maxsimd.api import failures, wire
+from maxsimd.api import wire
 from maxsimd.api.answer import Answer
 from maxsimd.api.failures import ApiError, as_api_error, error_answer
 from maxsimd.engine import (
@@ -20,7 +18,6 @@ from maxsimd.engine import (
     RequestFailedError,
     RequestTimeoutError,
     RequestTooLargeError,
-    Usage,
 )
 
 BAD, BUSY, INTERNAL = "BadRequestError", "ServiceUnavailableError", "InternalServerError"
@@ -78,16 +75,6 @@ def test_a_wrong_body_is_told_where_and_what() -> None:
             msgspec.json.decode(body, type=Outer)
         error = as_api_error(raised.value)
         assert (error.status, error.kind, str(error), error.param) == (400, BAD, message, param)
-
-
-
-
-
-
-
-
-
-
 
 
 async def test_large_answers_are_encoded_in_a_thread() -> None:

@@ -117,8 +117,6 @@ def test_the_memory_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) ->
     assert resident_bytes() == 0, "the system does not say"
 
 
-
-
 # Prints how many heaps there are once 12 threads have allocated at the same time.
 _PROGRAM = """
 import ctypes, re, sys, tempfile, threading

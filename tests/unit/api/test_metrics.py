@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from maxsimd.api.metrics import ServerMetrics
 from tests.waiting import until
 
+
 async def test_only_what_the_event_loop_is_late_counts_as_lag() -> None:
     registry = CollectorRegistry()
     metrics = ServerMetrics(registry)

@@ -5,14 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxsimd.api import reading
-from maxsimd.api.failures import ApiError
 from maxsimd.api.reading_pictures import content_of, each_picture, has_pictures
-from maxsimd.api.wire import ClassifyRequest, PredictRequest, RerankRequest, ScoreRequest
-from maxsimd.engine import CUT_LONG, WINDOW_LONG, InvalidRequestError, Truncation
+from maxsimd.api.wire import PredictRequest, RerankRequest, ScoreRequest
+from maxsimd.engine import CUT_LONG, InvalidRequestError, Truncation
 from maxsimd.engine.media import Content, EncodedPicture, PictureUrl
 
 REFUSE = Truncation()
@@ -139,7 +136,11 @@ def test_teis_words_count_more_than_the_servers_default() -> None:
 
 
 def test_use_activation_counts_more_than_raw_scores() -> None:
-    for use_activation, raw_scores, wanted in ((True, True, True), (False, False, False), (None, True, False)):
+    for use_activation, raw_scores, wanted in (
+        (True, True, True),
+        (False, False, False),
+        (None, True, False),
+    ):
         request = ScoreRequest(use_activation=use_activation, raw_scores=raw_scores)
         assert reading.wants_activation(request) is wanted
 

@@ -1,13 +1,11 @@
 """When a server takes work, and how requests in flight are ended."""
 
 import asyncio
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.failures import ApiError
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError
 
@@ -46,10 +44,6 @@ def test_work_is_taken_only_while_all_is_well() -> None:
         assert state.phase == ("dead" if death else phase)
 
 
-
-
-
-
 async def test_requests_are_ended_once_and_timeouts_stay_timeouts() -> None:
     state = ServerState(Standing(), ServerConfig())
 
@@ -68,5 +62,3 @@ async def test_requests_are_ended_once_and_timeouts_stay_timeouts() -> None:
     with pytest.raises(TimeoutError):
         async with state.in_flight():
             raise TimeoutError
-
-
