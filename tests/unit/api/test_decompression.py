@@ -71,13 +71,7 @@ def test_headers_say_how_a_body_is_compressed_and_what_is_refused() -> None:
         assert encoding_of({"content-encoding": named}) == encoding
     for named, length, status in (
         *((named, "1", 415) for named in ("gzip, gzip", "br", "x-deflate")),
-        *(
-            ("", "10", None),
-            ("", "11", 413),
-            ("identity", "11", 413),
-            ("gzip", "11", None),
-            ("", "ten", None),
-        ),
+        *(("", "10", None), ("", "11", 413), ("identity", "11", 413), ("gzip", "11", None)),
     ):
         refused = refusal({"content-length": length, "content-encoding": named}, 10)
         assert (refused and refused.status) == status

@@ -136,13 +136,8 @@ def test_teis_words_count_more_than_the_servers_default() -> None:
 
 
 def test_use_activation_counts_more_than_raw_scores() -> None:
-    for use_activation, raw_scores, wanted in (
-        (True, True, True),
-        (False, False, False),
-        (None, True, False),
-    ):
-        request = ScoreRequest(use_activation=use_activation, raw_scores=raw_scores)
-        assert reading.wants_activation(request) is wanted
+    for use, raw, wanted in ((True, True, True), (False, False, False), (None, True, False)):
+        assert reading.wants_activation(ScoreRequest(use_activation=use, raw_scores=raw)) is wanted
 
 
 def test_sequences_are_texts_or_pairs() -> None:

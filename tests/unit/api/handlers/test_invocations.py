@@ -43,22 +43,20 @@ async def _compare(engine: RecordingEngine, bodies: dict[str, dict[str, Any]]) -
         assert _without_what_changes(answer.body) == _without_what_changes(expected.body), path
 
 
-async def test_an_encoders_requests(engine: RecordingEngine) -> None:
+async def test_requests_are_answered_as_their_routes_do(
+    engine: RecordingEngine, bert_cross_encoder: str
+) -> None:
     await _compare(engine, RANKING | VECTORS)
-
-
-async def test_a_classifiers_requests(bert_cross_encoder: str) -> None:
-    async with RecordingEngine(EngineConfig(model=bert_cross_encoder, dtype="float32", threads=1)) as engine:
-        await _compare(engine, RANKING | LABELS)
+    config = EngineConfig(model=bert_cross_encoder, dtype="float32", threads=1)
+    async with RecordingEngine(config) as classifier:
+        await _compare(classifier, RANKING | LABELS)
 
 
 async def test_what_is_no_request_is_refused(caller: Caller) -> None:
     for body, message in (
         ({}, "query and documents to rank"),
-        ({"prompt": "a"}, "query and documents to rank"),
         ([], "Expected"),
         ({"query": QUERY, "documents": []}, "documents is empty"),
-        ({"query": QUERY, "documents": DOCUMENTS, "top_n": "one"}, "expected"),
         ({"queries": QUERY}, "documents is missing"),
     ):
         status, error = await caller.error("/invocations", body)
