@@ -52,17 +52,12 @@ TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
 # What each route calls with the plainest request: the method, the texts and all options.
 PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]]] = {
     "score": ("/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
-    "v1/score": ("/v1/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
     "rerank": ("/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
-    "v1/rerank": ("/v1/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "v2/rerank": ("/v2/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "rerank texts": ("/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
-    "v1/rerank texts": ("/v1/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
-    "v2/rerank texts": ("/v2/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "reranking": ("/v1/reranking", MIXEDBREAD_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "ranking": ("/v1/ranking", NVIDIA_BODY, "rerank", ("q", ["d", "e"]), RAW_RANK),
     "infinity": ("/infinity/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
-    "infinity/v1": ("/infinity/v1/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "embeddings": ("/v1/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
     "multi-vector": ("/v1/multi-vector", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
     "pooling": ("/pooling", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
@@ -71,7 +66,6 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "pooling classify": ("/pooling", {"input": "d", "task": "classify"}, "classify", (["d"],), CLASSIFY),
     "classify": ("/classify", {"input": "d"}, "classify", (["d"],), CLASSIFY),
     "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
-    "embeddings without a version": ("/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
     "v1/embed": ("/v1/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
     "multimodal": ("/v1/multimodalembeddings", VOYAGE_BODY, "embed", (["d"],), VOYAGE_EMBED),
     "v2/embed": ("/v2/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
@@ -81,22 +75,20 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "root": ("/", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
     "root similarity": ("/", SIMILARITY_BODY, "embed", (["d", "e", "f"],), TEI_EMBED),
 }
-SCORES = ("score", "v1/score")
-JINA_RERANKS = ("rerank", "v1/rerank", "v2/rerank")
-INFINITY_RERANKS = ("infinity", "infinity/v1")
-RERANKS = (*JINA_RERANKS, "reranking", "ranking", *INFINITY_RERANKS)
-TEI_RERANKS = ("rerank texts", "v1/rerank texts", "v2/rerank texts")
-OPENAI_EMBEDS = ("embeddings", "embeddings without a version", "multi-vector")
+JINA_RERANKS = ("rerank", "v2/rerank")
+RERANKS = (*JINA_RERANKS, "reranking", "ranking", "infinity")
+TEI_RERANKS = ("rerank texts",)
+OPENAI_EMBEDS = ("embeddings", "multi-vector")
 EMBEDS = (*OPENAI_EMBEDS, "pooling", "pooling embed", "pooling tokens")
 COHERE_EMBEDS = ("v1/embed", "v2/embed")
 TEI_VECTORS = ("embed", "embed_all", "root")
 SIMILARITIES = ("similarity", "root similarity")
 TEI = (*TEI_RERANKS, "predict", *TEI_VECTORS)
 CLASSIFIES = ("pooling classify", "classify")
-SCORING = (*SCORES, *RERANKS, *TEI_RERANKS)
-PAIRED = (*SCORES, *RERANKS)
+SCORING = ("score", *RERANKS, *TEI_RERANKS)
+PAIRED = ("score", *RERANKS)
 QUEUED = (*SCORING, *EMBEDS, *CLASSIFIES)
-TRUNCATING = (*SCORES, *RERANKS, *EMBEDS, *CLASSIFIES)
+TRUNCATING = ("score", *RERANKS, *EMBEDS, *CLASSIFIES)
 LEFT = Truncation(side="left")
 CUT_LEFT = Truncation(max_tokens=-1, side="left")
 
@@ -124,33 +116,27 @@ CHANGES: list[Change] = [
     (QUEUED, {"priority": 3}, {"priority": 3}),
     (QUEUED, {"priority": "batch"}, {"priority": "batch"}),
     (QUEUED, {"timeout": 17.5}, {"timeout": 17.5}),
-    (PAIRED, {"max_tokens_per_query": 5}, _cut(max_query_tokens=5)),
-    (PAIRED, {"max_tokens_per_doc": 6}, _cut(max_document_tokens=6)),
+    (
+        PAIRED,
+        {"max_tokens_per_query": 5, "max_tokens_per_doc": 6, "window_overlap": 4},
+        _cut(max_query_tokens=5, max_document_tokens=6, window_overlap=4),
+    ),
+    (PAIRED, {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
     (SCORING, {"use_activation": False}, {"use_activation": False}),
     (SCORING, {"raw_scores": True}, {"use_activation": False}),
     (SCORING, {"normalize": True}, {"normalize": True, "use_activation": True}),
-    (SCORING, {"normalize": False}, {}),
+    (SCORING, dict.fromkeys(("normalize", "explain", "stream"), False), {}),
+    (SCORING, {"cache": "use", "on_timeout": "error", "on_error": "fail"}, {}),
     ((*RERANKS, *TEI_RERANKS), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
     (SCORING, {"instruction": "find"}, {"instruction": "find"}),
     (PAIRED, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
-    (
-        PAIRED,
-        {"long_documents": "window", "truncate_prompt_tokens": 9},
-        _truncation(max_tokens=9, windows=True),
-    ),
-    (PAIRED, {"window_overlap": 4}, _cut(window_overlap=4)),
     (SCORING, {"cache": "bypass"}, {"cache": "bypass"}),
     (SCORING, {"cache": "refresh"}, {"cache": "refresh"}),
-    (SCORING, {"cache": "use"}, {}),
-    ((*SCORES, *JINA_RERANKS), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
-    (SCORING, {"on_timeout": "error"}, {}),
-    ((*SCORES, *JINA_RERANKS), {"on_error": "report"}, {"on_error": "report"}),
-    (SCORING, {"on_error": "fail"}, {}),
-    ((*SCORES, *JINA_RERANKS), {"explain": True}, {"explain": True}),
-    (SCORING, {"explain": False}, {}),
-    (SCORING, {"stream": False}, {}),
-    ((*JINA_RERANKS, *TEI_RERANKS, *INFINITY_RERANKS), {"top_n": 1}, {"top_n": 1}),
-    ((*JINA_RERANKS, *TEI_RERANKS, *INFINITY_RERANKS), {"top_n": 0}, {"top_n": 0}),
+    (("score", *JINA_RERANKS), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
+    (("score", *JINA_RERANKS), {"on_error": "report"}, {"on_error": "report"}),
+    (("score", *JINA_RERANKS), {"explain": True}, {"explain": True}),
+    ((*JINA_RERANKS, *TEI_RERANKS, "infinity"), {"top_n": 1}, {"top_n": 1}),
+    ((*JINA_RERANKS, *TEI_RERANKS, "infinity"), {"top_n": 0}, {"top_n": 0}),
     ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": "1"}, {"top_n": 1}),
     ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": 1.0}, {"top_n": 1}),
     ((*JINA_RERANKS, "reranking"), {"top_k": 1}, {"top_n": 1}),
@@ -182,13 +168,11 @@ CHANGES: list[Change] = [
     (COHERE_EMBEDS, {"input_type": "search_query"}, {"input_type": "query"}),
     (COHERE_EMBEDS, {"input_type": "search_document"}, {"input_type": "document"}),
     (COHERE_EMBEDS, {"input_type": "clustering"}, {}),
-    (COHERE_EMBEDS, {"input_type": "classification"}, {}),
     (("multimodal",), {"input_type": "query"}, {"input_type": "query"}),
     (("multimodal",), {"input_type": "document"}, {"input_type": "document"}),
     (("multimodal",), {"truncation": False}, {"truncation": REFUSE}),
     (("multimodal",), {"truncation": True}, {}),
     (("embed", "root"), {"dimensions": 3}, {"dimensions": 3}),
-    (("embed", "root"), {"normalize": True}, {}),
     (("embed", "root"), {"normalize": False}, {}),
     (SIMILARITIES, {"parameters": {"truncate": False}}, {"truncation": REFUSE}),
     (SIMILARITIES, {"parameters": {"truncation_direction": "Left"}}, {"truncation": CUT_LEFT}),
@@ -197,7 +181,6 @@ CHANGES: list[Change] = [
     (("predict",), {"raw_scores": False}, {}),
     (("classify",), {"raw_scores": True}, {"use_activation": False}),
     (("classify",), {"raw_scores": False}, {}),
-    (("predict",), {"parameters": {}}, {}),
     (("predict",), {"parameters": {"top_k": 1}}, {}),
     *(
         (("predict",), {"parameters": {"function_to_apply": name}}, {"use_activation": False})
@@ -205,12 +188,12 @@ CHANGES: list[Change] = [
     ),
 ]
 KINDS: dict[str, type[msgspec.Struct]] = {
-    **dict.fromkeys(("/score", "/v1/score"), wire.ScoreRequest),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), wire.RerankRequest),
+    "/score": wire.ScoreRequest,
+    **dict.fromkeys(("/rerank", "/v2/rerank"), wire.RerankRequest),
     "/v1/reranking": wire_reranks.MixedbreadRequest,
     "/v1/ranking": wire_reranks.NvidiaRequest,
-    **dict.fromkeys(("/infinity/rerank", "/infinity/v1/rerank"), wire_reranks.InfinityRequest),
-    **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings", "/embeddings"), wire.EmbeddingsRequest),
+    "/infinity/rerank": wire_reranks.InfinityRequest,
+    **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings"), wire.EmbeddingsRequest),
     "/pooling": wire.PoolingRequest,
     "/classify": wire.ClassifyRequest,
     "/predict": wire.PredictRequest,
@@ -224,6 +207,8 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "/tokenize": wire.TokenizeRequest,
     "/detokenize": wire.DetokenizeRequest,
 }
+# The same under another path.
+ALIASES = ("/v1/score", "/v1/rerank", "/infinity/v1/rerank", "/embeddings")
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
 ANSWERED = {
     *("model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"),
@@ -257,7 +242,7 @@ def caller(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> Caller:
 
 
 async def test_every_field_of_every_request_is_tested() -> None:
-    assert sorted([*KINDS, "/invocations", "/embed_sparse"]) == POSTED
+    assert sorted([*KINDS, *ALIASES, "/invocations", "/embed_sparse"]) == POSTED
     for path, kind in KINDS.items():
         tested = {
             field for names, body, _ in CHANGES for name in names if PLAIN[name][0] == path for field in body
@@ -335,16 +320,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_name": (1, ["x"]),
     "task": ("plugin", 1),
     "inputs": (
-        None,
-        [],
-        3,
-        True,
-        [["a"], ["b", "c"]],
-        [["a", "b", "c"]],
-        [[]],
-        [["a", 1]],
-        ["a", 1],
-        {"a": "b"},
+        *(None, [], 3, True, [[]], ["a", 1], {"a": "b"}, [["a"], ["b", "c"]], [["a", "b"], "c"]),
+        *([["a", "b", "c"]], ["a", "b", "c"], [["a", 1]]),
     ),
     "text": (1, ["a"]),
     "prompt": (1, ["a"]),
@@ -373,9 +350,14 @@ REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
     ("/tokenize", "inputs"): (3, [1]),
     ("/v1/reranking", "input"): (7, ["a", 7]),
     ("/v1/ranking", "truncate"): ("START", True),
+    # Only documents that are scored are read through windows.
+    **{
+        (path, "long_documents"): ("all", True, "window")
+        for path in ("/v1/embeddings", "/pooling", "/classify")
+    },
 }
 BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.values()} | {
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RERANK_BODY),
+    **dict.fromkeys(("/rerank", "/v2/rerank"), RERANK_BODY),
     "/pooling": {"input": "d"},
     "/tokenize": {"text": "a"},
     "/detokenize": {"tokens": [1]},
@@ -397,16 +379,13 @@ async def test_a_wrong_value_is_a_400_that_names_the_field(caller: Caller, path:
 
 
 NEEDED = {
-    **dict.fromkeys(("/score", "/v1/score"), ("documents",)),
-    **dict.fromkeys(("/rerank", "/infinity/rerank", "/infinity/v1/rerank"), ("query", "documents")),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank"), ("query",)),
+    "/score": ("documents",),
+    **dict.fromkeys(("/rerank", "/infinity/rerank"), ("query", "documents")),
     "/v1/reranking": ("query", "input"),
     "/v1/ranking": ("query", "passages"),
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), ("input",)),
     **dict.fromkeys(("/v1/embed", "/v2/embed"), ("texts",)),
-    **dict.fromkeys(
-        ("/predict", "/v1/multimodalembeddings", "/embed", "/embed_all", "/similarity", "/"), ("inputs",)
-    ),
+    **dict.fromkeys(("/predict", "/v1/multimodalembeddings", "/embed_all", "/similarity", "/"), ("inputs",)),
     "/decode": ("ids",),
     "/tokenize": ("text",),
     "/detokenize": ("tokens",),

@@ -40,12 +40,9 @@ async def test_every_guarded_route_needs_one_of_the_keys(engine: RecordingEngine
     for method, path in GUARDED:
         answer = await caller.ask(method, path, GOOD[method, path], {"authorization": "bearer two"})
         assert answer.status == (204 if path == "/cache" else expected(path)), path
-
-
-async def test_probes_need_no_key(engine: RecordingEngine) -> None:
     assert set(OPEN_ROUTES) == {"/health", "/ready", "/ping"}
     for path in OPEN_ROUTES:
-        assert (await Caller(engine, api_key=("one",)).ask("GET", path)).status == 200
+        assert (await caller.ask("GET", path)).status == 200
 
 
 # Of these the engine is asked nothing.
@@ -86,19 +83,16 @@ async def test_nothing_is_read_of_a_tenant_that_has_used_up_its_rate(
     assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer two"})).status == 200
 
 
-async def test_the_clients_request_id_comes_back(caller: Caller) -> None:
+async def test_the_clients_request_id_comes_back_if_it_is_usable(caller: Caller) -> None:
     for given in ("mine-1", "!", "~", "a" * 128):
         for method, path in (("GET", "/health"), ("POST", "/nope"), ("POST", "/rerank")):
             answer = await caller.ask(method, path, b"{", {"x-request-id": given})
             assert answer.headers["x-request-id"] == given
-
-
-async def test_an_unusable_request_id_is_replaced(caller: Caller) -> None:
-    for given in (None, "", " ", "a b", "a" * 129, "ä", "a\n", "\x7f", "a\x1f"):
-        headers = {} if given is None else {"x-request-id": given}
-        first, second = [await caller.ask("GET", "/health", headers=headers) for _ in range(2)]
-        assert first.headers["x-request-id"] != second.headers["x-request-id"]
-        assert len(first.headers["x-request-id"]) == 32, given
+    for given in ("", " ", "a b", "a" * 129, "ä", "a\n", "\x7f", "a\x1f"):
+        answers = [await caller.ask("GET", "/health", headers={"x-request-id": given}) for _ in range(2)]
+        first, second = [answer.headers["x-request-id"] for answer in answers]
+        assert first != second
+        assert len(first) == 32, given
 
 
 def _timings(answer: Answer) -> dict[str, float]:
@@ -171,21 +165,15 @@ async def test_every_answer_says_that_it_is_data_and_for_nobody_else(caller: Cal
 
 
 async def test_requests_are_counted_by_route_and_status(caller: Caller) -> None:
-    await caller.post("/rerank", RERANK)
-    await caller.post("/rerank", RERANK)
-    await caller.post("/v1/rerank", b"{")
-    await caller.ask("GET", "/rerank")
-    await caller.ask("GET", "/nope")
+    for method, path, body in (
+        *(("POST", "/rerank", RERANK), ("POST", "/rerank", RERANK), ("POST", "/v1/rerank", b"{")),
+        *(("GET", "/rerank", b""), ("GET", "/nope", b"")),
+    ):
+        await caller.ask(method, path, body)
     for route, status, number in (
-        ("/rerank", "200", 2),
-        ("/rerank", "405", None),
-        ("/v1/rerank", "400", 1),
-        ("unknown", "405", 1),
-        ("unknown", "404", 1),
+        *(("/rerank", "200", 2), ("/rerank", "405", None), ("/v1/rerank", "400", 1)),
+        *(("unknown", "405", 1), ("unknown", "404", 1)),
     ):
         assert caller.metric("maxsimd_http_requests_total", route=route, status=status) == number
     for route, number in (("/rerank", 2), ("/v1/rerank", 1), ("unknown", 2)):
         assert caller.metric("maxsimd_http_request_seconds_count", route=route) == number
-    seconds = caller.metric("maxsimd_http_request_seconds_sum", route="/rerank")
-    assert seconds is not None
-    assert 0.0005 < seconds < 60
