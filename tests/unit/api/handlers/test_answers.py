@@ -166,10 +166,8 @@ async def test_pooling_gives_token_vectors_by_default(caller: Caller) -> None:
 async def test_base64_is_little_endian_float32_in_row_order(caller: Caller) -> None:
     for path, name in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
         body = {"input": ["hello", "two words"]}
-        floats, encoded = [
-            (await caller.json(path, body | {"encoding_format": form}))["data"]
-            for form in ("float", "base64")
-        ]
+        floats = (await caller.json(path, body | {"encoding_format": "float"}))["data"]
+        encoded = (await caller.json(path, body | {"encoding_format": "base64"}))["data"]
         for item, packed in zip(floats, encoded, strict=True):
             values = np.frombuffer(base64.b64decode(packed[name]), dtype="<f4")
             np.testing.assert_allclose(values, np.ravel(item[name]), atol=1e-6)

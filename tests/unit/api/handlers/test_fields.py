@@ -351,10 +351,7 @@ REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
     ("/v1/reranking", "input"): (7, ["a", 7]),
     ("/v1/ranking", "truncate"): ("START", True),
     # Only documents that are scored are read through windows.
-    **{
-        (path, "long_documents"): ("all", True, "window")
-        for path in ("/v1/embeddings", "/pooling", "/classify")
-    },
+    **{(path, "long_documents"): ("all", "window") for path in ("/v1/embeddings", "/pooling", "/classify")},
 }
 BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.values()} | {
     **dict.fromkeys(("/rerank", "/v2/rerank"), RERANK_BODY),

@@ -101,6 +101,8 @@ async def test_requests_go_to_the_named_or_the_fitting_model(asking: Asking) -> 
     assert (await asking.json("/invocations", BODY))["model"] == "rerank"
     assert (await asking.json("/invocations", {"input": "cat"}))["model"] == "embed"
     assert await asking.json("/", {"inputs": "cat"}) == [vectors["data"][0]["embedding"]]
+    encoded = {"input": "cat", "encoding": "muvera", "input_type": "document", "model": "embed"}
+    assert "late interaction" in (await asking.error("/v1/embeddings", encoded))[1]
     assert (await asking.json("/tokenize", {"text": "cat"}))["max_model_len"] == 256
     assert (await asking.json("/tokenize", {"text": "cat", "model": "rerank"}))["max_model_len"] == 512
 

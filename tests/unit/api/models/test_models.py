@@ -22,8 +22,8 @@ def test_only_what_is_configured_or_in_the_folder_may_be_loaded(tmp_path: Path) 
         (each / "config.json").write_text("{}")
     (folder / "one.gguf").write_bytes(b"GGUF")
     for link, target in (
-        *(("link", outside), ("nowhere", tmp_path / "nowhere"), ("loop", "loop"), ("there", "back")),
-        *(("back", "there"), ("itself", "."), ("empty/config.json", "config.json")),
+        *(("link", outside), ("nowhere", tmp_path / "nowhere"), ("loop", "loop"), ("itself", ".")),
+        ("empty/config.json", "config.json"),
     ):
         (folder / link).symlink_to(target)
     (folder / "alias").symlink_to("org/model")
@@ -36,7 +36,7 @@ def test_only_what_is_configured_or_in_the_folder_may_be_loaded(tmp_path: Path) 
         assert setup.engine == EngineConfig(model=str(folder / path), dtype="float32")
     for name in (
         *("nope", "", ".", "..", "org", "empty", "org/../org/model", "org//model", "./org/model"),
-        *("link", "nowhere", "loop", "loop/model", "there", "itself", "itself/org/model/", "~", "/", "//"),
+        *("link", "nowhere", "loop", "loop/model", "itself", "itself/org/model/", "~", "/", "//"),
         *("../outside", str(outside), str(folder / "org" / "model"), "org/model/", "org\0model", "a" * 5000),
     ):
         assert loadable.setup_of(name) is None, name
@@ -50,14 +50,9 @@ def test_a_model_that_others_join_has_a_name_for_paths() -> None:
     def name(model: str | None, *served: str) -> str:
         return by_itself(EngineConfig(model=model), ServerConfig(served_model_name=served), "embedded").name
 
-    assert (name(None), name("org/model"), name("a/b//"), name("/a/b/")) == (
-        "embedded",
-        "org/model",
-        "a/b",
-        "/a/b",
-    )
-    assert name("..", "mine") == "mine"
-    for model, served in (("/", ()), ("..", ()), (".", ()), ("./", ()), ("a" * 201, ()), ("a", ("b/",))):
+    names = (name(None), name("a/b//"), name("/a/b/"), name("..", "mine"))
+    assert names == ("embedded", "a/b", "/a/b", "mine")
+    for model, served in (("/", ()), ("..", ()), ("./", ()), ("a" * 201, ()), ("a", ("b/",))):
         with pytest.raises(ValueError, match=r"is no name for a model: .*; give it one as served_model_name"):
             name(model, *served)
 
