@@ -53,7 +53,6 @@ TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
 PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]]] = {
     "score": ("/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
     "rerank": ("/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
-    "v2/rerank": ("/v2/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "rerank texts": ("/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "reranking": ("/v1/reranking", MIXEDBREAD_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "ranking": ("/v1/ranking", NVIDIA_BODY, "rerank", ("q", ["d", "e"]), RAW_RANK),
@@ -75,17 +74,15 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "root": ("/", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
     "root similarity": ("/", SIMILARITY_BODY, "embed", (["d", "e", "f"],), TEI_EMBED),
 }
-JINA_RERANKS = ("rerank", "v2/rerank")
-RERANKS = (*JINA_RERANKS, "reranking", "ranking", "infinity")
-TEI_RERANKS = ("rerank texts",)
+RERANKS = ("rerank", "reranking", "ranking", "infinity")
 OPENAI_EMBEDS = ("embeddings", "multi-vector")
 EMBEDS = (*OPENAI_EMBEDS, "pooling", "pooling embed", "pooling tokens")
 COHERE_EMBEDS = ("v1/embed", "v2/embed")
 TEI_VECTORS = ("embed", "embed_all", "root")
 SIMILARITIES = ("similarity", "root similarity")
-TEI = (*TEI_RERANKS, "predict", *TEI_VECTORS)
+TEI = ("rerank texts", "predict", *TEI_VECTORS)
 CLASSIFIES = ("pooling classify", "classify")
-SCORING = ("score", *RERANKS, *TEI_RERANKS)
+SCORING = ("score", *RERANKS, "rerank texts")
 PAIRED = ("score", *RERANKS)
 QUEUED = (*SCORING, *EMBEDS, *CLASSIFIES)
 TRUNCATING = ("score", *RERANKS, *EMBEDS, *CLASSIFIES)
@@ -127,21 +124,21 @@ CHANGES: list[Change] = [
     (SCORING, {"normalize": True}, {"normalize": True, "use_activation": True}),
     (SCORING, dict.fromkeys(("normalize", "explain", "stream"), False), {}),
     (SCORING, {"cache": "use", "on_timeout": "error", "on_error": "fail"}, {}),
-    ((*RERANKS, *TEI_RERANKS), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
+    ((*RERANKS, "rerank texts"), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
     (SCORING, {"instruction": "find"}, {"instruction": "find"}),
     (PAIRED, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
     (SCORING, {"cache": "bypass"}, {"cache": "bypass"}),
     (SCORING, {"cache": "refresh"}, {"cache": "refresh"}),
-    (("score", *JINA_RERANKS), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
-    (("score", *JINA_RERANKS), {"on_error": "report"}, {"on_error": "report"}),
-    (("score", *JINA_RERANKS), {"explain": True}, {"explain": True}),
-    ((*JINA_RERANKS, *TEI_RERANKS, "infinity"), {"top_n": 1}, {"top_n": 1}),
-    ((*JINA_RERANKS, *TEI_RERANKS, "infinity"), {"top_n": 0}, {"top_n": 0}),
-    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": "1"}, {"top_n": 1}),
-    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": 1.0}, {"top_n": 1}),
-    ((*JINA_RERANKS, "reranking"), {"top_k": 1}, {"top_n": 1}),
-    (JINA_RERANKS, {"truncation": True}, {}),
-    (JINA_RERANKS, {"truncation": False}, {"truncation": REFUSE}),
+    (("score", "rerank"), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
+    (("score", "rerank"), {"on_error": "report"}, {"on_error": "report"}),
+    (("score", "rerank"), {"explain": True}, {"explain": True}),
+    (("rerank", "rerank texts", "infinity"), {"top_n": 1}, {"top_n": 1}),
+    (("rerank", "rerank texts", "infinity"), {"top_n": 0}, {"top_n": 0}),
+    (("rerank", "rerank texts"), {"top_n": "1"}, {"top_n": 1}),
+    (("rerank", "rerank texts"), {"top_n": 1.0}, {"top_n": 1}),
+    (("rerank", "reranking"), {"top_k": 1}, {"top_n": 1}),
+    (("rerank",), {"truncation": True}, {}),
+    (("rerank",), {"truncation": False}, {"truncation": REFUSE}),
     (("ranking",), {"truncate": "NONE"}, {"truncation": REFUSE}),
     (("ranking",), {"truncate": "END"}, {}),
     (TEI, {"truncate": False}, {"truncation": REFUSE}),
@@ -189,7 +186,7 @@ CHANGES: list[Change] = [
 ]
 KINDS: dict[str, type[msgspec.Struct]] = {
     "/score": wire.ScoreRequest,
-    **dict.fromkeys(("/rerank", "/v2/rerank"), wire.RerankRequest),
+    "/rerank": wire.RerankRequest,
     "/v1/reranking": wire_reranks.MixedbreadRequest,
     "/v1/ranking": wire_reranks.NvidiaRequest,
     "/infinity/rerank": wire_reranks.InfinityRequest,
@@ -208,7 +205,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "/detokenize": wire.DetokenizeRequest,
 }
 # The same under another path.
-ALIASES = ("/v1/score", "/v1/rerank", "/infinity/v1/rerank", "/embeddings")
+ALIASES = ("/v1/score", "/v1/rerank", "/v2/rerank", "/infinity/v1/rerank", "/embeddings")
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
 ANSWERED = {
     *("model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"),
@@ -321,7 +318,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "task": ("plugin", 1),
     "inputs": (
         *(None, [], 3, True, [[]], ["a", 1], {"a": "b"}, [["a"], ["b", "c"]], [["a", "b"], "c"]),
-        *([["a", "b", "c"]], ["a", "b", "c"], [["a", 1]]),
+        *([["a", "b", "c"]], [["a", 1]]),
     ),
     "text": (1, ["a"]),
     "prompt": (1, ["a"]),
@@ -354,7 +351,7 @@ REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
     **{(path, "long_documents"): ("all", "window") for path in ("/v1/embeddings", "/pooling", "/classify")},
 }
 BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.values()} | {
-    **dict.fromkeys(("/rerank", "/v2/rerank"), RERANK_BODY),
+    "/rerank": RERANK_BODY,
     "/pooling": {"input": "d"},
     "/tokenize": {"text": "a"},
     "/detokenize": {"tokens": [1]},
