@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from maxsimd.api.body_headers import Encoding, encoding_of, refusal
 from maxsimd.api.decompression import _PIECE, decompressed
-from maxsimd.api.failures import ApiError
+from maxsimd.api.failures import ApiError, error_answer
 
 
 async def _chunks(body: bytes, size: int) -> AsyncIterator[bytes]:
@@ -75,3 +75,5 @@ def test_headers_say_how_a_body_is_compressed_and_what_is_refused() -> None:
     ):
         refused = refusal({"content-length": length, "content-encoding": named}, 10)
         assert (refused and refused.status) == status
+        if refused is not None and status == 415:
+            assert error_answer(refused).headers["Accept-Encoding"] == "gzip, deflate"

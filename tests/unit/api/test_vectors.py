@@ -1,7 +1,6 @@
 """Vectors in all kinds of numbers: what is sent is what a client reads, as near as its numbers allow."""
 
 import base64
-import struct
 from typing import Any
 
 import numpy as np
@@ -77,11 +76,3 @@ def test_a_file_holds_all_texts_end_to_end(numbers: Numbers, tmp_path: Any) -> N
     scales = tensors["scales"].numpy() if numbers == "int8" else None
     numpy = held.float().numpy() if held.dtype == torch.bfloat16 else held.numpy()
     check(numbers, read(numbers, numpy, scales), np.concatenate([np.atleast_2d(text) for text in texts]))
-
-
-def test_base64_is_little_endian_whatever_the_machines_order_is() -> None:
-    rows = np.array([[1, -2.5], [0.25, 3]])
-    expected = base64.b64encode(struct.pack("<4f", 1, -2.5, 0.25, 3)).decode()
-    for order in ("<f4", ">f4"):
-        for laid_out in (rows.astype(order), np.asfortranarray(rows.astype(order))):
-            assert encoded(laid_out, "float32", as_base64=True).data == expected

@@ -24,7 +24,7 @@ from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.items import received_items, sent_items
 from maxsimd.api.fleet.limits import check_limits, without_limits
 from maxsimd.api.fleet.link import Link, LostError
-from maxsimd.api.fleet.messages import Answer, Arrived, Question, Score, Scored
+from maxsimd.api.fleet.messages import Answer, Arrived, EncodeQuery, Question, Score, Scored
 from maxsimd.api.fleet.pages import joined
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.scoring import ScoreJob
@@ -54,34 +54,25 @@ _PLAIN = b"cnumpy\nfloat64\n."  # a pickle of something small, in a tokeniser's 
 _LONG = " and so on" * 300
 
 
-def _introduction(
-    fingerprint: str, score_type: ScoreType = ScoreType.LATE_INTERACTION
-) -> messages.Introduction:
-    facts = ModelFacts(
-        name="stand-in",
-        score_type=score_type,
-        score_task="token_embed",
-        tasks={"token_embed": TaskFacts("all", 4, True)},
-        labels=(),
-        max_tokens=512,
-        step_tokens=2_048,
-        reads_pictures=False,
-        scales=Scales(_SCALE, _SCALE, _SCALE),
-        normalizes=True,
-        device="cpu",
-        kernels="",
-        precision="float32",
-        execution="packed",
-        findings=(),
-    )
-    return messages.Introduction(
-        facts=facts, config=EngineConfig(), tokenizer=_PLAIN, fingerprint=fingerprint
-    )
-
-
-Before = Callable[["StandIn", Score], Awaitable[None]] | None
-BeforeEncoding = Callable[["StandIn", messages.EncodeQuery], Awaitable[None]] | None
+_FACTS = ModelFacts(
+    name="stand-in",
+    score_type=ScoreType.LATE_INTERACTION,
+    score_task="token_embed",
+    tasks={"token_embed": TaskFacts("all", 4, True)},
+    labels=(),
+    max_tokens=512,
+    step_tokens=2_048,
+    reads_pictures=False,
+    scales=Scales(_SCALE, _SCALE, _SCALE),
+    normalizes=True,
+    device="cpu",
+    kernels="",
+    precision="float32",
+    execution="packed",
+    findings=(),
+)
 ENCODED = messages.SentQuery(messages.SentVectors(np.ones((3, 4), np.float32), None), 10, True, "one")
+Before = Callable[["StandIn", Any], Awaitable[None]] | None
 
 
 async def _dying(engine: "StandIn", comes_back: bool = True) -> None:
@@ -102,18 +93,17 @@ def _deadly(deaths: list["StandIn"], most: int, comes_back: bool = True) -> Any:
 
 
 class StandIn:
-    """Scores each document by its length. `before` is awaited before each answer, and may raise; and so is
-    `before_encoding` where a query is to be encoded."""
+    """Scores each document by its length. `before` is awaited before each answer to a question of one kind, and
+    may raise."""
 
-    def __init__(self, path: str, before: Before = None, before_encoding: BeforeEncoding = None) -> None:
+    def __init__(self, path: str, before: Before = None, kind: type = Score) -> None:
         self.path = path
         self.fingerprint = "one"
         self.score_type = ScoreType.LATE_INTERACTION
         self.asked: list[Score] = []
-        self.encoded: list[messages.EncodeQuery] = []
+        self.encoded: list[EncodeQuery] = []
         self.cancelled = 0
-        self._before = before
-        self._before_encoding = before_encoding
+        self._before, self._kind = before, kind
         self.door = Door(self._answer, lambda: 7)
 
     async def restart(self) -> None:
@@ -128,42 +118,39 @@ class StandIn:
 
     async def _answer(self, question: Question, send: Send) -> Answer:
         if isinstance(question, messages.Introduce):
-            return _introduction(self.fingerprint, self.score_type)
-        if isinstance(question, messages.EncodeQuery):
-            return await self._encode(question)
-        if not isinstance(question, Score):
-            return messages.Done()
-        self.asked.append(question)
-        texts = [text for text in question.documents if isinstance(text, str)]
-        try:
-            if question.streams:
-                first = ScoreResult([float(len(texts[0]))], Usage(0), 0)
-                await send(Arrived(first, [0]))
-            if self._before is not None:
-                await self._before(self, question)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        scores = [float(len(text)) for text in texts]
-        if (
-            question.on_timeout == "partial"
-            and question.run.timeout is not None
-            and question.run.timeout <= 0
-        ):
-            return Scored(
-                ScoreResult([math.nan] * len(texts), Usage(0), 0, unscored=tuple(range(len(texts))))
+            facts = replace(_FACTS, score_type=self.score_type)
+            config, fingerprint = EngineConfig(), self.fingerprint
+            return messages.Introduction(
+                facts=facts, config=config, tokenizer=_PLAIN, fingerprint=fingerprint
             )
-        return Scored(ScoreResult(scores, Usage(10 + len(texts), 0, 0, 10), 1, truncated_queries=1))
-
-    async def _encode(self, question: messages.EncodeQuery) -> Answer:
-        self.encoded.append(question)
         try:
-            if self._before_encoding is not None:
-                await self._before_encoding(self, question)
+            if isinstance(question, EncodeQuery):
+                self.encoded.append(question)
+                await self._prepare(question)
+                return messages.EncodedQuery(ENCODED)
+            if isinstance(question, Score):
+                self.asked.append(question)
+                return await self._score(question, send)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return messages.EncodedQuery(ENCODED)
+        return messages.Done()
+
+    async def _prepare(self, question: Question) -> None:
+        if self._before is not None and isinstance(question, self._kind):
+            await self._before(self, question)
+
+    async def _score(self, question: Score, send: Send) -> Answer:
+        texts = [text for text in question.documents if isinstance(text, str)]
+        if question.streams:
+            await send(Arrived(ScoreResult([float(len(texts[0]))], Usage(0), 0), [0]))
+        await self._prepare(question)
+        timeout = question.run.timeout
+        if question.on_timeout == "partial" and timeout is not None and timeout <= 0:
+            unscored = tuple(range(len(texts)))
+            return Scored(ScoreResult([math.nan] * len(texts), Usage(0), 0, unscored=unscored))
+        scores = [float(len(text)) for text in texts]
+        return Scored(ScoreResult(scores, Usage(10 + len(texts), 0, 0, 10), 1, truncated_queries=1))
 
 
 @asynccontextmanager
@@ -171,10 +158,10 @@ async def fleet(
     folder: Path,
     count: int,
     before: Before = None,
-    before_encoding: BeforeEncoding = None,
+    kind: type = Score,
     score_type: ScoreType = ScoreType.LATE_INTERACTION,
 ) -> AsyncIterator[tuple[FleetEngine, list[StandIn]]]:
-    engines = [StandIn(str(folder / str(i)), before, before_encoding) for i in range(count)]
+    engines = [StandIn(str(folder / str(i)), before, kind) for i in range(count)]
     for engine in engines:
         engine.score_type = score_type
         await engine.door.open(engine.path)
@@ -216,13 +203,10 @@ async def test_a_large_request_is_spread_and_put_together(tmp_path: Path) -> Non
         assert added == [2, 2, 2], "what no engine caches is spread each time"
 
 
-async def test_what_a_listwise_model_reads_together_stays_together(tmp_path: Path) -> None:
+async def test_what_belongs_together_is_never_parted(tmp_path: Path) -> None:
     async with fleet(tmp_path, 2, score_type=ScoreType.LISTWISE) as (front, engines):
         await front.score("q", _documents(60))
         assert sorted(len(engine.asked) for engine in engines) == [0, 1]
-
-
-async def test_documents_that_belong_together_are_never_parted(tmp_path: Path) -> None:
     async with fleet(tmp_path, 2, _deadly([], most=2)) as (front, engines):
         documents = _documents(20)
         result = await front.score(["a"] * 20, documents)
@@ -231,7 +215,7 @@ async def test_documents_that_belong_together_are_never_parted(tmp_path: Path) -
 
 
 async def test_parts_without_time_count_no_query() -> None:
-    scored = ScoreJob(_introduction("f").facts, "q", ["a", "b", "c"], SCORE_DEFAULTS)
+    scored = ScoreJob(_FACTS, "q", ["a", "b", "c"], SCORE_DEFAULTS)
     whole = ScoreResult([1.0], Usage(30, 0, 0, 10), 1, truncated_queries=1)
     none = ScoreResult([math.nan], Usage(0), 0, unscored=(0,))
     bad = ScoreResult([math.nan], Usage(0), 0, errors={0: "documents[0] is bad"})
@@ -245,7 +229,7 @@ async def test_parts_without_time_count_no_query() -> None:
 
 def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
     def of(facts: dict[str, Any] | None = None, **options: Any) -> str:
-        stated = replace(_introduction("f").facts, **(facts or {}))
+        stated = replace(_FACTS, **(facts or {}))
         return fingerprint_of(cast("Engine", SimpleNamespace(facts=stated, config=EngineConfig(**options))))
 
     scored = {
@@ -455,30 +439,27 @@ async def test_one_part_has_the_query_as_it_came(tmp_path: Path) -> None:
         assert {query for engine in engines for one in engine.asked for query in one.queries} == {"q"}
 
 
-async def test_where_the_encoding_engine_dies_another_encodes(tmp_path: Path) -> None:
+async def test_where_the_encoding_engine_dies_three_try(tmp_path: Path) -> None:
     died: list[StandIn] = []
     deadly = _deadly(died, most=1, comes_back=False)
-    async with fleet(tmp_path, 3, before_encoding=deadly) as (front, engines):
+    async with fleet(tmp_path, 3, deadly, EncodeQuery) as (front, engines):
         documents = _documents(60)
         result = await front.score("q", documents)
         assert result.scores == [float(len(text)) for text in documents]
         assert sum(_num_encoded(engines)) == 2
         assert not died[0].asked
-
-
-async def test_a_query_that_kills_engines_kills_three(tmp_path: Path) -> None:
     deaths: list[StandIn] = []
-    async with fleet(tmp_path, 2, before_encoding=_deadly(deaths, most=9)) as (front, _):
+    async with fleet(tmp_path, 2, _deadly(deaths, most=9), EncodeQuery) as (front, _):
         with pytest.raises(RequestFailedError, match="while they encoded the query"):
             await front.score("q", _documents(60))
         assert len(deaths) == 3
 
 
 async def test_an_error_of_the_query_comes_before_any_part(tmp_path: Path) -> None:
-    async def refuse(engine: StandIn, question: messages.EncodeQuery) -> None:
+    async def refuse(engine: StandIn, question: EncodeQuery) -> None:
         raise InvalidRequestError("queries[0] is not good", "queries")
 
-    async with fleet(tmp_path, 3, before_encoding=refuse) as (front, engines):
+    async with fleet(tmp_path, 3, refuse, EncodeQuery) as (front, engines):
         with pytest.raises(InvalidRequestError, match=r"^queries\[0\] is not good$") as refused:
             await front.score("q", _documents(60))
         assert refused.value.param == "queries"
@@ -486,13 +467,13 @@ async def test_an_error_of_the_query_comes_before_any_part(tmp_path: Path) -> No
 
 
 async def test_deadlines_and_cancelling_hold_while_encoding(tmp_path: Path) -> None:
-    async def slow(engine: StandIn, question: messages.EncodeQuery) -> None:
+    async def slow(engine: StandIn, question: EncodeQuery) -> None:
         if question.run.timeout is None:
             await asyncio.sleep(100)
         await asyncio.sleep(question.run.timeout or 0)
         raise RequestTimeoutError.after(question.run.timeout or 0)
 
-    async with fleet(tmp_path, 2, before_encoding=slow) as (front, engines):
+    async with fleet(tmp_path, 2, slow, EncodeQuery) as (front, engines):
         with pytest.raises(RequestTimeoutError, match=r"not done within 0\.2 seconds"):
             await front.score("q", _documents(60), timeout=0.2)
         asking = asyncio.create_task(front.score("q", _documents(60)))
@@ -534,12 +515,10 @@ def test_what_is_sent_is_received() -> None:
 
 
 def test_errors_survive_the_way() -> None:
+    kinds = (RequestTimeoutError, RequestFailedError, EngineNotReadyError)
     for error in (
-        InvalidRequestError("m", "documents"),
-        QueueFullError("m", 2.5, "wait"),
-        RequestTimeoutError("m"),
-        RequestFailedError("m"),
-        EngineNotReadyError("m"),
+        *(InvalidRequestError("m", "documents"), QueueFullError("m", 2.5, "wait")),
+        *(kind("m") for kind in kinds),
     ):
         back = as_error(as_failed(error))
         assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)

@@ -15,13 +15,6 @@ from tests.unit.calling_handlers import Caller, RecordingEngine
 QUERY = "What is the capital of France?"
 DOCUMENTS = ["Berlin is in Germany.", "Paris is the capital of France.", "Cats purr."]
 RERANKS = ["/rerank", "/v1/rerank", "/v2/rerank"]
-WITH_IDS: list[tuple[str, Any, str]] = [
-    ("/score", {"queries": "q", "documents": "d"}, "score"),
-    ("/v1/score", {"queries": "q", "documents": "d"}, "score"),
-    *((path, {"query": "q", "documents": ["d"]}, "rerank") for path in RERANKS),
-    ("/v1/embeddings", {"input": "d"}, "embd"),
-    ("/pooling", {"input": "d"}, "pooling"),
-]
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -31,17 +24,13 @@ async def caller(engine: RecordingEngine) -> Caller:
     return Caller(engine, served_model_name=("mine",))
 
 
-async def test_answers_have_an_id_of_their_own_and_the_served_name(caller: Caller) -> None:
-    for path, body, prefix in WITH_IDS:
-        first, second = [await caller.json(path, body) for _ in range(2)]
-        assert first["model"] == "mine"
-        assert first["id"] != second["id"]
-        name, _, number = first["id"].partition("-")
-        assert (name, len(number)) == (prefix, 32)
-        if prefix != "rerank":
-            assert first["object"] == "list"
-            assert abs(first["created"] - time.time()) < 5
-            assert isinstance(first["created"], int)
+def _check_head(answer: Any, prefix: str) -> None:
+    name, _, number = answer["id"].partition("-")
+    assert (name, len(number), answer["model"]) == (prefix, 32, "mine")
+    if prefix != "rerank":
+        assert answer["object"] == "list"
+        assert isinstance(answer["created"], int)
+        assert abs(answer["created"] - time.time()) < 5
 
 
 async def test_scores_are_the_engines_in_input_order(caller: Caller) -> None:
@@ -49,6 +38,9 @@ async def test_scores_are_the_engines_in_input_order(caller: Caller) -> None:
         expected = (await caller.engine.score(QUERY, DOCUMENTS)).scores
         answer = await caller.json(path, {"queries": QUERY, "documents": DOCUMENTS})
         assert set(answer) == {"id", "object", "created", "model", "data", "usage", "score_scale"}
+        _check_head(answer, "score")
+        again = await caller.json(path, {"queries": QUERY, "documents": DOCUMENTS})
+        assert again["id"] != answer["id"]
         assert [set(item) for item in answer["data"]] == [{"index", "object", "score"}] * 3
         assert [item["index"] for item in answer["data"]] == [0, 1, 2]
         assert {item["object"] for item in answer["data"]} == {"score"}
@@ -65,6 +57,7 @@ async def test_documents_are_ranked_best_first(caller: Caller, path: str) -> Non
             path, {"query": QUERY, "documents": DOCUMENTS, "return_documents": value, "top_n": 0}
         )
         assert set(answer) == {"id", "model", "results", "usage", "meta", "score_scale"}
+        _check_head(answer, "rerank")
         assert answer["meta"] == {
             "api_version": {"version": "2"},
             "billed_units": {"search_units": 1},
@@ -139,12 +132,13 @@ async def test_an_input_above_the_models_length_is_cut_or_a_400(caller: Caller) 
 
 async def test_embeddings_are_the_engines(caller: Caller) -> None:
     expected = (await caller.engine.embed(["hello", "two words"])).embeddings
-    for path, name, kind, change in (
-        ("/v1/embeddings", "embedding", "embedding", {}),
-        ("/pooling", "data", "pooling", {"task": "embed"}),
+    for path, name, kind, prefix, change in (
+        ("/v1/embeddings", "embedding", "embedding", "embd", {}),
+        ("/pooling", "data", "pooling", "pooling", {"task": "embed"}),
     ):
         answer = await caller.json(path, {"input": ["hello", "two words"]} | change)
         assert set(answer) == {"id", "object", "created", "model", "data", "usage"}
+        _check_head(answer, prefix)
         assert [set(item) for item in answer["data"]] == [{"index", "object", name}] * 2
         assert [item["index"] for item in answer["data"]] == [0, 1]
         assert {item["object"] for item in answer["data"]} == {kind}
@@ -186,25 +180,19 @@ async def test_more_vectors_than_an_answer_has_room_for_are_refused(engine: Reco
     assert len((await caller.json("/pooling", body | {"dimensions": 64}))["data"]) == 2
 
 
-async def test_logits_are_for_classification_only(caller: Caller) -> None:
-    for task in (None, "token_embed", "embed"):
-        body = {"input": "a", "task": task}
-        status, error = await caller.error("/pooling", body | {"use_activation": False})
-        assert (status, error["param"]) == (400, "use_activation")
-        assert error["message"] == "use_activation=false is only for the task classify"
-        await caller.json("/pooling", body | {"use_activation": True})
-
-
 async def test_a_model_without_classifier_does_not_classify(caller: Caller) -> None:
     for path, body in (
         ("/classify", {"input": "a"}),
-        ("/predict", {"inputs": "a"}),
         ("/predict", {"inputs": ["a", "b"]}),
         ("/pooling", {"input": "a", "task": "classify"}),
     ):
         status, error = await caller.error(path, body)
         assert (status, error["param"]) == (400, "task")
         assert error["message"] == "this model cannot classify; it can embed and token_embed"
+    for task in (None, "token_embed", "embed"):
+        status, error = await caller.error("/pooling", {"input": "a", "task": task, "use_activation": False})
+        assert (status, error["param"]) == (400, "use_activation")
+        await caller.json("/pooling", {"input": "a", "task": task, "use_activation": True})
 
 
 async def test_the_model_card_says_what_runs(caller: Caller) -> None:

@@ -55,30 +55,6 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_ones(caller: Caller)
             assert error_of(answer)["message"] == f"this route takes {allowed}"
 
 
-# Each route with a body, and how many items its answer has, or as much text as that many items.
-ITEMS: list[tuple[str, Any, int]] = [
-    ("/score", {"queries": "q", "documents": ["d"] * 501}, 501),
-    ("/rerank", {"query": "q", "documents": ["d"] * 501}, 501),
-    ("/rerank", {"query": "q", "documents": ["d " * 500] * 9}, 45),
-    ("/rerank", {"query": "q", "documents": ["d " * 500] * 9, "return_documents": False}, 9),
-    ("/rerank", {"query": "q", "documents": ["d " * 500] * 9, "top_n": 2}, 10),
-    ("/rerank", {"query": "q", "texts": ["d"] * 501}, 501),
-    ("/rerank", {"query": "q", "texts": ["d " * 500] * 9, "return_text": True}, 45),
-    ("/rerank", {"query": "q", "texts": ["d " * 500] * 9}, 9),
-    ("/v1/embeddings", {"input": ["a", "b"]}, 768),
-    ("/v1/embeddings", {"input": ["a", "b"], "dimensions": 250}, 500),
-    ("/pooling", {"input": ["a"], "dimensions": 167}, 501),
-    ("/detokenize", {"tokens": [1037] * 501}, 10),
-]
-
-
-async def test_every_route_says_how_large_its_answer_is(caller: Caller, answer_sizes: list[int]) -> None:
-    for path, body, items in ITEMS:
-        answer_sizes.clear()
-        await caller.json(path, body)
-        assert answer_sizes == [items], path
-
-
 async def test_results_are_answered_though_the_engine_died_since(
     engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

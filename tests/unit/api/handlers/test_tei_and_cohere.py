@@ -1,4 +1,5 @@
-"""The routes of text-embeddings-inference and Cohere answer with the engine's results."""
+"""The routes of text-embeddings-inference and Cohere answer with the engine's results, and /invocations as the
+route that a request is meant for."""
 
 import base64
 import json
@@ -65,24 +66,6 @@ async def test_decoding_skips_special_tokens_by_default(caller: Caller) -> None:
     assert await caller.json("/decode", {"ids": []}) == [""]
     status, error = await caller.error("/decode", {"ids": [[1], [99_999_999]]})
     assert (status, error["param"]) == (400, "ids")
-
-
-async def test_info_and_the_root_are_as_the_model_is(
-    caller: Caller, bert_cross_encoder: str, three_label_classifier: str
-) -> None:
-    info = json.loads((await caller.ask("GET", "/info")).body)
-    assert (info["model_id"], info["max_input_length"]) == ("all-MiniLM-L6-v2", 256)
-    assert (info["model_type"], info["auto_truncate"]) == ({"embedding": {"pooling": "mean"}}, True)
-    kinds: list[tuple[str, dict[str, Any], str, str]] = [
-        (bert_cross_encoder, {"query": "q", "texts": ["a", "b"]}, "/rerank", "reranker"),
-        (three_label_classifier, {"inputs": "a"}, "/predict", "classifier"),
-    ]
-    for checkpoint, body, path, kind in kinds:
-        async with RecordingEngine(EngineConfig(model=checkpoint, dtype="float32", threads=1)) as engine:
-            caller = Caller(engine)
-            assert await caller.json("/", body) == await caller.json(path, body)
-            info = json.loads((await caller.ask("GET", "/info")).body)
-            assert list(info["model_type"]) == [kind]
 
 
 async def test_a_trailing_slash_or_a_base_is_ignored(engine: RecordingEngine) -> None:
@@ -161,3 +144,75 @@ async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(caller: Cal
     ):
         status, error = await caller.error("/v2/embed", body)
         assert (status, error["param"]) == (400, param)
+
+
+RANKING: dict[str, dict[str, Any]] = {
+    "/rerank": {"query": "q", "documents": TEXTS, "top_n": "1"},
+    "/v1/rerank": {"query": "q", "texts": TEXTS},
+    "/score": {"queries": "q", "documents": TEXTS},
+    "/v1/score": {"text_1": "q", "text_2": TEXTS},
+}
+VECTORS: dict[str, dict[str, Any]] = {
+    "/embed": {"inputs": TEXTS},
+    "/similarity": {"inputs": SENTENCES},
+    "/v1/embeddings": {"input": TEXTS},
+    "/pooling": {"input": TEXTS, "task": "embed"},
+}
+LABELS: dict[str, dict[str, Any]] = {
+    "/predict": {"inputs": TEXTS[0]},
+    "/classify": {"input": TEXTS},
+    "/pooling": {"input": TEXTS, "task": "classify"},
+}
+
+
+def _without_what_changes(body: bytes) -> Any:
+    answer = json.loads(body)
+    if isinstance(answer, dict):
+        for name in ("id", "created", "usage", "meta"):
+            answer.pop(name, None)
+    return answer
+
+
+async def _compare(caller: Caller, route: str, bodies: dict[str, dict[str, Any]]) -> None:
+    for path, body in bodies.items():
+        expected = await caller.ask("POST", path, body)
+        answer = await caller.ask("POST", route, body)
+        assert (expected.status, answer.status) == (200, 200), answer.body
+        assert _without_what_changes(answer.body) == _without_what_changes(expected.body), path
+
+
+async def _kind(caller: Caller) -> Any:
+    return json.loads((await caller.ask("GET", "/info")).body)["model_type"]
+
+
+async def test_info_the_root_and_invocations_are_as_the_model_is(
+    caller: Caller, bert_cross_encoder: str, three_label_classifier: str
+) -> None:
+    info = json.loads((await caller.ask("GET", "/info")).body)
+    assert (info["model_id"], info["max_input_length"]) == ("all-MiniLM-L6-v2", 256)
+    assert (info["model_type"], info["auto_truncate"]) == ({"embedding": {"pooling": "mean"}}, True)
+    await _compare(caller, "/invocations", RANKING | VECTORS)
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1}
+    async with RecordingEngine(EngineConfig(model=bert_cross_encoder, **options)) as engine:
+        reranker = Caller(engine)
+        assert list(await _kind(reranker)) == ["reranker"]
+        await _compare(reranker, "/", {"/rerank": {"query": "q", "texts": ["a", "b"]}})
+        await _compare(reranker, "/invocations", RANKING | LABELS)
+    async with RecordingEngine(EngineConfig(model=three_label_classifier, **options)) as engine:
+        classifier = Caller(engine)
+        assert list(await _kind(classifier)) == ["classifier"]
+        await _compare(classifier, "/", {"/predict": {"inputs": "a"}})
+
+
+async def test_what_is_no_request_is_refused(caller: Caller) -> None:
+    for body, message in (
+        ({}, "query and documents to rank"),
+        ([], "Expected"),
+        ({"query": "q", "documents": []}, "documents is empty"),
+        ({"queries": "q"}, "documents is missing"),
+    ):
+        status, error = await caller.error("/invocations", body)
+        assert status == 400, body
+        assert message in error["message"]
+    status, error = await caller.error("/invocations", {"input": "a", "model": "none"})
+    assert (status, error["param"]) == (404, "model")
