@@ -12,6 +12,8 @@ from maxsimd.api.cli import main
 from maxsimd.api.handlers.routes import OPEN_ROUTES, PAGES
 from maxsimd.api.key_file import ATTRIBUTES, read_keys
 from maxsimd.engine.tenants import TenantMetrics
+from tests.clients import page as clients
+from tests.clients.catalogue import CLIENTS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -115,3 +117,39 @@ def test_the_page_on_tenants_names_attributes_and_metrics() -> None:
     assert shown == [family.name for family in registry.collect()]
     (example,) = re.findall(r"```\n(\w+ +name=search.*?)```", page, flags=re.DOTALL)
     assert set(read_keys(example.encode()).tenants) == {"search", "crawler"}
+
+
+def _code(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_each_block_of_the_pages_on_clients_is_an_example() -> None:
+    shown = clients.examples()
+    catalogue = {client.name for client in CLIENTS} - {"with_schemathesis"}
+    assert {example.client for example in shown} == catalogue | {clients.CURL}
+    assert _code(clients.PAGE, r"\w+") == ["maxsimd serve\n", *(example.code for example in shown)]
+    of_retrieval = clients.examples(page=clients.RAG)
+    assert _code(clients.RAG, "python") == [example.code for example in of_retrieval]
+    assert len(of_retrieval) == 2
+    for example in of_retrieval:
+        assert all(part in example.code for part in (f'"{clients.URL}"', '"embed"', '"rerank"'))
+
+
+def test_examples_of_clients_use_the_base_urls_of_the_table() -> None:
+    text = clients.PAGE.read_text(encoding="utf-8")
+    table = text.split("\n## Base URLs\n")[1].split("\n## ")[0]
+    pattern = r"^\| \[.+?\]\(#([\w-]+)\).*?\| .*? \| .*? \| (.+?) \| .+ \|$"
+    rows = re.findall(pattern, table, re.MULTILINE)  # the anchor that a row links to, and its URL
+    assert len(rows) == table.count("\n| [")
+    parts = re.split(r"^#{2,3} (.+)$", text, flags=re.MULTILINE)
+    anchors = [re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in parts[1::2]]
+    sections = dict(zip(anchors, parts[2::2], strict=True))
+    for anchor in {anchor for anchor, _ in rows}:
+        shown = [example for example in clients.examples() if example.code in sections[anchor]]
+        assert shown, anchor
+        urls = {url.strip("`") for other, url in rows if other == anchor and url != "none"}
+        code = "".join(example.code for example in shown)
+        if anchor == clients.CURL:
+            assert all(url + "/v1/" in code for url in urls)
+        else:
+            assert set(re.findall(rf'"({re.escape(clients.URL)}[^"]*)"', code)) == urls, anchor

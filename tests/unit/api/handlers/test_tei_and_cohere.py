@@ -1,5 +1,5 @@
-"""The routes of text-embeddings-inference and Cohere answer with the engine's results, and /invocations as the
-route that a request is meant for."""
+"""The routes of text-embeddings-inference and Cohere answer with the engine's results, and /invocations as
+the route that a request is meant for."""
 
 import base64
 import json
