@@ -65,17 +65,14 @@ def test_keys_come_from_options_and_from_a_file_with_one_a_line(tmp_path: Path) 
 
 
 def test_a_file_that_holds_no_keys_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
+    file = tmp_path / "keys"
     for content, reason in (
-        (b"", "it holds no key"),
+        (None, "No such file or directory"),
         (b" \n\n", "it holds no key"),
         (b"\xff\xfe", "it is not UTF-8"),
         (b"x\n" * 600_000, "it is larger than 1 MiB"),
-        ("folder", "Is a directory"),
-        ("nowhere", "No such file or directory"),
     ):
-        file = tmp_path / (content if isinstance(content, str) else "keys")
-        if isinstance(content, bytes):
+        if content is not None:
             file.write_bytes(content)
         with pytest.raises(SetupError) as refused:
             ServerState(Engine(), ServerConfig(api_key=("one",), api_key_file=str(file)))
@@ -222,11 +219,9 @@ def test_each_key_says_whose_it_is(tmp_path: Path) -> None:
 def test_a_nameless_key_stays_the_same_tenant(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", "one\ntwo\n", "given")
     before = {key: keys.owner(key) for key in ("given", "one", "two")}
-    assert sorted(map(str, before.values())) == ["key-1", "key-2", "key-3"]
+    assert set(before.values()) == {"key-1", "key-2", "key-3"}
     keys.rewrite("zero\ntwo weight=2\n")
-    assert {key: keys.owner(key) for key in ("given", "two")} == {
-        key: before[key] for key in ("given", "two")
-    }
+    assert (keys.owner("given"), keys.owner("two")) == (before["given"], before["two"])
     assert keys.owner("zero") == "key-4"
     keys.rewrite("one\ntwo name=key-ring\n")
     assert keys.owner("one") == "key-5", "no number is given again"

@@ -62,18 +62,15 @@ def test_a_text_is_a_string_or_an_object_that_holds_one() -> None:
         ("a", "a"),
         ({"text": "a", "content": "b"}, "a"),
         ({"content": "b"}, "b"),
-        ({"text": ""}, ""),
         ({"content": PARTS}, "one\ntwo"),
         ({"text": PARTS}, "one\ntwo"),
     ):
-        assert reading.as_text(content, "documents[3]", "documents") == text
-        assert reading.as_text(content, "documents[3]", "documents", ()) == text
         assert reading.as_texts(content, "documents") == [text]
         assert reading.as_texts(["z", content], "documents") == ["z", text]
 
 
 def test_what_holds_no_text_is_refused_by_its_place() -> None:
-    for content in ({}, {"text": 7}, {"content": None}, {"title": "a"}):
+    for content in ({}, {"text": 7}, {"content": None}):
         with _refused("query", 'query is an object without a "text" or "content" string'):
             reading.as_text(content, "query", "query")
     no_part = "documents[1] has a content part that is not text; only text can be scored"
@@ -224,8 +221,5 @@ def test_an_object_of_pictures_alone_stands_for_a_list() -> None:
     assert reading.as_items([two], "documents") == [Content.of([PICTURE, LINK])]
     for other in ({"content": [{"image": DATA}]}, {"content": [{"image": DATA}, "a"]}, "a", {"image": DATA}):
         assert each_picture(other) is None
-
-
-def test_inputs_to_embed_may_have_pictures() -> None:
     assert reading.as_inputs(["a", {"image": DATA}], 5) == ["a", Content.of([PICTURE])]
     reading.check_token_ids([Content.of([PICTURE])], accepted=False)
