@@ -75,19 +75,6 @@ async def test_idle_connections_make_room_first_by_how_long(room: Room) -> None:
     assert room.evict() == "receiving", "the other has just come"
 
 
-async def test_of_too_many_answers_those_that_began_first_are_given_up(room: Room) -> None:
-    mib = 1 << 20  # as much as answers may take together
-    first, second, third = (room.named(name) for name in ("first", "second", "third"))
-    with room.table.sending(first, mib - 1), room.table.sending(second, 1):
-        assert room.evicted == []
-        with room.table.sending(third, mib):
-            assert room.evicted == [("first", False), ("second", False)]
-    with room.table.sending(first, 2 * mib):
-        assert len(room.evicted) == 2, "alone an answer may be larger"
-    with room.table.sending(second, mib):
-        assert len(room.evicted) == 2, "and is forgotten when it has been written"
-
-
 async def test_those_on_their_way_out_do_not_count(room: Room) -> None:
     for name in ("first", "second", "third"):
         assert not room.table.is_full

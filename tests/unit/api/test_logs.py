@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from maxsimd.api.logs import JsonFormatter, SeldomLogger, TextFormatter, set_up_logging
-from maxsimd.api.printable import printable
 
 
 @pytest.fixture
@@ -100,19 +99,6 @@ def test_long_messages_and_traces_are_cut() -> None:
     for formatter in (TextFormatter(), JsonFormatter()):
         assert len(formatter.format(_record("x" * 1_000_000))) < 5_000
         assert len(formatter.format(_record("x", ValueError("x" * 1_000_000)))) < 5_000
-
-
-def test_what_others_sent_is_shown_escaped_and_cut() -> None:
-    for text, most, shown in (
-        ("größer, 漢字 🙂", 20, "größer, 漢字 🙂"),
-        ("a\tb\n", 20, "a\\tb\\n"),
-        ("\x1b\u202e\ud800", 20, "\\x1b\\u202e\\ud800"),
-        ("abcdef", 6, "abcdef"),
-        ("abcdefg", 6, "abcdef..."),
-        ("\n" * 7, 6, "\\n" * 6 + "..."),
-        ("", 6, ""),
-    ):
-        assert printable(text, most) == shown
 
 
 def test_what_happens_often_is_logged_seldom(

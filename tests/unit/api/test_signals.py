@@ -1,7 +1,6 @@
 """How a process is asked to end, and what ends it where it cannot itself."""
 
 import asyncio
-import logging
 import os
 import signal
 import subprocess
@@ -12,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from maxsimd.api import signals
-from maxsimd.api.signals import SIGNALS, Stop, leaving_when_asked
-from tests.waiting import until
+from maxsimd.api.signals import SIGNALS, Stop
 
 
 @pytest.fixture
@@ -45,20 +43,6 @@ async def test_a_signal_asks_and_starts_the_grace_period(left: list[int], number
     stop.done()
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-async def test_a_second_signal_ends_the_process_at_once(
-    left: list[int], number: signal.Signals, caplog: pytest.LogCaptureFixture
-) -> None:
-    stop = Stop(grace=100)
-    os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(stop.asked(), 5)
-    assert left == []
-    os.kill(os.getpid(), number)
-    await until(lambda: left == [128 + number])
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    stop.done()
-
-
 async def test_a_process_is_ended_soon_after_its_grace_period(left: list[int]) -> None:
     stop, other = Stop(grace=0.1), Stop(grace=0.0)
     stop.begin(7)
@@ -71,16 +55,6 @@ async def test_a_process_is_ended_soon_after_its_grace_period(left: list[int]) -
     time.sleep(0.3)  # noqa: ASYNC251
     assert left == [7]
     stop.done()
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_before_it_serves_a_signal_ends_the_process_well(left: list[int], number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with leaving_when_asked():
-        os.kill(os.getpid(), number)
-        time.sleep(0.05)
-        assert left == [0]
-    assert signal.getsignal(number) is before
 
 
 def test_leaving_at_once_waits_for_no_thread_and_loses_no_line() -> None:

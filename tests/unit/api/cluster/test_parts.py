@@ -131,28 +131,23 @@ async def test_head_has_no_body_and_a_client_that_leaves_no_answer(monkeypatch: 
 
 
 def test_the_yaml_has_what_the_application_is_built_from() -> None:
-    options = ["a/b", "--replicas", "2", "--num-cpus", "4", "--max-replicas", "5"]
-    plain = CliRunner().invoke(main, ["cluster", "config", *options])
-    arguments = yaml.safe_load(plain.output)["applications"][0]["args"]
-    assert AppConfig.of(arguments).cluster.max_replicas == 5
-    kubernetes = CliRunner().invoke(main, ["cluster", "config", *options, "--kuberay", "--image", "i"])
-    service = yaml.safe_load(kubernetes.output)
+    def printed(*options: str) -> Any:
+        result = CliRunner().invoke(main, ["cluster", "config", "a/b", "--replicas", "2", *options])
+        return yaml.safe_load(result.output)
+
+    def numbers(of: Any) -> dict[str, int]:
+        return {each["name"]: each["num_replicas"] for each in of["applications"][0]["deployments"]}
+
+    most = ("--max-replicas", "5")
+    plain, service = printed(*most), printed(*most, "--kuberay", "--image", "i")
+    assert AppConfig.of(plain["applications"][0]["args"]).cluster.max_replicas == 5
     assert service["kind"] == "RayService"
-    inner = yaml.safe_load(service["spec"]["serveConfigV2"])
-    assert inner["applications"][0]["args"] == arguments
+    assert yaml.safe_load(service["spec"]["serveConfigV2"]) == plain
     workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     assert (workers["minReplicas"], workers["maxReplicas"]) == (2, 5)
-
-
-def test_numbers_of_replicas_can_be_changed_beside_the_arguments() -> None:
-    fixed = ["cluster", "config", "a/b", "--replicas", "3", "--fronts", "2"]
-    for options, expected in (
-        ([], {"Front": 2, "Scorer": 3}),
-        (["--max-replicas", "5"], {"Front": 2}),  # how many scorers there are is Serve's to choose
-    ):
-        [application] = yaml.safe_load(CliRunner().invoke(main, [*fixed, *options]).output)["applications"]
-        numbers = {each["name"]: each["num_replicas"] for each in application["deployments"]}
-        assert numbers == expected
+    # How many replicas there are can be changed beside the arguments, unless Serve chooses.
+    assert numbers(printed("--fronts", "2")) == {"Front": 2, "Scorer": 2}
+    assert "Scorer" not in numbers(plain)
 
 
 def test_a_scorer_stays_with_its_slot_where_ranks_change() -> None:

@@ -160,9 +160,8 @@ async def test_a_body_that_is_too_deep_is_a_400(engine: RecordingEngine) -> None
 
 async def test_more_texts_than_are_allowed_are_a_413(caller: Caller) -> None:
     counted: list[tuple[str, dict[str, Any], str, Any]] = [
-        *((path, {"queries": "q"}, "documents", "d") for path in ("/score", "/v1/score")),
-        *((path, {"query": "q"}, "documents", "d") for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-        ("/rerank", {"query": "q"}, "texts", "d"),
+        ("/score", {"queries": "q"}, "documents", "d"),
+        *(("/rerank", {"query": "q"}, name, "d") for name in ("documents", "texts")),
         *((path, {}, "input", "d") for path in ("/v1/embeddings", "/pooling", "/classify")),
         ("/predict", {}, "inputs", ["d"]),
     ]

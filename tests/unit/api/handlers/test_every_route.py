@@ -5,12 +5,10 @@ import re
 from typing import Any
 
 import jsonschema
-import pytest
 import pytest_asyncio
 
 from maxsimd.api.handlers.operating import MODEL_PATH
 from maxsimd.api.handlers.routes import ROUTES
-from maxsimd.engine.runtime import Running
 from tests.unit.calling_handlers import (
     GOOD,
     REFUSING,
@@ -53,23 +51,6 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_ones(caller: Caller)
             answer = await caller.ask(method, path)
             assert (answer.status, answer.headers["Allow"]) == (405, allowed), path
             assert error_of(answer)["message"] == f"this route takes {allowed}"
-
-
-async def test_results_are_answered_though_the_engine_died_since(
-    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caller = Caller(engine)
-    work = Running.run
-
-    async def die(running: Running, *arguments: Any) -> Any:
-        result = await work(running, *arguments)
-        monkeypatch.setattr(engine, "death", "of old age")
-        return result
-
-    monkeypatch.setattr(Running, "run", die)
-    body = {"query": "q", "documents": ["d"] * 501}
-    assert (await caller.post("/rerank", body)).status == 200
-    assert (await caller.post("/rerank", body)).status == 503
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

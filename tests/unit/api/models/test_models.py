@@ -1,15 +1,13 @@
-"""Several models behind one server: their configuration, which of them a request goes to, their metrics."""
+"""Several models behind one server: their configuration, which of them a request goes to."""
 
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import Counter, generate_latest
 
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.models.choice import UndecidedError, Wanted, first_for
-from maxsimd.api.models.metrics import SeveralMetrics
 from maxsimd.api.models.setup import Loadable, ModelSetup, by_itself
 from maxsimd.engine.config import EngineConfig, ScoreType
 
@@ -113,16 +111,3 @@ def test_an_unknown_model_decides_nothing_silently() -> None:
             assert unknown in possible
         else:
             assert possible == found
-
-
-def test_each_models_metrics_have_its_name() -> None:
-    registries = {name: SeveralMetrics(dict, dict).registry for name in ("a", "b/c")}
-    for count, registry in enumerate(registries.values(), start=1):
-        Counter("maxsimd_things", "Things", ("kind",), registry=registry).labels("x").inc(count)
-    metrics = SeveralMetrics(lambda: registries, lambda: {"a": True, "b/c": True, "d": False})
-    page = generate_latest(metrics.registry).decode()
-    assert page.count("# TYPE maxsimd_things_total counter") == 1
-    for name, value in (("a", 1.0), ("b/c", 2.0)):
-        found = metrics.registry.get_sample_value("maxsimd_things_total", {"model": name, "kind": "x"})
-        assert found == value
-    assert metrics.registry.get_sample_value("maxsimd_model_served", {"model": "d"}) == 0
