@@ -1,16 +1,23 @@
 """The README and the pages in docs/ say what is so."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
+import yaml
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
 from maxsimd.api.cli import main
-from maxsimd.api.handlers.routes import OPEN_ROUTES, PAGES
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.handlers.routes import OPEN_ROUTES, PAGES, ROUTES
 from maxsimd.api.key_file import ATTRIBUTES, read_keys
+from maxsimd.api.options import variable
+from maxsimd.api.state import ServerState
+from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.tenants import TenantMetrics
 from tests.clients import page as clients
 from tests.clients.catalogue import CLIENTS
@@ -24,29 +31,23 @@ _DOCS = {path.stem: path.read_text(encoding="utf-8") for path in _PAGES}
 _COMMANDS = re.compile(r"(?:`|```sh\n)(?:\.venv/bin/)?maxsimd ((?:bench )?[a-z][a-z-]*)")
 
 
-def test_every_command_that_is_named_exists() -> None:
+def test_every_command_and_option_that_is_named_exists() -> None:
+    helps = dict(_helps(main, []))
     commands = {command for page in (README, *_DOCS.values()) for command in _COMMANDS.findall(page)}
     assert {"serve", "rerank", "bench engine", "bench peers"} <= commands
-    for command in sorted(commands):
-        result = CliRunner().invoke(main, [*command.split(), "--help"])
-        assert result.exit_code == 0, command
-
-
-def test_every_option_that_is_named_exists() -> None:
-    named = {
-        option
-        for name, page in _DOCS.items()
-        if name not in _OF_OTHERS
-        for option in re.findall(r"`(--[a-z][\w-]+)", page)
-    }
-    helps = "".join(_helps(main, []))
+    assert commands <= helps.keys()
+    pages = [page for name, page in _DOCS.items() if name not in _OF_OTHERS]
+    named = {option for page in pages for option in re.findall(r"`(--[a-z][\w-]+)", page)}
     assert len(named) > 40
-    assert not {option for option in named if not re.search(rf"{option}[ ,\n]", helps)}
+    every = "".join(helps.values())
+    assert not {option for option in named if not re.search(rf"{option}[ ,\n]", every)}
 
 
-def _helps(command: click.Command, names: list[str]) -> Iterator[str]:
-    """What `--help` says of a command and of those in it."""
-    yield CliRunner().invoke(main, [*names, "--help"]).output
+def _helps(command: click.Command, names: list[str]) -> Iterator[tuple[str, str]]:
+    """A command and those in it, each with what `--help` says of it."""
+    result = CliRunner().invoke(main, [*names, "--help"])
+    assert result.exit_code == 0, names
+    yield " ".join(names), result.output
     if isinstance(command, click.Group):
         for name in command.list_commands(click.Context(command)):
             found = command.get_command(click.Context(command), name)
@@ -153,3 +154,60 @@ def test_examples_of_clients_use_the_base_urls_of_the_table() -> None:
             assert all(url + "/v1/" in code for url in urls)
         else:
             assert set(re.findall(rf'"({re.escape(clients.URL)}[^"]*)"', code)) == urls, anchor
+
+
+OPERATING = ROOT / "docs" / "operating"
+
+
+def _yaml(name: str) -> list[Any]:
+    return [*yaml.safe_load_all((OPERATING / name).read_text(encoding="utf-8"))]
+
+
+def _metrics() -> set[str]:
+    state = ServerState(Engine(EngineConfig()), ServerConfig())
+    names = {"process_resident_memory_bytes", "maxsimd_cache_hits_total", "maxsimd_cache_misses_total"}
+    for family in state.engine.metrics.registry.collect():
+        endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(family.type, ("",))
+        names |= {family.name + ending for ending in endings}
+    return names
+
+
+def test_the_dashboard_shows_metrics_that_there_are() -> None:
+    dashboard = json.loads((OPERATING / "grafana.json").read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"\b(?:maxsimd|process)_\w+", query)}
+    assert len(asked) > 12
+    assert asked <= _metrics()
+
+
+def test_probes_ask_routes_that_there_are() -> None:
+    deployment, service = _yaml("kubernetes.yaml")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    probes = {"startupProbe": "/ready", "livenessProbe": "/health", "readinessProbe": "/ready"}
+    for probe, path in probes.items():
+        assert container[probe]["httpGet"] == {"path": path, "port": ServerConfig().port}
+        assert "GET" in ROUTES[path]
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > ServerConfig().grace_seconds
+    assert deployment["spec"]["template"]["metadata"]["annotations"]["prometheus.io/port"] == "8000"
+
+
+def test_compose_mounts_files_that_there_are() -> None:
+    (compose,) = _yaml("compose.yaml")
+    for service in compose["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source in compose["volumes"] or (OPERATING / source).is_file()
+    (prometheus,) = _yaml("prometheus.yaml")
+    assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == ["maxsimd:8000"]
+    assert (ROOT / compose["services"]["maxsimd"]["build"]["dockerfile"]).is_file()
+
+
+def test_variables_are_those_of_options() -> None:
+    for name in ("Containerfile", "kubernetes.yaml", "compose.yaml"):
+        text = (OPERATING / name).read_text(encoding="utf-8")
+        fields = [*EngineConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__]
+        assert set(re.findall(r"MAXSIMD_\w+", text)) <= set(map(variable, fields))
+        flags = set(re.findall(r"\"(--[a-z-]+)\"", text))
+        assert flags <= {f"--{field.replace('_', '-')}" for field in ServerConfig.__dataclass_fields__}

@@ -41,28 +41,27 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Captured:
     return captured
 
 
+SAMPLES: dict[str, Any] = {
+    **{"steps_in_flight": 1, "compress_ratio": 4, "fronts": 7, "replicas": 7},
+    **dict.fromkeys(("hybrid_weights", "compress_layers"), "1,2,3"),
+    "cors_origin": ("https://one.example", "*"),
+}
+
+
 def _sample(config: type, field: "dataclasses.Field[Any]") -> Any:
     """A value of an option that differs from its default."""
+    if field.name in SAMPLES:
+        return SAMPLES[field.name]
     kind = typing.get_type_hints(config)[field.name]
     kinds = [kind, *typing.get_args(kind)]
     for choices in kinds:
         if typing.get_origin(choices) is typing.Literal:
             return next(value for value in typing.get_args(choices) if value != field.default)
-    if bool in kinds:
-        return not field.default
-    if field.name == "steps_in_flight":
-        return 1
-    if field.name == "compress_ratio":
-        return 4
-    if int in kinds:
-        return 7 if field.name in ("fronts", "replicas") else 77
-    if float in kinds:
-        return 7.5
-    if field.name == "cors_origin":
-        return ("https://one.example", "*")
     if typing.get_origin(kind) is tuple:
         return ("one", "two")
-    return "1,2,3" if field.name in ("hybrid_weights", "compress_layers") else "something"
+    if bool in kinds:
+        return not field.default
+    return 77 if int in kinds else 7.5 if float in kinds else "something"
 
 
 def test_every_option_reaches_its_configuration(served: Captured) -> None:

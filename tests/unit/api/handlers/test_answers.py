@@ -105,10 +105,8 @@ async def test_an_input_above_the_models_length_is_cut_or_a_400(caller: Caller) 
         ("/score", lambda text: {"queries": "q", "documents": ["d", text]}, refuse),
         ("/score", lambda text: {"queries": [text], "documents": ["d"]}, refuse),
         ("/v1/embeddings", lambda text: {"input": text}, refuse),
-        ("/pooling", lambda text: {"input": ["a", text]}, refuse),
         ("/v2/embed", lambda text: {"texts": [text]}, {"truncate": "NONE"}),
         ("/rerank", lambda text: {"query": "q", "texts": [text]}, no_truncation),
-        ("/embed", lambda text: {"inputs": text}, no_truncation),
         (
             "/similarity",
             lambda text: {"inputs": {"source_sentence": "a", "sentences": [text]}},
