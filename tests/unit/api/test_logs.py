@@ -78,7 +78,7 @@ def _record(message: str, error: Exception | None = None) -> logging.LogRecord:
     return logging.LogRecord("a", logging.ERROR, "f", 1, "said: %s", (message,), trace)
 
 
-def test_a_message_and_a_trace_forge_no_line() -> None:
+def test_a_message_and_a_trace_are_cut_and_forge_no_line() -> None:
     for forgery in FORGERIES:
         for formatter in (TextFormatter(), JsonFormatter()):
             line = formatter.format(_record(forgery))
@@ -93,9 +93,6 @@ def test_a_message_and_a_trace_forge_no_line() -> None:
         exception = json.loads(line)["exception"].split("\n")
         assert any(part.startswith("ValueError: ") for part in exception)
         assert all(part.isprintable() for part in exception)
-
-
-def test_long_messages_and_traces_are_cut() -> None:
     for formatter in (TextFormatter(), JsonFormatter()):
         assert len(formatter.format(_record("x" * 1_000_000))) < 5_000
         assert len(formatter.format(_record("x", ValueError("x" * 1_000_000)))) < 5_000

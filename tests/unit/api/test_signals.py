@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -55,17 +53,3 @@ async def test_a_process_is_ended_soon_after_its_grace_period(left: list[int]) -
     time.sleep(0.3)  # noqa: ASYNC251
     assert left == [7]
     stop.done()
-
-
-def test_leaving_at_once_waits_for_no_thread_and_loses_no_line() -> None:
-    code = """
-import threading, time
-from maxsimd.api.signals import leave_at_once
-threading.Thread(target=time.sleep, args=(60,)).start()
-print("said", end="")
-leave_at_once(3)
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30
-    )
-    assert (ran.returncode, ran.stdout) == (3, "said")

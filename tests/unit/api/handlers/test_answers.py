@@ -193,6 +193,12 @@ async def test_a_model_without_classifier_does_not_classify(caller: Caller) -> N
         await caller.json("/pooling", {"input": "a", "task": task, "use_activation": True})
 
 
+async def test_a_model_without_a_template_reads_no_messages(caller: Caller) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    status, error = await caller.error("/v1/embeddings", {"messages": messages})
+    assert (status, "no chat template" in error["message"]) == (400, True)
+
+
 async def test_the_model_card_says_what_runs(caller: Caller) -> None:
     answer = await caller.ask("GET", "/v1/models")
     listed = json.loads(answer.body)

@@ -95,10 +95,3 @@ async def test_what_cannot_be_read_is_refused(engine: RecordingEngine) -> None:
         assert message in error["message"]
     status, error = await Caller(engine, max_documents=1).error("/v1/embeddings", {"messages": MESSAGES})
     assert (status, error["param"]) == (413, "messages")
-
-
-async def test_without_a_template_there_are_no_messages(qwen3_embedding: str) -> None:
-    async with RecordingEngine(EngineConfig(model=qwen3_embedding, threads=1)) as engine:
-        status, error = await Caller(engine).error("/v1/embeddings", {"messages": MESSAGES})
-        assert status == 400
-        assert "no chat template" in error["message"]

@@ -59,7 +59,6 @@ async def test_a_wrong_request_is_refused(caller: Caller) -> None:
         ("/v1/embeddings", {"input": ["a", "b"], "chunks": [[0, 1]]}, "chunks"),
         ("/v1/embeddings", chunked | {"chunks": [[0, 1]], "late_chunking": False}, "chunks"),
         ("/v1/embeddings", chunked | {"chunks": [[0, 3]]}, "chunks"),
-        ("/v1/embeddings", chunked | {"chunks": []}, "chunks"),
         ("/v1/embeddings", chunked | {"input": ["a", " "]}, "input"),
         ("/v1/embeddings", chunked | {"input": "word " * 300}, "input"),
         ("/v1/embeddings", chunked | {"truncate_prompt_tokens": 10}, "truncate_prompt_tokens"),

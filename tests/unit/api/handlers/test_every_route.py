@@ -9,15 +9,7 @@ import pytest_asyncio
 
 from maxsimd.api.handlers.operating import MODEL_PATH
 from maxsimd.api.handlers.routes import ROUTES
-from tests.unit.calling_handlers import (
-    GOOD,
-    REFUSING,
-    RERANK,
-    Caller,
-    RecordingEngine,
-    error_of,
-    expected,
-)
+from tests.unit.calling_handlers import GOOD, REFUSING, RERANK, Caller, RecordingEngine, error_of, expected
 
 
 async def test_every_route_has_a_request_here() -> None:

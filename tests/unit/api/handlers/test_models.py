@@ -113,15 +113,11 @@ async def test_tei_routes_go_to_the_model_that_they_name(asking: Asking) -> None
         ]
         assert of_embed == (400 if path in ("/embed_sparse", "/predict", "/") else 200)
         assert of_rerank == (200 if path in ("/predict", "/decode", "/rerank", "/") else 400)
-
-
-async def test_the_root_does_what_the_named_model_is_for(asking: Asking) -> None:
+    # The root does what the named model is for.
     ranking = {"query": "cat", "texts": DOCUMENTS}
     assert await asking.json("/", {**ranking, "model": "rerank"}) == await asking.json("/rerank", ranking)
     assert await asking.error("/", ranking) == (400, "inputs is missing")
     assert await asking.error("/", {"inputs": "cat", "model": "rerank"}) == (400, "query is missing")
-    staged = {"query": "cat", "documents": DOCUMENTS, "model": "rerank", "cascade": CASCADE}
-    assert len((await asking.json("/", staged))["stages"]) == 2
 
 
 async def test_an_unloaded_model_fails_only_its_own_requests(asking: Asking) -> None:
@@ -140,8 +136,8 @@ async def test_a_cascade_is_the_two_calls_by_hand(asking: Asking) -> None:
     kept = {"query": "cat", "documents": [DOCUMENTS[i] for i in best], "model": "rerank"}
     by_hand = await asking.json("/rerank", kept)
     expected = [{**one, "index": best[one["index"]], "model": "rerank"} for one in by_hand["results"]]
-    for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/invocations"):
-        found = await asking.json(path, {**BODY, "cascade": CASCADE})
+    for path, model in (("/rerank", None), ("/v2/rerank", None), ("/invocations", None), ("/", "rerank")):
+        found = await asking.json(path, {**BODY, "cascade": CASCADE, "model": model})
         assert found["results"] == expected
         assert found["model"] == "rerank"
         stages = [(stage["model"], stage["documents"]) for stage in found["stages"]]

@@ -44,6 +44,8 @@ async def test_weights_are_a_bare_list_of_lists(caller: Caller, engine: Recordin
         assert answer == await weights(engine, TEXTS)
         assert all(len(each) > 10 for each in answer)
     assert await caller.json("/", {"inputs": TEXTS[0]}) == await weights(engine, TEXTS[:1])
+    info = json.loads((await caller.ask("GET", "/info")).body)
+    assert info["model_type"] == {"embedding": {"pooling": "splade"}}
     for role in ("query", "document"):
         answer = await caller.json("/embed_sparse", {"inputs": TEXTS, "input_type": role})
         assert answer == await weights(engine, TEXTS, role)
@@ -75,11 +77,6 @@ async def test_what_is_for_other_vectors_is_refused(caller: Caller, monkeypatch:
     status, error = await caller.error("/embed_sparse", {"inputs": TEXTS})
     assert status == 413
     assert "send fewer texts" in error["message"]
-
-
-async def test_it_says_what_it_is(caller: Caller) -> None:
-    info = json.loads((await caller.ask("GET", "/info")).body)
-    assert info["model_type"] == {"embedding": {"pooling": "splade"}}
 
 
 async def test_an_engine_of_several_answers_its_front_alike(engine: RecordingEngine) -> None:

@@ -1,6 +1,8 @@
-"""Memory of a process that serves: when Python's collector runs, and the heaps of the C library."""
+"""A process that serves: when Python's collector runs, the heaps of the C library, and how late its event loop
+is."""
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import os
@@ -14,10 +16,12 @@ from contextlib import asynccontextmanager
 from unittest.mock import Mock
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from maxsimd.api import garbage, heaps
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
 from maxsimd.api.heaps import share_heaps
+from maxsimd.api.metrics import ServerMetrics
 from tests.waiting import until
 
 
@@ -121,6 +125,7 @@ def test_the_memory_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) ->
 _PROGRAM = """
 import ctypes, re, sys, tempfile, threading
 from maxsimd.api.heaps import share_heaps
+from maxsimd.api.metrics import ServerMetrics
 share_heaps(int(sys.argv[1]))
 c = ctypes.CDLL(None)
 c.malloc.restype, c.fopen.restype = ctypes.c_void_p, ctypes.c_void_p
@@ -143,8 +148,7 @@ with tempfile.NamedTemporaryFile() as file:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="these are glibc's")
 @pytest.mark.parametrize(
-    ("threads", "environment", "most"),
-    [(1, {}, 2), (4, {}, 4), (1, {"MALLOC_ARENA_MAX": "5"}, 5)],
+    ("threads", "environment", "most"), [(1, {}, 2), (4, {}, 4), (1, {"MALLOC_ARENA_MAX": "5"}, 5)]
 )
 def test_there_are_no_more_heaps_than_threads_that_can_run(
     threads: int, environment: dict[str, str], most: int
@@ -162,3 +166,22 @@ def test_there_are_no_more_heaps_than_threads_that_can_run(
 def test_where_the_c_library_cannot_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heaps.ctypes, "CDLL", lambda name: object())
     share_heaps(2)
+
+
+async def test_only_what_the_event_loop_is_late_counts_as_lag() -> None:
+    registry = CollectorRegistry()
+
+    def lag(sample: str, **labels: str) -> float:
+        return registry.get_sample_value(f"maxsimd_event_loop_lag_seconds_{sample}", labels) or 0.0
+
+    watcher = asyncio.create_task(ServerMetrics(registry).watch_lag())
+    await until(lambda: watcher.done() or lag("bucket", le="0.05") >= 1)  # now and then it is hardly late
+    count, total = lag("count"), lag("sum")
+    await asyncio.sleep(0)
+    time.sleep(0.4)  # noqa: ASYNC251 (this is what must be noticed)
+    await until(lambda: watcher.done() or lag("count") > count)
+    # It slept for at most its period of 0.1 s meanwhile, which is not lag.
+    assert 0.25 < lag("sum") - total < 30
+    watcher.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watcher
