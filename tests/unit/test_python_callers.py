@@ -75,8 +75,7 @@ def test_in_a_notebook_it_is_started_and_closed() -> None:
         with pytest.raises(EngineRunningError):
             engine.start()
         assert engine.rerank(QUERY, TEXTS).results[0].index == 0
-        assert engine.model.name
-        assert engine.max_tokens == 256
+        assert (engine.model.name, engine.max_tokens) == ("all-MiniLM-L6-v2", 256)
         assert engine.stats().requests == 0
         engine.clear_cache()
         engine.close()

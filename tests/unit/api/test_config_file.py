@@ -43,10 +43,9 @@ def _file(tmp_path: Path, text: str) -> str:
 def test_without_anything_the_defaults_are_printed_and_no_key_is() -> None:
     config = _config()
     for settings in (EngineConfig(), ServerConfig()):
-        for name in settings.__dataclass_fields__:
-            if name != "api_key":
-                value = getattr(settings, name)
-                assert config.pop(name) == (list(value) if isinstance(value, tuple) else value)
+        for name in settings.__dataclass_fields__.keys() - {"api_key"}:
+            value = getattr(settings, name)
+            assert config.pop(name) == (list(value) if isinstance(value, tuple) else value)
     assert config == {}
     assert "secret" not in _asked("--api-key", "secret", MAXSIMD_API_KEY="also-secret").output
 

@@ -113,14 +113,14 @@ async def _pieces(body: bytes, encoding: Encoding, size: int) -> list[bytes]:
 
 def _compressed(text: bytes, kind: str) -> tuple[bytes, Encoding]:
     half = len(text) // 2
-    match kind:
-        case "gzip":
-            return gzip.compress(text), "gzip"
-        case "two files":
-            return gzip.compress(text[:half]) + gzip.compress(text[half:]), "gzip"
-        case "zlib":
-            return zlib.compress(text), "deflate"
-    return zlib.compress(text, wbits=-15), "deflate"
+    files = gzip.compress(text[:half]) + gzip.compress(text[half:])
+    kinds: dict[str, tuple[bytes, Encoding]] = {
+        "gzip": (gzip.compress(text), "gzip"),
+        "two files": (files, "gzip"),
+        "zlib": (zlib.compress(text), "deflate"),
+        "raw": (zlib.compress(text, wbits=-15), "deflate"),
+    }
+    return kinds[kind]
 
 
 KINDS = st.sampled_from(["gzip", "two files", "zlib", "raw"])

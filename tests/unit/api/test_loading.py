@@ -89,19 +89,16 @@ async def test_it_is_started_until_it_runs() -> None:
     assert state.comes_back
 
 
-async def test_it_is_given_up_after_too_many_deaths(caplog: pytest.LogCaptureFixture) -> None:
-    _, _, state, loading = _set_up(*[_fail] * 4)
-    assert not await loading.again(state)
-    assert state.phase == "dead"
-    assert "it died 5 times in 10 minutes" in caplog.text
-
-
-async def test_it_is_not_started_where_that_would_be_of_no_use(caplog: pytest.LogCaptureFixture) -> None:
-    engine, _, state, loading = _set_up()
-    engine.restart_obstacle = "the GPU is lost"
-    assert not await loading.again(state)
-    assert state.phase == "dead"
-    assert "the engine is not started again: the GPU is lost" in caplog.text
+async def test_it_is_given_up_where_starting_is_of_no_use(caplog: pytest.LogCaptureFixture) -> None:
+    for starts, obstacle, message in (
+        ([_fail] * 4, None, "it died 5 times in 10 minutes"),
+        ([], "the GPU is lost", "the engine is not started again: the GPU is lost"),
+    ):
+        engine, _, state, loading = _set_up(*starts)
+        engine.restart_obstacle = obstacle
+        assert not await loading.again(state)
+        assert state.phase == "dead"
+        assert message in caplog.text
 
 
 async def test_a_load_that_takes_far_longer_than_the_first_is_given_up(

@@ -1,5 +1,4 @@
-"""A process that serves: when Python's collector runs, the heaps of the C library, and how late its event loop
-is."""
+"""A process that serves: Python's collector, the heaps of the C library, and how late its event loop is."""
 
 import asyncio
 import contextlib

@@ -132,11 +132,6 @@ def test_teis_words_count_more_than_the_servers_default() -> None:
             assert reading.tei_truncation_of(request, default) == truncation
 
 
-def test_use_activation_counts_more_than_raw_scores() -> None:
-    for use, raw, wanted in ((True, True, True), (False, False, False), (None, True, False)):
-        assert reading.wants_activation(ScoreRequest(use_activation=use, raw_scores=raw)) is wanted
-
-
 def test_sequences_are_texts_or_pairs() -> None:
     for value, texts, pairs, are_many in (
         ("", [""], None, False),

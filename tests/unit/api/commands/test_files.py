@@ -19,21 +19,21 @@ TEXTS = ["Open a file.", 'one, "two"', "Käse, 東京 and 🎉.", "a\tb"]
 
 
 def _written(kind: str) -> bytes:
+    ids = [f"d{i}" for i in range(len(TEXTS))]
     if kind == "lines":
         return "\n\n".join(TEXTS).encode()
     if kind == "jsonl":
-        rows = [json.dumps({"_id": f"d{i}", "text": text}) for i, text in enumerate(TEXTS)]
-        return "\n".join(rows).encode()
+        rows = [{"_id": i, "text": text} for i, text in zip(ids, TEXTS, strict=True)]
+        return "\n".join(map(json.dumps, rows)).encode()
     if kind == "json":
         return json.dumps(TEXTS).encode()
     if kind == "parquet":
         out = io.BytesIO()
-        ids = [f"d{i}" for i in range(len(TEXTS))]
         parquet.write_table(pyarrow.table({"id": ids, "passage": TEXTS}), out)
         return out.getvalue()
     table = io.StringIO()
     writer = csv.writer(table, delimiter="\t" if kind == "tsv" else ",")
-    writer.writerows([["id", "body"], *([f"d{i}", text] for i, text in enumerate(TEXTS))])
+    writer.writerows([["id", "body"], *zip(ids, TEXTS, strict=True)])
     return b"\xef\xbb\xbf" + table.getvalue().encode()
 
 

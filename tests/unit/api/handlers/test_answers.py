@@ -100,18 +100,12 @@ async def test_usage_counts_tokens_and_those_in_the_cache(caller: Caller) -> Non
 
 
 async def test_an_input_above_the_models_length_is_cut_or_a_400(caller: Caller) -> None:
-    refuse, no_truncation = {"long_documents": "error"}, {"truncate": False}
+    refuse = {"long_documents": "error"}
     for path, body, strict in (
         ("/score", lambda text: {"queries": "q", "documents": ["d", text]}, refuse),
-        ("/score", lambda text: {"queries": [text], "documents": ["d"]}, refuse),
         ("/v1/embeddings", lambda text: {"input": text}, refuse),
         ("/v2/embed", lambda text: {"texts": [text]}, {"truncate": "NONE"}),
-        ("/rerank", lambda text: {"query": "q", "texts": [text]}, no_truncation),
-        (
-            "/similarity",
-            lambda text: {"inputs": {"source_sentence": "a", "sentences": [text]}},
-            {"parameters": no_truncation},
-        ),
+        ("/rerank", lambda text: {"query": "q", "texts": [text]}, {"truncate": False}),
     ):
         fits, too_long = body("word " * 254), body("word " * 255)
         fitting = await caller.post(path, fits | strict)

@@ -61,8 +61,7 @@ async def test_half_of_a_character_is_a_400_that_says_so(caller: Caller) -> None
                 sent = body.replace("[101]", f'["{escape}"]').encode()
                 status, error = await caller.error(path, sent)
                 assert (status, error["type"], error["param"]) == (400, "BadRequestError", None), sent
-                assert error["message"].startswith("the body is not valid JSON: JSON is malformed:")
-                assert "surrogate pair (byte" in error["message"]
+                assert "is not valid JSON: JSON is malformed:" in error["message"]
                 assert error["message"].endswith(HALF)
 
 

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from maxsimd.api.failures import as_api_error, error_answer
-from maxsimd.engine import QueueFullError, RequestFailedError
+from maxsimd.engine import QueueFullError
 from tests.unit.calling_handlers import GOOD, HEAVY, POSTED, RERANK, Caller, RecordingEngine, error_of
 from tests.waiting import until
 
@@ -21,11 +21,7 @@ async def test_an_error_is_answered_counted_and_logged(
     engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture
 ) -> None:
     """What each class of error is answered with: `tests/unit/api/test_failures.py`."""
-    for error, status in (
-        (QueueFullError("full", 1.2), 429),
-        (RequestFailedError("failed"), 500),
-        (RuntimeError("inside"), 500),
-    ):
+    for error, status in ((QueueFullError("full", 1.2), 429), (RuntimeError("inside"), 500)):
         caller = Caller(engine)
         lines.clear()
         monkeypatch.setattr(engine, "rerank", AsyncMock(side_effect=error))

@@ -136,29 +136,26 @@ async def test_an_allowed_host_is_asked_at_public_addresses_only(monkeypatch: py
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
 
     async with hosting() as host:
-        for name in ("localhost", "2130706433", "127.1", "media.example"):
+        names = dict.fromkeys(("localhost", "2130706433", "127.1"), "|cannot be") | {"media.example": ""}
+        for name, other in names.items():
             if name == "media.example":
                 monkeypatch.setattr(socket, "getaddrinfo", looked_up)
             origin = f"http://{name}:{host.port}"
             async with fetching(origin, may_connect=is_public) as fetcher:
-                with pytest.raises(PictureError, match=r"whose address is not public|cannot be"):
+                with pytest.raises(PictureError, match="whose address is not public" + other):
                     await fetcher.fetch(f"{origin}/picture")
         assert host.asked == []
 
 
 async def test_each_redirect_is_checked() -> None:
     async with hosting() as host, hosting() as inside, fetching(host.origin) as fetcher:
-        for to in (
-            f"{inside.origin}/picture",
-            "file:///etc/passwd",
-            "http://169.254.169.254/latest/meta-data",
-        ):
+        for to in (f"{inside.origin}/picture", "file:///etc/passwd", "http://169.254.169.254/latest"):
             with pytest.raises(PictureError):
                 await fetcher.fetch(f"{host.origin}/redirect?to={to}")
         assert inside.asked == []
         with pytest.raises(PictureError, match="redirected more than 3 times"):
             await fetcher.fetch(f"{host.origin}/around")
-        assert len([path for path in host.asked if path == "/around"]) == 4
+        assert host.asked.count("/around") == 4
 
 
 async def test_what_is_no_picture_too_large_or_slow_is_refused() -> None:
