@@ -155,7 +155,7 @@ async def test_few_bytes_that_become_very_many_come_in_pieces() -> None:
         assert b"".join(pieces) == text
 
 
-def test_headers_say_how_a_body_is_compressed_and_what_is_refused() -> None:
+def test_headers_tell_how_a_body_is_compressed_or_refused() -> None:
     for named, encoding in (("", None), ("Identity", None), (" GZIP ", "gzip"), ("x-gzip", "gzip")):
         assert encoding_of({"content-encoding": named}) == encoding
     for named, length, status in (
