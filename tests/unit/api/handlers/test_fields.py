@@ -121,7 +121,7 @@ CHANGES: list[Change] = [
     (PAIRED, {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
     (SCORING, {"use_activation": False}, {"use_activation": False}),
     (SCORING, {"raw_scores": True}, {"use_activation": False}),
-    (SCORING, {"raw_scores": True, "use_activation": True}, {}),
+    (SCORING, {"raw_scores": True, "use_activation": True}, {"use_activation": True}),
     (SCORING, {"normalize": True}, {"normalize": True, "use_activation": True}),
     (SCORING, dict.fromkeys(("normalize", "explain", "stream"), False), {}),
     (SCORING, {"cache": "use", "on_timeout": "error", "on_error": "fail"}, {}),
